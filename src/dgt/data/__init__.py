@@ -1,0 +1,1 @@
+"""Data: the built-in scenes, readers of labelled images, transforms, and the classification data module."""

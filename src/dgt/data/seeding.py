@@ -1,0 +1,45 @@
+"""Randomness as a function of names and numbers: (seed, epoch, index) in, the same draws out, in any process.
+
+Every random choice of the data layer goes through here, so that neither the number of workers, nor the order in which
+they answer, nor a restart in the middle of an epoch can change what a model sees.
+"""
+
+import random
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+
+def seed_sequence(*parts: int | str) -> np.random.SeedSequence:
+    """The seed that belongs to `parts`, e.g. `("augment", seed, epoch, index)`; integers must not be negative."""
+    words = [zlib.crc32(part.encode()) if isinstance(part, str) else int(part) for part in parts]
+    if any(word < 0 for word in words):
+        raise ValueError(f"seeds must be integers >= 0, got {parts}")
+    return np.random.SeedSequence(words)
+
+
+def generator(*parts: int | str) -> np.random.Generator:
+    """A fresh NumPy generator that depends on `parts` alone."""
+    return np.random.Generator(np.random.PCG64(seed_sequence(*parts)))
+
+
+@contextmanager
+def seeded(*parts: int | str) -> Iterator[None]:
+    """Seed Python's, NumPy's and PyTorch's (CPU) global generators with `parts`; put their old states back at the end.
+
+    For library transforms that draw from the global generators; CUDA's are not touched.
+    """
+    python_seed, numpy_seed, torch_seed = (int(word) for word in seed_sequence(*parts).generate_state(3))
+    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    random.seed(python_seed)
+    np.random.seed(numpy_seed)
+    torch.default_generator.manual_seed(torch_seed)
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.default_generator.set_state(torch_state)
