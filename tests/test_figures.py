@@ -1,0 +1,273 @@
+"""The figures: what is lit, where, in which panel; errors; files; and that matplotlib is left alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
+from numpy.typing import NDArray
+
+from dgt.figures import GroupPanel, choose_groups, denormalize, figure_group_map, figure_groups, save_figure
+
+GRID = (3, 5)  # not square, so that a flip or a transposition shows
+
+
+def _panel(**changes: Any) -> GroupPanel:
+    """A grey picture of 60 x 100 pixels; group 0 is the top right token, group 1 the bottom row, group 2 the rest."""
+    group_ids = np.full(GRID, 2)
+    group_ids[0, 4] = 0
+    group_ids[2, :] = 1
+    fields: dict[str, Any] = {
+        "image": np.full((60, 100, 3), 128, np.uint8),
+        "grid": GRID,
+        "group_ids": group_ids.reshape(-1),
+        "key_ids": np.array([[10, -1], [0, 1], [7, 8]]),
+    }
+    return GroupPanel(**(fields | changes))
+
+
+def _tokens(figure: Figure, index: int) -> NDArray[Any]:
+    """(h, w, 3) in [0, 255]: the drawn colour in the middle of every token of one of the figure's axes."""
+    figure.set_dpi(150)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()  # type: ignore[no-untyped-call]
+    pixels = np.asarray(canvas.buffer_rgba()).astype(int)  # type: ignore[no-untyped-call]
+    axes = figure.axes[index]
+    points = [
+        axes.transData.transform((column + 0.5, row + 0.5)) for row in range(GRID[0]) for column in range(GRID[1])
+    ]
+    return np.array([pixels[len(pixels) - 1 - int(y), int(x), :3] for x, y in points]).reshape(*GRID, 3)
+
+
+def _lit(figure: Figure, index: int) -> list[int]:
+    """The tokens drawn in colour: the picture is grey, so what is not lit stays grey."""
+    colours = _tokens(figure, index).reshape(-1, 3)
+    return [int(token) for token in np.flatnonzero(np.ptp(colours, axis=1) > 20)]
+
+
+def test_queries_and_keys_are_lit_where_they_are() -> None:
+    figure = figure_groups([_panel()], groups=[0, 1])
+    assert len(figure.axes) == 5
+    assert [_lit(figure, index) for index in range(5)] == [[], [4], [10], [10, 11, 12, 13, 14], [0, 1]]
+
+
+def test_image_is_neither_flipped_nor_transposed() -> None:
+    image = np.zeros((60, 100, 3), np.uint8)
+    image[:20, :20, 0] = 255  # red, top left
+    image[40:, :20, 1] = 255  # green, bottom left
+    image[:20, 80:, 2] = 255  # blue, top right
+    for figure in (figure_groups([_panel(image=image)], 1), figure_group_map([_panel(image=image)])):
+        tokens = _tokens(figure, 0)
+        assert [tokens[place].argmax() for place in ((0, 0), (2, 0), (0, 4))] == [0, 1, 2]
+        assert tokens[1, 2].max() < 10
+
+
+def test_pair_shares_its_colour_and_pairs_differ() -> None:
+    figure = figure_groups([_panel()], groups=[0, 1])
+    queries, keys = _tokens(figure, 1)[0, 4], _tokens(figure, 2)[2, 0]
+    others = _tokens(figure, 3)[2, 0], _tokens(figure, 4)[0, 0]
+    assert np.abs(queries - keys).max() <= 2
+    assert np.abs(others[0] - others[1]).max() <= 2
+    assert np.abs(queries - others[0]).max() > 40
+
+
+def test_unlit_tokens_are_darker_than_the_picture() -> None:
+    figure = figure_groups([_panel()], groups=[0])
+    assert (_tokens(figure, 1)[1:] < _tokens(figure, 0)[1:] - 40).all()
+
+
+def test_padding_is_never_lit() -> None:
+    group_ids = np.full(15, -1)
+    group_ids[6] = 0
+    panel = _panel(group_ids=group_ids, key_ids=np.array([[-1, -1], [3, 2], [-1, -1]]))
+    figure = figure_groups([panel], groups=[0])
+    assert _lit(figure, 1) == [6]
+    assert _lit(figure, 2) == []
+    assert _lit(figure_group_map([panel]), 1) == [6]
+
+
+def test_heavy_keys_are_brighter() -> None:
+    figure = figure_groups([_panel(key_weights=np.array([[1.0, 0.0], [0.2, 0.8], [0.0, 0.0]]))], groups=[1, 2])
+    assert _tokens(figure, 2)[0, 1].sum() > _tokens(figure, 2)[0, 0].sum() + 60
+    assert _lit(figure, 4) == [7, 8]
+
+
+@pytest.mark.parametrize("size", [(33, 47), (500, 40), (20, 100), (1, 1)])
+def test_any_image_size_and_many_groups(size: tuple[int, int]) -> None:
+    panel = _panel(image=np.full((*size, 3), 90, np.uint8), title="block 1")
+    figure = figure_groups([panel, _panel()], groups=[0, 1, 2] * 4)
+    assert len(figure.axes) == 2 * 25
+    assert _lit(figure, 1) == [4]
+    assert _lit(figure, 25 + 2) == [10]
+
+
+def test_figure_has_titles_and_a_dashed_frame_per_pair() -> None:
+    figure = figure_groups([_panel(title="stage 1"), _panel()], groups=2)
+    texts = [text.get_text() for text in figure.texts]
+    assert [texts.count(text) for text in ("image", "queries", "keys", "stage 1")] == [1, 2, 2, 1]
+    frames = [artist for artist in figure.findobj(FancyBboxPatch) if artist.get_linestyle() != "-"]
+    assert len(frames) == 4
+
+
+def test_panel_with_fewer_groups_leaves_its_pairs_blank() -> None:
+    alone = _panel(group_ids=np.zeros(15, int))
+    assert len(figure_groups([_panel(), alone], groups=3).axes) == 7 + 3
+
+
+def test_image_of_padding_alone_is_drawn() -> None:
+    padding = _panel(group_ids=np.full(15, -1))
+    assert len(figure_groups([padding], groups=3).axes) == 1
+    assert "0 of 3 groups in use, perplexity 0.0" in [text.get_text() for text in figure_group_map([padding]).texts]
+
+
+def test_map_colours_tokens_by_group_and_counts() -> None:
+    figure = figure_group_map([_panel()])
+    tokens = _tokens(figure, 1)
+    assert np.abs(tokens[2] - tokens[2, 0]).max() <= 2
+    for first, second in (((0, 4), (2, 0)), ((0, 4), (0, 0)), ((2, 0), (0, 0))):
+        assert np.abs(tokens[first] - tokens[second]).max() > 30
+    shares = np.array([1, 5, 9]) / 15
+    expected = f"3 of 3 groups in use, perplexity {np.exp(-(shares * np.log(shares)).sum()):.1f}"
+    assert expected in [text.get_text() for text in figure.texts]
+
+
+def test_map_tells_many_groups_apart() -> None:
+    grid = (8, 8)
+    panel = GroupPanel(np.full((64, 64, 3), 128, np.uint8), grid, np.arange(64), np.zeros((64, 1), int))
+    picture = np.asarray(figure_group_map([panel]).axes[1].get_images()[0].get_array())
+    colours = picture[48::96, 48::96].reshape(64, 3)
+    apart = np.linalg.norm(colours[:, None] - colours[None], axis=-1) + np.eye(64)
+    assert apart.min() > 0.05
+
+
+def test_choose_prefers_large_groups_with_other_keys() -> None:
+    group_ids = np.array([0] * 10 + [1] * 8 + [2] * 6 + [4])
+    key_ids = np.array([[0, 1], [0, 1], [20, 21], [5, 6], [-1, -1]])
+    # Group 1 is larger than group 2 but has the keys of group 0; group 3 has no query, group 4 no key.
+    assert choose_groups(group_ids, key_ids, 1) == [0]
+    assert choose_groups(group_ids, key_ids, 2) == [0, 2]
+    assert choose_groups(group_ids, key_ids, 5) == [0, 2, 1]
+
+
+def test_choose_prefers_distant_groups() -> None:
+    group_ids = np.repeat([0, 1, 2, 3], 4).reshape(4, 4).T  # columns, each a group; all of one size
+    key_ids = np.arange(4)[:, None]
+    assert choose_groups(group_ids, key_ids, 2)[1] == 3
+
+
+def test_choose_finds_all_of_many_groups_with_equal_keys() -> None:
+    assert sorted(choose_groups(np.arange(300), np.zeros((300, 1), int), 300)) == list(range(300))
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 6), st.integers(0, 1000))
+def test_choose_returns_different_groups_in_use(tokens: int, groups: int, keys: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    group_ids, key_ids = random.integers(-1, groups, tokens), random.integers(-1, tokens, (groups, keys))
+    chosen = choose_groups(torch.from_numpy(group_ids), torch.from_numpy(key_ids), groups)
+    usable = {group for group in range(groups) if (group_ids == group).any() and (key_ids[group] >= 0).any()}
+    assert set(chosen) == usable
+    assert len(chosen) == len(usable)
+    assert chosen == choose_groups(group_ids, key_ids, groups)
+
+
+def test_denormalize_inverts_normalization() -> None:
+    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    pixels = torch.randint(0, 256, (3, 4, 6), dtype=torch.uint8)
+    normal = (pixels / 255 - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
+    np.testing.assert_array_equal(denormalize(normal, mean, std), pixels.permute(1, 2, 0).numpy())
+    assert denormalize(normal * 100, mean, std).dtype == np.uint8
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"image": np.zeros((60, 100), np.uint8)}, ValueError, r"image must be \(H, W, 3\) uint8, got \(60, 100\)"),
+        ({"image": np.zeros((60, 100, 3))}, ValueError, "image must be .* float64"),
+        ({"grid": (0, 15)}, ValueError, "grid must be"),
+        ({"group_ids": np.zeros(14, int)}, ValueError, r"group_ids must be \(15,\) for a grid of 3 x 5, got \(14,\)"),
+        ({"group_ids": np.zeros(GRID, int)}, ValueError, r"group_ids must be \(15,\)"),
+        ({"group_ids": np.full(15, 3)}, ValueError, "group_ids must lie between -1 and 2, got 3 to 3"),
+        ({"group_ids": np.zeros(15)}, TypeError, "group_ids must hold integers, got float64"),
+        ({"key_ids": np.zeros(3, int)}, ValueError, r"key_ids must be \(groups, keys\)"),
+        ({"key_ids": np.full((3, 2), 15)}, ValueError, "key_ids must lie between -1 and 14, got 15 to 15"),
+        ({"key_ids": np.full((3, 2), -2)}, ValueError, "key_ids must lie between"),
+        ({"key_weights": np.ones((3, 1))}, ValueError, "key_weights must be"),
+        ({"key_weights": np.full((3, 2), np.nan)}, ValueError, "key_weights must be finite"),
+    ],
+)
+def test_panel_says_what_is_wrong(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        _panel(**changes)
+
+
+@pytest.mark.parametrize("groups", [0, 4, [], [3], [-1]])
+def test_groups_out_of_range(groups: int | list[int]) -> None:
+    with pytest.raises(ValueError, match="groups must"):
+        figure_groups([_panel()], groups)
+
+
+def test_empty_and_wrong_arguments() -> None:
+    for draw in (figure_groups, figure_group_map):
+        with pytest.raises(ValueError, match="panels must hold at least one"):
+            draw([])
+    with pytest.raises(ValueError, match="count must be between 1 and the number of groups, 3, got 4"):
+        choose_groups(_panel().group_ids, _panel().key_ids, 4)
+    with pytest.raises(ValueError, match=r"image must be \(3, H, W\) floating point"):
+        denormalize(torch.zeros(4, 4), (0, 0, 0), (1, 1, 1))
+    with pytest.raises(ValueError, match="std must hold 3 numbers, got 1"):
+        denormalize(torch.zeros(3, 4, 4), (0, 0, 0), (1,))
+
+
+@pytest.mark.parametrize(("name", "start"), [("a.png", b"\x89PNG"), ("a.svg", b"<?xml"), ("a.PDF", b"%PDF")])
+def test_save_writes_the_suffix(tmp_path: Path, name: str, start: bytes) -> None:
+    save_figure(figure_group_map([_panel()]), tmp_path / name, dpi=50)
+    assert (tmp_path / name).read_bytes().startswith(start)
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_save_refuses_bad_paths(tmp_path: Path) -> None:
+    figure = Figure()
+    with pytest.raises(ValueError, match=r"path must end in one of \.pdf, \.png, \.svg, got 'a\.jpg'"):
+        save_figure(figure, tmp_path / "a.jpg")
+    with pytest.raises(FileNotFoundError, match="existing folder"):
+        save_figure(figure, tmp_path / "missing" / "a.png")
+    with pytest.raises(ValueError, match="dpi must be at least 1, got 0"):
+        save_figure(figure, tmp_path / "a.png", dpi=0)
+    assert os.listdir(tmp_path) == []
+
+
+def test_failed_save_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Figure, path: Path, **options: Any) -> None:
+        Path(path).write_bytes(b"half")
+        raise OSError("disk full")
+
+    (tmp_path / "a.png").write_bytes(b"old")
+    monkeypatch.setattr(Figure, "savefig", broken)
+    with pytest.raises(OSError, match="disk full"):
+        save_figure(Figure(), tmp_path / "a.png")
+    assert os.listdir(tmp_path) == ["a.png"]
+    assert (tmp_path / "a.png").read_bytes() == b"old"
+
+
+def test_matplotlib_backend_is_left_alone(tmp_path: Path) -> None:
+    script = (
+        "import matplotlib; matplotlib.use('svg')\n"
+        "import numpy as np, dgt.figures as f\n"
+        "panel = f.GroupPanel(np.zeros((8, 8, 3), np.uint8), (2, 2), np.zeros(4, int), np.zeros((1, 2), int))\n"
+        f"f.save_figure(f.figure_groups([panel], 1), {str(tmp_path / 'a.png')!r}, dpi=50)\n"
+        "import matplotlib.pyplot as plt\n"
+        "assert matplotlib.get_backend().lower() == 'svg' and plt.get_fignums() == []\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "MPLCONFIGDIR": str(tmp_path)})
