@@ -1,0 +1,52 @@
+# Every target sets up what it needs: a fresh machine needs Python 3.10 or later and git, nothing else.
+# `make` alone lists the targets. Another interpreter: `make test PYTHON=python3.12`.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-unit test-timm lint format bench clean
+
+help: ## show this list
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s '|' 2>/dev/null \
+		|| grep -E '^[a-z-]+:.*## ' Makefile
+
+setup: $(READY) ## the virtual environment in .venv, with everything installed
+
+# The stamp is newer than pyproject.toml exactly when the environment holds what pyproject.toml asks for.
+$(READY): pyproject.toml
+	@command -v "$(PYTHON)" >/dev/null || { \
+		echo "error: no interpreter '$(PYTHON)'; name one of version 3.10 or later: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; v = sys.version.split()[0]; sys.exit(0 if sys.version_info >= (3, 10) else \
+		"error: Python 3.10 or later is needed, $(PYTHON) is " + v + "; name another: make PYTHON=/path/to/python3")'
+	@echo "setting up $(VENV) (the first time downloads several gigabytes, mostly torch)"
+	@test -x $(BIN)/pip || "$(PYTHON)" -m venv --clear $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+demo: $(READY) ## train, evaluate and draw on the built-in data; results in runs/demo
+	$(BIN)/dgt demo
+
+test: test-unit test-timm ## our tests, then timm's own on our models
+
+test-unit: $(READY)
+	$(BIN)/python -m pytest -q -m "not gpu"
+
+test-timm: $(READY)
+	$(BIN)/python tests/timm_suite/run.py -q
+
+lint: $(READY) ## ruff and mypy (strict)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(READY) ## let ruff sort the imports and repair what it can
+	$(BIN)/ruff check --fix .
+
+bench: $(READY) ## speed and memory, beside the alternatives
+	$(BIN)/dgt bench attention
+	$(BIN)/dgt bench models
+
+clean: ## remove the environment, caches and builds; runs/ stays
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,50 @@
+"""What all tests share: the same seeds every time, few threads, the sample data, and the skip of GPU tests."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED_DATA = ROOT.parent / "shared" / "data"
+
+hypothesis.settings.register_profile("local", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_configure() -> None:
+    """Two threads, unless the caller chose: tests on small tensors gain nothing from more."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(2)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` where there is no CUDA device."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _same_seeds() -> None:
+    """Start every test from the same random state, whatever ran before it."""
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002  (third-party code draws from the legacy state)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder with small real data sets beside the checkout; skips the test where it is missing."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip("no real sample data: ../shared/data is not there")
+    return SHARED_DATA

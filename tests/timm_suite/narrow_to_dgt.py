@@ -1,0 +1,77 @@
+"""A pytest plugin that makes timm's tests/test_models.py run its generic tests on this package's models only.
+
+That file takes the models of every generic test from `timm.list_models`, which it binds when it is imported; pytest
+loads this plugin before. Tests of single timm models, or of downloaded weights, are deselected: they have nothing of ours.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import timm
+
+import dgt  # noqa: F401  (registers our models with timm)
+
+# The generic tests of timm 1.0.20 and later. One that goes missing is an error, not a shorter run.
+GENERIC_TESTS = {
+    "test_model_forward",
+    "test_model_backward",
+    "test_model_default_cfgs",
+    "test_model_forward_torchscript",
+    "test_model_forward_features",
+    "test_model_forward_intermediates_features",
+    "test_model_forward_intermediates",
+    "test_model_forward_fx",
+    "test_model_backward_fx",
+    "test_model_forward_fx_torchscript",
+}
+
+_list_models = timm.list_models
+OURS = frozenset(
+    name for name in _list_models() if timm.models.model_entrypoint(name).__module__.partition(".")[0] == "dgt"
+)
+
+
+def list_our_models(filter: Any = "", module: Any = "", pretrained: bool = False, **kwargs: Any) -> list[str]:
+    """`timm.list_models` with our models only, and none for the tests that download weights.
+
+    `module` is ignored: timm's lists of its own module names cannot know ours.
+    """
+    if pretrained:
+        return []
+    return [name for name in _list_models(filter, **kwargs) if name.partition(".")[0] in OURS]
+
+
+timm.list_models = list_our_models
+
+
+def _model_of(item: pytest.Item) -> str:
+    """The architecture a test item is parametrised with, or an empty string."""
+    callspec = getattr(item, "callspec", None)
+    name = callspec.params.get("model_name") if callspec else None
+    return name.partition(".")[0] if isinstance(name, str) else ""
+
+
+@pytest.hookimpl(tryfirst=True)  # before -k and -m narrow further
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests of our models, and insist that every generic test has all of them."""
+    models_of_test: dict[str, set[str]] = {}
+    kept, dropped = [], []
+    for item in items:
+        model = _model_of(item)
+        (kept if model in OURS else dropped).append(item)
+        if model in OURS:
+            models_of_test.setdefault(item.originalname, set()).add(model)
+    for test in sorted(GENERIC_TESTS | set(models_of_test)):
+        missing = sorted(OURS - models_of_test.get(test, set()))
+        if missing or not OURS:
+            lacking = ", ".join(missing) or "any model: none is registered"
+            raise pytest.UsageError(f"timm's {test} does not run on {lacking}")
+    config.hook.pytest_deselected(items=dropped)
+    items[:] = kept
+
+
+def pytest_report_header() -> str:
+    """Say whose tests run on what."""
+    return f"timm {timm.__version__}: its own tests on {', '.join(sorted(OURS)) or 'no model'}"
