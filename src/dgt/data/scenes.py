@@ -1,14 +1,13 @@
 """The built-in `scenes` set: coloured shapes on textured backgrounds, drawn on demand, nothing to download.
 
-One picture serves three tasks. Each holds one large object, whose kind is the class label (it covers more pixels than any
-other), and a few small ones of any kind; objects hide one another. Colour, place, size, rotation and background say
+One picture serves three tasks. Each holds one large object, whose kind is the class label (it covers more pixels than
+any other), and a few small ones of any kind; objects hide one another. Colour, place, size, rotation and background say
 nothing about the kind. A scene is a pure function of (seed, split, index, size, options): any process, worker or
 machine draws the same one, and the same scene at another size is the same picture at another resolution.
 """
 
 import colorsys
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,14 +74,14 @@ class _Object:
     x: float
     y: float
     angle: float
-    colour: NDArray[np.float32]
+    colour: Field
 
     @property
     def reach(self) -> float:
         return self.size * RADIUS[self.kind]
 
 
-def _vivid_colour(rng: np.random.Generator, avoid: NDArray[np.float32]) -> NDArray[np.float32]:
+def _vivid_colour(rng: np.random.Generator, avoid: Field) -> Field:
     """The first of a few random saturated colours that stands off from `avoid`, or else the one farthest from it."""
     best, best_distance = avoid, -1.0
     for hue, saturation, value in rng.uniform((0, 0.55, 0.55), (1, 1, 1), (6, 3)):
@@ -95,7 +94,7 @@ def _vivid_colour(rng: np.random.Generator, avoid: NDArray[np.float32]) -> NDArr
     return best
 
 
-def _random_object(rng: np.random.Generator, sizes: tuple[float, float], avoid: NDArray[np.float32]) -> _Object:
+def _random_object(rng: np.random.Generator, sizes: tuple[float, float], avoid: Field) -> _Object:
     kind = KINDS[rng.integers(len(KINDS))]
     size, angle = rng.uniform(*sizes), rng.uniform(0, 2 * math.pi)
     margin = min(0.8 * size * RADIUS[kind], 0.45)
@@ -103,7 +102,7 @@ def _random_object(rng: np.random.Generator, sizes: tuple[float, float], avoid: 
     return _Object(kind, size, x, y, angle, _vivid_colour(rng, avoid))
 
 
-def _compose(rng: np.random.Generator, options: SceneOptions, avoid: NDArray[np.float32]) -> tuple[str, list[_Object]]:
+def _compose(rng: np.random.Generator, options: SceneOptions, avoid: Field) -> tuple[str, list[_Object]]:
     """The large object's kind, and all objects from back to front."""
     large = _random_object(rng, _LARGE, avoid)
     small: list[_Object] = []
@@ -141,7 +140,7 @@ def _paint(picture: Field, owner: NDArray[np.int16], item: _Object, number: int)
 
 
 def _scene(picture: Field, owner: NDArray[np.int16], objects: list[_Object], label: int) -> Scene:
-    """Tensors from the painted picture (H, W, 3) and the number of the object that owns each pixel (H, W), -1 for none."""
+    """Tensors from the painted picture (H, W, 3) and each pixel's topmost object (H, W), -1 for none."""
     kinds = np.array([KINDS.index(item.kind) for item in objects] + [-1])
     visible = np.flatnonzero(np.bincount(owner[owner >= 0].ravel(), minlength=len(objects)))
     masks = owner == visible[:, None, None]
@@ -218,6 +217,3 @@ class Scenes(Dataset[Scene]):
         if not 0 <= index < self.length:
             raise IndexError(f"scene {index} of {self.length}")
         return draw_scene(index, self.split, self.image_size, self.seed, self.options)
-
-    def __iter__(self) -> Iterator[Scene]:
-        return (self[index] for index in range(self.length))

@@ -33,13 +33,14 @@ def seeded(*parts: int | str) -> Iterator[None]:
     For library transforms that draw from the global generators; CUDA's are not touched.
     """
     python_seed, numpy_seed, torch_seed = (int(word) for word in seed_sequence(*parts).generate_state(3))
-    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    python_state, torch_state = random.getstate(), torch.default_generator.get_state()
+    numpy_state = np.random.get_state()  # noqa: NPY002  # the global one is what libraries draw from
     random.seed(python_seed)
-    np.random.seed(numpy_seed)
+    np.random.seed(numpy_seed)  # noqa: NPY002
     torch.default_generator.manual_seed(torch_seed)
     try:
         yield
     finally:
         random.setstate(python_state)
-        np.random.set_state(numpy_state)
+        np.random.set_state(numpy_state)  # noqa: NPY002
         torch.default_generator.set_state(torch_state)

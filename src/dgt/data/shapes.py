@@ -6,11 +6,12 @@ object" means the same for a thin star as for a disc.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Field = NDArray[np.float32]
+Field = NDArray[np.floating[Any]]  # float32 in practice
 
 _STAR_INNER = 0.45
 _RING_INNER = 0.55
@@ -40,11 +41,14 @@ def _star(x: Field, y: Field) -> Field:
 
 def _cross(x: Field, y: Field) -> Field:
     x, y = np.abs(x), np.abs(y)
-    return np.maximum(np.maximum(x, y) - 1, np.minimum(x, y) - np.float32(_CROSS_ARM))
+    distance: Field = np.maximum(np.maximum(x, y) - 1, np.minimum(x, y) - np.float32(_CROSS_ARM))
+    return distance
 
 
 def _crescent(x: Field, y: Field) -> Field:
-    return np.maximum(np.hypot(x, y) - 1, np.float32(_BITE_RADIUS) - np.hypot(x - np.float32(_BITE_SHIFT), y))
+    bite = np.float32(_BITE_RADIUS) - np.hypot(x - np.float32(_BITE_SHIFT), y)
+    distance: Field = np.maximum(np.hypot(x, y) - 1, bite)
+    return distance
 
 
 def _ring(x: Field, y: Field) -> Field:

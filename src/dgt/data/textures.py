@@ -4,7 +4,6 @@ import colorsys
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dgt.data.shapes import Field
 
@@ -13,7 +12,7 @@ TEXTURES = ("noise", "stripes", "checks", "gradient")
 
 @lru_cache(maxsize=16)
 def pixel_grid(size: int) -> tuple[Field, Field]:
-    """Pixel centres `(x, y)`, each (size, size), in units of the image side: 0 at the left or top edge, 1 at the other."""
+    """Pixel centres `(x, y)`, each (size, size), in units of the image side: 0 at the left or top edge."""
     axis = (np.arange(size, dtype=np.float32) + 0.5) / size
     x, y = np.meshgrid(axis, axis)
     x.setflags(write=False)
@@ -35,7 +34,7 @@ def _interpolation(cells: int, size: int) -> Field:
 
 
 def octave_noise(rng: np.random.Generator, size: int, octaves: tuple[int, ...]) -> Field:
-    """(size, size) smooth noise around 0, mostly within -1 to 1: one random lattice per entry, each at half the weight."""
+    """(size, size) smooth noise, mostly within -1 to 1: a random lattice per octave, each at half the weight."""
     noise = np.zeros((size, size), dtype=np.float32)
     weight = 1.0
     for cells in octaves:
@@ -47,7 +46,8 @@ def octave_noise(rng: np.random.Generator, size: int, octaves: tuple[int, ...]) 
 
 
 def _soft_steps(wave: Field, sharpness: float) -> Field:
-    return 0.5 + 0.5 * np.clip(wave * np.float32(sharpness), -1, 1)
+    steps: Field = 0.5 + 0.5 * np.clip(wave * np.float32(sharpness), -1, 1)
+    return steps
 
 
 def _pattern(rng: np.random.Generator, size: int) -> Field:
@@ -62,18 +62,18 @@ def _pattern(rng: np.random.Generator, size: int) -> Field:
     if kind == "noise":
         return 0.5 + 0.6 * noise
     if kind == "gradient":
-        return 0.5 + 0.8 * (along - along.mean()) + 0.15 * noise
+        return 0.5 + 0.8 * (along - np.float32(along.mean())) + 0.15 * noise
     wave = np.sin(turns * along + np.float32(phase[0]) + 0.5 * noise)
     if kind == "checks":
         wave = wave * np.sin(turns * across + np.float32(phase[1]) + 0.5 * noise)
     return _soft_steps(wave, 4.0) + 0.1 * noise
 
 
-def _muted_colour(rng: np.random.Generator, hue: float, value: float) -> NDArray[np.float32]:
+def _muted_colour(rng: np.random.Generator, hue: float, value: float) -> Field:
     return np.array(colorsys.hsv_to_rgb(hue % 1.0, rng.uniform(0.08, 0.4), value), dtype=np.float32)
 
 
-def background(rng: np.random.Generator, size: int) -> tuple[Field, NDArray[np.float32]]:
+def background(rng: np.random.Generator, size: int) -> tuple[Field, Field]:
     """A textured background `(size, size, 3)` in 0 to 1, and its mean colour `(3,)`."""
     hue, value = rng.uniform(), rng.uniform(0.35, 0.85)
     step = rng.uniform(0.12, 0.22) * (1 if value < 0.6 else -1)

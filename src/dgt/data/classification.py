@@ -1,0 +1,205 @@
+"""The Lightning data module of classification: any set that `dgt.data.images` reads, or the built-in scenes.
+
+Batches are `(images, targets)`: float images (B, 3, S, S), normalised; int64 labels (B,), or soft targets (B, classes)
+summing to one where mixup, cutmix or label smoothing is on in training. The loaders share the work among the processes
+of a distributed run by themselves; Lightning's `use_distributed_sampler` is harmless with them, on or off. Unreadable
+images are left out, counted and listed.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import lightning
+import torch.distributed
+
+from dgt.data.decoding import BrokenImages, write_broken_images
+from dgt.data.images import LabelledImages, SceneImages, available_splits, folder_names, open_images
+from dgt.data.loading import CachedImages, Collate, EpochBatches, Loader, SubsetImages, TransformedImages
+from dgt.data.seeding import generator
+from dgt.data.transforms import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    Augmentation,
+    BatchTargets,
+    Triple,
+    evaluation_transform,
+    training_transform,
+)
+
+DATASETS = ("auto", "scenes")
+SCENES_SIZE = {"train": 5000, "val": 1000}
+TRAIN_SPLITS = ("train", "training")
+VAL_SPLITS = ("val", "validation", "valid", "test")
+
+
+def _check_at_least(lowest: int, **values: int | None) -> None:
+    for name, value in values.items():
+        if value is not None and value < lowest:
+            raise ValueError(f"{name} must be at least {lowest}, got {value}")
+
+
+def _choose_split(wanted: str | None, usual: Sequence[str], found: Sequence[str]) -> str | None:
+    """The split the user named, or the first usual one that was found, or none."""
+    return wanted or next((name for name in usual if name in found), None)
+
+
+def _folder_classes(root: str, train_split: str | None) -> tuple[str, ...] | None:
+    """The classes of the training split, where `root` is a set of class folders that has one."""
+    folder = Path(root) / train_split if train_split else None
+    return folder_names(folder) if folder and folder.is_dir() else None
+
+
+def _process() -> tuple[int, int]:
+    """Rank and number of processes of a distributed run; (0, 1) outside one."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return 0, 1
+
+
+class ClassificationData(lightning.LightningDataModule):
+    """Images and labels for training and validation.
+
+    Args:
+        root: folder or `.npz` file with the images; not needed for the built-in scenes.
+        dataset: "auto" to see what lies at `root` (class folders, a packed `.npz`, CIFAR-10), or "scenes".
+        image_size: side of the square images in pixels, at least 32.
+        batch_size: images per batch and process; even where mixup or cutmix is on.
+        num_workers: processes that prepare images; 0 for none beside the main one. Changes nothing but the speed.
+        seed: order, augmentation and mixing are functions of it. Which images the subsets hold is not, so that runs
+            with other seeds compare.
+        train_size: number of training images: the first of one fixed permutation. Default all; 5000 for scenes.
+        val_size: the same for validation. Default all; 1000 for scenes.
+        crop_ratio: in validation, side of the centre crop over the shorter side of the picture.
+        augmentation: training augmentation.
+        mean: mean of each channel, in 0 to 1, to subtract.
+        std: standard deviation of each channel, to divide by.
+        max_broken_share: share of unreadable images, of those in a split, above which the run stops.
+        train_split: name of the training split; by default "train" or "training", whichever is found.
+        val_split: name of the validation split; by default "val", "validation", "valid" or "test", the first found.
+        cache: decode every image once, into memory: for small sets.
+
+    Raises:
+        ValueError: a value out of its range; nothing to choose a data set by.
+    """
+
+    def __init__(
+        self,
+        root: str | None = None,
+        dataset: str = "auto",
+        image_size: int = 224,
+        batch_size: int = 128,
+        num_workers: int = 4,
+        seed: int = 0,
+        train_size: int | None = None,
+        val_size: int | None = None,
+        crop_ratio: float = 0.875,
+        augmentation: Augmentation = Augmentation(),  # noqa: B008  # frozen: one instance may serve all
+        mean: Triple = IMAGENET_MEAN,
+        std: Triple = IMAGENET_STD,
+        max_broken_share: float = 0.01,
+        train_split: str | None = None,
+        val_split: str | None = None,
+        cache: bool = False,
+    ) -> None:
+        super().__init__()
+        if dataset not in DATASETS:
+            raise ValueError(f"dataset must be one of {', '.join(DATASETS)}, got {dataset!r}")
+        if dataset == "auto" and root is None:
+            raise ValueError(
+                "root: expected the folder or .npz file of the images, got none (only 'scenes' needs none)"
+            )
+        _check_at_least(32, image_size=image_size)
+        _check_at_least(1, batch_size=batch_size, train_size=train_size, val_size=val_size)
+        _check_at_least(0, num_workers=num_workers, seed=seed)
+        if not 0 <= max_broken_share <= 1:
+            raise ValueError(f"max_broken_share must lie in [0, 1], got {max_broken_share}")
+        if augmentation.mixes and batch_size % 2:
+            raise ValueError(f"batch_size must be even where mixup or cutmix is on, got {batch_size}")
+        self.root, self.dataset = root, dataset
+        self.image_size, self.batch_size, self.num_workers, self.seed = image_size, batch_size, num_workers, seed
+        self.train_size, self.val_size = train_size, val_size
+        self.max_broken_share, self.cache, self.augmentation = max_broken_share, cache, augmentation
+        self.train_split, self.val_split = train_split, val_split
+        self.train_transform = training_transform(image_size, augmentation, mean, std)
+        self.val_transform = evaluation_transform(image_size, crop_ratio, mean, std, augmentation.interpolation)
+        self.ledgers: dict[str, BrokenImages] = {}
+        self._images: dict[str, LabelledImages] = {}
+
+    def setup(self, stage: str | None = None) -> None:
+        """Open the splits that `stage` needs: both for "fit" or None, else the validation split.
+
+        Raises:
+            FileNotFoundError, ValueError: nothing readable at `root`, no such split, a subset larger than its split.
+        """
+        for part in ("train", "val") if stage in ("fit", None) else ("val",):
+            if part not in self._images:
+                self._open(part)
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Class names in the order of their labels; after `setup`."""
+        if not self._images:
+            raise RuntimeError("call setup() first: the classes are known once the data is open")
+        return next(iter(self._images.values())).class_names
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes; after `setup`."""
+        return len(self.class_names)
+
+    def train_dataloader(self) -> Loader:
+        """Shuffled, augmented, full batches; another order in each epoch.
+
+        Raises:
+            ValueError: fewer images than one batch of all processes.
+        """
+        targets = BatchTargets(self.augmentation, self.num_classes)
+        loader = self._loader("train", targets)
+        if len(loader) == 0:
+            world_size = loader.sampler.world_size
+            raise ValueError(
+                f"batch_size: {len(self._images['train'])} training images do not fill one batch of {self.batch_size} "
+                f"on each of {world_size} processes"
+            )
+        return loader
+
+    def val_dataloader(self) -> Loader:
+        """Every validation image once, in order."""
+        return self._loader("val", None)
+
+    def write_broken_images(self, path: str | os.PathLike[str]) -> int:
+        """List the unreadable images met so far in a file, a line each; return how many there are."""
+        return write_broken_images(path, self.ledgers.values())
+
+    def _loader(self, part: str, targets: BatchTargets | None) -> Loader:
+        rank, world_size = _process()
+        transform = self.train_transform if part == "train" else self.val_transform
+        dataset = TransformedImages(self._images[part], transform, self.seed)
+        sampler = EpochBatches(
+            len(dataset), self.batch_size, self.seed, training=part == "train", rank=rank, world_size=world_size
+        )
+        return Loader(dataset, sampler, Collate(targets, self.seed, rank), self.ledgers[part], self.num_workers)
+
+    def _open(self, part: str) -> None:
+        """Open "train" or "val", cut it to its size and cache it; give it a ledger."""
+        size = self.train_size if part == "train" else self.val_size
+        images, split = self._read(part, size)
+        if size is not None and size > len(images):
+            raise ValueError(f"{part}_size: expected at most {len(images)}, the images of split {split!r}, got {size}")
+        if size is not None and size < len(images):
+            images = SubsetImages(images, generator("subset", split).permutation(len(images))[:size].tolist())
+        self._images[part] = CachedImages(images) if self.cache else images
+        self.ledgers[part] = BrokenImages(split, len(images), self.max_broken_share)
+
+    def _read(self, part: str, size: int | None) -> tuple[LabelledImages, str]:
+        """The reader of one part, and the name of its split."""
+        if self.dataset == "scenes" or self.root is None:
+            return SceneImages(part, size or SCENES_SIZE[part], self.image_size), part
+        found = available_splits(self.root)
+        train = _choose_split(self.train_split, TRAIN_SPLITS, found)
+        if part == "train":
+            split = train or TRAIN_SPLITS[0]
+            return open_images(self.root, split), split
+        split = _choose_split(self.val_split, VAL_SPLITS, found) or VAL_SPLITS[0]
+        return open_images(self.root, split, _folder_classes(self.root, train)), split

@@ -1,0 +1,207 @@
+"""From labelled images to batches whose every random choice is a function of (seed, epoch, index).
+
+The sampler hands out not indices but keys (epoch, batch, item), so that workers, even persistent ones, know which epoch
+they augment for. The same keys let a run resume in the middle of an epoch without decoding what it has seen.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from dgt.data.decoding import BrokenImage, BrokenImages, BrokenImagesError
+from dgt.data.images import Labelled, LabelledImages
+from dgt.data.seeding import generator, seeded
+from dgt.data.transforms import BatchTargets, Transform
+
+
+class Key(NamedTuple):
+    """Which image, in which batch of which epoch."""
+
+    epoch: int
+    batch: int
+    item: int
+
+
+class Sample(NamedTuple):
+    """A transformed image (3, S, S) with its label."""
+
+    image: Tensor
+    label: int
+    key: Key
+
+
+class Batch(NamedTuple):
+    """What a worker sends: images (B, 3, S, S), targets (B,) or (B, classes), and what could not be read."""
+
+    images: Tensor
+    targets: Tensor
+    broken: list[BrokenImage]
+
+
+class SubsetImages:
+    """Some of the images of a reader, in the order of `indices`."""
+
+    def __init__(self, images: LabelledImages, indices: Sequence[int]) -> None:
+        self.images, self.indices = images, indices
+        self.class_names = images.class_names
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Labelled:
+        return self.images[int(self.indices[index])]
+
+
+class CachedImages:
+    """All images of a reader, decoded once and kept in memory at full size, 3 bytes a pixel."""
+
+    def __init__(self, images: LabelledImages) -> None:
+        self.class_names = images.class_names
+        self.items = [
+            (picture if isinstance(picture, BrokenImage) else np.asarray(picture), label)
+            for picture, label in (images[index] for index in range(len(images)))
+        ]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Labelled:
+        pixels, label = self.items[index]
+        return (pixels if isinstance(pixels, BrokenImage) else Image.fromarray(pixels)), label
+
+
+class TransformedImages(Dataset[Sample | BrokenImage]):
+    """A reader's images through a transform whose random choices belong to (seed, epoch, index)."""
+
+    def __init__(self, images: LabelledImages, transform: Transform, seed: int) -> None:
+        self.images, self.transform, self.seed = images, transform, seed
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, key: Key) -> Sample | BrokenImage:
+        picture, label = self.images[key.item]
+        if isinstance(picture, BrokenImage):
+            return picture
+        with seeded("augment", self.seed, key.epoch, key.item):
+            return Sample(self.transform(picture), label, key)
+
+
+class EpochBatches(Sampler[list[Key]]):
+    """The batches of one process, epoch after epoch.
+
+    In training, the order is a permutation drawn from (seed, epoch), the same in every process; batch b of
+    all processes together is its b-th stretch of `world_size * batch_size` images, and what does not fill a last batch
+    is left out.
+    In evaluation, the order is that of the data, each image is seen by one process, and the last batch may be smaller.
+    Every pass moves on to the next epoch; `set_epoch` goes to any.
+    """
+
+    def __init__(
+        self, length: int, batch_size: int, seed: int, *, training: bool, rank: int = 0, world_size: int = 1
+    ) -> None:
+        self.length, self.batch_size, self.seed, self.training = length, batch_size, seed, training
+        self.rank, self.world_size = rank, world_size
+        self.epoch, self.first_batch = 0, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of `epoch`; where the sampler is at that epoch already, it stays at its batch."""
+        if epoch != self.epoch:
+            self.epoch, self.first_batch = epoch, 0
+
+    def __len__(self) -> int:
+        if self.training:
+            return self.length // (self.batch_size * self.world_size)
+        return math.ceil(len(range(self.rank, self.length, self.world_size)) / self.batch_size)
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        epoch, first_batch = self.epoch, self.first_batch
+        self.epoch, self.first_batch = epoch + 1, 0
+        order = np.arange(self.length)
+        if self.training:
+            order = generator("order", self.seed, epoch).permutation(self.length)
+        mine = order[self.rank :: self.world_size]
+        for batch in range(first_batch, len(self)):
+            chosen = mine[batch * self.batch_size : (batch + 1) * self.batch_size]
+            yield [Key(epoch, batch, int(index)) for index in chosen]
+
+
+class Collate:
+    """Stacks samples to a `Batch`, leaving out broken images; `targets` mixes and smooths training batches."""
+
+    def __init__(self, targets: BatchTargets | None, seed: int, rank: int = 0) -> None:
+        self.targets, self.seed, self.rank = targets, seed, rank
+
+    def __call__(self, items: list[Sample | BrokenImage]) -> Batch:
+        samples = [item for item in items if isinstance(item, Sample)]
+        broken = [item for item in items if isinstance(item, BrokenImage)]
+        if not samples:
+            return Batch(torch.empty(0), torch.empty(0), broken)
+        images = torch.stack([sample.image for sample in samples])
+        targets = torch.tensor([sample.label for sample in samples])
+        if self.targets is not None:
+            key = samples[0].key
+            images, targets = self.targets(images, targets, (self.seed, key.epoch, key.batch, self.rank))
+        return Batch(images, targets, broken)
+
+
+class Loader:
+    """Iterates batches `(images, targets)` and keeps the ledger of broken images in the main process.
+
+    `len()` is the number of batches of a whole epoch. `state_dict` tells the place in the epoch; after
+    `load_state_dict`, the loader's next pass gives the batches that were still to come.
+
+    Raises (while iterating):
+        BrokenImagesError: too many images are unreadable, or all those of a training batch.
+    """
+
+    def __init__(
+        self,
+        dataset: TransformedImages,
+        sampler: EpochBatches,
+        collate: Collate,
+        ledger: BrokenImages,
+        num_workers: int,
+    ) -> None:
+        self.sampler, self.ledger = sampler, ledger
+        self._epoch, self._batch = sampler.epoch, sampler.first_batch
+        self._batches: DataLoader[Any] = DataLoader(
+            dataset,
+            batch_sampler=sampler,
+            collate_fn=collate,
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator(),  # its own, so that loading leaves the global random state alone
+        )
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        self._epoch, self._batch = self.sampler.epoch, self.sampler.first_batch
+        for batch in self._batches:
+            self._batch += 1
+            self.ledger.record(batch.broken)
+            if len(batch.images):
+                yield batch.images, batch.targets
+            elif self.sampler.training:
+                reasons = "\n".join(f"  {path}: {reason}" for path, reason in batch.broken[:5])
+                raise BrokenImagesError(f"too few images of a training batch can be read; broken:\n{reasons}")
+
+    def state_dict(self) -> dict[str, int]:
+        """The epoch and the number of its batches handed out; at its end, the start of the next."""
+        if self._batch >= len(self):
+            return {"epoch": self._epoch + 1, "batch": 0}
+        return {"epoch": self._epoch, "batch": self._batch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go to a place that `state_dict` told."""
+        self._epoch, self._batch = state["epoch"], state["batch"]
+        self.sampler.epoch, self.sampler.first_batch = state["epoch"], state["batch"]

@@ -1,0 +1,180 @@
+"""What happens to a picture on its way into the network: the paper's training augmentation, and its evaluation crop.
+
+The augmentation is that of Swin and CSWin, from timm: random resized crop, flip, rand-augment or colour jitter, random
+erasing, then mixup and cutmix over the batch. Small pictures may be padded, cropped and flipped instead of resized. The
+pieces draw from the global random generators; `dgt.data.loading` seeds these for every image.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from PIL import Image
+from timm.data.mixup import Mixup, mixup_target
+from timm.data.transforms_factory import create_transform
+from torch import Tensor
+from torchvision import transforms
+
+from dgt.data.seeding import seeded
+
+Transform = Callable[[Image.Image], Tensor]
+Triple = tuple[float, float, float]
+
+IMAGENET_MEAN: Triple = (0.485, 0.456, 0.406)
+IMAGENET_STD: Triple = (0.229, 0.224, 0.225)
+_MODES = {
+    "nearest": transforms.InterpolationMode.NEAREST,
+    "bilinear": transforms.InterpolationMode.BILINEAR,
+    "bicubic": transforms.InterpolationMode.BICUBIC,
+    "lanczos": transforms.InterpolationMode.LANCZOS,
+}
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """Training augmentation; the defaults are the paper's for ImageNet.
+
+    Args:
+        rand_augment: rand-augment in timm's notation, or null for none.
+        color_jitter: strength of brightness, contrast and saturation jitter; rand-augment takes its place where given.
+        erasing: probability of random erasing.
+        mixup: alpha of mixup, 0 for none.
+        cutmix: alpha of cutmix, 0 for none.
+        mixup_switch_prob: probability of cutmix rather than mixup, where both are on.
+        smoothing: label smoothing, 0 to 1.
+        min_scale: smallest share of the area that the random resized crop keeps; 1 keeps the whole picture's area.
+        flip: probability of a horizontal flip.
+        pad_crop: pad by so many pixels and crop at random, in place of the random resized crop; 0 for not.
+        interpolation: "nearest", "bilinear", "bicubic" or "lanczos".
+
+    Raises:
+        ValueError: a value out of its range.
+    """
+
+    rand_augment: str | None = "rand-m9-mstd0.5-inc1"
+    color_jitter: float = 0.4
+    erasing: float = 0.25
+    mixup: float = 0.8
+    cutmix: float = 1.0
+    mixup_switch_prob: float = 0.5
+    smoothing: float = 0.1
+    min_scale: float = 0.08
+    flip: float = 0.5
+    pad_crop: int = 0
+    interpolation: str = "bicubic"
+
+    def __post_init__(self) -> None:
+        for name in ("erasing", "mixup_switch_prob", "smoothing", "flip"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
+        for name in ("color_jitter", "mixup", "cutmix", "pad_crop"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        if not 0 < self.min_scale <= 1:
+            raise ValueError(f"min_scale must lie in (0, 1], got {self.min_scale}")
+        if self.interpolation not in _MODES:
+            raise ValueError(f"interpolation must be one of {', '.join(_MODES)}, got {self.interpolation!r}")
+
+    @property
+    def mixes(self) -> bool:
+        """Whether images of a batch are mixed with each other."""
+        return self.mixup > 0 or self.cutmix > 0
+
+    @classmethod
+    def none(cls) -> "Augmentation":
+        """No augmentation at all: the picture resized and cropped, hard labels."""
+        return cls(None, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0)
+
+
+def training_transform(
+    image_size: int, augmentation: Augmentation, mean: Triple = IMAGENET_MEAN, std: Triple = IMAGENET_STD
+) -> Transform:
+    """From a PIL image to a normalised float tensor (3, image_size, image_size), augmented at random.
+
+    Raises:
+        ValueError: rand-augment's notation is wrong.
+    """
+    try:
+        crop, colour, finish = create_transform(
+            image_size,
+            is_training=True,
+            scale=(augmentation.min_scale, 1.0),
+            hflip=augmentation.flip,
+            color_jitter=augmentation.color_jitter,
+            auto_augment=augmentation.rand_augment,
+            interpolation=augmentation.interpolation,
+            mean=mean,
+            std=std,
+            re_prob=augmentation.erasing,
+            re_mode="pixel",
+            separate=True,
+        )
+    except (AssertionError, ValueError, KeyError) as error:
+        raise ValueError(f"rand_augment: {augmentation.rand_augment!r} is not in timm's notation {error}") from error
+    if augmentation.pad_crop:
+        crop = transforms.Compose(
+            [
+                transforms.Resize(image_size, _MODES[augmentation.interpolation]),
+                transforms.RandomCrop(image_size, padding=augmentation.pad_crop, padding_mode="reflect"),
+                transforms.RandomHorizontalFlip(augmentation.flip),
+            ]
+        )
+    composed: Transform = transforms.Compose([crop, colour, finish])
+    return composed
+
+
+def evaluation_transform(
+    image_size: int,
+    crop_ratio: float = 0.875,
+    mean: Triple = IMAGENET_MEAN,
+    std: Triple = IMAGENET_STD,
+    interpolation: str = "bicubic",
+) -> Transform:
+    """From a PIL image to a normalised float tensor (3, image_size, image_size).
+
+    The shorter side is resized to `image_size / crop_ratio` (256 for 224 and 0.875) and the centre is cropped.
+
+    Raises:
+        ValueError: `crop_ratio` outside (0, 1].
+    """
+    if not 0 < crop_ratio <= 1:
+        raise ValueError(f"crop_ratio must lie in (0, 1], got {crop_ratio}")
+    transform: Transform = create_transform(
+        image_size, crop_pct=crop_ratio, crop_mode="center", interpolation=interpolation, mean=mean, std=std
+    )
+    return transform
+
+
+class BatchTargets:
+    """Turns a training batch's labels into targets: mixup and cutmix over the batch, and label smoothing.
+
+    Targets are soft (batch, classes), each row summing to one, where mixup, cutmix or smoothing is on; else the labels.
+    What is mixed with what is a function of the `place` it is called with.
+    """
+
+    def __init__(self, augmentation: Augmentation, num_classes: int) -> None:
+        self.smoothing, self.num_classes = augmentation.smoothing, num_classes
+        self.mixer = (
+            Mixup(  # type: ignore[no-untyped-call]
+                augmentation.mixup,
+                augmentation.cutmix,
+                switch_prob=augmentation.mixup_switch_prob,
+                label_smoothing=augmentation.smoothing,
+                num_classes=num_classes,
+            )
+            if augmentation.mixes
+            else None
+        )
+
+    def __call__(self, images: Tensor, labels: Tensor, place: tuple[int | str, ...]) -> tuple[Tensor, Tensor]:
+        """Images (B, 3, H, W) and int64 labels (B,) to images and targets; mixing drops the last of an odd number."""
+        if self.mixer is None:
+            if self.smoothing:
+                labels = mixup_target(labels, self.num_classes, smoothing=self.smoothing)  # type: ignore[no-untyped-call]
+            return images, labels
+        even = len(labels) - len(labels) % 2
+        if even == 0:
+            return images[:0], torch.zeros(0, self.num_classes)
+        with seeded("mixup", *place):
+            mixed, targets = self.mixer(images[:even].clone(), labels[:even])
+        return mixed, targets

@@ -1,0 +1,230 @@
+"""Readers of labelled images, and what they say about bad folders and files."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dgt.data.decoding import BrokenImage, BrokenImages, BrokenImagesError, decode_image, write_broken_images
+from dgt.data.images import CifarImages, ImageFolder, PackedImages, available_splits, open_images
+
+CIFAR = Path(__file__).parents[2] / "../shared/data/cifar10/cifar10_jpeg.npz"
+
+
+def encode(picture, kind="PNG", **options):
+    buffer = io.BytesIO()
+    picture.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for split, classes in (("train", ("cat", "ant", "bee")), ("val", ("ant", "cat"))):
+        for number, name in enumerate(classes):
+            (tmp_path / split / name).mkdir(parents=True)
+            for index in range(2):
+                Image.new("RGB", (40, 50), (number, index, 0)).save(tmp_path / split / name / f"{index}.png")
+    return tmp_path
+
+
+@pytest.fixture
+def packed(tmp_path):
+    files = [encode(Image.new("RGB", (32, 32), (level, 0, 0)), "JPEG", quality=95) for level in (0, 100, 200)]
+    arrays = {
+        "train_jpg": np.frombuffer(b"".join(files), np.uint8),
+        "train_off": np.cumsum([0] + [len(file) for file in files]),
+        "train_y": np.array([1, 0, 1], np.uint8),
+        "classes": np.array(["a", "b"]),
+    }
+    path = tmp_path / "set.npz"
+    np.savez(path, **arrays)
+    return path, arrays
+
+
+class TestImageFolder:
+    def test_classes_are_sorted_and_labels_follow(self, folder):
+        images = ImageFolder(folder, "train")
+        assert images.class_names == ("ant", "bee", "cat")
+        assert [label for _, label in (images[i] for i in range(len(images)))] == [0, 0, 1, 1, 2, 2]
+        assert images[0][0].size == (40, 50)
+
+    def test_a_split_keeps_the_labels_it_is_given(self, folder):
+        images = ImageFolder(folder, "val", ("ant", "bee", "cat"))
+        assert [images[i][1] for i in range(4)] == [0, 0, 2, 2]
+
+    def test_unknown_class_of_a_split(self, folder):
+        with pytest.raises(ValueError, match="training split lacks: cat"):
+            ImageFolder(folder, "val", ("ant", "bee"))
+
+    def test_no_root(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match="nowhere is not a folder"):
+            ImageFolder(tmp_path / "nowhere")
+
+    def test_no_split_names_those_found(self, folder):
+        with pytest.raises(FileNotFoundError, match=r"'dev' is not a folder in .*: train, val"):
+            ImageFolder(folder, "dev")
+
+    def test_no_classes(self, tmp_path):
+        (tmp_path / "train").mkdir()
+        Image.new("RGB", (9, 9)).save(tmp_path / "train" / "lost.png")
+        with pytest.raises(ValueError, match="one folder per class"):
+            ImageFolder(tmp_path)
+
+    def test_empty_class_is_fine_an_empty_split_is_not(self, folder):
+        (folder / "train" / "dog").mkdir()
+        assert len(ImageFolder(folder).class_names) == 4
+        (folder / "empty" / "dog").mkdir(parents=True)
+        with pytest.raises(ValueError, match="no image in any of the 1 class folders"):
+            ImageFolder(folder, "empty")
+
+    def test_unreadable_files_are_marked(self, folder):
+        good = (folder / "train" / "ant" / "0.png").read_bytes()
+        bad = {"1.png": good[: len(good) // 2], "2.jpg": bytes(range(256)), "3.png": b""}
+        for name, content in bad.items():
+            (folder / "train" / "ant" / name).write_bytes(content)
+        images = ImageFolder(folder)
+        items = [images[i][0] for i in range(4)]
+        assert isinstance(items[0], Image.Image)
+        assert [Path(item.path).name for item in items[1:] if isinstance(item, BrokenImage)] == list(bad)
+        assert all(item.reason for item in items[1:])
+
+
+class TestDecoding:
+    def test_orientation_is_applied(self):
+        exif = Image.Exif()
+        exif[0x0112] = 6
+        assert decode_image(encode(Image.new("RGB", (40, 20)), "JPEG", exif=exif)).size == (20, 40)
+
+    @pytest.mark.parametrize("mode", ["1", "L", "P", "LA", "RGBA", "CMYK", "YCbCr", "I;16"])
+    def test_every_mode_becomes_rgb(self, mode):
+        kind = "TIFF" if mode in ("CMYK", "YCbCr") else "PNG"
+        picture = decode_image(encode(Image.new(mode, (8, 8)), kind))
+        assert (picture.mode, picture.size) == ("RGB", (8, 8))
+
+    def test_sixteen_bits_are_scaled(self):
+        grey = Image.fromarray(np.array([[0, 257 * 100], [257 * 200, 65535]], np.uint16))
+        assert np.asarray(decode_image(encode(grey)))[..., 0].tolist() == [[0, 100], [200, 255]]
+
+    def test_transparent_is_white(self):
+        assert decode_image(encode(Image.new("RGBA", (2, 2), (9, 9, 9, 0)))).getpixel((0, 0)) == (255, 255, 255)
+
+    def test_float_pixels_are_refused(self):
+        with pytest.raises(ValueError, match="floating-point"):
+            decode_image(encode(Image.new("F", (8, 8)), "TIFF"))
+
+    @pytest.mark.parametrize("content", [b"", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xe0 no more", bytes(1000)])
+    def test_rubbish_is_a_value_error(self, content):
+        with pytest.raises(ValueError, match=r"."):
+            decode_image(content)
+
+
+class TestPackedImages:
+    def test_reads_pictures_and_labels(self, packed):
+        images = open_images(packed[0], "train")
+        assert isinstance(images, PackedImages)
+        assert images.class_names == ("a", "b")
+        assert [images[i][1] for i in range(3)] == [1, 0, 1]
+        assert abs(images[2][0].getpixel((5, 5))[0] - 200) < 4
+        assert available_splits(packed[0].parent) == ("train",)
+
+    def test_missing_split_names_the_arrays(self, packed):
+        with pytest.raises(ValueError, match="lacks val_jpg, val_off, val_y; it has train_jpg"):
+            PackedImages(packed[0], "val")
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"train_off": np.array([0, 5])}, "expected 4 offsets"),
+            ({"train_off": np.array([0, 9, 5, 7])}, "offsets must rise"),
+            ({"train_y": np.array([0, 1, 2])}, "labels must lie in 0 to 1, got 0 to 2"),
+            ({"train_y": np.array([], int)}, "holds no image"),
+        ],
+    )
+    def test_contradictions(self, packed, change, message):
+        np.savez(packed[0], **{**packed[1], **change})
+        with pytest.raises(ValueError, match=message):
+            PackedImages(packed[0])
+
+    @pytest.mark.parametrize("content", [b"", b"rubbish", b"PK\x03\x04 cut short"])
+    def test_not_an_npz(self, tmp_path, content):
+        (tmp_path / "bad.npz").write_bytes(content)
+        with pytest.raises(ValueError, match=r"not a readable .npz"):
+            open_images(tmp_path / "bad.npz", "train")
+
+    def test_broken_bytes_are_marked(self, packed):
+        damaged = packed[1]["train_jpg"].copy()
+        damaged[:20] = 0
+        np.savez(packed[0], **{**packed[1], "train_jpg": damaged})
+        picture, label = PackedImages(packed[0])[0]
+        assert isinstance(picture, BrokenImage)
+        assert picture.path.endswith("set.npz[train:0]")
+        assert label == 1
+
+    @pytest.mark.skipif(not CIFAR.is_file(), reason=f"no {CIFAR}")
+    def test_real_file(self):
+        images = open_images(CIFAR.parent, "test")
+        assert len(images) == 10000
+        assert len(images.class_names) == 10
+        assert available_splits(CIFAR.parent) == ("test", "train")
+        assert all(images[i][0].size == (32, 32) for i in range(0, 10000, 500))
+
+
+class TestCifarLayout:
+    def test_found_at_root_or_by_its_own_name_and_must_be_whole(self, tmp_path):
+        (tmp_path / "cifar-10-batches-py").mkdir()
+        for root in (tmp_path, tmp_path / "cifar-10-batches-py"):
+            assert available_splits(root) == ("test", "train")
+            with pytest.raises(ValueError, match="not a whole copy of CIFAR-10"):
+                open_images(root, "train")
+
+    def test_unknown_split(self, tmp_path):
+        with pytest.raises(ValueError, match="'train' and 'test', got 'val'"):
+            CifarImages(tmp_path, "val")
+
+    def test_pictures_and_labels(self, tmp_path, monkeypatch):
+        class Stored:
+            data = np.full((2, 32, 32, 3), 7, np.uint8)
+            targets = (3, 1)
+            classes = ("a", "b", "c", "d")
+
+            def __init__(self, root, train, download):
+                assert (root, train, download) == (str(tmp_path), False, False)
+
+        monkeypatch.setattr("torchvision.datasets.CIFAR10", Stored)
+        (tmp_path / "cifar-10-batches-py").mkdir()
+        images = open_images(tmp_path, "test")
+        assert len(images) == 2
+        assert images[0][0].getpixel((0, 0)) == (7, 7, 7)
+        assert images[1][1] == 1
+
+
+def test_nothing_at_root(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"there is no folder or .npz file"):
+        available_splits(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        open_images(tmp_path / "nowhere.npz", "train")
+
+
+class TestLedger:
+    def test_counts_each_image_once_and_stops_above_the_share(self):
+        ledger = BrokenImages("train", 200, 0.01)
+        for _ in range(3):
+            ledger.record([BrokenImage("a.jpg", "cut"), BrokenImage("b.jpg", "cut")])
+        assert len(ledger) == 2
+        with pytest.raises(
+            BrokenImagesError, match=r"3 of the 200 .*1\.50%.*max_broken_share = 1\.00%(.|\n)*a\.jpg: cut"
+        ):
+            ledger.record([BrokenImage("c.jpg", "empty")])
+
+    def test_list_is_written(self, tmp_path):
+        ledger = BrokenImages("train", 10, 1.0)
+        ledger.record([BrokenImage("b.jpg", "two\nlines"), BrokenImage("a.jpg", "cut")])
+        assert write_broken_images(tmp_path / "broken.txt", [ledger]) == 2
+        assert (tmp_path / "broken.txt").read_text() == "train\ta.jpg\tcut\ntrain\tb.jpg\ttwo lines\n"
+        assert [path.name for path in tmp_path.iterdir()] == ["broken.txt"]
+
+    def test_share_must_be_a_share(self):
+        with pytest.raises(ValueError, match="max_broken_share"):
+            BrokenImages("train", 10, 1.5)
