@@ -1,7 +1,8 @@
 """A pytest plugin that makes timm's tests/test_models.py run its generic tests on this package's models only.
 
 That file takes the models of every generic test from `timm.list_models`, which it binds when it is imported; pytest
-loads this plugin before. Tests of single timm models, or of downloaded weights, are deselected: they have nothing of ours.
+loads this plugin before. Tests of single timm models, or of downloaded weights, are deselected: nothing of ours is in
+them.
 """
 
 from __future__ import annotations
