@@ -42,7 +42,7 @@ class Augmentation:
         cutmix: alpha of cutmix, 0 for none.
         mixup_switch_prob: probability of cutmix rather than mixup, where both are on.
         smoothing: label smoothing, 0 to 1.
-        min_scale: smallest share of the area that the random resized crop keeps; 1 keeps the whole picture's area.
+        min_scale: smallest share of the area that the random resized crop keeps; 1 for the centre square, always.
         flip: probability of a horizontal flip.
         pad_crop: pad by so many pixels and crop at random, in place of the random resized crop; 0 for not.
         interpolation: "nearest", "bilinear", "bicubic" or "lanczos".
@@ -82,7 +82,7 @@ class Augmentation:
 
     @classmethod
     def none(cls) -> "Augmentation":
-        """No augmentation at all: the picture resized and cropped, hard labels."""
+        """No augmentation at all: the centre square, hard labels."""
         return cls(None, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0)
 
 
@@ -111,11 +111,13 @@ def training_transform(
         )
     except (AssertionError, ValueError, KeyError) as error:
         raise ValueError(f"rand_augment: {augmentation.rand_augment!r} is not in timm's notation {error}") from error
-    if augmentation.pad_crop:
+    if augmentation.pad_crop or augmentation.min_scale == 1:
         crop = transforms.Compose(
             [
                 transforms.Resize(image_size, _MODES[augmentation.interpolation]),
-                transforms.RandomCrop(image_size, padding=augmentation.pad_crop, padding_mode="reflect"),
+                transforms.RandomCrop(image_size, padding=augmentation.pad_crop, padding_mode="reflect")
+                if augmentation.pad_crop
+                else transforms.CenterCrop(image_size),
                 transforms.RandomHorizontalFlip(augmentation.flip),
             ]
         )

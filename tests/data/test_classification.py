@@ -1,0 +1,359 @@
+"""The classification data module: batches are functions of (seed, epoch, index), and bad data stops with a sentence."""
+
+from pathlib import Path
+
+import lightning
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from PIL import Image
+
+from dgt.data.classification import ClassificationData
+from dgt.data.decoding import BrokenImagesError
+from dgt.data.loading import EpochBatches
+from dgt.data.transforms import Augmentation
+
+SHARED = Path(__file__).parents[2] / "../shared/data"
+PLAIN = Augmentation.none()
+
+
+def scenes(**options):
+    data = ClassificationData(
+        **{"dataset": "scenes", "image_size": 32, "batch_size": 8, "num_workers": 0, "train_size": 20, "val_size": 10}
+        | options
+    )
+    data.setup()
+    return data
+
+
+def batches(loader):
+    return [(images.clone(), targets.clone()) for images, targets in loader]
+
+
+def equal(first, second):
+    return len(first) == len(second) and all(
+        torch.equal(a, c) and torch.equal(b, d) for (a, b), (c, d) in zip(first, second, strict=True)
+    )
+
+
+@pytest.fixture
+def folder(tmp_path):
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 12), ("val", 5)):
+        for name in ("ant", "bee"):
+            (tmp_path / split / name).mkdir(parents=True)
+            for index in range(count):
+                pixels = rng.integers(0, 256, (36, 44, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(tmp_path / split / name / f"{index:02d}.png")
+    return tmp_path
+
+
+def folder_data(root, **options):
+    data = ClassificationData(
+        str(root), **{"image_size": 32, "batch_size": 4, "num_workers": 0, "augmentation": PLAIN} | options
+    )
+    data.setup()
+    return data
+
+
+class TestDeterminism:
+    def test_workers_change_nothing(self):
+        passes = []
+        for workers in (0, 2):
+            loader = scenes(num_workers=workers).train_dataloader()
+            passes.append([batches(loader) for _ in range(2)])  # the second epoch reuses the same workers
+        assert equal(passes[0][0], passes[1][0])
+        assert equal(passes[0][1], passes[1][1])
+        assert not equal(passes[0][0], passes[0][1])
+
+    def test_another_seed_is_another_order_of_the_same_images(self):
+        first, second = (scenes(seed=seed, augmentation=PLAIN, batch_size=20).train_dataloader() for seed in (0, 1))
+        (first_images, _), (second_images, _) = batches(first)[0], batches(second)[0]
+        assert not torch.equal(first_images, second_images)
+        keys = [sorted(image.sum().item() for image in images) for images in (first_images, second_images)]
+        assert keys[0] == keys[1]
+
+    def test_any_epoch_can_be_asked_for(self):
+        loader = scenes().train_dataloader()
+        epochs = [batches(loader) for _ in range(3)]
+        loader.sampler.set_epoch(1)
+        assert equal(batches(loader), epochs[1])
+
+    def test_global_random_state_is_left_alone(self):
+        torch.manual_seed(5)
+        np.random.seed(5)  # noqa: NPY002
+        expected = torch.rand(1), np.random.rand()  # noqa: NPY002
+        torch.manual_seed(5)
+        np.random.seed(5)  # noqa: NPY002
+        batches(scenes().train_dataloader())
+        assert (torch.rand(1), np.random.rand()) == expected  # noqa: NPY002
+
+    def test_resumes_within_an_epoch(self):
+        whole = batches(scenes(train_size=40).train_dataloader())
+        loader = scenes(train_size=40).train_dataloader()
+        iterator = iter(loader)
+        for _ in range(2):
+            next(iterator)
+        state = loader.state_dict()
+        resumed = scenes(train_size=40).train_dataloader()
+        resumed.load_state_dict(state)
+        resumed.sampler.set_epoch(0)
+        assert state == {"epoch": 0, "batch": 2}
+        assert equal(batches(resumed), whole[2:])
+        assert resumed.state_dict() == {"epoch": 1, "batch": 0}
+
+    def test_cache_changes_nothing(self, folder):
+        plain, cached = (batches(folder_data(folder, cache=cache).train_dataloader()) for cache in (False, True))
+        assert equal(plain, cached)
+
+
+class TestTargets:
+    def test_mixed_targets_are_soft_and_sum_to_one(self):
+        seen = []
+        for images, targets in scenes().train_dataloader():
+            assert images.shape == (8, 3, 32, 32)
+            assert targets.shape == (8, 8)
+            assert torch.allclose(targets.sum(dim=1), torch.ones(8))
+            seen.append(targets.sort(dim=1).values[:, -2:])
+        assert torch.cat(seen)[:, 0].max() > 0.05  # a second class has weight somewhere
+
+    def test_smoothing_alone_is_soft_too(self):
+        data = scenes(augmentation=Augmentation(mixup=0, cutmix=0, smoothing=0.1))
+        _, targets = next(iter(data.train_dataloader()))
+        assert torch.allclose(targets.max(dim=1).values, torch.full((8,), 0.9 + 0.1 / 8))
+
+    def test_labels_are_hard_without_mixing_and_in_validation(self):
+        data = scenes(augmentation=PLAIN)
+        for loader in (data.train_dataloader(), data.val_dataloader()):
+            images, targets = next(iter(loader))
+            assert images.dtype == torch.float32
+            assert targets.dtype == torch.int64
+            assert targets.shape == (8,)
+
+    def test_odd_batches_cannot_be_mixed(self):
+        with pytest.raises(ValueError, match="batch_size must be even where mixup or cutmix is on, got 7"):
+            scenes(batch_size=7)
+
+
+class TestSplitsAndSizes:
+    def test_scenes(self):
+        data = scenes()
+        assert data.num_classes == 8
+        assert data.class_names[0] == "disc"
+        assert (len(data.train_dataloader()), len(data.val_dataloader())) == (2, 2)
+        assert sum(len(targets) for _, targets in data.val_dataloader()) == 10
+
+    def test_folders_are_found(self, folder):
+        data = folder_data(folder)
+        assert data.class_names == ("ant", "bee")
+        assert sum(len(targets) for _, targets in data.val_dataloader()) == 10
+
+    def test_validation_keeps_the_training_classes(self, folder):
+        for path in (folder / "val" / "ant").iterdir():
+            path.unlink()
+        (folder / "val" / "ant").rmdir()
+        data = ClassificationData(str(folder), image_size=32, num_workers=0)
+        data.setup("validate")
+        assert data.class_names == ("ant", "bee")
+        assert {int(label) for _, labels in data.val_dataloader() for label in labels} == {1}
+
+    def test_subset_is_the_start_of_one_permutation(self, folder):
+        def images_of(**options):
+            loader = folder_data(folder, **options).train_dataloader()
+            return {image.sum().item() for images, _ in loader for image in images}
+
+        small, again, large = images_of(train_size=8), images_of(train_size=8, seed=3), images_of(train_size=16)
+        assert len(small) == 8
+        assert small == again
+        assert small < large
+
+    def test_subset_larger_than_its_split(self, folder):
+        with pytest.raises(ValueError, match="train_size: expected at most 24, the images of split 'train', got 25"):
+            folder_data(folder, train_size=25)
+
+    def test_too_few_for_a_batch(self, folder):
+        with pytest.raises(ValueError, match="24 training images do not fill one batch of 32"):
+            folder_data(folder, batch_size=32).train_dataloader()
+
+    def test_no_validation_split(self, folder):
+        (folder / "val").rename(folder / "held-out")
+        with pytest.raises(FileNotFoundError, match=r"'val' is not a folder in .*: held-out, train"):
+            folder_data(folder)
+        assert len(folder_data(folder, val_split="held-out").val_dataloader()) == 3
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"dataset": "auto"}, "root: expected"),
+            ({"dataset": "imagenet"}, "dataset must be one of auto, scenes, got 'imagenet'"),
+            ({"image_size": 16}, "image_size must be at least 32, got 16"),
+            ({"train_size": 0}, "train_size must be at least 1"),
+            ({"num_workers": -1}, "num_workers must be at least 0"),
+            ({"crop_ratio": 0.0}, "crop_ratio"),
+            ({"max_broken_share": 2.0}, "max_broken_share"),
+        ],
+    )
+    def test_bad_arguments_are_named(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            scenes(**options)
+
+    def test_classes_before_setup(self):
+        with pytest.raises(RuntimeError, match="call setup"):
+            _ = ClassificationData(dataset="scenes").num_classes
+
+
+class TestAugmentation:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"erasing": 1.5}, "erasing must lie in"),
+            ({"mixup": -1}, "mixup must be >= 0"),
+            ({"min_scale": 0}, "min_scale must lie in"),
+            ({"interpolation": "cubic"}, "interpolation must be one of"),
+        ],
+    )
+    def test_bad_settings_are_named(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            Augmentation(**options)
+
+    def test_rand_augment_in_the_wrong_notation(self):
+        with pytest.raises(ValueError, match="rand_augment: 'strong'"):
+            scenes(augmentation=Augmentation(rand_augment="strong"))
+
+    def test_pad_and_crop_only_moves_the_picture(self):
+        plain = scenes(augmentation=PLAIN, train_size=8, crop_ratio=1.0).train_dataloader()
+        moved = scenes(augmentation=Augmentation(None, 0, 0, 0, 0, 0, 0, 1, 0, pad_crop=2), train_size=8)
+        (images, _), (shifted, _) = batches(plain)[0], batches(moved.train_dataloader())[0]
+        for image, other in zip(images, shifted, strict=True):
+            padded = torch.nn.functional.pad(image, (2, 2, 2, 2), mode="reflect")
+            windows = [padded[:, y : y + 32, x : x + 32] for y in range(5) for x in range(5)]
+            assert any(torch.equal(window, other) for window in windows)
+
+    def test_without_augmentation_training_shows_what_validation_shows(self, folder):
+        (folder / "val").rename(folder / "unused")
+        data = folder_data(folder, val_split="train", batch_size=24, crop_ratio=1.0)
+        (train, _), (val, _) = batches(data.train_dataloader())[0], batches(data.val_dataloader())[0]
+        assert sorted(image.sum().item() for image in train) == sorted(image.sum().item() for image in val)
+
+
+class TestBrokenImages:
+    def spoil(self, folder, count, split="train"):
+        names = sorted((folder / split / "ant").iterdir())[:count]
+        for number, path in enumerate(names):
+            content = path.read_bytes()
+            path.write_bytes((b"", b"\x00\x01random", content[: len(content) // 3])[number % 3])
+        return names
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_counted_listed_and_left_out(self, folder, tmp_path, workers):
+        spoilt = self.spoil(folder, 3)
+        data = folder_data(folder, max_broken_share=0.2, num_workers=workers)
+        loader = data.train_dataloader()
+        for _ in range(2):
+            assert sum(len(images) for images, _ in loader) == 24 - 3
+        assert data.write_broken_images(tmp_path / "broken_images.txt") == 3
+        listed = (tmp_path / "broken_images.txt").read_text().splitlines()
+        assert [line.split("\t")[:2] for line in listed] == [["train", str(path)] for path in spoilt]
+
+    @pytest.mark.parametrize("split", ["train", "val"])
+    def test_stops_above_the_share(self, folder, split):
+        self.spoil(folder, 3, split)
+        data = folder_data(folder, max_broken_share=0.1)
+        loader = data.train_dataloader() if split == "train" else data.val_dataloader()
+        with pytest.raises(BrokenImagesError, match=r"max_broken_share = 10\.00%(.|\n)*00\.png"):
+            batches(loader)
+
+    def test_mixing_goes_on_with_an_even_number(self, folder):
+        self.spoil(folder, 1)
+        data = folder_data(folder, max_broken_share=0.2, augmentation=Augmentation())
+        assert sorted(len(images) for images, _ in data.train_dataloader()) == [2, 4, 4, 4, 4, 4]
+
+    def test_a_validation_batch_with_nothing_left_is_skipped_a_training_batch_stops(self, folder):
+        self.spoil(folder, 1)
+        data = folder_data(folder, batch_size=1, max_broken_share=1.0, val_split="train")
+        assert len(batches(data.val_dataloader())) == 23
+        with pytest.raises(BrokenImagesError, match="too few images of a training batch"):
+            batches(data.train_dataloader())
+
+    def test_cached_images_are_counted_too(self, folder):
+        self.spoil(folder, 3)
+        with pytest.raises(BrokenImagesError, match="of the 24 images of split 'train'"):
+            batches(folder_data(folder, max_broken_share=0.1, cache=True).train_dataloader())
+
+
+class TestSharingAmongProcesses:
+    @pytest.mark.parametrize("world_size", [2, 3])
+    def test_ranks_together_see_what_one_process_sees(self, world_size):
+        alone = list(EpochBatches(50, 4 * world_size, seed=1, training=True))
+        ranks = [
+            list(EpochBatches(50, 4, seed=1, training=True, rank=rank, world_size=world_size))
+            for rank in range(world_size)
+        ]
+        assert {len(rank) for rank in ranks} == {len(alone)}
+        for number, batch in enumerate(alone):
+            joined = sorted(key.item for rank in ranks for key in rank[number])
+            assert joined == sorted(key.item for key in batch)
+
+    def test_validation_images_are_seen_once(self):
+        ranks = [EpochBatches(11, 2, seed=1, training=False, rank=rank, world_size=3) for rank in range(3)]
+        assert sorted(key.item for rank in ranks for batch in rank for key in batch) == list(range(11))
+        assert [len(list(rank)) for rank in ranks] == [len(rank) for rank in ranks]
+
+
+class Recorder(lightning.LightningModule):
+    """Notes the sums of the batches it trains on, and may stop in the middle."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.seen = []
+
+    def training_step(self, batch, _):
+        self.seen.append(batch[0].sum().item())
+        return self.weight * batch[0].mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def trainer(folder, **options):
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    return lightning.Trainer(default_root_dir=folder, **quiet, **options)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("cut_at", [5, 8])
+def test_lightning_resumes_where_it_was(tmp_path, cut_at):
+    whole = Recorder()
+    trainer(tmp_path, max_epochs=3, enable_checkpointing=False).fit(whole, datamodule=scenes(train_size=40))
+    cut, data, fresh = Recorder(), scenes(train_size=40), scenes(train_size=40)
+    saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=cut_at, save_top_k=-1)
+    trainer(tmp_path, max_epochs=3, callbacks=[saver]).fit(cut, datamodule=data)
+    resumed = Recorder()
+    path = tmp_path / f"step={cut_at}.ckpt"
+    trainer(tmp_path, max_epochs=3).fit(resumed, datamodule=fresh, ckpt_path=path, weights_only=False)
+    assert len(whole.seen) == 15
+    assert len(set(whole.seen)) == 15
+    assert cut.seen[:cut_at] + resumed.seen == whole.seen
+
+
+@pytest.mark.skipif(not (SHARED / "imagenette128").is_dir(), reason=f"no {SHARED / 'imagenette128'}")
+def test_real_image_folders():
+    data = ClassificationData(
+        str(SHARED / "imagenette128"), image_size=128, batch_size=16, num_workers=0, train_size=64, val_size=32
+    )
+    data.setup()
+    assert data.num_classes == 10
+    assert all(torch.isfinite(images).all() for images, _ in data.train_dataloader())
+    assert sum(len(labels) for _, labels in data.val_dataloader()) == 32
+
+
+@pytest.mark.skipif(not (SHARED / "cifar10").is_dir(), reason=f"no {SHARED / 'cifar10'}")
+def test_real_packed_images():
+    data = ClassificationData(
+        str(SHARED / "cifar10"), image_size=32, batch_size=16, num_workers=0, train_size=64, val_size=32, cache=True
+    )
+    data.setup()
+    assert data.num_classes == 10
+    assert len(batches(data.train_dataloader())) == 4
