@@ -1,0 +1,212 @@
+"""The `dgt` command: parses and calls. What the commands do stands in modules that are imported when they are called.
+
+Exit status: 0 done; 1 something failed on the way (an image that cannot be read, a loss that is no longer a number);
+2 bad usage or bad input, told in one sentence on standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TypeAlias
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Command = Callable[[argparse.Namespace, list[str]], int]
+
+MODEL_HELP = "a checkpoint (.ckpt), a run folder, or a model folder (config.json, model.safetensors)"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: words of the command line without the program's name; None for those of this process.
+
+    Returns:
+        The exit status.
+    """
+    parser = build_parser()
+    options, rest = parser.parse_known_args(arguments)
+    if rest and not options.takes_keys:
+        parser.error(f"unknown arguments for `dgt {options.command}`: {' '.join(rest)}")
+    try:
+        status: int = options.run(options, rest)
+    except (ValueError, TypeError, OSError, RuntimeError, FloatingPointError) as error:
+        if not isinstance(error, OSError) and not _raised_here(error.__traceback__):
+            raise
+        print(f"dgt: error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError | TypeError | OSError) else 1
+    return status
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="dgt",
+        description="Dynamic Group Transformer: train, use and look into vision transformers with dynamic groups.",
+        epilog="`dgt COMMAND --help` tells more. Start with `dgt demo`.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for add in (_add_demo, _add_train, _add_evaluate, _add_predict, _add_visualize):
+        add(commands)
+    return parser
+
+
+def _add(
+    commands: Commands,
+    name: str,
+    run: Command,
+    help_text: str,
+    takes_keys: bool = False,
+    **more: object,
+) -> argparse.ArgumentParser:
+    command = commands.add_parser(
+        name,
+        help=help_text,
+        description=help_text,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        **more,  # type: ignore[arg-type]
+    )
+    command.set_defaults(run=run, takes_keys=takes_keys)
+    return command
+
+
+def _add_demo(commands: Commands) -> None:
+    command = _add(commands, "demo", run_demo, "train, evaluate and draw on the built-in scenes, in a few minutes")
+    command.add_argument("--out", default="runs/demo", metavar="DIR", help="folder to write (default: %(default)s)")
+    command.add_argument("--epochs", type=int, metavar="N", help="passes over the scenes (default: the recipe's)")
+    command.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the training (default: 0)")
+
+
+def _add_train(commands: Commands) -> None:
+    command = _add(
+        commands,
+        "train",
+        run_train,
+        "train a recipe and write its run folder",
+        takes_keys=True,
+        add_help=False,
+        usage="dgt train RECIPE [--data.root DIR] [--section.key value ...]",
+    )
+    command.add_argument("-h", "--help", action="store_true", help="show this text, the recipes and all their keys")
+    command.add_argument("recipe", nargs="?", metavar="RECIPE", help="name of a shipped recipe, or path of a YAML file")
+
+
+def _add_evaluate(commands: Commands) -> None:
+    command = _add(
+        commands,
+        "evaluate",
+        run_evaluate,
+        "measure a trained model on the validation images",
+        takes_keys=True,
+        usage="dgt evaluate CHECKPOINT [--json] [--data.root DIR] [--section.key value ...]",
+        epilog="Keys of the recipe's sections data and trainer can be changed, as for `dgt train`.",
+    )
+    command.add_argument("checkpoint", metavar="CHECKPOINT", help=MODEL_HELP)
+    command.add_argument("--json", action="store_true", help="print the metrics as JSON")
+
+
+def _add_predict(commands: Commands) -> None:
+    command = _add(commands, "predict", run_predict, "print the most probable classes of image files")
+    command.add_argument("checkpoint", metavar="CHECKPOINT", help=MODEL_HELP)
+    command.add_argument("images", nargs="+", metavar="IMAGE", help="image file")
+    command.add_argument("--top-k", type=int, default=5, metavar="N", help="classes for each image (default: 5)")
+    command.add_argument("--json", action="store_true", help="print a list of {image, classes, error} as JSON")
+
+
+def _add_visualize(commands: Commands) -> None:
+    command = _add(commands, "visualize", run_visualize, "draw query groups and the keys they chose over an image")
+    command.add_argument("checkpoint", metavar="CHECKPOINT", help=MODEL_HELP)
+    command.add_argument("image", metavar="IMAGE", help="image file")
+    command.add_argument("--block", type=int, metavar="N", help="block, from 0 (default: the last one of each stage)")
+    command.add_argument("--head", type=int, default=0, metavar="N", help="attention head, from 0 (default: 0)")
+    command.add_argument("--groups", type=int, default=3, metavar="N", help="groups to show (default: 3)")
+    command.add_argument("--map", action="store_true", help="colour all groups at once instead")
+    command.add_argument("--out", default="groups.png", metavar="FIG", help="PNG, SVG or PDF (default: %(default)s)")
+
+
+def run_demo(options: argparse.Namespace, _: list[str]) -> int:
+    """`dgt demo`: trains, draws, and prints what to look at."""
+    from dgt.demo import run
+
+    _quiet()
+    print(run(options.out, seed=options.seed, epochs=options.epochs))
+    return 0
+
+
+def run_train(options: argparse.Namespace, overrides: list[str]) -> int:
+    """`dgt train`: prints the help, or trains and prints where the results are."""
+    from dgt.training import fit, load_recipe, shipped_recipes
+    from dgt.training.recipe import help_text
+
+    if options.help:
+        print(help_text())
+        return 0
+    if options.recipe is None:
+        raise ValueError(f"name a recipe, one of {', '.join(shipped_recipes())}, or the path of a YAML file")
+    _quiet()
+    result = fit(load_recipe(options.recipe, overrides))
+    print(f"top-1 {100 * result.metrics['top1']:.2f} %  top-5 {100 * result.metrics['top5']:.2f} %  in {result.folder}")
+    return 0
+
+
+def run_evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
+    """`dgt evaluate`: prints the metrics."""
+    from dgt.training import evaluate
+
+    _quiet()
+    metrics = evaluate(options.checkpoint, overrides)
+    if options.json:
+        print(json.dumps(metrics))
+    else:
+        print(f"top-1 {100 * metrics['top1']:.2f} %  top-5 {100 * metrics['top5']:.2f} %  loss {metrics['loss']:.4f}")
+        print(f"{metrics['images']} images, {metrics['broken_images']} unreadable")
+    return 0
+
+
+def run_predict(options: argparse.Namespace, _: list[str]) -> int:
+    """`dgt predict`: prints the classes of each image; exit status 1 where one could not be read."""
+    from dataclasses import asdict
+
+    from dgt.training import predict
+
+    predictions = predict(options.checkpoint, options.images, options.top_k)
+    if options.json:
+        print(json.dumps([asdict(prediction) for prediction in predictions], indent=2))
+    for prediction in predictions:
+        if prediction.error is not None:
+            print(f"dgt: error: {prediction.error}", file=sys.stderr)
+        elif not options.json:
+            print(prediction.image)
+            print("\n".join(f"  {100 * score:6.2f} %  {name}" for name, score in prediction.classes))
+    return int(any(prediction.error is not None for prediction in predictions))
+
+
+def run_visualize(options: argparse.Namespace, _: list[str]) -> int:
+    """`dgt visualize`: writes the figure."""
+    from dgt.demo import draw
+
+    draw(options.checkpoint, [options.image], options.out, options.block, options.head, options.groups, options.map)
+    print(options.out)
+    return 0
+
+
+def _quiet() -> None:
+    """Keep Lightning's notes about hardware and upgrades out of the output; its warnings and errors stay."""
+    import logging
+    import warnings
+
+    warnings.filterwarnings("ignore", message=".*treespec.*")  # Lightning's own use of torch, told to its users
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def _raised_here(traceback: TracebackType | None) -> bool:
+    """Whether this package raised an error itself, with a sentence for the user; anything else is a bug to be shown."""
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return traceback is not None and str(traceback.tb_frame.f_globals.get("__name__", "")).startswith("dgt.")

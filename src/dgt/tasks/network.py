@@ -1,0 +1,84 @@
+"""Any timm model by name, at the recipe's image size and with the data's classes.
+
+Models of the Dynamic Group Transformer take every image size. Many others are built for one size (Swin, DeiT, ViT,
+MaxViT): those are told the recipe's, so that a peer trains on the same recipe by naming it and nothing else.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field
+from typing import Any
+
+import timm
+from torch import nn
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Which model to train.
+
+    Args:
+        name: a model that timm knows, this package's among them: dgt_tiny, swin_tiny_patch4_window7_224, resnet50.
+        drop_path_rate: stochastic depth; null for models that do not take it.
+        args: further keyword arguments of the model. They belong to the recipe's model: naming another one on the
+            command line drops them.
+        init_from: a checkpoint, run folder or model folder to take the first weights from; null for random weights.
+    """
+
+    name: str = "dgt_tiny"
+    drop_path_rate: float | None = None
+    args: dict[str, Any] = field(default_factory=dict)
+    init_from: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError, naming the recipe's key, for a value out of range."""
+        if self.drop_path_rate is not None and not 0 <= self.drop_path_rate < 1:
+            raise ValueError(f"model.drop_path_rate must be null or in [0, 1), got {self.drop_path_rate!r}")
+
+
+def model_arguments(settings: ModelSettings, image_size: int) -> dict[str, Any]:
+    """Keyword arguments for `timm.create_model`: those of the recipe, and `img_size` where the model needs it.
+
+    Args:
+        settings: the recipe's model.
+        image_size: height and width of the images in pixels.
+
+    Raises:
+        ValueError: timm knows no such model.
+    """
+    if not timm.is_model(settings.name):
+        near = difflib.get_close_matches(settings.name, timm.list_models(), n=3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else "; timm.list_models() lists them"
+        raise ValueError(f"model.name must be a model that timm knows, got {settings.name!r}{hint}")
+    arguments = dict(settings.args)
+    if settings.drop_path_rate is not None:
+        arguments.setdefault("drop_path_rate", settings.drop_path_rate)
+    config = timm.get_pretrained_cfg(settings.name)
+    if config is not None and config.fixed_input_size and not arguments.get("dynamic_img_size"):
+        arguments.setdefault("img_size", image_size)
+    return arguments
+
+
+def build_network(settings: ModelSettings, num_classes: int, image_size: int) -> nn.Module:
+    """Build the recipe's model.
+
+    Args:
+        settings: the recipe's model.
+        num_classes: outputs of the classifier.
+        image_size: height and width of the images in pixels.
+
+    Returns:
+        The model: (B, 3, image_size, image_size) -> (B, num_classes).
+
+    Raises:
+        ValueError: timm knows no such model, or it does not take these arguments.
+    """
+    arguments = model_arguments(settings, image_size)
+    try:
+        return timm.create_model(settings.name, num_classes=num_classes, **arguments)
+    except (TypeError, AssertionError, RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"model {settings.name!r} cannot be built with {arguments}: {error}; see model.args and "
+            "model.drop_path_rate of the recipe"
+        ) from error

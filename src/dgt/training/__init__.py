@@ -1,0 +1,19 @@
+"""Training as users need it: recipes, runs with their folders, and the trained models opened again."""
+
+from dgt.training.checkpoints import LoadedRun, load_run
+from dgt.training.evaluate import Prediction, evaluate, predict
+from dgt.training.fit import Result, fit
+from dgt.training.recipe import Recipe, load_recipe, shipped_recipes
+
+__all__ = [
+    "LoadedRun",
+    "Prediction",
+    "Recipe",
+    "Result",
+    "evaluate",
+    "fit",
+    "load_recipe",
+    "load_run",
+    "predict",
+    "shipped_recipes",
+]

@@ -1,0 +1,118 @@
+"""Beside the training loop: the average of the weights, the record in every checkpoint, one line per epoch."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, WeightAveraging
+from torch import Tensor
+
+from dgt.layers import renormalize_centroids
+
+RECORD_KEY = "dgt"
+EMA_REFERENCE_BATCH = 1024
+
+
+def ema_decay(decay: float, global_batch: int) -> float:
+    """Decay per step that forgets, image for image, as fast as `decay` does at batch 1024.
+
+    Args:
+        decay: share of the average kept at each step of 1024 images.
+        global_batch: images per optimizer step.
+    """
+    return decay ** (global_batch / EMA_REFERENCE_BATCH)
+
+
+def _moving_average(decay: float) -> Callable[[Sequence[Tensor], Sequence[Tensor], Tensor], None]:
+    """Update for `AveragedModel`: floating tensors are averaged in place, counters and flags are copied."""
+
+    @torch.no_grad()
+    def update(averaged: Sequence[Tensor], current: Sequence[Tensor], _: Tensor) -> None:
+        if averaged[0].is_floating_point():
+            torch._foreach_lerp_(list(averaged), list(current), 1 - decay)
+        else:
+            torch._foreach_copy_(list(averaged), list(current))
+
+    return update
+
+
+class WeightEma(WeightAveraging):
+    """Lightning's weight averaging with an exponential moving average that keeps centroids on the unit sphere.
+
+    During validation and after the training the network holds the averaged weights; checkpoints hold them as
+    `state_dict`, and the weights in training as `current_model_state`.
+
+    Args:
+        decay: share of the average kept at each optimizer step.
+    """
+
+    def __init__(self, decay: float) -> None:
+        super().__init__(multi_avg_fn=_moving_average(decay))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Average the weights after an optimizer step."""
+        before = self._latest_update_step
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if self._average_model is not None and self._latest_update_step > before:
+            renormalize_centroids(self._average_model.module)
+
+
+class CheckpointRecord(Callback):
+    """Put what is needed to rebuild the network into every checkpoint: recipe, class names, version.
+
+    Args:
+        record: plain values.
+    """
+
+    def __init__(self, record: dict[str, Any]) -> None:
+        self.record = record
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Add the record under the key "dgt"."""
+        checkpoint[RECORD_KEY] = self.record
+
+
+class EpochReport(Callback):
+    """Print one line per epoch, and stop with a clear error when the loss is no longer a number."""
+
+    def __init__(self) -> None:
+        self._start = 0.0
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock of the epoch."""
+        self._start = time.perf_counter()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print loss, accuracy, learning rate and seconds of the epoch.
+
+        Raises:
+            FloatingPointError: the mean training loss is NaN or infinite.
+        """
+        epoch = trainer.current_epoch + 1
+        metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
+        loss = metrics.get("train/loss_epoch", math.nan)
+        if not math.isfinite(loss):
+            raise FloatingPointError(
+                f"the training loss became {loss} in epoch {epoch}: lower optimizer.lr or set optimizer.clip_grad"
+            )
+        if trainer.is_global_zero:
+            seconds = time.perf_counter() - self._start
+            parts = [f"epoch {epoch}/{trainer.max_epochs}", f"loss {loss:.4f}"]
+            validated = "val/top1" in metrics and epoch % (trainer.check_val_every_n_epoch or 1) == 0
+            parts += [f"top-1 {100 * metrics['val/top1']:.2f} %"] if validated else []
+            print("  ".join([*parts, f"lr {metrics.get('lr', math.nan):.2e}", f"{seconds:.1f} s"]), flush=True)
+
+
+def progress_callbacks() -> list[Callback]:
+    """A progress bar where someone watches a terminal; the line of each epoch, always."""
+    from lightning.pytorch.callbacks import RichProgressBar
+
+    return [EpochReport(), RichProgressBar()] if sys.stdout.isatty() else [EpochReport()]

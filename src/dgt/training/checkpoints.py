@@ -1,0 +1,174 @@
+"""Opening what a training left behind: a checkpoint, a run's folder or a model's folder.
+
+Weights are read without unpickling code (`weights_only=True`, safetensors). Everything that can be wrong with a file is
+told in a sentence that names the file: missing, cut off, not of this package, weights of another model.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from dgt.tasks.network import build_network
+from dgt.training.callbacks import RECORD_KEY
+from dgt.training.recipe import Recipe, parse_recipe
+from dgt.training.runs import RECORD_FORMAT
+
+NETWORK_PREFIX = "network."
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A trained network and what it was trained as.
+
+    Args:
+        network: in evaluation mode, on the CPU; averaged weights where the recipe keeps an average.
+        recipe: the complete recipe.
+        class_names: name of each class, in the order of the logits.
+        source: the file that the weights came from.
+    """
+
+    network: nn.Module
+    recipe: Recipe
+    class_names: list[str]
+    source: Path
+
+
+def load_run(path: str | Path) -> LoadedRun:
+    """Open a trained model.
+
+    Args:
+        path: a `.ckpt` of a training, its run folder (whose finished model is taken, else its last checkpoint), or a
+            model folder with `config.json` and `model.safetensors`.
+
+    Raises:
+        FileNotFoundError: nothing there, or a folder that holds neither.
+        ValueError: a file that is cut off, was not written by this package, or holds another model's weights.
+    """
+    source = find_weights(path)
+    weights, record = _read_weights(source)
+    if record.get("format") != RECORD_FORMAT:
+        raise ValueError(f"{source} has record format {record.get('format')!r}, this version reads {RECORD_FORMAT}")
+    recipe = parse_recipe(record["recipe"])
+    arguments = {key: value for key, value in recipe.model.args.items() if key != "pretrained"}
+    settings = replace(recipe.model, args=arguments)
+    network = build_network(settings, len(record["class_names"]), recipe.data["image_size"])
+    load_weights(network, weights, f"model {recipe.model.name!r}", source)
+    return LoadedRun(network.eval(), recipe, record["class_names"], source)
+
+
+def find_weights(path: str | Path) -> Path:
+    """The file that holds the weights of a checkpoint, a run folder or a model folder.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    path = Path(path)
+    if path.is_file():
+        return path.with_name("model.safetensors") if path.name == "config.json" else path
+    if not path.exists():
+        raise FileNotFoundError(f"there is no checkpoint, run folder or model folder {str(path)!r}")
+    places = ("model/model.safetensors", "model.safetensors", "checkpoints/last.ckpt", "checkpoints/best.ckpt")
+    for place in places:
+        if (path / place).is_file():
+            return path / place
+    raise FileNotFoundError(f"the folder {str(path)!r} holds no model: expected one of {', '.join(places)} in it")
+
+
+def initialize(network: nn.Module, path: str | Path) -> None:
+    """Take the weights of another run as first weights; a classifier with another number of classes stays as it is.
+
+    Args:
+        network: a timm model, changed in place.
+        path: as in `load_run`.
+
+    Raises:
+        FileNotFoundError: nothing there.
+        ValueError: unreadable, or the weights are of another model.
+    """
+    source = find_weights(path)
+    weights, _ = _read_weights(source)
+    own = network.state_dict()
+    classifier = _classifier_names(network)
+    for key in list(weights):
+        if key.startswith(classifier) and key in own and weights[key].shape != own[key].shape:
+            weights[key] = own[key]
+    load_weights(network, weights, "the recipe's model", source)
+
+
+def load_weights(network: nn.Module, weights: Mapping[str, Tensor], name: str, source: Path) -> None:
+    """Load weights that must fit exactly.
+
+    Raises:
+        ValueError: naming the file, how many tensors do not fit, and the first of them.
+    """
+    own = network.state_dict()
+    shapes = [
+        f"{key} is {tuple(weights[key].shape)} in the file and {tuple(own[key].shape)} in the model"
+        for key in own
+        if key in weights and weights[key].shape != own[key].shape
+    ]
+    missing = [f"{key} is not in the file" for key in own if key not in weights]
+    surplus = [f"{key} is not in the model" for key in weights if key not in own]
+    problems = shapes + missing + surplus
+    if problems:
+        raise ValueError(
+            f"{source} holds the weights of another model than {name}: {len(shapes)} tensors have another shape, "
+            f"{len(missing)} are missing, {len(surplus)} are unknown; the first: {problems[0]}"
+        )
+    network.load_state_dict(dict(weights))
+
+
+def _classifier_names(network: nn.Module) -> tuple[str, ...]:
+    names = (getattr(network, "pretrained_cfg", None) or {}).get("classifier") or "head"
+    return tuple(f"{name}." for name in ([names] if isinstance(names, str) else names))
+
+
+def _read_weights(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    return _read_model_folder(source) if source.suffix == ".safetensors" else _read_checkpoint(source)
+
+
+def _read_model_folder(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    config = source.with_name("config.json")
+    if not config.is_file():
+        raise FileNotFoundError(f"{source} has no config.json beside it, which says what model it is")
+    try:
+        record = json.loads(config.read_text(encoding="utf-8")).get("dgt")
+        weights = safetensors.torch.load_file(source)
+    except (json.JSONDecodeError, AttributeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{config} is not the description of a model: {error}") from error
+    except SafetensorError as error:
+        raise ValueError(f"{source} is cut off or damaged ({source.stat().st_size} bytes): {error}") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{config} was not written by `dgt train`: it has no entry 'dgt' with the recipe")
+    return weights, record
+
+
+def _read_checkpoint(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    try:
+        stored = torch.load(source, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = "it is cut off or damaged" if not zipfile.is_zipfile(source) else "it holds Python objects"
+        raise ValueError(
+            f"{source} ({source.stat().st_size} bytes) is not a checkpoint of `dgt train`: {reason}"
+        ) from error
+    except (RuntimeError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{source} is cut off or damaged ({source.stat().st_size} bytes)") from error
+    if not isinstance(stored, dict) or not isinstance(stored.get(RECORD_KEY), dict):
+        raise ValueError(f"{source} was not written by `dgt train`: it has no entry 'dgt' with the recipe")
+    weights = {
+        key[len(NETWORK_PREFIX) :]: value
+        for key, value in stored["state_dict"].items()
+        if key.startswith(NETWORK_PREFIX)
+    }
+    return weights, stored[RECORD_KEY]

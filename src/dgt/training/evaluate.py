@@ -1,0 +1,136 @@
+"""Using a trained model: its metrics on a data set, and its classes for single images."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from dgt.data.decoding import decode_image
+from dgt.data.transforms import evaluation_transform
+from dgt.tasks import TASKS
+from dgt.training.checkpoints import LoadedRun, load_run
+from dgt.training.recipe import build_data, parse_recipe
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a model sees in one image file.
+
+    Args:
+        image: path as it was given.
+        classes: (class name, probability), most probable first; empty where the image could not be read.
+        error: why the image could not be read, or None.
+    """
+
+    image: str
+    classes: list[tuple[str, float]]
+    error: str | None = None
+
+
+def evaluate(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Measure a trained model on the validation images of its recipe's data, or of other data.
+
+    Args:
+        path: checkpoint, run folder or model folder.
+        overrides: changes to the recipe's `data` and `trainer`, such as `["--data.root", "images"]`.
+
+    Returns:
+        `loss`, `top1`, `top5` (shares in [0, 1]), the number of `images` and of `broken_images`.
+
+    Raises:
+        FileNotFoundError, ValueError: as `load_run` and the data do, and where the data has other classes.
+    """
+    run = load_run(path)
+    recipe = parse_recipe(run.recipe.to_dict(), overrides)
+    data = build_data(recipe)
+    data.setup("validate")
+    if list(data.class_names) != run.class_names:
+        raise ValueError(
+            f"the data has other classes than the model: {_some(data.class_names)} in the data, "
+            f"{_some(run.class_names)} in {run.source}"
+        )
+    task = TASKS[recipe.task].task(run.network, len(run.class_names), recipe.optimizer, recipe.schedule, 1)
+    trainer = pl.Trainer(
+        accelerator=recipe.trainer.accelerator,
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+        logged = trainer.validate(task, datamodule=data, verbose=False)[0]
+    metrics: dict[str, Any] = {key.removeprefix("val/"): float(value) for key, value in logged.items()}
+    ledger = data.ledgers["val"]
+    return {**metrics, "images": ledger.total - len(ledger), "broken_images": len(ledger)}
+
+
+def predict(path: str | Path | LoadedRun, images: Sequence[str | Path], top_k: int = 5) -> list[Prediction]:
+    """Classes of single image files.
+
+    Args:
+        path: checkpoint, run folder or model folder, or one already loaded.
+        images: image files.
+        top_k: classes to give for each image; more than the model knows gives all.
+
+    Returns:
+        One prediction per file, in their order; a file that cannot be read has `error` set and no classes.
+
+    Raises:
+        FileNotFoundError, ValueError: as `load_run` does; ValueError for `top_k` below 1.
+    """
+    if top_k < 1:
+        raise ValueError(f"top_k must be at least 1, got {top_k}")
+    run = path if isinstance(path, LoadedRun) else load_run(path)
+    return [_predict_one(run, image, top_k) for image in images]
+
+
+def read_image(run: LoadedRun, image: str | Path) -> Tensor:
+    """An image file as the model wants it.
+
+    Args:
+        run: the trained model.
+        image: image file.
+
+    Returns:
+        (1, 3, H, W) float32.
+
+    Raises:
+        FileNotFoundError, ValueError: naming the file that is missing or cannot be decoded.
+    """
+    if not Path(image).is_file():
+        raise FileNotFoundError(f"there is no image file {str(image)!r}")
+    try:
+        picture = decode_image(image)
+    except ValueError as error:
+        raise ValueError(f"{str(image)!r} cannot be read as an image: {error}") from error
+    data = run.recipe.data
+    interpolation = data["augmentation"]["interpolation"]
+    transform = evaluation_transform(data["image_size"], data["crop_ratio"], data["mean"], data["std"], interpolation)
+    return transform(picture)[None]
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"{len(names)} ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})"
+
+
+@torch.inference_mode()
+def _predict_one(run: LoadedRun, image: str | Path, top_k: int) -> Prediction:
+    try:
+        pixels = read_image(run, image)
+    except (FileNotFoundError, ValueError) as error:
+        return Prediction(str(image), [], str(error))
+    scores = run.network(pixels).float().softmax(dim=-1)[0]
+    best = scores.topk(min(top_k, len(run.class_names)))
+    return Prediction(
+        str(image),
+        [(run.class_names[i], p) for i, p in zip(best.indices.tolist(), best.values.tolist(), strict=True)],
+    )

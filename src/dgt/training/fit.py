@@ -1,0 +1,172 @@
+"""From a recipe to a trained model: build the parts, hand them to Lightning's Trainer, write down what came out."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
+
+from dgt.tasks import TASKS
+from dgt.tasks.network import build_network
+from dgt.tasks.optim import batch_scale
+from dgt.training.callbacks import CheckpointRecord, WeightEma, ema_decay, progress_callbacks
+from dgt.training.checkpoints import initialize
+from dgt.training.files import write_json, write_whole
+from dgt.training.recipe import Recipe, TrainerSettings, build_data
+from dgt.training.runs import choose_run_folder, environment, export_model, make_record
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a training came to.
+
+    Args:
+        folder: the run's folder.
+        metrics: of the final model on the validation images: `loss`, `top1`, `top5`; accuracies in [0, 1].
+        epochs: epochs trained.
+        seconds: wall time of the training.
+    """
+
+    folder: Path
+    metrics: dict[str, float]
+    epochs: int
+    seconds: float
+
+
+def fit(recipe: Recipe) -> Result:
+    """Train a recipe from its first step to its last and write the run's folder.
+
+    Args:
+        recipe: complete and checked, from `load_recipe`.
+
+    Raises:
+        FileNotFoundError: the data or `model.init_from` is not there.
+        FileExistsError: `out` holds a run already.
+        ValueError: the model or the data cannot be built as the recipe says.
+        BrokenImagesError: more images are unreadable than `data.max_broken_share` allows.
+        FloatingPointError: the loss is no longer a number.
+    """
+    row = TASKS[recipe.task]
+    folder = choose_run_folder(recipe) if rank_zero_only.rank == 0 else Path(recipe.out or "runs")
+    pl.seed_everything(recipe.seed, workers=True, verbose=False)
+    data = build_data(recipe)
+    data.setup("fit")
+    network = build_network(recipe.model, data.num_classes, data.image_size)
+    if recipe.model.init_from is not None:
+        initialize(network, recipe.model.init_from)
+    record = make_record(recipe, data.class_names)
+    trainer, global_batch = build_trainer(recipe, folder, record, data)
+    task = row.task(network, data.num_classes, recipe.optimizer, recipe.schedule, global_batch)
+    if recipe.trainer.compile:
+        network.compile()
+    if trainer.is_global_zero:
+        write_whole(folder / "recipe.yaml", recipe.to_yaml())
+    start = time.perf_counter()
+    with warnings.catch_warnings():
+        _ignore_expected_warnings()
+        trainer.fit(task, datamodule=data)
+        seconds = time.perf_counter() - start
+        if recipe.schedule.epochs % recipe.trainer.check_val_every:
+            trainer.validate(task, datamodule=data, verbose=False)
+    logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
+    metrics = {key.removeprefix("val/"): value for key, value in logged.items() if key.startswith("val/")}
+    result = Result(trainer.strategy.broadcast(folder), metrics, recipe.schedule.epochs, seconds)
+    if trainer.is_global_zero:
+        export_model(folder / "model", network, record)
+        _write_results(result, recipe, trainer, global_batch, data)
+    return result
+
+
+def build_trainer(recipe: Recipe, folder: Path, record: dict[str, Any], data: Any) -> tuple[pl.Trainer, int]:
+    """The recipe's Trainer with its loggers and callbacks, and the images per optimizer step.
+
+    Args:
+        recipe: the complete recipe.
+        folder: the run's folder.
+        record: put into every checkpoint.
+        data: the data module, set up; its batches are those of one device.
+    """
+    settings = recipe.trainer
+    checkpoint = ModelCheckpoint(
+        dirpath=folder / "checkpoints",
+        filename="best",
+        monitor=TASKS[recipe.task].monitor,
+        mode="max",
+        save_last=True,
+        save_on_exception=True,
+        enable_version_counter=False,
+    )
+    callbacks: list[Callback] = [*progress_callbacks(), CheckpointRecord(record), checkpoint]
+    trainer = pl.Trainer(
+        accelerator=settings.accelerator,
+        devices=settings.devices,
+        num_nodes=settings.num_nodes,
+        strategy=settings.strategy,
+        precision=choose_precision(settings),
+        accumulate_grad_batches=settings.accumulate,
+        check_val_every_n_epoch=settings.check_val_every,
+        deterministic=settings.deterministic,
+        benchmark=not settings.deterministic,
+        gradient_clip_val=recipe.optimizer.clip_grad,
+        max_epochs=recipe.schedule.epochs,
+        logger=[CSVLogger(folder, "", ""), TensorBoardLogger(folder, "", "", default_hp_metric=False)],
+        callbacks=callbacks,
+        log_every_n_steps=min(20, len(data.train_dataloader())),
+        num_sanity_val_steps=0,
+        enable_model_summary=False,
+        enable_progress_bar=any("ProgressBar" in type(callback).__name__ for callback in callbacks),
+    )
+    global_batch = data.batch_size * trainer.world_size * settings.accumulate
+    if recipe.ema.decay is not None:
+        trainer.callbacks.insert(0, WeightEma(ema_decay(recipe.ema.decay, global_batch)))  # type: ignore[attr-defined]
+    return trainer, global_batch
+
+
+def choose_precision(settings: TrainerSettings) -> Any:
+    """Lightning's precision: the recipe's; auto is bf16-mixed on a GPU that has it and 32-true elsewhere."""
+    if settings.precision != "auto":
+        return settings.precision
+    on_gpu = settings.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+    return "bf16-mixed" if on_gpu and torch.cuda.is_bf16_supported() else "32-true"
+
+
+def _ignore_expected_warnings() -> None:
+    """Lightning's hints that do not apply: our own folder is not empty, and the user chose the number of workers."""
+    for message in (".*exists and is not empty.*", ".*does not have many workers.*", ".*number of training batches.*"):
+        warnings.filterwarnings("ignore", message=message)
+
+
+def _write_results(result: Result, recipe: Recipe, trainer: pl.Trainer, global_batch: int, data: Any) -> None:
+    """Write `results.json`, and `broken_images.txt` if any image could not be read."""
+    checkpoint = trainer.checkpoint_callback
+    best = getattr(checkpoint, "best_model_score", None)
+    broken = sum(len(ledger) for ledger in data.ledgers.values())
+    if broken:
+        data.write_broken_images(result.folder / "broken_images.txt")
+    network = trainer.lightning_module.network
+    values = {
+        "recipe": recipe.name,
+        "task": recipe.task,
+        "model": recipe.model.name,
+        "parameters": sum(parameter.numel() for parameter in network.parameters()),
+        "metrics": result.metrics,
+        "best": None if best is None else float(best),
+        "epochs": result.epochs,
+        "steps": trainer.global_step,
+        "seconds": round(result.seconds, 2),
+        "seed": recipe.seed,
+        "global_batch": global_batch,
+        "learning_rate": recipe.optimizer.lr * batch_scale(recipe.optimizer, global_batch),
+        "precision": str(trainer.precision),
+        "broken_images": broken,
+        **environment(),
+    }
+    write_json(result.folder / "results.json", values)

@@ -1,0 +1,112 @@
+"""The folder of a run: where it is, what is written into it, and the model at its end in timm's own format.
+
+```
+RUN/recipe.yaml           the complete recipe, written before training starts
+RUN/metrics.csv           loss, learning rate and accuracy by step; events.* hold the same for TensorBoard
+RUN/checkpoints/          best.ckpt and last.ckpt
+RUN/model/                model.safetensors and config.json: timm.create_model("local-dir:RUN/model", pretrained=True)
+RUN/broken_images.txt     images that could not be read, if there were any
+RUN/results.json          metrics, epochs, seconds, seed, versions and the command
+```
+"""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import nn
+
+from dgt.tasks.network import ModelSettings, model_arguments
+from dgt.training.files import write_json, write_whole
+from dgt.training.recipe import Recipe
+
+RECORD_FORMAT = 1
+
+
+def choose_run_folder(recipe: Recipe) -> Path:
+    """The folder that a recipe's run goes to: `out`, or the first free one of runs/NAME, runs/NAME-2, ...
+
+    Raises:
+        FileExistsError: `out` names a folder that holds a run already.
+    """
+    if recipe.out is not None:
+        folder = Path(recipe.out)
+        if (folder / "recipe.yaml").exists():
+            raise FileExistsError(f"{folder} holds a run already: give another folder with --out")
+        return folder
+    candidates = (Path("runs") / (recipe.name + (f"-{number}" if number > 1 else "")) for number in count(1))
+    return next(folder for folder in candidates if not folder.exists())
+
+
+def make_record(recipe: Recipe, class_names: Sequence[str]) -> dict[str, Any]:
+    """What a checkpoint must hold, beside its weights, to be rebuilt: plain values only.
+
+    Args:
+        recipe: the complete recipe.
+        class_names: name of each class, in the order of the logits.
+    """
+    return {"format": RECORD_FORMAT, "recipe": recipe.to_dict(), "class_names": list(class_names)}
+
+
+def export_model(folder: Path, network: nn.Module, record: dict[str, Any]) -> None:
+    """Write a trained network as a folder that timm opens with `create_model("local-dir:FOLDER", pretrained=True)`.
+
+    Args:
+        folder: where `model.safetensors` and `config.json` go.
+        network: the trained network.
+        record: from `make_record`; kept in the file under "dgt".
+    """
+    settings = ModelSettings(**record["recipe"]["model"])
+    data = record["recipe"]["data"]
+    arguments = model_arguments(settings, data["image_size"])
+    for training_only in ("drop_path_rate", "pretrained"):
+        arguments.pop(training_only, None)
+    known = dict(getattr(network, "pretrained_cfg", None) or {})
+    kept = {key: known[key] for key in ("first_conv", "classifier", "fixed_input_size") if known.get(key) is not None}
+    config = {
+        "architecture": settings.name.partition(".")[0],
+        "num_classes": len(record["class_names"]),
+        "num_features": getattr(network, "num_features", None),
+        "label_names": record["class_names"],
+        "model_args": arguments,
+        "pretrained_cfg": {
+            **kept,
+            "num_classes": len(record["class_names"]),
+            "input_size": [3, data["image_size"], data["image_size"]],
+            "interpolation": data["augmentation"]["interpolation"],
+            "crop_pct": data["crop_ratio"],
+            "mean": data["mean"],
+            "std": data["std"],
+        },
+        "dgt": record,
+    }
+    tensors = {key: value.detach().cpu().contiguous() for key, value in network.state_dict().items()}
+    write_whole(folder / "model.safetensors", safetensors.torch.save(tensors, metadata={"format": "pt"}))
+    write_json(folder / "config.json", config)
+
+
+def environment() -> dict[str, Any]:
+    """Versions, device and command of this run, for `results.json`."""
+    packages = ("dynamic-group-transformer", "torch", "torchvision", "timm", "lightning")
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
+        "device": gpu or f"cpu, {torch.get_num_threads()} threads",
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
