@@ -12,7 +12,7 @@ from PIL import Image
 from dgt.data.classification import ClassificationData
 from dgt.data.decoding import BrokenImagesError
 from dgt.data.loading import EpochBatches
-from dgt.data.transforms import Augmentation
+from dgt.data.transforms import Augmentation, training_transform
 
 SHARED = Path(__file__).parents[2] / "../shared/data"
 PLAIN = Augmentation.none()
@@ -218,8 +218,14 @@ class TestAugmentation:
             Augmentation(**options)
 
     def test_rand_augment_in_the_wrong_notation(self):
-        with pytest.raises(ValueError, match="rand_augment: 'strong'"):
-            scenes(augmentation=Augmentation(rand_augment="strong"))
+        for slip in ("strong", "rand-strong", "rand-m9-x5", "rand_m9", ""):
+            with pytest.raises(ValueError, match=f"rand_augment must be .*, got '{slip}'"):
+                Augmentation(rand_augment=slip)
+
+    def test_rand_augment_at_its_strongest(self):
+        transform = training_transform(32, Augmentation("rand-m10-n8-inc1", erasing=0))
+        picture = Image.new("RGB", (40, 40), (200, 100, 50))
+        assert all(torch.isfinite(transform(picture)).all() for _ in range(60))
 
     def test_pad_and_crop_only_moves_the_picture(self):
         plain = scenes(augmentation=PLAIN, train_size=8, crop_ratio=1.0).train_dataloader()

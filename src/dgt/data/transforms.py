@@ -5,11 +5,14 @@ erasing, then mixup and cutmix over the batch. Small pictures may be padded, cro
 pieces draw from the global random generators; `dgt.data.loading` seeds these for every image.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from PIL import Image
+from timm.data.auto_augment import RandAugment, posterize
 from timm.data.mixup import Mixup, mixup_target
 from timm.data.transforms_factory import create_transform
 from torch import Tensor
@@ -22,6 +25,8 @@ Triple = tuple[float, float, float]
 
 IMAGENET_MEAN: Triple = (0.485, 0.456, 0.406)
 IMAGENET_STD: Triple = (0.229, 0.224, 0.225)
+# timm skips parts that it does not know, so a slip of the pen would train with something else.
+_RAND_AUGMENT = re.compile(r"rand(-((m|n|p|mstd|mmax|inc)\d+(\.\d+)?|mstdinf|t(weights|3a|3aw)))*")
 _MODES = {
     "nearest": transforms.InterpolationMode.NEAREST,
     "bilinear": transforms.InterpolationMode.BILINEAR,
@@ -70,6 +75,11 @@ class Augmentation:
         for name in ("color_jitter", "mixup", "cutmix", "pad_crop"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        if self.rand_augment is not None and not _RAND_AUGMENT.fullmatch(self.rand_augment):
+            raise ValueError(
+                f"rand_augment must be null or in timm's notation, such as 'rand-m9-mstd0.5-inc1', "
+                f"got {self.rand_augment!r}"
+            )
         if not 0 < self.min_scale <= 1:
             raise ValueError(f"min_scale must lie in (0, 1], got {self.min_scale}")
         if self.interpolation not in _MODES:
@@ -86,31 +96,41 @@ class Augmentation:
         return cls(None, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0)
 
 
+def _posterize(picture: Image.Image, bits: int, **options: Any) -> Image.Image:
+    """timm's posterize; where rand-augment at its strongest asks for 0 bits, a black picture."""
+    if bits < 1:
+        return Image.new(picture.mode, picture.size)
+    posterized: Image.Image = posterize(picture, bits, **options)  # type: ignore[no-untyped-call]
+    return posterized
+
+
+def _allow_zero_bits(steps: transforms.Compose) -> None:
+    """Make timm's rand-augment among `steps` work with Pillow 13, which refuses to posterize to 0 bits; in place."""
+    for step in steps.transforms:
+        for operation in step.ops if isinstance(step, RandAugment) else ():
+            if operation.aug_fn is posterize:
+                operation.aug_fn = _posterize
+
+
 def training_transform(
     image_size: int, augmentation: Augmentation, mean: Triple = IMAGENET_MEAN, std: Triple = IMAGENET_STD
 ) -> Transform:
-    """From a PIL image to a normalised float tensor (3, image_size, image_size), augmented at random.
-
-    Raises:
-        ValueError: rand-augment's notation is wrong.
-    """
-    try:
-        crop, colour, finish = create_transform(
-            image_size,
-            is_training=True,
-            scale=(augmentation.min_scale, 1.0),
-            hflip=augmentation.flip,
-            color_jitter=augmentation.color_jitter,
-            auto_augment=augmentation.rand_augment,
-            interpolation=augmentation.interpolation,
-            mean=mean,
-            std=std,
-            re_prob=augmentation.erasing,
-            re_mode="pixel",
-            separate=True,
-        )
-    except (AssertionError, ValueError, KeyError) as error:
-        raise ValueError(f"rand_augment: {augmentation.rand_augment!r} is not in timm's notation {error}") from error
+    """From a PIL image to a normalised float tensor (3, image_size, image_size), augmented at random."""
+    crop, colour, finish = create_transform(
+        image_size,
+        is_training=True,
+        scale=(augmentation.min_scale, 1.0),
+        hflip=augmentation.flip,
+        color_jitter=augmentation.color_jitter,
+        auto_augment=augmentation.rand_augment,
+        interpolation=augmentation.interpolation,
+        mean=mean,
+        std=std,
+        re_prob=augmentation.erasing,
+        re_mode="pixel",
+        separate=True,
+    )
+    _allow_zero_bits(colour)
     if augmentation.pad_crop or augmentation.min_scale == 1:
         crop = transforms.Compose(
             [
