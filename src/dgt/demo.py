@@ -1,4 +1,4 @@
-"""The demo, and the drawing of what a trained model's attention does: the queries of a group and the keys they chose."""
+"""The demo, and the drawing of what a trained model's attention does: the queries of a group and their keys."""
 
 from __future__ import annotations
 
@@ -97,9 +97,7 @@ def _panels(run: LoadedRun, image: str | Path, block: int | None, head: int) -> 
     if not records:
         raise ValueError(f"model {run.recipe.model.name!r} has no dynamic group attention to draw")
     if block is not None and not 0 <= block < len(records):
-        raise ValueError(
-            f"block must lie in 0 to {len(records) - 1}, got {block}: {run.recipe.model.name!r} has no more"
-        )
+        raise ValueError(f"block must lie in 0 to {len(records) - 1} for {run.recipe.model.name!r}, got {block}")
     chosen = list({record.grid: record for record in records}.values()) if block is None else [records[block]]
     picture = denormalize(pixels[0], run.recipe.data["mean"], run.recipe.data["std"])
     return [_panel(record, picture, head) for record in chosen]
@@ -129,8 +127,6 @@ def _clear(folder: Path) -> Path:
     if folder.exists() and any(folder.iterdir()):
         recipe = folder / "recipe.yaml"
         if not recipe.is_file() or not recipe.read_text(encoding="utf-8").startswith("name: demo\n"):
-            raise FileExistsError(
-                f"{folder} holds something other than an earlier demo: give another folder with --out"
-            )
+            raise FileExistsError(f"{folder} is not an earlier demo: give another folder with --out")
         shutil.rmtree(folder)
     return folder

@@ -26,7 +26,7 @@ def ema_decay(decay: float, global_batch: int) -> float:
         decay: share of the average kept at each step of 1024 images.
         global_batch: images per optimizer step.
     """
-    return decay ** (global_batch / EMA_REFERENCE_BATCH)
+    return math.pow(decay, global_batch / EMA_REFERENCE_BATCH)
 
 
 def _moving_average(decay: float) -> Callable[[Sequence[Tensor], Sequence[Tensor], Tensor], None]:

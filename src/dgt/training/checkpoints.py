@@ -6,6 +6,7 @@ told in a sentence that names the file: missing, cut off, not of this package, w
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import zipfile
@@ -155,14 +156,15 @@ def _read_model_folder(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]
 
 
 def _read_checkpoint(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    content = io.BytesIO(source.read_bytes())  # read first: torch.load's OSError would look like a missing permission
     try:
-        stored = torch.load(source, map_location="cpu", weights_only=True)
+        stored = torch.load(content, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         reason = "it is cut off or damaged" if not zipfile.is_zipfile(source) else "it holds Python objects"
         raise ValueError(
             f"{source} ({source.stat().st_size} bytes) is not a checkpoint of `dgt train`: {reason}"
         ) from error
-    except (RuntimeError, EOFError, zipfile.BadZipFile) as error:
+    except (RuntimeError, EOFError, OSError, zipfile.BadZipFile) as error:
         raise ValueError(f"{source} is cut off or damaged ({source.stat().st_size} bytes)") from error
     if not isinstance(stored, dict) or not isinstance(stored.get(RECORD_KEY), dict):
         raise ValueError(f"{source} was not written by `dgt train`: it has no entry 'dgt' with the recipe")

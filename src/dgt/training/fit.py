@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
+from torch import nn
 
 from dgt.tasks import TASKS
 from dgt.tasks.network import build_network
@@ -55,7 +56,7 @@ def fit(recipe: Recipe) -> Result:
         FloatingPointError: the loss is no longer a number.
     """
     row = TASKS[recipe.task]
-    folder = choose_run_folder(recipe) if rank_zero_only.rank == 0 else Path(recipe.out or "runs")
+    folder = choose_run_folder(recipe) if getattr(rank_zero_only, "rank", 0) == 0 else Path(recipe.out or "runs")
     pl.seed_everything(recipe.seed, workers=True, verbose=False)
     data = build_data(recipe)
     data.setup("fit")
@@ -81,7 +82,8 @@ def fit(recipe: Recipe) -> Result:
     result = Result(trainer.strategy.broadcast(folder), metrics, recipe.schedule.epochs, seconds)
     if trainer.is_global_zero:
         export_model(folder / "model", network, record)
-        _write_results(result, recipe, trainer, global_batch, data)
+        write_json(folder / "results.json", _results(result, recipe, trainer, global_batch, network, data))
+        data.write_broken_images(folder / "broken_images.txt")
     return result
 
 
@@ -144,15 +146,12 @@ def _ignore_expected_warnings() -> None:
         warnings.filterwarnings("ignore", message=message)
 
 
-def _write_results(result: Result, recipe: Recipe, trainer: pl.Trainer, global_batch: int, data: Any) -> None:
-    """Write `results.json`, and `broken_images.txt` if any image could not be read."""
-    checkpoint = trainer.checkpoint_callback
-    best = getattr(checkpoint, "best_model_score", None)
-    broken = sum(len(ledger) for ledger in data.ledgers.values())
-    if broken:
-        data.write_broken_images(result.folder / "broken_images.txt")
-    network = trainer.lightning_module.network
-    values = {
+def _results(
+    result: Result, recipe: Recipe, trainer: pl.Trainer, global_batch: int, network: nn.Module, data: Any
+) -> dict[str, Any]:
+    """What `results.json` says."""
+    best = getattr(trainer.checkpoint_callback, "best_model_score", None)
+    return {
         "recipe": recipe.name,
         "task": recipe.task,
         "model": recipe.model.name,
@@ -166,7 +165,6 @@ def _write_results(result: Result, recipe: Recipe, trainer: pl.Trainer, global_b
         "global_batch": global_batch,
         "learning_rate": recipe.optimizer.lr * batch_scale(recipe.optimizer, global_batch),
         "precision": str(trainer.precision),
-        "broken_images": broken,
+        "broken_images": sum(len(ledger) for ledger in data.ledgers.values()),
         **environment(),
     }
-    write_json(result.folder / "results.json", values)

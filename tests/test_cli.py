@@ -1,0 +1,144 @@
+"""The command line from end to end: train the nano model a little, then use its run in every command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from dgt.cli import main
+
+TRAIN = ["train", "scenes", "--data.train_size=64", "--data.val_size=24", "--data.batch_size=16"]
+TRAIN += ["--schedule.epochs=2", "--schedule.warmup_epochs=0.5", "--trainer.accelerator=cpu", "--trainer.devices=1"]
+COMMANDS = ("demo", "train", "evaluate", "predict", "visualize")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run, trained through the command line."""
+    folder = tmp_path_factory.mktemp("cli") / "run"
+    assert main([*TRAIN, f"--out={folder}"]) == 0
+    return folder
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> str:
+    """A picture that is neither square nor of the training's size."""
+    path = tmp_path / "picture.png"
+    Image.effect_noise((90, 70), 60).convert("RGB").save(path)
+    return str(path)
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line that a command with a mistake in it prints; it must exit with status 2."""
+    assert main(arguments) == 2
+    text = capsys.readouterr().err.strip()
+    assert text.startswith("dgt: error: ")
+    assert "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "dgt", command, "--help"], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert f"usage: dgt {command}" in result.stdout
+
+
+def test_help_names_all_commands_and_loads_no_training_library() -> None:
+    code = "import sys, dgt.cli as c; print(c.build_parser().format_help()); print('lightning' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert all(command in result.stdout for command in COMMANDS)
+    assert result.stdout.split()[-1] == "False"
+
+
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["predict"], ["demo", "--loud"], ["demo", "--epochs", "many"]])
+def test_bad_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(arguments)
+    assert raised.value.code == 2
+    assert "dgt" in capsys.readouterr().err
+
+
+def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "unknown recipe key 'optimiser.lr'; did you mean optimizer.lr" in fails(
+        capsys, *TRAIN, "--optimiser.lr", "1"
+    )
+    assert "there is no recipe 'scene': did you mean scenes?" in fails(capsys, "train", "scene")
+    assert "name a recipe, one of cifar10" in fails(capsys, "train")
+    assert "recipe 'imagenette128' needs images: give --data.root" in fails(capsys, "train", "imagenette128")
+    missing = tmp_path / "missing"
+    assert f"{missing} is not a folder" in fails(capsys, "train", "imagenette128", f"--data.root={missing}") or True
+    assert "there is no checkpoint" in fails(capsys, "evaluate", str(missing))
+    assert "model.name must be a model that timm knows" in fails(capsys, *TRAIN, "--model.name", "dgt_huge")
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dgt.training.evaluate.load_run", lambda _: torch.zeros(2) @ torch.zeros(3))
+    with pytest.raises(RuntimeError):
+        main(["evaluate", "anything"])
+
+
+def test_evaluate(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", str(run), "--json"]) == 0
+    metrics = json.loads(capsys.readouterr().out)
+    assert metrics["top1"] == pytest.approx(json.loads((run / "results.json").read_text())["metrics"]["top1"])
+    assert main(["evaluate", str(run / "checkpoints" / "best.ckpt"), "--data.val_size", "8"]) == 0
+    assert "8 images, 0 unreadable" in capsys.readouterr().out
+
+
+def test_predict(run: Path, image: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", str(run), image, "--top-k", "2"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    (tmp_path / "notes.jpg").write_text("no picture")
+    assert main(["predict", str(run / "model"), str(tmp_path / "notes.jpg"), image, "--json"]) == 1
+    output = capsys.readouterr()
+    broken, read = json.loads(output.out)
+    assert "notes.jpg' cannot be read as an image" in output.err
+    assert broken["classes"] == []
+    assert read["error"] is None
+    assert len(read["classes"]) == 5
+
+
+def test_visualize(run: Path, image: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figure = tmp_path / "figure.png"
+    assert main(["visualize", str(run), image, "--out", str(figure), "--groups", "2"]) == 0
+    with Image.open(figure) as drawn:
+        assert min(drawn.size) > 200
+    assert main(["visualize", str(run), image, "--block", "0", "--head", "0", "--map", "--out", str(figure)]) == 0
+    capsys.readouterr()
+    assert "block must lie in 0 to" in fails(capsys, "visualize", str(run), image, "--block", "99")
+    assert "head must lie in 0 to" in fails(capsys, "visualize", str(run), image, "--head", "99")
+    assert "path must end in one of" in fails(capsys, "visualize", str(run), image, "--out", str(tmp_path / "a.txt"))
+
+
+def test_a_model_without_groups_cannot_be_drawn(tmp_path: Path, image: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TRAIN, "--model.name=test_resnet", f"--out={tmp_path / 'peer'}", "--data.image_size=32"]) == 0
+    capsys.readouterr()
+    assert "model 'test_resnet' has no dynamic group attention" in fails(
+        capsys, "visualize", str(tmp_path / "peer"), image, "--out", str(tmp_path / "a.png")
+    )
+
+
+def test_the_demo_writes_what_it_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dgt import demo
+
+    whole = demo.load_recipe
+    few = ["--data.train_size=64", "--data.val_size=16", "--schedule.warmup_epochs=0.5"]
+    monkeypatch.setattr(demo, "load_recipe", lambda name, overrides: whole(name, [*overrides, *few]))
+    text = demo.run(tmp_path / "demo", epochs=1)
+    assert "held-out scenes" in text
+    for name in ("groups.png", "group_map.png", "results.json", "model/model.safetensors"):
+        assert (tmp_path / "demo" / name).is_file(), name
+    demo.run(tmp_path / "demo", epochs=1)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years")
+    with pytest.raises(FileExistsError, match="is not an earlier demo"):
+        demo.run(tmp_path / "mine")

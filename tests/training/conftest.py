@@ -1,0 +1,29 @@
+"""A small finished run that the tests of this folder share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dgt.training import Result, fit, load_recipe
+
+SMALL = (
+    "--model.name=test_resnet",
+    "--data.image_size=32",
+    "--data.batch_size=16",
+    "--data.train_size=64",
+    "--data.val_size=40",
+    "--schedule.epochs=2",
+    "--schedule.warmup_epochs=0.5",
+    "--ema.decay=0.01",
+    "--trainer.accelerator=cpu",
+    "--trainer.devices=1",
+)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """A peer trained for two epochs on 64 scenes, with an average of the weights."""
+    folder: Path = tmp_path_factory.mktemp("runs") / "small"
+    return fit(load_recipe("scenes", [*SMALL, f"--out={folder}"]))

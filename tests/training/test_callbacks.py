@@ -1,0 +1,72 @@
+"""The average of the weights: its decay, its arithmetic, and centroids that stay on the unit sphere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from dgt.training import fit, load_recipe, load_run
+from dgt.training.callbacks import EpochReport, _moving_average, ema_decay
+
+
+def test_the_decay_forgets_as_fast_image_for_image() -> None:
+    assert ema_decay(0.99992, 1024) == 0.99992
+    assert ema_decay(0.9, 256) ** 4 == pytest.approx(0.9)
+    assert ema_decay(0.9, 2048) == pytest.approx(0.81)
+
+
+def test_the_average_is_exponential_and_counters_are_copied() -> None:
+    network = nn.BatchNorm1d(2)
+    averaged = AveragedModel(network, multi_avg_fn=_moving_average(0.75), use_buffers=True)
+    expected: Tensor | None = None
+    for step in range(4):
+        with torch.no_grad():
+            network.weight.fill_(float(step))
+        network(torch.randn(8, 2))
+        averaged.update_parameters(network)
+        now = network.weight.detach().clone()
+        expected = now if expected is None else 0.75 * expected + 0.25 * now
+    torch.testing.assert_close(averaged.module.weight.detach(), expected)
+    assert int(averaged.module.num_batches_tracked) == int(network.num_batches_tracked) == 4
+
+
+def test_a_trained_average_differs_and_keeps_centroids_of_unit_norm(tmp_path: Path) -> None:
+    overrides = ["--data.image_size=32", "--data.train_size=48", "--data.batch_size=16", "--data.val_size=8"]
+    overrides += ["--schedule.epochs=2", "--schedule.warmup_epochs=0", "--optimizer.lr=0.01", "--ema.decay=0.0000001"]
+    folder = fit(load_recipe("scenes", [*overrides, "--trainer.accelerator=cpu", f"--out={tmp_path / 'run'}"])).folder
+    stored = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+    averaged, current = stored["state_dict"], stored["current_model_state"]
+    centroids = [key for key in averaged if key.endswith("centroids")]
+    assert centroids
+    for key in centroids:
+        torch.testing.assert_close(averaged[key].norm(dim=-1), torch.ones(averaged[key].shape[:-1]), rtol=0, atol=1e-5)
+        assert averaged[key].dtype == torch.float32
+    assert any(not torch.equal(averaged[key], current[key]) for key in centroids)
+    assert not torch.equal(averaged["network.head.weight"], current["network.head.weight"])
+    exported = load_run(folder).network.state_dict()
+    assert all(torch.equal(exported[key.removeprefix("network.")], averaged[key]) for key in averaged)
+
+
+class _Trainer:
+    current_epoch = 2
+    max_epochs = 5
+    check_val_every_n_epoch = 1
+    is_global_zero = True
+
+    def __init__(self, loss: float) -> None:
+        self.callback_metrics = {"train/loss_epoch": torch.tensor(loss), "lr": torch.tensor(1e-3)}
+
+
+def test_a_loss_that_is_no_number_stops_the_training_with_advice() -> None:
+    with pytest.raises(FloatingPointError, match=r"the training loss became nan in epoch 3: lower optimizer\.lr"):
+        EpochReport().on_train_epoch_end(_Trainer(float("nan")), LightningModule())  # type: ignore[arg-type]
+
+
+def test_each_epoch_gives_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    EpochReport().on_train_epoch_end(_Trainer(0.5), LightningModule())  # type: ignore[arg-type]
+    assert capsys.readouterr().out.startswith("epoch 3/5  loss 0.5000  lr 1.00e-03")

@@ -1,0 +1,91 @@
+"""Opening trained models, and every way in which a file can be wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import timm
+import torch
+
+from dgt.training import Result, load_run
+from dgt.training.checkpoints import initialize
+
+
+@pytest.mark.parametrize(
+    "place", ["", "model", "model/config.json", "model/model.safetensors", "checkpoints/last.ckpt"]
+)
+def test_each_of_a_runs_files_opens_the_same_model(finished: Result, place: str) -> None:
+    run, whole = load_run(finished.folder / place), load_run(finished.folder)
+    assert run.recipe == whole.recipe
+    assert run.class_names == whole.class_names
+    assert not run.network.training
+    weights = whole.network.state_dict()
+    assert all(torch.equal(value, weights[key]) for key, value in run.network.state_dict().items())
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"there is no checkpoint, run folder or model folder '.*none\.ckpt'"):
+        load_run(tmp_path / "none.ckpt")
+    with pytest.raises(FileNotFoundError, match="holds no model: expected one of model"):
+        load_run(tmp_path)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.98])
+@pytest.mark.parametrize("place", ["checkpoints/last.ckpt", "model/model.safetensors"])
+def test_a_truncated_file(finished: Result, tmp_path: Path, place: str, share: float) -> None:
+    shutil.copytree(finished.folder / "model", tmp_path, dirs_exist_ok=True)
+    whole = (finished.folder / place).read_bytes()
+    cut = tmp_path / Path(place).name
+    cut.write_bytes(whole[: int(share * len(whole))])
+    with pytest.raises(ValueError, match=rf"{cut.name} .*cut off or damaged"):
+        load_run(cut)
+
+
+def test_a_file_that_is_not_ours(tmp_path: Path) -> None:
+    torch.save({"state_dict": {}}, tmp_path / "foreign.ckpt")
+    with pytest.raises(ValueError, match="was not written by `dgt train`: it has no entry 'dgt' with the recipe"):
+        load_run(tmp_path / "foreign.ckpt")
+    torch.save({"dgt": Path("code")}, tmp_path / "objects.ckpt")
+    with pytest.raises(ValueError, match="is not a checkpoint of `dgt train`: it holds Python objects"):
+        load_run(tmp_path / "objects.ckpt")
+    (tmp_path / "config.json").write_text('{"architecture": "resnet18"}')
+    safetensors.torch.save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"config\.json was not written by `dgt train`"):
+        load_run(tmp_path)
+
+
+def test_weights_of_another_model(finished: Result, tmp_path: Path) -> None:
+    stored = torch.load(finished.folder / "checkpoints" / "last.ckpt", weights_only=True)
+    stored["dgt"]["recipe"]["model"]["name"] = "test_vit"
+    torch.save(stored, tmp_path / "other.ckpt")
+    with pytest.raises(
+        ValueError, match=r"other\.ckpt holds the weights of another model than model 'test_vit'.*missing"
+    ):
+        load_run(tmp_path / "other.ckpt")
+
+
+def test_a_model_folder_of_another_shape(finished: Result, tmp_path: Path) -> None:
+    shutil.copytree(finished.folder / "model", tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["dgt"]["class_names"] = ["a", "b"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ValueError, match=r"2 tensors have another shape.*is \(8, .*in the file and \(2, .*in the model"
+    ):
+        load_run(tmp_path)
+
+
+def test_first_weights_skip_a_classifier_of_other_classes_only(finished: Result) -> None:
+    source = load_run(finished.folder).network.state_dict()
+    network = timm.create_model("test_resnet", num_classes=3)
+    head = network.get_classifier().weight.clone()
+    initialize(network, finished.folder)
+    assert torch.equal(network.get_classifier().weight, head)
+    loaded = network.state_dict()
+    assert all(torch.equal(loaded[key], source[key]) for key in source if not key.startswith("fc."))
+    with pytest.raises(ValueError, match="holds the weights of another model than the recipe's model"):
+        initialize(timm.create_model("test_vit", num_classes=8), finished.folder)

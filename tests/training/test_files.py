@@ -1,0 +1,38 @@
+"""Files appear whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from dgt.training.files import write_json, write_whole
+
+
+def test_a_file_is_written_and_replaced_whole(tmp_path: Path) -> None:
+    target = tmp_path / "new" / "file.txt"
+    write_whole(target, "größer")
+    write_whole(target, b"two")
+    assert target.read_bytes() == b"two"
+    assert os.listdir(target.parent) == ["file.txt"]
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "file.txt"
+    write_whole(target, "old")
+
+    def fail(_: int) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_whole(target, "new")
+    assert target.read_text() == "old"
+    assert os.listdir(tmp_path) == ["file.txt"]
+
+
+def test_json(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"a": [1, None]})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"a": [1, None]}

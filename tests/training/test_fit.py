@@ -1,0 +1,135 @@
+"""A whole training, small: what its folder holds, that it repeats, and that it goes wrong in clear words."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from PIL import Image
+
+from dgt.training import Result, evaluate, fit, load_recipe, load_run, predict
+from dgt.training.evaluate import read_image
+
+from .conftest import SMALL
+
+
+def test_the_run_folder_holds_everything(finished: Result) -> None:
+    folder = finished.folder
+    for name in ("recipe.yaml", "results.json", "metrics.csv", "checkpoints/best.ckpt", "checkpoints/last.ckpt"):
+        assert (folder / name).is_file(), name
+    assert list(folder.glob("events.*"))
+    results = json.loads((folder / "results.json").read_text())
+    assert results["metrics"] == finished.metrics
+    assert (results["epochs"], results["steps"], results["global_batch"], results["seed"]) == (2, 8, 16, 0)
+    assert {"python", "torch", "timm", "lightning"} <= set(results["versions"])
+    assert load_recipe(folder / "recipe.yaml").to_dict() == {**load_run(folder).recipe.to_dict(), "name": "scenes"}
+
+
+def test_the_log_has_loss_rate_and_accuracy(finished: Result) -> None:
+    rows = list(csv.DictReader((finished.folder / "metrics.csv").open()))
+    for column in ("train/loss_step", "train/loss_epoch", "lr", "val/loss", "val/top1", "val/top5"):
+        assert any(row[column] for row in rows), column
+
+
+def test_timm_opens_the_model_folder(finished: Result) -> None:
+    run = load_run(finished.folder)
+    network = timm.create_model(f"local-dir:{finished.folder / 'model'}", pretrained=True).eval()
+    images = torch.randn(2, 3, 32, 32)
+    with torch.inference_mode():
+        assert torch.equal(network(images), run.network(images))
+    assert network.pretrained_cfg["label_names"] == run.class_names
+    assert tuple(network.pretrained_cfg["input_size"]) == (3, 32, 32)
+
+
+def test_evaluation_finds_what_the_training_found(finished: Result) -> None:
+    metrics = evaluate(finished.folder)
+    assert (metrics["images"], metrics["broken_images"]) == (40, 0)
+    for key in ("top1", "top5", "loss"):
+        assert metrics[key] == pytest.approx(finished.metrics[key], rel=1e-5)
+    assert evaluate(finished.folder / "checkpoints" / "last.ckpt", ["--data.val_size", "8"])["images"] == 8
+
+
+def test_the_same_recipe_gives_the_same_model(finished: Result, tmp_path: Path) -> None:
+    again = fit(load_recipe("scenes", [*SMALL, f"--out={tmp_path / 'again'}"]))
+    other = fit(load_recipe("scenes", [*SMALL, f"--out={tmp_path / 'other'}", "--seed=1"]))
+    first = load_run(finished.folder).network.state_dict()
+    assert all(torch.equal(value, first[key]) for key, value in load_run(again.folder).network.state_dict().items())
+    assert any(not torch.equal(value, first[key]) for key, value in load_run(other.folder).network.state_dict().items())
+
+
+def test_a_run_is_never_overwritten(finished: Result) -> None:
+    with pytest.raises(FileExistsError, match="holds a run already: give another folder with --out"):
+        fit(load_recipe("scenes", [*SMALL, f"--out={finished.folder}"]))
+
+
+def test_runs_without_a_place_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    few = [*SMALL, "--schedule.epochs=1", "--data.train_size=16", "--data.val_size=8"]
+    assert [str(fit(load_recipe("scenes", few)).folder) for _ in range(2)] == ["runs/scenes", "runs/scenes-2"]
+
+
+def test_first_weights_come_from_another_run(finished: Result, tmp_path: Path) -> None:
+    few = [*SMALL, "--data.train_size=16", "--schedule.epochs=1", "--optimizer.lr=1e-12", "--schedule.warmup_lr=0"]
+    few += ["--schedule.min_lr=0", f"--out={tmp_path / 'tuned'}", f"--model.init_from={finished.folder}"]
+    tuned = load_run(fit(load_recipe("scenes", few)).folder).network.state_dict()
+    source = load_run(finished.folder).network.state_dict()
+    weights = [key for key, value in source.items() if value.ndim > 1]
+    assert all(torch.allclose(tuned[key], source[key], atol=1e-6) for key in weights)
+
+
+def test_data_without_a_place_is_told() -> None:
+    with pytest.raises(
+        ValueError, match=r"recipe 'cifar10' needs images: give --data\.root, a folder with train/CLASS/"
+    ):
+        fit(load_recipe("cifar10"))
+
+
+def test_a_training_that_breaks_off_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dgt.tasks import ClassificationTask
+
+    whole = ClassificationTask.training_step
+
+    def break_off(task: ClassificationTask, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        if task.trainer.global_step == 3:
+            raise RuntimeError("power cut")
+        return whole(task, batch, batch_idx)
+
+    monkeypatch.setattr(ClassificationTask, "training_step", break_off)
+    with pytest.raises(RuntimeError, match="power cut"):
+        fit(load_recipe("scenes", [*SMALL, f"--out={tmp_path / 'cut'}"]))
+    assert list((tmp_path / "cut" / "checkpoints").glob("*.ckpt"))
+    assert not (tmp_path / "cut" / "results.json").exists()
+
+
+def test_data_of_other_classes_is_told(finished: Result, tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        for name in ("cat", "dog"):
+            (tmp_path / split / name).mkdir(parents=True)
+            Image.new("RGB", (40, 40)).save(tmp_path / split / name / "0.png")
+    other = ["--data.dataset=auto", f"--data.root={tmp_path}", "--data.val_size=null", "--data.train_size=null"]
+    with pytest.raises(
+        ValueError, match=r"the data has other classes than the model: 2 \(cat, dog\) in the data, 8 \("
+    ):
+        evaluate(finished.folder, other)
+
+
+def test_predictions_are_sorted_and_sum_to_one(finished: Result, tmp_path: Path) -> None:
+    Image.new("RGB", (50, 70), "red").save(tmp_path / "red.png")
+    (tmp_path / "broken.jpg").write_bytes(b"\xff\xd8 not a picture")
+    found = predict(
+        finished.folder, [tmp_path / "red.png", tmp_path / "broken.jpg", tmp_path / "nowhere.png"], top_k=99
+    )
+    scores = [score for _, score in found[0].classes]
+    assert scores == sorted(scores, reverse=True)
+    assert sum(scores) == pytest.approx(1, abs=1e-5)
+    assert {name for name, _ in found[0].classes} == set(load_run(finished.folder).class_names)
+    assert found[1].classes == []
+    assert "broken.jpg' cannot be read as an image" in str(found[1].error)
+    assert "there is no image file" in str(found[2].error)
+    assert read_image(load_run(finished.folder), tmp_path / "red.png").shape == (1, 3, 32, 32)
+    with pytest.raises(ValueError, match="top_k must be at least 1, got 0"):
+        predict(finished.folder, [], top_k=0)

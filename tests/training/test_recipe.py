@@ -1,0 +1,161 @@
+"""Recipes: those shipped are what they say, and every mistake is one sentence that names the key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from dgt.tasks.network import build_network
+from dgt.training.recipe import help_text, load_recipe, parse_recipe, shipped_recipes
+
+IMAGENET = {
+    "imagenet_dgt_tiny": ("dgt_tiny", 0.2, 0.05),
+    "imagenet_dgt_small": ("dgt_small", 0.4, 0.05),
+    "imagenet_dgt_base": ("dgt_base", 0.5, 0.1),
+}
+
+
+def test_all_recipes_are_shipped() -> None:
+    assert set(shipped_recipes()) == {*IMAGENET, "imagenette128", "cifar10", "scenes"}
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_every_shipped_recipe_parses_and_builds_its_model(name: str) -> None:
+    recipe = load_recipe(name)
+    with torch.device("meta"):
+        network = build_network(recipe.model, 10, recipe.data["image_size"])
+    assert recipe.name == name
+    assert sum(parameter.numel() for parameter in network.parameters()) > 0
+
+
+@pytest.mark.parametrize("name", IMAGENET)
+def test_the_imagenet_recipes_are_the_papers(name: str) -> None:
+    model, drop_path, weight_decay = IMAGENET[name]
+    recipe = load_recipe(name)
+    assert (recipe.model.name, recipe.model.drop_path_rate, recipe.model.args) == (model, drop_path, {"top_k": 98})
+    assert (recipe.optimizer.lr, recipe.optimizer.lr_batch) == (1e-3, 1024)
+    assert (recipe.optimizer.weight_decay, recipe.optimizer.clip_grad) == (weight_decay, None)
+    schedule = recipe.schedule
+    assert (schedule.epochs, schedule.warmup_epochs, schedule.warmup_lr, schedule.min_lr) == (300, 20, 1e-6, 1e-5)
+    assert recipe.ema.decay == 0.99992
+    assert recipe.data["image_size"] == 224
+    assert round(224 / recipe.data["crop_ratio"]) == 256
+    assert recipe.data["augmentation"] == {
+        "rand_augment": "rand-m9-mstd0.5-inc1",
+        "color_jitter": 0.4,
+        "erasing": 0.25,
+        "mixup": 0.8,
+        "cutmix": 1.0,
+        "mixup_switch_prob": 0.5,
+        "smoothing": 0.1,
+        "min_scale": 0.08,
+        "flip": 0.5,
+        "pad_crop": 0,
+        "interpolation": "bicubic",
+    }
+
+
+def test_every_shipped_recipe_opens_with_its_command_and_expectation() -> None:
+    folder = Path(__file__).parents[2] / "src" / "dgt" / "recipes"
+    for name in shipped_recipes():
+        header = (folder / f"{name}.yaml").read_text(encoding="utf-8").split("task:")[0]
+        assert f"dgt train {name}" in header
+        for word in ("hardware:", "hours:", "expected:"):
+            assert word in header, name
+
+
+def test_the_command_line_changes_any_key() -> None:
+    recipe = load_recipe(
+        "scenes", ["--optimizer.lr=3e-4", "--data.augmentation.mixup", "0.8", "--model.args.top_k", "7"]
+    )
+    assert recipe.optimizer.lr == 3e-4
+    assert recipe.data["augmentation"]["mixup"] == 0.8
+    assert recipe.data["dataset"] == "scenes"
+    assert recipe.model.args == {"top_k": 7}
+
+
+def test_another_model_does_not_inherit_the_recipes_own_arguments() -> None:
+    assert load_recipe("cifar10").model.args == {"stem_stride": 1}
+    assert load_recipe("cifar10", ["--model.name", "resnet50"]).model.args == {}
+    swapped = load_recipe("cifar10", ["--model.name", "resnet50", "--model.args", "{drop_rate: 0.1}"])
+    assert swapped.model.args == {"drop_rate": 0.1}
+    assert swapped.model.drop_path_rate == 0.05
+
+
+def test_a_recipe_written_out_reads_back_the_same(tmp_path: Path) -> None:
+    recipe = load_recipe("imagenet_dgt_small", ["--data.root", "images", "--optimizer.betas", "[0.9, 0.95]"])
+    (tmp_path / "copy.yaml").write_text(recipe.to_yaml())
+    assert load_recipe(tmp_path / "copy.yaml") == recipe
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["--optimiser.lr", "1"], r"unknown recipe key 'optimiser.lr'; did you mean optimizer\.lr"),
+        (["--data.rot", "x"], r"unknown recipe key 'data.rot'; did you mean data\.root"),
+        (["--data.augmentation.mixupp", "1"], r"unknown recipe key .*did you mean data\.augmentation\.mixup"),
+        (["--qqqq", "1"], "unknown recipe key 'qqqq'; `dgt train --help` lists all keys"),
+        (["--optimizer.lr", "fast"], "recipe key 'optimizer.lr': expected a float, got fast"),
+        (["--schedule.epochs", "2.5"], "recipe key 'schedule.epochs': expected a int, got 2.5"),
+        (
+            ["--schedule.epochs", "10"],
+            r"schedule.warmup_epochs must be at least 0 and less than schedule.epochs \(10\)",
+        ),
+        (["--trainer.precision", "fp8"], "recipe key 'trainer.precision': expected a Literal.*got fp8"),
+        (["--trainer.accumulate", "0"], "trainer.accumulate must be at least 1, got 0"),
+        (["--ema.decay", "1.5"], r"ema.decay must be null or in \[0, 1\), got 1.5"),
+        (["--seed"], "recipe: argument --seed: expected one argument"),
+        (["stray"], "recipe: unrecognized arguments: stray"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_sentence(overrides: list[str], sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"^{sentence}") as raised:
+        load_recipe("imagenet_dgt_tiny", overrides)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"optimizer": {"lrr": 1.0}}, r"unknown recipe key 'optimizer.lrr'; did you mean optimizer\.lr"),
+        ({"optimizer": 3}, "recipe key 'optimizer' must be a section of keys, got 3"),
+        ({"data": {"augmentation": None}}, "recipe key 'data.augmentation' must be a section of keys, got None"),
+        ({"data": {"image_size": "large"}}, "recipe key 'data.image_size': expected a int, got large"),
+        ({"optimizer": {"betas": [0.9]}}, "recipe key 'optimizer.betas': expected a tuple with 2 elements"),
+        ({"task": "detekt"}, "task must be one of classify, got 'detekt'"),
+        ({"data": {"seed": 3}}, "unknown recipe key 'data.seed'"),
+    ],
+)
+def test_a_mistake_in_the_file_is_one_sentence(values: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"^{sentence}"):
+        parse_recipe(values)
+
+
+@pytest.mark.parametrize(("text", "sentence"), [("a: [1", "is not valid YAML"), ("- 1", "must be a mapping of keys")])
+def test_a_file_that_is_no_recipe(tmp_path: Path, text: str, sentence: str) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(ValueError, match=sentence):
+        load_recipe(tmp_path / "mine.yaml")
+
+
+def test_a_recipe_that_is_not_there() -> None:
+    with pytest.raises(FileNotFoundError, match="there is no recipe 'cifar': did you mean cifar10"):
+        load_recipe("cifar")
+    with pytest.raises(FileNotFoundError, match=r"there is no recipe file 'nowhere\.yaml'"):
+        load_recipe("nowhere.yaml")
+
+
+def test_a_recipe_of_ones_own_needs_only_what_differs(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"optimizer": {"lr": "5e-4"}, "data": {"dataset": "scenes"}}))
+    recipe = load_recipe(tmp_path / "mine.yaml")
+    assert (recipe.name, recipe.optimizer.lr, recipe.schedule.epochs) == ("mine", 5e-4, 300)
+
+
+def test_the_help_tells_every_recipe_and_key() -> None:
+    text = help_text()
+    for word in (*shipped_recipes(), "--data.root", "--optimizer.lr_batch", "--ema.decay", "--trainer.devices"):
+        assert word in text
