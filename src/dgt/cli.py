@@ -140,6 +140,8 @@ def run_demo(options: argparse.Namespace, _: list[str]) -> int:
 
 def run_train(options: argparse.Namespace, overrides: list[str]) -> int:
     """`dgt train`: prints the help, or trains and prints where the results are."""
+    from lightning.pytorch.utilities import rank_zero_only
+
     from dgt.training import fit, load_recipe, shipped_recipes
     from dgt.training.recipe import help_text
 
@@ -150,7 +152,8 @@ def run_train(options: argparse.Namespace, overrides: list[str]) -> int:
         raise ValueError(f"name a recipe, one of {', '.join(shipped_recipes())}, or the path of a YAML file")
     _quiet()
     result = fit(load_recipe(options.recipe, overrides))
-    print(f"top-1 {100 * result.metrics['top1']:.2f} %  top-5 {100 * result.metrics['top5']:.2f} %  in {result.folder}")
+    found = result.metrics
+    rank_zero_only(print)(f"top-1 {100 * found['top1']:.2f} %  top-5 {100 * found['top5']:.2f} %  in {result.folder}")
     return 0
 
 

@@ -67,7 +67,8 @@ class ClassificationTask(LightningModule):
         """Loss of one batch of images (B, 3, H, W) and targets, (B,) or (B, classes)."""
         images, targets = batch
         loss = classification_loss(self(images), targets)
-        self.log("train/loss", loss, on_step=True, on_epoch=True, prog_bar=True, batch_size=len(images))
+        self.log("train/loss_step", loss, on_step=True, prog_bar=True)
+        self.log("train/loss_epoch", loss, on_step=False, on_epoch=True, batch_size=len(images), sync_dist=True)
         self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"], prog_bar=True)
         return loss
 
@@ -83,7 +84,7 @@ class ClassificationTask(LightningModule):
         """Log `val/loss`, `val/top1` and `val/top5`; accuracies are shares in [0, 1]."""
         for name in ("loss", "top1", "top5"):
             metric = getattr(self, f"val_{name}")
-            self.log(f"val/{name}", metric.compute(), prog_bar=name == "top1", rank_zero_only=False)
+            self.log(f"val/{name}", metric.compute(), prog_bar=name == "top1", sync_dist=True)
             metric.reset()
 
     def configure_optimizers(self) -> OptimizerLRScheduler:

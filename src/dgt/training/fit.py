@@ -83,7 +83,8 @@ def fit(recipe: Recipe) -> Result:
     if trainer.is_global_zero:
         export_model(folder / "model", network, record)
         write_json(folder / "results.json", _results(result, recipe, trainer, global_batch, network, data))
-        data.write_broken_images(folder / "broken_images.txt")
+        if any(data.ledgers.values()):
+            data.write_broken_images(folder / "broken_images.txt")
     return result
 
 
