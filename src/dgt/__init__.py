@@ -1,0 +1,33 @@
+"""Dynamic Group Transformer: attention over dynamic groups of queries, and the vision backbones built on it.
+
+Importing the package registers its models with timm: ``timm.create_model("dgt_tiny")``.
+"""
+
+from dgt.layers import DGAttention, GlobalAttention
+from dgt.models import DynamicGroupTransformer, group_records, set_attention
+from dgt.ops import (
+    DynamicGroupAttentionOutput,
+    attend,
+    dynamic_group_attention,
+    group_queries,
+    seed_centroids,
+    select_keys,
+    update_centroids,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DGAttention",
+    "DynamicGroupAttentionOutput",
+    "DynamicGroupTransformer",
+    "GlobalAttention",
+    "attend",
+    "dynamic_group_attention",
+    "group_queries",
+    "group_records",
+    "seed_centroids",
+    "select_keys",
+    "set_attention",
+    "update_centroids",
+]

@@ -1,0 +1,24 @@
+"""The modules a Dynamic Group Transformer is made of (Eqs. 8-10), in channels-last layout: (B, H, W, C) in and out."""
+
+from dgt.layers.attention import DGAttention, GlobalAttention
+from dgt.layers.block import Block
+from dgt.layers.centroids import renormalize_centroids
+from dgt.layers.convolution import (
+    ConditionalPositionEncoding,
+    ConvStem,
+    InvertedResidualFFN,
+    PatchMerging,
+    keep_real,
+)
+
+__all__ = [
+    "Block",
+    "ConditionalPositionEncoding",
+    "ConvStem",
+    "DGAttention",
+    "GlobalAttention",
+    "InvertedResidualFFN",
+    "PatchMerging",
+    "keep_real",
+    "renormalize_centroids",
+]

@@ -1,0 +1,150 @@
+"""Attention layers with their projections: DG-Attention (section 3.1), and the global attention of the last stage.
+
+Both take (B, H, W, C) or (B, L, C) and return the same shape. With ``cosine=True`` (DGT-S and -B) queries and keys are
+compared normalised, times a learned scale per head, as in Swin v2; keys are then ranked normalised as well.
+"""
+
+import math
+from typing import Any, Optional
+
+import torch
+import torch.nn.functional as F
+from timm.models import register_notrace_module
+from torch import Tensor, nn
+
+from dgt.layers.centroids import CentroidState
+from dgt.ops import DynamicGroupAttentionOutput, dynamic_group_attention
+from dgt.ops.attention import resolve_backend
+from dgt.ops.checks import check_count
+
+class SelfAttention(nn.Module):
+    """What both kinds of attention share: the projections in and out, and the comparison by cosine.
+
+    Args:
+        dim: channels C.
+        num_heads: H; divides ``dim``.
+        qkv_bias: whether query, key and value have a bias.
+        cosine: compare normalised queries and keys, with a learned scale per head.
+
+    Raises:
+        TypeError, ValueError: for a count below 1, or ``dim`` not divisible by ``num_heads``.
+    """
+
+    cosine: torch.jit.Final[bool]
+
+    def __init__(
+        self, dim: int, num_heads: int, qkv_bias: bool = True, cosine: bool = False, **factory: Any
+    ) -> None:
+        super().__init__()
+        check_count("dim", dim)
+        check_count("num_heads", num_heads)
+        if dim % num_heads:
+            raise ValueError(f"dim must be divisible by num_heads, got {dim} and {num_heads}")
+        self.num_heads = num_heads
+        self.cosine = cosine
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **factory)
+        self.proj = nn.Linear(dim, dim, **factory)
+        if cosine:
+            self.logit_scale = nn.Parameter(torch.full((num_heads, 1, 1), math.log(10.0), **factory))
+        self.scale = 1.0 if cosine else (dim // num_heads) ** -0.5
+
+    def split_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Project (B, ..., C) tokens to query, key and value, each (B, H, L, D)."""
+        qkv = self.qkv(x).flatten(1, -2)  # (B, L, 3 C)
+        qkv = qkv.unflatten(-1, [3, self.num_heads, qkv.shape[-1] // (3 * self.num_heads)])
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        if self.cosine:
+            scale = self.logit_scale.exp().clamp(max=100.0)
+            query = (F.normalize(query, dim=-1) * scale).to(value.dtype)
+            key = F.normalize(key, dim=-1).to(value.dtype)
+        return query, key, value
+
+    def merge_heads(self, attended: Tensor, x: Tensor) -> Tensor:
+        """Project (B, H, L, D) back to the shape of ``x``."""
+        return self.proj(attended.transpose(1, 2).flatten(2).view(x.shape))
+
+
+@register_notrace_module
+class GlobalAttention(SelfAttention):
+    """Attention of every token to every token; arguments as in :class:`SelfAttention`."""
+
+    def forward(self, x: Tensor, mask: Optional[Tensor] = None) -> Tensor:  # noqa: UP045 (TorchScript reads it)
+        """Map (B, H, W, C) or (B, L, C) to the same shape; ``mask`` is bool, True where a token is real."""
+        query, key, value = self.split_heads(x)
+        # Padding sees everything, so that no row of the softmax is empty; nothing real sees padding.
+        sees = None if mask is None else mask.flatten(1)[:, None, None, :] | ~mask.flatten(1)[:, None, :, None]
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=sees, scale=self.scale)
+        return self.merge_heads(attended, x)
+
+
+@register_notrace_module
+class DGAttention(SelfAttention, CentroidState):
+    """Dynamic Group Attention: every query attends to the ``top_k`` keys of its group, anywhere in the image.
+
+    ``top_k`` and ``backend`` are no shape of any weight and may be set at any time. How the centroids live is told in
+    :mod:`dgt.layers.centroids`: they need no call from a training loop.
+
+    Args:
+        dim: channels C.
+        num_heads: H; divides ``dim``.
+        num_groups: G >= 1.
+        top_k: k >= 1, clamped to the number of tokens.
+        qkv_bias, cosine: as in :class:`SelfAttention`.
+        tau: the paper's tau; None is 0.1 times the current learning rate of the layer's weights.
+        tau_weighs: the term of Eq. 4 that tau is the weight of: ``"old"`` centroid (as printed) or ``"new"`` mean.
+        backend: as in :func:`dgt.dynamic_group_attention`.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        num_groups: int = 48,
+        top_k: int = 98,
+        qkv_bias: bool = True,
+        cosine: bool = False,
+        tau: float | None = None,
+        tau_weighs: str = "new",
+        backend: str = "auto",
+        **factory: Any,
+    ) -> None:
+        super().__init__(dim, num_heads, qkv_bias, cosine, **factory)
+        check_count("num_groups", num_groups)
+        check_count("top_k", top_k)
+        resolve_backend(backend)
+        self.top_k, self.backend = top_k, backend
+        self.init_centroids((num_heads, num_groups, dim // num_heads), tau, tau_weighs, factory.get("device"))
+
+    def forward(self, x: Tensor, mask: Optional[Tensor] = None) -> Tensor:  # noqa: UP045 (TorchScript reads it)
+        """Map (B, H, W, C) or (B, L, C) to the same shape; ``mask`` is bool, True where a token is real."""
+        query, key, value = self.split_heads(x)
+        real = None if mask is None else mask.flatten(1)
+        if torch.jit.is_scripting():  # checks and named outputs are not TorchScript: call the operators themselves
+            centroids = self.unit_centroids()
+            groups = torch.ops.dgt.group_queries(query, centroids, real)
+            keys = torch.ops.dgt.select_keys(centroids, key, self.top_k, real)
+            return self.merge_heads(torch.ops.dgt.attend(query, key, value, groups, keys, self.scale), x)
+        if self.training and not self.seeded:
+            self.seed(query, real)
+        attention = dynamic_group_attention(
+            query, key, value, self.unit_centroids(), self.top_k, self.scale, real, self.backend
+        )
+        if self.training:
+            self.observe(query, attention.group_ids)
+        return self.merge_heads(attention.output, x)
+
+    @torch.jit.ignore
+    def inspect(self, x: Tensor, mask: Tensor | None = None) -> DynamicGroupAttentionOutput:
+        """Return groups and keys (and the output before projection) for an input, changing nothing: for figures."""
+        query, key, value = self.split_heads(x)
+        real = None if mask is None else mask.flatten(1)
+        return dynamic_group_attention(
+            query, key, value, self.unit_centroids(), self.top_k, self.scale, real, self.backend
+        )
+
+    def extra_repr(self) -> str:
+        heads, groups, channels = self.centroids.shape
+        return f"heads={heads}, groups={groups}, channels={channels}, top_k={self.top_k}, backend={self.backend}"

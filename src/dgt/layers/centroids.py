@@ -1,0 +1,202 @@
+"""The centroids of a DG-Attention layer: state that seeds itself, learns by Eqs. 3-4, and is right in any training loop.
+
+A training forward only *observes*: it adds the statistics of Eq. 3 to two small buffers. The centroids move (Eq. 4)
+right after the optimizer that owns the layer's weights has made its step, through PyTorch's global optimizer hook. So
+
+- they change once per step, after any number of accumulated micro-batches, and only in training;
+- a forward that gradient checkpointing repeats sees the same centroids. It observes twice, which leaves the mean of
+  Eq. 3 as it is;
+- statistics of all layers are summed over ranks in one collective, so every rank moves to the same centroids;
+- tau follows the learning rate of that very step, as in the paper.
+
+Centroids are float32 whatever the model is cast to, and are brought to unit norm where they are used, so averaging
+weights (EMA) never leaves a layer off the sphere.
+"""
+
+import itertools
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from dgt.ops.grouping import blend_centroids, group_statistics, seed_centroids
+
+SEED_TOKENS_PER_GROUP = 32  # size of the sample that seeding clusters
+
+_layers: "weakref.WeakSet[CentroidState]" = weakref.WeakSet()
+_serials = itertools.count()
+
+
+def check_tau(tau: float | None) -> None:
+    """Raise ValueError unless tau is None or in [0, 1]."""
+    if tau is not None and not 0 <= tau <= 1:
+        raise ValueError(f"tau must be None (0.1 times the learning rate) or between 0 and 1, got {tau}")
+
+
+def check_tau_weighs(tau_weighs: str) -> None:
+    """Raise ValueError unless ``tau_weighs`` is one of the two readings of Eq. 4."""
+    if tau_weighs not in ("old", "new"):
+        raise ValueError(f"tau_weighs must be 'old' (Eq. 4 as printed) or 'new', got {tau_weighs!r}")
+
+
+class CentroidState(nn.Module):
+    """Mixin of DG-Attention: the buffer ``centroids`` (H, G, D), its statistics, and how they change."""
+
+    def init_centroids(
+        self,
+        shape: tuple[int, int, int],
+        tau: float | None,
+        tau_weighs: str,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """Register the buffers; to be called once, from the layer's constructor.
+
+        Args:
+            shape: (H, G, D).
+            tau: the paper's tau; None is 0.1 times the current learning rate of the layer's weights.
+            tau_weighs: the term of Eq. 4 that tau is the weight of: ``"old"`` centroid (as printed) or ``"new"`` mean.
+            device: where the buffers live.
+
+        Raises:
+            ValueError: for a tau outside [0, 1] or another ``tau_weighs``.
+        """
+        check_tau(tau)
+        check_tau_weighs(tau_weighs)
+        self.tau, self.tau_weighs = tau, tau_weighs
+        exact: dict[str, Any] = {"device": device, "dtype": torch.float32}
+        self.register_buffer("centroids", torch.empty(shape, **exact))
+        self.register_buffer("num_updates", torch.zeros((), dtype=torch.int64, device=device))
+        self.register_buffer("group_sums", torch.zeros(shape, **exact), persistent=False)
+        self.register_buffer("group_counts", torch.zeros(shape[:2], **exact), persistent=False)
+        self.seeded = False  # num_updates > 0, known to the host so that no forward has to wait for a device
+        self.reset_centroids()
+        self._enlist()
+
+    centroids: Tensor
+    num_updates: Tensor
+    group_sums: Tensor
+    group_counts: Tensor
+
+    def reset_centroids(self) -> None:
+        """Set random unit centroids, the same for every layer and run: what a never trained model works with."""
+        if self.centroids.device.type != "meta":
+            generator = torch.Generator().manual_seed(0)
+            noise = torch.randn(self.centroids.shape, generator=generator)
+            with torch.no_grad():
+                self.centroids.copy_(F.normalize(noise, dim=-1))
+                self.num_updates.zero_()
+        self.seeded = False
+
+    def unit_centroids(self) -> Tensor:
+        """Return the (H, G, D) centroids at unit norm, also after something has averaged them."""
+        return F.normalize(self.centroids, dim=-1)
+
+    def seed(self, query: Tensor, key_mask: Tensor | None) -> None:
+        """Seed the centroids from the first training batch's (B, H, L, D) queries, the same on every rank."""
+        with torch.no_grad():
+            self.centroids.copy_(torch.ops.dgt.seed_from_batch(query, self.centroids.shape[1], key_mask))
+            self.num_updates.fill_(1)
+        self.seeded = True
+
+    def observe(self, query: Tensor, group_ids: Tensor) -> None:
+        """Add the statistics of (B, H, L, D) queries and their (B, H, L) groups to those of the current step."""
+        with torch.no_grad():
+            sums, counts = group_statistics(query, group_ids, self.centroids.shape[1])
+            self.group_sums += sums
+            self.group_counts += counts
+
+    def update(self, learning_rate: float | Tensor) -> None:
+        """Move the centroids by the step's statistics (Eq. 4), and forget those."""
+        tau = 0.1 * learning_rate if self.tau is None else self.tau
+        rate = tau if self.tau_weighs == "new" else 1 - tau
+        with torch.no_grad():
+            self.centroids.copy_(blend_centroids(self.unit_centroids(), self.group_sums, self.group_counts, rate))
+            self.num_updates += self.group_counts.any()
+            self.group_sums.zero_()
+            self.group_counts.zero_()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Move with the module (``.to``, ``.cuda``), but stay float32-exact when it is cast."""
+        names = ("centroids", "group_sums", "group_counts")
+        exact = {name: getattr(self, name) for name in names}
+        super()._apply(fn, recurse)
+        for name, before in exact.items():
+            after = getattr(self, name)
+            if after.dtype != torch.float32:
+                setattr(self, name, before.to(after.device))
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        updates = state_dict.get(prefix + "num_updates")
+        if updates is not None and updates.device.type != "meta":
+            self.seeded = bool(updates > 0)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._enlist()  # a copy (deepcopy, pickle) is a layer of its own
+
+    def _enlist(self) -> None:
+        self.serial = next(_serials)  # the same order on every rank, for the collective
+        _layers.add(self)
+
+
+@torch.library.custom_op("dgt::seed_from_batch", mutates_args=())
+def _seed_from_batch(query: Tensor, num_groups: int, key_mask: Tensor | None) -> Tensor:
+    """Cluster evenly spaced tokens of the batch over all ranks: every rank, and one process with it all, gets the same."""
+    tokens = query.detach().float().transpose(0, 1).flatten(1, 2)  # (H, B L, D)
+    if key_mask is not None and key_mask.any():
+        tokens = tokens[:, key_mask.flatten()]
+    sample = SEED_TOKENS_PER_GROUP * num_groups // _world_size()
+    tokens = tokens[:, torch.arange(sample, device=query.device) * tokens.shape[1] // sample]
+    if _world_size() > 1:
+        shares = [torch.empty_like(tokens) for _ in range(_world_size())]
+        dist.all_gather(shares, tokens.contiguous())
+        tokens = torch.cat(shares, dim=1)
+    return seed_centroids(tokens, num_groups)
+
+
+@_seed_from_batch.register_fake
+def _(query: Tensor, num_groups: int, key_mask: Tensor | None) -> Tensor:
+    return query.new_empty((query.shape[1], num_groups, query.shape[3]), dtype=torch.float32)
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+@torch.compiler.disable
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    """Update every training layer whose weights this optimizer owns, with statistics summed over ranks."""
+    rates = {id(p): group.get("lr", 0.0) for group in optimizer.param_groups for p in group["params"]}
+    layers = [layer for layer in _layers if layer.training and any(id(p) in rates for p in layer.parameters())]
+    layers.sort(key=lambda layer: layer.serial)
+    if not layers:
+        return
+    if _world_size() > 1:
+        _sum_over_ranks([t for layer in layers for t in (layer.group_sums, layer.group_counts)])
+    for layer in layers:
+        layer.update(next(rates[id(p)] for p in layer.parameters() if id(p) in rates))
+
+
+def _sum_over_ranks(tensors: list[Tensor]) -> None:
+    """Sum many small tensors over all ranks, in place, in one collective."""
+    flat = torch.cat([t.flatten() for t in tensors])
+    dist.all_reduce(flat)
+    for tensor, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(total.view_as(tensor))
+
+
+register_optimizer_step_post_hook(_after_step)
+
+
+def renormalize_centroids(model: nn.Module) -> None:
+    """Bring every centroid of a model to unit norm in place, e.g. after averaging weights; other models stay as they are."""
+    with torch.no_grad():
+        for layer in model.modules():
+            if isinstance(layer, CentroidState):
+                layer.centroids.copy_(layer.unit_centroids())

@@ -1,0 +1,117 @@
+"""The convolutional parts: stem, patch merging, conditional position encoding (CPE) and inverted residual FFN (IRFFN).
+
+Everything outside attention is CMT's (stem, IRFFN) or CPVT's (CPE); every convolution has a bias, which is what makes
+the paper's parameter counts come out. Tensors are (B, H, W, C): LayerNorm and linears need no copy, and convolutions
+see the same memory as channels-last NCHW. A ``mask`` (B, H, W), True where a token is real, zeroes padding before every
+spatial convolution, so that a padded image gives what it gives alone.
+"""
+
+from typing import Any, Optional
+
+import torch
+from timm.layers import LayerNorm
+from torch import Tensor, nn
+
+
+def keep_real(x: Tensor, mask: Optional[Tensor]) -> Tensor:  # noqa: UP045 (TorchScript reads this annotation)
+    """Zero the padding of a (B, H, W, C) tensor; ``mask`` is bool (B, H, W), True where a token is real, or None."""
+    return x if mask is None else x * mask.unsqueeze(-1)
+
+
+def _nchw(x: Tensor) -> Tensor:
+    return x.permute(0, 3, 1, 2)
+
+
+def _nhwc(x: Tensor) -> Tensor:
+    return x.permute(0, 2, 3, 1)
+
+
+class ConvStem(nn.Module):
+    """Three 3x3 convolutions, the first with stride 2 (or 1 for small images), each followed by GELU and BatchNorm.
+
+    Args:
+        in_chans: channels of the image.
+        width: channels of the three convolutions.
+        stride: stride of the first, 2 or 1.
+    """
+
+    def __init__(self, in_chans: int, width: int, stride: int = 2, **factory: Any) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(
+            nn.Conv2d(in_chans if i == 0 else width, width, 3, stride if i == 0 else 1, 1, **factory) for i in range(3)
+        )
+        self.norms = nn.ModuleList(nn.BatchNorm2d(width, **factory) for _ in range(3))
+        self.act = nn.GELU()
+
+    def forward(self, image: Tensor, mask: Optional[Tensor] = None) -> Tensor:  # noqa: UP045
+        """Map (B, in_chans, H, W) images to (B, H', W', width); ``mask`` is (B, H', W')."""
+        x = image.contiguous(memory_format=torch.channels_last)
+        for conv, norm in zip(self.convs, self.norms):  # noqa: B905 (TorchScript knows no strict=)
+            x = norm(self.act(conv(x)))
+            if mask is not None:
+                x = x * mask.unsqueeze(1)
+        return _nhwc(x)
+
+
+class PatchMerging(nn.Module):
+    """Halve height and width (rounding up): 3x3 convolution of stride 2, then LayerNorm.
+
+    Args:
+        in_dim: channels in.
+        dim: channels out.
+    """
+
+    def __init__(self, in_dim: int, dim: int, **factory: Any) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(in_dim, dim, 3, 2, 1, **factory)
+        self.norm = LayerNorm(dim, **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, H, W, in_dim) to (B, ceil(H / 2), ceil(W / 2), dim)."""
+        return self.norm(_nhwc(self.conv(_nchw(x))))
+
+
+class ConditionalPositionEncoding(nn.Module):
+    """Position from content (Eq. 8): a depthwise 3x3 convolution with zero padding. The residual is the block's.
+
+    Args:
+        dim: channels.
+    """
+
+    def __init__(self, dim: int, **factory: Any) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(dim, dim, 3, padding=1, groups=dim, **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, H, W, C) to (B, H, W, C)."""
+        return _nhwc(self.conv(_nchw(x)))
+
+
+class InvertedResidualFFN(nn.Module):
+    """CMT's feed-forward network (Eq. 10): expand, residual depthwise 3x3, project; the residual comes before its GELU.
+
+    Args:
+        dim: channels in and out.
+        ratio: expansion R.
+        drop: dropout rate after the projection.
+    """
+
+    def __init__(self, dim: int, ratio: float = 4.0, drop: float = 0.0, **factory: Any) -> None:
+        super().__init__()
+        hidden = int(dim * ratio)
+        self.expand = nn.Conv2d(dim, hidden, 1, **factory)
+        self.norm1 = nn.BatchNorm2d(hidden, **factory)
+        self.depthwise = nn.Conv2d(hidden, hidden, 3, padding=1, groups=hidden, **factory)
+        self.norm2 = nn.BatchNorm2d(hidden, **factory)
+        self.project = nn.Conv2d(hidden, dim, 1, **factory)
+        self.norm3 = nn.BatchNorm2d(dim, **factory)
+        self.act = nn.GELU()
+        self.drop = nn.Dropout(drop)
+
+    def forward(self, x: Tensor, mask: Optional[Tensor] = None) -> Tensor:  # noqa: UP045
+        """Map (B, H, W, C) to (B, H, W, C)."""
+        x = self.norm1(self.act(self.expand(_nchw(x))))
+        if mask is not None:
+            x = x * mask.unsqueeze(1)
+        x = self.norm2(self.act(x + self.depthwise(x)))
+        return _nhwc(self.drop(self.norm3(self.project(x))))

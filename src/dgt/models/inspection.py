@@ -1,0 +1,99 @@
+"""Looking into and adjusting the attention of a whole model: settings of all layers, and what each grouped and selected."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dgt.layers import DGAttention
+from dgt.layers.centroids import check_tau, check_tau_weighs
+from dgt.models.dgt import DynamicGroupTransformer, check_images, keep_real_pixels
+from dgt.ops import DynamicGroupAttentionOutput
+from dgt.ops.attention import resolve_backend
+from dgt.ops.checks import check_count
+
+SETTINGS = ("top_k", "backend", "tau", "tau_weighs")
+
+
+def set_attention(model: nn.Module, **settings: Any) -> int:
+    """Set attributes of every DG-Attention layer of a model, e.g. ``set_attention(model, top_k=500, backend="eager")``.
+
+    Args:
+        model: any module that contains :class:`dgt.DGAttention` layers.
+        settings: ``top_k`` (int >= 1), ``backend``, ``tau`` (None, or from 0 to 1), ``tau_weighs`` ("old" or "new").
+
+    Returns:
+        The number of layers set.
+
+    Raises:
+        TypeError: for an unknown setting, or a value of a wrong type.
+        ValueError: for a value out of range, or a model without such a layer; nothing is set then.
+    """
+    layers = [module for module in model.modules() if isinstance(module, DGAttention)]
+    if not layers:
+        raise ValueError(f"model must contain DGAttention layers, got a {type(model).__name__} without any")
+    for name, value in settings.items():
+        _check_setting(name, value)
+    for layer in layers:
+        for name, value in settings.items():
+            setattr(layer, name, value)
+    return len(layers)
+
+
+def _check_setting(name: str, value: Any) -> None:
+    if name not in SETTINGS:
+        raise TypeError(f"settings must be among {', '.join(SETTINGS)}, got {name!r}")
+    if name == "top_k":
+        check_count("top_k", value)
+    elif name == "backend":
+        resolve_backend(value)
+    elif name == "tau":
+        check_tau(value)
+    else:
+        check_tau_weighs(value)
+
+
+class GroupRecord(NamedTuple):
+    """Groups and keys of one DG-Attention layer for a batch of images."""
+
+    name: str
+    """Name of the layer in the model, e.g. ``stages.0.blocks.0.attn``."""
+    grid: tuple[int, int]
+    """Height and width in tokens."""
+    attention: DynamicGroupAttentionOutput
+    """``group_ids`` (B, H, L), ``key_ids`` (B, H, G, K), and the output before projection."""
+
+
+@torch.no_grad()
+def group_records(
+    model: DynamicGroupTransformer, images: Tensor, mask: Tensor | None = None
+) -> list[GroupRecord]:
+    """Run images through a model and return what every DG-Attention layer grouped and selected, in order.
+
+    Args:
+        model: the model; its mode and state are left as they are.
+        images: (B, in_chans, H, W).
+        mask: optional bool (B, H, W), True where a pixel is real.
+
+    Raises:
+        TypeError: if the model is none of ours.
+        ValueError: for images as in :meth:`DynamicGroupTransformer.forward_features`.
+    """
+    if not isinstance(model, DynamicGroupTransformer):
+        raise TypeError(f"model must be a DynamicGroupTransformer, got {type(model).__name__}")
+    records = []
+    training = model.training
+    model.eval()
+    try:
+        masks = model.masks(mask)
+        x = model.stem(keep_real_pixels(check_images(images, model.in_chans), mask), masks[0])
+        for i, stage in enumerate(model.stages):
+            x = stage.merge(x)
+            for j, block in enumerate(stage.blocks):
+                if isinstance(block.attn, DGAttention):
+                    seen = block.attn.inspect(block.attention_input(x, masks[i + 1]), masks[i + 1])
+                    records.append(GroupRecord(f"stages.{i}.blocks.{j}.attn", (x.shape[1], x.shape[2]), seen))
+                x = block(x, masks[i + 1])
+    finally:
+        model.train(training)
+    return records

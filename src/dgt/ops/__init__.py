@@ -1,0 +1,19 @@
+"""Dynamic Group Attention as pure functions of tensors (section 3.1 of the paper).
+
+Letters used in every docstring, einsum string and test of the project:
+B batch, H heads, L tokens, D channels per head, G groups, K selected keys (``top_k``), N_j queries in group j.
+"""
+
+from dgt.ops.attention import DynamicGroupAttentionOutput, attend, dynamic_group_attention
+from dgt.ops.grouping import group_queries, seed_centroids, update_centroids
+from dgt.ops.selection import select_keys
+
+__all__ = [
+    "DynamicGroupAttentionOutput",
+    "attend",
+    "dynamic_group_attention",
+    "group_queries",
+    "seed_centroids",
+    "select_keys",
+    "update_centroids",
+]

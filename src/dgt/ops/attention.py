@@ -1,0 +1,132 @@
+"""Dynamic Group Attention (section 3.1): group the queries, select keys for every group, attend inside each group.
+
+    groups = group_queries(query, centroids)            # each query -> its nearest centroid
+    keys   = select_keys(centroids, key, top_k)         # each centroid -> its k best keys   (Eq. 1)
+    output = attend(query, key, value, groups, keys)    # attention inside each group        (Eq. 2)
+
+The first two steps choose indices and carry no gradient; the centroids learn by Eqs. 3-4 (:mod:`dgt.ops.grouping`).
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from dgt.ops import eager, reference
+from dgt.ops.checks import check_device, check_shape, check_tensor
+from dgt.ops.grouping import group_queries
+from dgt.ops.selection import select_keys
+
+BACKENDS = {"reference": reference.attend, "eager": eager.attend}
+
+
+class DynamicGroupAttentionOutput(NamedTuple):
+    """What :func:`dynamic_group_attention` returns."""
+
+    output: Tensor
+    """(B, H, L, D), of the query's type; zero at padding."""
+    group_ids: Tensor
+    """(B, H, L) int64: the group of every query, -1 at padding."""
+    key_ids: Tensor
+    """(B, H, G, min(top_k, L)) int64: the keys of every group, ascending; -1 where there are fewer real tokens."""
+
+
+def dynamic_group_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    centroids: Tensor,
+    top_k: int,
+    scale: float | None = None,
+    key_mask: Tensor | None = None,
+    backend: str = "auto",
+) -> DynamicGroupAttentionOutput:
+    """Attend from every query to the ``top_k`` keys of its group, anywhere in the image (Eqs. 1-2).
+
+    With ``top_k >= L`` this equals ``F.scaled_dot_product_attention(query, key, value)``.
+
+    Args:
+        query, key, value: (B, H, L, D) float tensors of one type.
+        centroids: (H, G, D) float tensor, unit norm.
+        top_k: k >= 1 keys for every group; clamped to L.
+        scale: factor on the scores; default 1 / sqrt(D).
+        key_mask: optional bool (B, L), True where a token is real. Padding is never selected, never counted, and
+            yields zero.
+        backend: ``"auto"``, ``"reference"`` (dense, any type, twice differentiable) or ``"eager"`` (fast, plain
+            PyTorch, any device). A choice never falls back to another.
+
+    Returns:
+        :class:`DynamicGroupAttentionOutput`: ``output``, ``group_ids``, ``key_ids``.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
+    _check_inputs(query, key, value)
+    check_shape("key", key, "BHLD", tuple(query.shape), "query")
+    group_ids = group_queries(query, centroids, key_mask)
+    key_ids = select_keys(centroids, key, top_k, key_mask)
+    output = attend(query, key, value, group_ids, key_ids, scale, backend)
+    return DynamicGroupAttentionOutput(output, group_ids, key_ids)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Softmax attention of every query over the selected keys of its group (Eq. 2).
+
+    ``output[b, h, l] = softmax(scale query[b, h, l] key[b, h, ids]^T) value[b, h, ids]`` with
+    ``ids = key_ids[b, h, group_ids[b, h, l]]``. Differentiable in query, key and value.
+
+    Args:
+        query, key, value: (B, H, L, D) float tensors of one type.
+        group_ids: (B, H, L) int64; -1 marks padding.
+        key_ids: (B, H, G, K) int64; -1 marks an empty place.
+        scale: factor on the scores; default 1 / sqrt(D).
+        backend: as in :func:`dynamic_group_attention`.
+
+    Returns:
+        (B, H, L, D) of the query's type; zero at padding, and for a group without keys.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came; on the CPU also for ids out of
+            range (on an accelerator looking would stall the stream).
+    """
+    _check_inputs(query, key, value)
+    check_tensor("group_ids", group_ids, "BHL", floating=False)
+    check_tensor("key_ids", key_ids, "BHGK", floating=False)
+    check_shape("group_ids", group_ids, "BHL", tuple(query.shape[:3]), "query")
+    check_shape("key_ids", key_ids, "BHGK", (*key.shape[:2], *key_ids.shape[2:]), "key")
+    check_device("query", query, group_ids=group_ids, key_ids=key_ids)
+    run = BACKENDS[resolve_backend(backend)]
+    return run(query, key, value, group_ids, key_ids, query.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def resolve_backend(backend: str) -> str:
+    """Return the backend that ``"auto"`` stands for; a named one is checked and kept.
+
+    Raises:
+        ValueError: for an unknown name.
+    """
+    if backend == "auto":
+        return "eager"
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(['auto', *BACKENDS])}, got {backend!r}")
+    return backend
+
+
+def _check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Check query, key and value against each other."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, tensor, "BHLD", floating=True)
+        if tensor.dtype != query.dtype:
+            raise TypeError(f"{name} must have query's type {query.dtype}, got {tensor.dtype}")
+    check_shape("key", key, "BHLD", (*query.shape[:2], key.shape[2], query.shape[3]), "query")
+    check_shape("value", value, "BHLD", tuple(key.shape), "key")
+    check_device("query", query, key=key, value=value)
+    if query.numel() == 0 or key.numel() == 0:
+        raise ValueError(f"query and key must not be empty, got {tuple(query.shape)} and {tuple(key.shape)}")

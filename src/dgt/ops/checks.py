@@ -1,0 +1,87 @@
+"""Checks of arguments, shared by every public function of :mod:`dgt.ops`.
+
+Each error names the argument, what was expected and what came. Shapes and types are checked everywhere; values (NaN,
+ids out of range) only where looking at them does not make the host wait for a device.
+"""
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def describe(value: object) -> str:
+    """Return what came, in words for an error message: type, and for a tensor its shape, dtype and device."""
+    if isinstance(value, Tensor):
+        return f"a {tuple(value.shape)} tensor of {value.dtype} on {value.device}"
+    return f"{value!r} of type {type(value).__name__}"
+
+
+def check_tensor(name: str, value: Tensor, letters: str, floating: bool) -> None:
+    """Check that ``value`` is a tensor with one dimension per letter, floating point or int64.
+
+    Raises:
+        TypeError: not a tensor, or of another type.
+        ValueError: another number of dimensions.
+    """
+    kind = "floating point" if floating else "int64"
+    expected = f"{name} must be a ({', '.join(letters)}) {kind} tensor"
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{expected}, got {describe(value)}")
+    if value.dtype not in (FLOATS if floating else (torch.int64,)):
+        raise TypeError(f"{expected}, got {describe(value)}")
+    if value.dim() != len(letters):
+        raise ValueError(f"{expected}, got {describe(value)}")
+
+
+def check_shape(name: str, value: Tensor, letters: str, expected: tuple[int, ...], like: str) -> None:
+    """Check that ``value`` has exactly the ``expected`` shape, which follows from the argument ``like``."""
+    if value.shape != expected:
+        raise ValueError(
+            f"{name} must have shape ({', '.join(letters)}) = {tuple(expected)} to match {like}, got {tuple(value.shape)}"
+        )
+
+
+def check_device(like_name: str, like: Tensor, **others: Tensor | None) -> None:
+    """Check that every other tensor lives on the device of ``like``."""
+    for name, value in others.items():
+        if value is not None and value.device != like.device:
+            raise ValueError(f"{name} must be on {like_name}'s device {like.device}, got {value.device}")
+
+
+def check_tokens(name: str, tokens: Tensor, centroids: Tensor) -> None:
+    """Check a (B, H, L, D) query or key against the (H, G, D) centroids."""
+    check_tensor(name, tokens, "BHLD", floating=True)
+    check_tensor("centroids", centroids, "HGD", floating=True)
+    heads, groups, channels = centroids.shape
+    if tokens.shape[1] != heads:
+        raise ValueError(f"centroids must have {name}'s {tokens.shape[1]} heads (H, G, D), got {tuple(centroids.shape)}")
+    if tokens.shape[3] != channels:
+        raise ValueError(
+            f"centroids must have {name}'s {tokens.shape[3]} channels per head (H, G, D), got {tuple(centroids.shape)}"
+        )
+    if groups < 1:
+        raise ValueError(f"centroids must hold at least one group (H, G, D), got {tuple(centroids.shape)}")
+    if 0 in tokens.shape:
+        raise ValueError(f"{name} must not be empty, got shape {tuple(tokens.shape)}")
+    check_device(name, tokens, centroids=centroids)
+
+
+def check_key_mask(key_mask: Tensor | None, batch: int, tokens: int, like: Tensor) -> None:
+    """Check a bool (B, L) mask, True where a token is real."""
+    if key_mask is None:
+        return
+    expected = f"key_mask must be a bool (B, L) = ({batch}, {tokens}) tensor, True where a token is real"
+    if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
+        raise TypeError(f"{expected}, got {describe(key_mask)}")
+    if key_mask.shape != (batch, tokens):
+        raise ValueError(f"{expected}, got {describe(key_mask)}")
+    check_device("key", like, key_mask=key_mask)
+
+
+def check_count(name: str, value: int, least: int = 1) -> None:
+    """Check an integer (no bool) of at least ``least``; under tracing a symbolic integer passes."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be an int of at least {least}, got {describe(value)}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")

@@ -1,0 +1,163 @@
+"""Query groups and their centroids: assignment, statistics, update and seeding (section 3.1, Eqs. 3-4).
+
+Assignment is by the largest dot product with unit-norm centroids, ties to the lowest group; scores and statistics are
+computed in float32 whatever the input's type. State goes in and comes out: nothing here changes its arguments.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dgt.ops.checks import check_count, check_device, check_key_mask, check_shape, check_tensor, check_tokens
+
+
+def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None = None) -> Tensor:
+    """Assign every query to the group of its nearest centroid.
+
+    ``group_ids[b, h, l] = argmax_g <query[b, h, l], centroids[h, g]>``, ties to the lowest g.
+
+    Args:
+        query: (B, H, L, D) float tensor.
+        centroids: (H, G, D) float tensor, unit norm.
+        key_mask: optional bool (B, L), True where a token is real.
+
+    Returns:
+        (B, H, L) int64 group ids; -1 at padding.
+
+    Raises:
+        TypeError, ValueError: for a wrong type, rank, shape or device; on the CPU also for NaN in ``query``
+            (on an accelerator looking would stall the stream: there NaN passes on, as in PyTorch's own attention).
+    """
+    check_tokens("query", query, centroids)
+    check_key_mask(key_mask, query.shape[0], query.shape[2], query)
+    ids: Tensor = torch.ops.dgt.group_queries(query.detach(), centroids.detach(), key_mask)
+    return ids
+
+
+@torch.library.custom_op("dgt::group_queries", mutates_args=())
+def _group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
+    columns = centroids.float().transpose(-1, -2)
+    ids = query.new_empty(query.shape[:3], dtype=torch.int64)
+    with torch.autocast(query.device.type, enabled=False):
+        for image, out in zip(query.float(), ids, strict=True):  # an image at a time: its scores stay in cache
+            best, nearest = torch.matmul(image, columns).max(-1)
+            out.copy_(nearest)
+            if query.device.type == "cpu" and best.isnan().any():
+                raise ValueError("query must be free of NaN, got NaN (or infinities that cancel)")
+    return ids if key_mask is None else ids.masked_fill_(~key_mask[:, None], -1)
+
+
+@_group_queries.register_fake
+def _(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
+    return query.new_empty(query.shape[:3], dtype=torch.int64)
+
+
+def group_statistics(query: Tensor, group_ids: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+    """Sum the normalised queries of every group over batch and tokens, and count them (the parts of Eq. 3).
+
+    Args:
+        query: (B, H, L, D) float tensor.
+        group_ids: (B, H, L) int64; -1 (padding) is not counted.
+        num_groups: G.
+
+    Returns:
+        ``(sums, counts)``: float32 (H, G, D) and (H, G). Statistics of parts of a batch add up.
+    """
+    heads, channels = query.shape[1], query.shape[3]
+    with torch.autocast(query.device.type, enabled=False):
+        unit = F.normalize(query.detach().float(), dim=-1)
+        # Padding is sent to one extra group, which is cut off again: no data-dependent shape.
+        slots = num_groups + 1
+        first = torch.arange(heads, device=query.device)[None, :, None] * slots
+        slot = (torch.where(group_ids < 0, num_groups, group_ids) + first).flatten()
+        sums = unit.new_zeros(heads * slots, channels).index_add(0, slot, unit.flatten(0, 2))
+        counts = unit.new_zeros(heads * slots).index_add(0, slot, unit.new_ones(()).expand_as(slot))
+    return sums.view(heads, slots, channels)[:, :num_groups], counts.view(heads, slots)[:, :num_groups]
+
+
+def blend_centroids(centroids: Tensor, sums: Tensor, counts: Tensor, rate: float | Tensor) -> Tensor:
+    """Move centroids towards the mean normalised query of their group and back onto the unit sphere (Eq. 4).
+
+    ``e_j <- Norm((1 - rate) e_j + rate e'_j)`` with ``e'_j = sums_j / counts_j``. Groups that are empty, or whose
+    statistics are not finite (a diverged step), keep their centroid.
+    """
+    mean = sums / counts.clamp(min=1)[..., None]
+    moved = F.normalize((1 - rate) * centroids + rate * mean, dim=-1)
+    usable = (counts > 0) & sums.isfinite().all(-1)
+    return torch.where(usable[..., None], moved, centroids)
+
+
+def update_centroids(centroids: Tensor, query: Tensor, group_ids: Tensor, rate: float) -> Tensor:
+    """Return the centroids after one step of Eqs. 3-4; the arguments stay as they are.
+
+    ``e'_j = mean of Norm(query) over group j`` (Eq. 3), ``e_j <- Norm((1 - rate) e_j + rate e'_j)`` (Eq. 4). With
+    ``rate = 1 - tau`` this is Eq. 4 as printed, with ``rate = tau`` the reading in which tau is the speed of the update.
+
+    Args:
+        centroids: (H, G, D) float tensor, unit norm.
+        query: (B, H, L, D) float tensor.
+        group_ids: (B, H, L) int64 from :func:`group_queries`; -1 is not counted.
+        rate: weight of the new mean, in [0, 1].
+
+    Returns:
+        (H, G, D) centroids, unit norm, of ``centroids``' type; empty groups keep theirs.
+
+    Raises:
+        TypeError, ValueError: for a wrong type, rank, shape, device, or a rate outside [0, 1].
+    """
+    check_tokens("query", query, centroids)
+    check_tensor("group_ids", group_ids, "BHL", floating=False)
+    check_shape("group_ids", group_ids, "BHL", tuple(query.shape[:3]), "query")
+    check_device("query", query, group_ids=group_ids)
+    if not 0 <= rate <= 1:
+        raise ValueError(f"rate must be between 0 and 1, got {rate}")
+    sums, counts = group_statistics(query, group_ids, centroids.shape[1])
+    return blend_centroids(centroids.detach().float(), sums, counts, rate).to(centroids.dtype)
+
+
+def seed_centroids(tokens: Tensor, num_groups: int, steps: int = 10) -> Tensor:
+    """Cluster unit-norm tokens into starting centroids: k-means++ and a few k-means steps on the sphere.
+
+    Deterministic: the random choices of k-means++ come from a generator with a fixed seed.
+
+    Args:
+        tokens: (H, N, D) float tensor, the sample to cluster; N may be smaller than G (tokens then repeat).
+        num_groups: G.
+        steps: k-means (Lloyd) steps.
+
+    Returns:
+        (H, G, D) float32 centroids, unit norm.
+
+    Raises:
+        TypeError, ValueError: for a wrong type or rank, an empty sample, ``num_groups`` < 1 or ``steps`` < 0.
+    """
+    check_tensor("tokens", tokens, "HND", floating=True)
+    check_count("num_groups", num_groups)
+    check_count("steps", steps, least=0)
+    if 0 in tokens.shape:
+        raise ValueError(f"tokens must not be empty (H, N, D), got shape {tuple(tokens.shape)}")
+    with torch.autocast(tokens.device.type, enabled=False), torch.no_grad():
+        unit = F.normalize(tokens.float(), dim=-1)
+        centroids = _spread_out(unit, num_groups)
+        for _ in range(steps):
+            query = unit[None]
+            sums, counts = group_statistics(query, group_queries(query, centroids), num_groups)
+            centroids = blend_centroids(centroids, sums, counts, rate=1.0)
+    return centroids
+
+
+def _spread_out(unit: Tensor, num_groups: int) -> Tensor:
+    """Choose G of the (H, N, D) unit tokens by k-means++: each with probability of its squared distance to the chosen."""
+    heads, count, channels = unit.shape
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.rand(num_groups, heads, 1, generator=generator).to(unit.device)
+    chosen = unit.new_empty(heads, num_groups, channels)
+    distance = unit.new_full((heads, count), 2.0)
+    for group in range(num_groups):
+        mass = distance.cumsum(-1)
+        pick = torch.searchsorted(mass, draws[group] * mass[:, -1:]).clamp_(max=count - 1)
+        chosen[:, group] = unit.gather(1, pick[..., None].expand(-1, -1, channels))[:, 0]
+        closeness = torch.einsum("hnd,hd->hn", unit, chosen[:, group])
+        # A floor above zero lets a sample with fewer distinct tokens than groups repeat some of them.
+        distance = torch.minimum(distance, 1 - closeness).clamp_(min=1e-6)
+    return chosen
