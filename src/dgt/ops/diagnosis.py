@@ -1,0 +1,130 @@
+"""How good a selection of keys is: the share of global attention that the selected keys would have held.
+
+The paper argues that a few keys per group are enough because they hold most of what global attention looks at. These
+functions measure that. They are dense, (B, H, L, L) in slices of queries, in float32, and carry no gradient: for
+figures and experiments, not for training.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dgt.ops.checks import check_count, check_device, check_shape, check_tensor, check_tokens
+
+SLICE = 1 << 24
+"""Scores held at once."""
+
+
+class SelectionDiagnosis(NamedTuple):
+    """What :func:`diagnose_selection` returns; float32."""
+
+    weights: Tensor
+    """(B, H, L, K): attention of every query to the keys of its group, summing to 1; 0 at empty places and padding."""
+    mass: Tensor
+    """(B, H, L) in [0, 1]: the share of the query's global attention that those keys hold; 0 at padding."""
+
+
+@torch.no_grad()
+def diagnose_selection(
+    query: Tensor, key: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float | None = None
+) -> SelectionDiagnosis:
+    """Attention weights over the selected keys, and the share of global attention that these keys hold.
+
+    Args:
+        query, key: (B, H, L, D) float tensors.
+        group_ids: (B, H, L) int64; -1 marks padding, which as a key counts for nobody.
+        key_ids: (B, H, G, K) int64; -1 marks an empty place.
+        scale: factor on the scores; default 1 / sqrt(D).
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
+    _check(query, key, group_ids, key_ids)
+    weights, masses = [], []
+    for scores, groups in _score_slices(query, key, group_ids, scale):
+        ids = torch.take_along_dim(key_ids, groups.clamp(min=0)[..., None], dim=2)  # (B, H, l, K)
+        absent = (ids < 0) | (groups < 0)[..., None]
+        chosen = torch.take_along_dim(scores, ids.clamp(min=0), dim=3).masked_fill(absent, -torch.inf)
+        held = chosen.logsumexp(-1, keepdim=True)
+        empty = held.isneginf()
+        weights.append((chosen - held).exp().masked_fill(empty, 0.0))
+        share = (held - scores.logsumexp(-1, keepdim=True)).exp().masked_fill(empty, 0.0)
+        masses.append(share[..., 0].clamp(max=1.0))
+    return SelectionDiagnosis(torch.cat(weights, dim=2), torch.cat(masses, dim=2))
+
+
+def attention_mass(
+    query: Tensor, key: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float | None = None
+) -> Tensor:
+    """Share of every query's global softmax attention that the selected keys of its group hold.
+
+    Arguments and errors as in :func:`diagnose_selection`; returns its (B, H, L) ``mass``.
+    """
+    return diagnose_selection(query, key, group_ids, key_ids, scale).mass
+
+
+@torch.no_grad()
+def attention_mass_curve(
+    query: Tensor,
+    key: Tensor,
+    centroids: Tensor,
+    group_ids: Tensor,
+    counts: Sequence[int],
+    scale: float | None = None,
+) -> Tensor:
+    """Mean share of global attention that the best ``k`` keys of a group hold, for several ``k`` at once.
+
+    Args:
+        query, key: (B, H, L, D) float tensors.
+        centroids: (H, G, D) float tensor, unit norm: they rank the keys, as in :func:`dgt.select_keys`.
+        group_ids: (B, H, L) int64; -1 marks padding, which takes no part.
+        counts: values of k, each from 1 to L.
+        scale: factor on the scores; default 1 / sqrt(D).
+
+    Returns:
+        (B, H, len(counts)) float32, the mean over the queries that are not padding; 0 where there is none.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
+    check_tokens("key", key, centroids)
+    for count in counts:
+        check_count("counts", count)
+    if not counts or max(counts) > key.shape[2]:
+        raise ValueError(f"counts must hold at least one k, none above L = {key.shape[2]}, got {list(counts)}")
+    places = torch.tensor(counts, device=key.device) - 1
+    ranking = torch.einsum("hgd,bhjd->bhgj", centroids.float(), key.float())
+    ranking = ranking.masked_fill((group_ids < 0)[:, :, None], -torch.inf)
+    order = ranking.argsort(dim=-1, descending=True, stable=True)
+    total = torch.zeros(*query.shape[:2], len(counts), device=query.device)
+    for scores, groups in _score_slices(query, key, group_ids, scale):
+        ranked = torch.take_along_dim(order, groups.clamp(min=0)[..., None], dim=2)  # (B, H, l, L)
+        share = torch.take_along_dim(scores.softmax(-1), ranked, dim=3).cumsum(-1)[..., places]
+        total += share.masked_fill((groups < 0)[..., None], 0.0).sum(2)
+    return (total / (group_ids >= 0).sum(-1, keepdim=True).clamp(min=1)).clamp(max=1.0)
+
+
+def _score_slices(
+    query: Tensor, key: Tensor, group_ids: Tensor, scale: float | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Slices of queries: their (B, H, l, L) scores, -inf at padding, and their (B, H, l) groups."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    batch, heads, tokens, _ = query.shape
+    padding = (group_ids < 0)[:, :, None]
+    step = max(1, SLICE // (batch * heads * tokens))
+    for start in range(0, tokens, step):
+        scores = torch.matmul(query[:, :, start : start + step].float() * scale, key.float().transpose(-1, -2))
+        yield scores.masked_fill(padding, -torch.inf), group_ids[:, :, start : start + step]
+
+
+def _check(query: Tensor, key: Tensor, group_ids: Tensor, key_ids: Tensor) -> None:
+    check_tensor("query", query, "BHLD", floating=True)
+    check_tensor("key", key, "BHLD", floating=True)
+    check_shape("key", key, "BHLD", tuple(query.shape), "query")
+    check_tensor("group_ids", group_ids, "BHL", floating=False)
+    check_tensor("key_ids", key_ids, "BHGK", floating=False)
+    check_shape("group_ids", group_ids, "BHL", tuple(query.shape[:3]), "query")
+    check_shape("key_ids", key_ids, "BHGK", (*key.shape[:2], *key_ids.shape[2:]), "key")
+    check_device("query", query, key=key, group_ids=group_ids, key_ids=key_ids)

@@ -1,0 +1,91 @@
+"""The share of global attention that the selected keys hold: against a dense softmax, at its limits, and its errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import dgt
+from dgt.ops import diagnosis
+from dgt.ops.diagnosis import attention_mass, attention_mass_curve, diagnose_selection
+
+B, H, L, D, G = 2, 3, 37, 8, 5
+
+
+@pytest.fixture
+def tensors() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Query, key, value and unit centroids."""
+    query, key, value = torch.randn(3, B, H, L, D).unbind(0)
+    return 2 * query, key, value, functional.normalize(torch.randn(H, G, D), dim=-1)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 1000])
+def test_mass_is_that_of_a_dense_softmax(
+    tensors: tuple[Tensor, ...], rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query, key, value, centroids = tensors
+    monkeypatch.setattr(diagnosis, "SLICE", rows * B * H * L)
+    found = dgt.dynamic_group_attention(query, key, value, centroids, top_k=6)
+    mass = attention_mass(query, key, found.group_ids, found.key_ids)
+    weights = (query.double() @ key.double().mT * D**-0.5).softmax(-1)
+    for b, h, i in [(0, 0, 0), (1, 2, 36), (0, 1, 17)]:
+        keys = found.key_ids[b, h, found.group_ids[b, h, i]]
+        assert float(mass[b, h, i]) == pytest.approx(float(weights[b, h, i, keys].sum()), rel=1e-5)
+
+
+def test_weights_give_the_output_of_the_operator(tensors: tuple[Tensor, ...]) -> None:
+    query, key, value, centroids = tensors
+    found = dgt.dynamic_group_attention(query, key, value, centroids, top_k=6, scale=0.7)
+    weights = diagnose_selection(query, key, found.group_ids, found.key_ids, scale=0.7).weights
+    ids = torch.take_along_dim(found.key_ids, found.group_ids[..., None], dim=2)  # (B, H, L, K)
+    chosen = torch.take_along_dim(value[:, :, None], ids[..., None], dim=3)
+    torch.testing.assert_close(torch.einsum("bhik,bhikd->bhid", weights, chosen), found.output)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(B, H, L))
+
+
+def test_all_keys_hold_everything(tensors: tuple[Tensor, ...]) -> None:
+    query, key, value, centroids = tensors
+    found = dgt.dynamic_group_attention(query, key, value, centroids, top_k=L)
+    mass = attention_mass(query, key, found.group_ids, found.key_ids)
+    torch.testing.assert_close(mass, torch.ones(B, H, L))
+
+
+def test_padding_neither_counts_nor_is_counted(tensors: tuple[Tensor, ...]) -> None:
+    query, key, value, centroids = tensors
+    real = torch.arange(L).expand(B, L) < torch.tensor([[L], [20]])
+    found = dgt.dynamic_group_attention(query, key, value, centroids, top_k=25, key_mask=real)
+    seen = diagnose_selection(query, key, found.group_ids, found.key_ids)
+    short = dgt.dynamic_group_attention(*(x[1:, :, :20] for x in (query, key, value)), centroids, top_k=25)
+    alone = diagnose_selection(query[1:, :, :20], key[1:, :, :20], short.group_ids, short.key_ids)
+    torch.testing.assert_close(seen.mass[1:, :, :20], alone.mass)
+    torch.testing.assert_close(seen.mass[1, :, :20], torch.ones(H, 20))
+    assert seen.mass[1, :, 20:].eq(0).all()
+    assert seen.weights[1, :, 20:].eq(0).all()
+
+
+def test_curve_agrees_with_selection_at_every_k(tensors: tuple[Tensor, ...]) -> None:
+    query, key, value, centroids = tensors
+    real = torch.arange(L).expand(B, L) < torch.tensor([[L], [20]])
+    counts = [1, 5, 19, L]
+    groups = dgt.dynamic_group_attention(query, key, value, centroids, 1, key_mask=real).group_ids
+    curve = attention_mass_curve(query, key, centroids, groups, counts)
+    for place, count in enumerate(counts):
+        key_ids = dgt.select_keys(centroids, key, count, real)
+        mass = attention_mass(query, key, groups, key_ids).sum(-1) / real.sum(-1)[:, None]
+        torch.testing.assert_close(curve[..., place], mass)
+    assert (curve.diff(dim=-1) >= 0).all()
+
+
+def test_errors_name_the_argument(tensors: tuple[Tensor, ...]) -> None:
+    query, key, value, centroids = tensors
+    found = dgt.dynamic_group_attention(query, key, value, centroids, top_k=6)
+    with pytest.raises(ValueError, match="group_ids must have shape"):
+        attention_mass(query, key, found.group_ids[:, :1], found.key_ids)
+    with pytest.raises(TypeError, match="key_ids must be"):
+        attention_mass(query, key, found.group_ids, found.key_ids.int())
+    with pytest.raises(ValueError, match=r"counts must hold at least one k, none above L = 37, got \[38\]"):
+        attention_mass_curve(query, key, centroids, found.group_ids, [38])
+    with pytest.raises(ValueError, match="counts must be at least 1, got 0"):
+        attention_mass_curve(query, key, centroids, found.group_ids, [0])
