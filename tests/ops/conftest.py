@@ -1,0 +1,71 @@
+"""What the operator's tests share: random inputs, and the one place where tolerances are decided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+FLOAT32_ERROR = 1e-5
+
+
+class Inputs(NamedTuple):
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    centroids: Tensor
+
+
+def draw_inputs(
+    batch: int, heads: int, tokens: int, channels: int, groups: int, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> Inputs:
+    """Normal queries, keys and values (B, H, L, D) and random unit centroids (H, G, D)."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (batch, heads, tokens, channels)
+    query, key, value = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(3))
+    centroids = F.normalize(torch.randn(heads, groups, channels, generator=generator), dim=-1)
+    return Inputs(query, key, value, centroids)
+
+
+def check_close(actual: Tensor, expected: Tensor, what: str = "output") -> None:
+    """Compare in float32: 1e-5, relative to the largest expected value where that is above one.
+
+    Each entry is a sum of products whose rounding errors (6e-8 of the largest term, each) add up like a random walk:
+    5000 terms make 4e-6 of the largest entry.
+    """
+    assert actual.shape == expected.shape, what
+    assert actual.isfinite().all(), what
+    if expected.numel():
+        allowed = FLOAT32_ERROR * max(1.0, expected.abs().max().item())
+        error = (actual - expected).abs().max().item()
+        assert error <= allowed, f"{what}: error {error:.2e}, allowed {allowed:.2e}"
+
+
+def gradients(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], *rest: Any) -> tuple[Tensor, ...]:
+    """Output of ``function(*inputs, *rest)`` and the gradients of a fixed random sum of it in all of ``inputs``."""
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    output = function(*leaves, *rest)
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return (output.detach(), *torch.autograd.grad(output, leaves, weights.to(output.dtype)))
+
+
+@pytest.fixture
+def draw() -> Callable[..., Inputs]:
+    """The function :func:`draw_inputs`."""
+    return draw_inputs
+
+
+@pytest.fixture
+def close() -> Callable[..., None]:
+    """The function :func:`check_close`."""
+    return check_close
+
+
+@pytest.fixture
+def with_gradients() -> Callable[..., tuple[Tensor, ...]]:
+    """The function :func:`gradients`."""
+    return gradients

@@ -1,0 +1,79 @@
+"""The top-k keys of every group (Eq. 1): the right set, ties to the lowest index, ascending order, padding left out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dgt
+
+
+def oracle(scores: list[float], top_k: int, real: list[bool]) -> list[int]:
+    """Ids of the largest scores, ties to the lowest index, ascending, filled up with -1."""
+    ranked = sorted((i for i in range(len(scores)) if real[i]), key=lambda i: (-scores[i], i))
+    chosen = sorted(ranked[:top_k])
+    return chosen + [-1] * (min(top_k, len(scores)) - len(chosen))
+
+
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(
+    st.integers(0, 10**6), st.integers(1, 2), st.integers(1, 80), st.integers(1, 6), st.integers(1, 8),
+    st.integers(1, 90), st.sampled_from([0.0, 0.3, 0.9, 1.0]),
+)
+def test_selection_equals_a_plain_sort(seed, heads, tokens, channels, groups, top_k, padding) -> None:
+    """Small integers, so that scores are exact and ties are many."""
+    generator = torch.Generator().manual_seed(seed)
+    key = torch.randint(-2, 3, (2, heads, tokens, channels), generator=generator).float()
+    centroids = torch.randint(-1, 2, (heads, groups, channels), generator=generator).float()
+    mask = torch.rand(2, tokens, generator=generator) >= padding if padding else None
+    ids = dgt.select_keys(centroids, key, top_k, mask)
+    scores = torch.einsum("hgd,bhld->bhgl", centroids, key)
+    for b in range(2):
+        real = [True] * tokens if mask is None else mask[b].tolist()
+        expected = [oracle(row, top_k, real) for row in scores[b].flatten(0, 1).tolist()]
+        assert ids[b].flatten(0, 1).tolist() == expected
+
+
+@pytest.mark.parametrize("tokens", [50, 3000])
+def test_equal_keys_are_taken_from_the_front(tokens) -> None:
+    key = torch.randn(1, 1, 1, 16).expand(2, 1, tokens, 16)
+    centroids = torch.nn.functional.normalize(torch.randn(1, 5, 16), dim=-1)
+    assert torch.equal(dgt.select_keys(centroids, key, 7), torch.arange(7).expand(2, 1, 5, 7))
+
+
+def test_signed_zeros_tie() -> None:
+    key = torch.tensor([-0.0, 0.0, -0.0, 0.0, -1.0]).view(1, 1, 5, 1)
+    centroids = torch.tensor([[[1.0], [-1.0]]])
+    assert dgt.select_keys(centroids, key, 2).tolist() == [[[[0, 1], [0, 4]]]]
+
+
+def test_repeated_keys_are_taken_from_the_front(draw) -> None:
+    """The second copy of an image is chosen only where the first is used up."""
+    _, key, _, centroids = draw(1, 2, 64, 32, 6)
+    ids = dgt.select_keys(centroids, torch.cat([key, key], dim=2), 21)
+    best = dgt.select_keys(centroids, key, 11)
+    first, second = (sorted_ids(ids, half) for half in (0, 64))
+    for h in range(2):
+        for g in range(6):
+            assert first[h][g] == best[0, h, g].tolist()
+            assert set(second[h][g]) < set(first[h][g])
+            assert len(second[h][g]) == 10
+
+
+def sorted_ids(ids: torch.Tensor, start: int) -> list[list[list[int]]]:
+    """Ids within the 64 from ``start`` on, counted from there, by head and group."""
+    return [[[i - start for i in row if start <= i < start + 64] for row in head] for head in ids[0].tolist()]
+
+
+def test_scores_that_differ_by_the_last_bit_do_not_tie() -> None:
+    key = torch.tensor([1.0, 1.0 + 2**-23, 1.0]).view(1, 1, 3, 1)
+    assert dgt.select_keys(torch.ones(1, 1, 1), key, 1).tolist() == [[[[1]]]]
+
+
+def test_infinite_scores_are_handled() -> None:
+    """The best of all comes first; the worst, minus infinity, never counts as a key."""
+    key = torch.tensor([0.0, torch.inf, 1.0, -torch.inf]).view(1, 1, 4, 1)
+    assert dgt.select_keys(torch.ones(1, 1, 1), key, 2).tolist() == [[[[1, 2]]]]
+    assert dgt.select_keys(torch.ones(1, 1, 1), key, 4).tolist() == [[[[0, 1, 2, -1]]]]
