@@ -1,0 +1,131 @@
+# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+"""Gradients for few tokens: the formulas of :mod:`dgt.ops.triton.many_backward`, dense under the mask of bits.
+
+Every query and every key is written by one program, so nothing is summed between programs.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dgt.ops.triton.common import head_base, load_rows, multiply, store_rows
+from dgt.ops.triton.few_tokens import sees
+from dgt.ops.triton.inverse import mark
+from dgt.ops.triton.launch import launch, new_rows, power_of_two, rows_of, strides_of
+
+BLOCK = 64
+
+
+@triton.jit
+def load_words(bits, head, place, keys, WORDS: tl.constexpr):
+    """The two words of some keys; the second is not read where groups need but one."""
+    row = bits + (head.to(tl.int64) * keys + place) * WORDS
+    low = tl.load(row, mask=place < keys, other=0)
+    return low, tl.load(row + WORDS - 1, mask=place < keys, other=0)
+
+
+@triton.jit
+def load_queries(group_ids, logsum, head, rows, queries):
+    """Groups and log-sum-exps of some queries; group -1 beyond the last."""
+    address = head.to(tl.int64) * queries + rows
+    group = tl.load(group_ids + address, mask=rows < queries, other=-1).to(tl.int32)
+    return group, tl.load(logsum + address, mask=rows < queries, other=0.0)
+
+
+@triton.jit
+def dense_query_gradient(
+    grad, query, key, value, output, group_ids, bits, logsum, delta, grad_query,
+    gb, gh, gl, qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, rb, rh, rl,
+    heads, queries, keys, tiles, scale_log2, scale,
+    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """dQ of a tile of queries, and its delta."""
+    head, rows = tl.program_id(0) // tiles, tl.program_id(0) % tiles * T + tl.arange(0, T)
+    present = rows < queries
+    group, logs = load_queries(group_ids, logsum, head, rows, queries)
+    q = load_rows(head_base(query, head, heads, qb, qh), rows, ql, present, D, DP)
+    dy = load_rows(head_base(grad, head, heads, gb, gh), rows, gl, present, D, DP)
+    y = load_rows(head_base(output, head, heads, ob, oh), rows, ol, present, D, DP)
+    mean = tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1)
+    tl.store(delta + head.to(tl.int64) * queries + rows, mean, mask=present)
+    key_rows, value_rows = head_base(key, head, heads, kb, kh), head_base(value, head, heads, vb, vh)
+    result = tl.zeros([T, DP], tl.float32)
+    for start in range(0, keys, N):
+        place = start + tl.arange(0, N)
+        low, high = load_words(bits, head, place, keys, WORDS)
+        k = load_rows(key_rows, place, kl, place < keys, D, DP)
+        v = load_rows(value_rows, place, vl, place < keys, D, DP)
+        score = multiply(q, tl.trans(k)) * scale_log2 - logs[:, None]
+        weight = tl.exp2(tl.where(sees(low, high, group), score, float("-inf")))
+        slope = weight * (multiply(dy, tl.trans(v)) - mean[:, None])
+        result += multiply(slope.to(k.dtype), k)
+    store_rows(head_base(grad_query, head, heads, rb, rh), rows, rl, present, result * scale, D, DP)
+
+
+@triton.jit
+def dense_key_gradients(
+    grad, query, key, value, group_ids, bits, logsum, delta, grad_key, grad_value,
+    gb, gh, gl, qb, qh, ql, kb, kh, kl, vb, vh, vl, ab, ah, al, cb, ch, cl,
+    heads, queries, keys, tiles, scale_log2, scale,
+    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of a tile of keys."""
+    head, place = tl.program_id(0) // tiles, tl.program_id(0) % tiles * N + tl.arange(0, N)
+    inside = place < keys
+    low, high = load_words(bits, head, place, keys, WORDS)
+    k = load_rows(head_base(key, head, heads, kb, kh), place, kl, inside, D, DP)
+    v = load_rows(head_base(value, head, heads, vb, vh), place, vl, inside, D, DP)
+    query_rows, grad_rows = head_base(query, head, heads, qb, qh), head_base(grad, head, heads, gb, gh)
+    dk = tl.zeros([N, DP], tl.float32)
+    dv = tl.zeros([N, DP], tl.float32)
+    for start in range(0, queries, T):
+        rows = start + tl.arange(0, T)
+        present = rows < queries
+        group, logs = load_queries(group_ids, logsum, head, rows, queries)
+        q = load_rows(query_rows, rows, ql, present, D, DP)
+        dy = load_rows(grad_rows, rows, gl, present, D, DP)
+        mean = tl.load(delta + head.to(tl.int64) * queries + rows, mask=present, other=0.0)
+        score = multiply(k, tl.trans(q)) * scale_log2 - logs[None, :]
+        weight = tl.exp2(tl.where(tl.trans(sees(low, high, group)), score, float("-inf")))
+        dv += multiply(weight.to(dy.dtype), dy)
+        slope = weight * (multiply(v, tl.trans(dy)) - mean[None, :])
+        dk += multiply(slope.to(q.dtype), q)
+    store_rows(head_base(grad_key, head, heads, ab, ah), place, al, inside, dk * scale, D, DP)
+    store_rows(head_base(grad_value, head, heads, cb, ch), place, cl, inside, dv, D, DP)
+
+
+def backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsum: Tensor,
+    group_ids: Tensor, key_ids: Tensor, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return dQ, dK and dV for heads that :func:`dgt.ops.triton.few_tokens.fits`."""
+    grad, query, key, value, output = (rows_of(t) for t in (grad, query, key, value, output))
+    group_ids = group_ids.contiguous()
+    batch, heads, queries, channels = query.shape
+    keys = key.shape[2]
+    bits = mark(key_ids.contiguous(), keys)
+    grad_query, grad_key, grad_value = new_rows(query), new_rows(key), new_rows(value)
+    delta = torch.empty_like(logsum)
+    padded = power_of_two(channels)
+    block = BLOCK if query.element_size() * padded <= 128 else BLOCK // 2
+    options = {"D": channels, "DP": padded, "T": min(block, power_of_two(queries)), "N": min(block, power_of_two(keys))}
+    options |= {"WORDS": bits.shape[2], "num_warps": 4}
+    strides = [number for t in (grad, query, key, value) for number in strides_of(t)]
+    shape = (heads, queries, keys)
+    scales = (scale * math.log2(math.e), scale)
+    tiles = triton.cdiv(queries, options["T"])
+    launch(
+        dense_query_gradient, batch * heads * tiles,
+        grad, query, key, value, output, group_ids, bits, logsum, delta, grad_query,
+        *strides, *strides_of(output), *strides_of(grad_query), *shape, tiles, *scales, **options,
+    )  # fmt: skip
+    tiles = triton.cdiv(keys, options["N"])
+    launch(
+        dense_key_gradients, batch * heads * tiles,
+        grad, query, key, value, group_ids, bits, logsum, delta, grad_key, grad_value,
+        *strides, *strides_of(grad_key), *strides_of(grad_value), *shape, tiles, *scales, **options,
+    )  # fmt: skip
+    return grad_query, grad_key, grad_value

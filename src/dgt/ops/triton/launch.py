@@ -1,0 +1,114 @@
+"""Running kernels: whether Triton can be used here, one helper that launches, and a recorder of what is launched.
+
+The recorder lets :mod:`dgt.ops.triton.compile` walk the very code that runs on a GPU, on meta tensors, and compile
+every kernel it would have launched.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+MAX_CHANNELS = 128
+OLDEST = (8, 0)  # compute capability of the first GPUs with bfloat16 matrix units
+TYPES = (torch.float32, torch.float16, torch.bfloat16)
+WORKSPACE = 48 << 20  # bytes of the largest temporary buffer, about the L2 cache: more heads are done in turns
+
+
+class Launch(NamedTuple):
+    """One launch of a kernel, as it was asked for."""
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+    programs: int
+
+
+_recorded: list[Launch] | None = None
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Record launches instead of running them, inside a ``with``; the tensors may then be on the meta device."""
+    global _recorded  # noqa: PLW0603
+    before, _recorded = _recorded, []
+    try:
+        yield _recorded
+    finally:
+        _recorded = before
+
+
+def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
+    """Run ``programs`` programs of a kernel on the device of its first argument."""
+    if _recorded is not None:
+        _recorded.append(Launch(kernel, arguments, options, programs))
+    elif programs and arguments[0].is_cuda:
+        with torch.cuda.device(arguments[0].device):
+            kernel[(programs,)](*arguments, **options)
+    elif programs:
+        kernel[(programs,)](*arguments, **options)
+
+
+def interpreting() -> bool:
+    """Tell whether kernels run in Triton's interpreter, on CPU tensors."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def check_runnable(name: str, tensor: Tensor) -> None:
+    """Check that kernels can work on a (B, H, L, D) tensor, here and now.
+
+    Raises:
+        TypeError: for a type that kernels do not have.
+        ValueError: for more than 128 channels per head, a CPU tensor without the interpreter, or too old a GPU.
+    """
+    if tensor.dtype not in TYPES:
+        raise TypeError(
+            f'{name} must be float32, float16 or bfloat16 for backend="triton", got {tensor.dtype}; use backend="eager"'
+        )
+    if tensor.shape[3] > MAX_CHANNELS:
+        raise ValueError(
+            f'{name} must have at most {MAX_CHANNELS} channels per head for backend="triton", got {tensor.shape[3]}; '
+            'use backend="eager"'
+        )
+    if tensor.is_cuda:
+        capability = torch.cuda.get_device_capability(tensor.device)
+        if capability < OLDEST:
+            raise ValueError(
+                'backend="triton" needs a GPU of compute capability 8.0 or later, '
+                f'{name} is on one of {capability[0]}.{capability[1]}; use backend="eager"'
+            )
+    elif tensor.device.type == "cpu" and not interpreting():
+        raise ValueError(
+            f'{name} must be on a CUDA device for backend="triton", got a CPU tensor; use backend="eager", '
+            "or set TRITON_INTERPRET=1 before Triton is imported to try the kernels in its interpreter"
+        )
+
+
+def power_of_two(number: int, least: int = 16) -> int:
+    """Return the smallest power of two that is at least ``number`` and ``least``."""
+    return max(least, 1 << max(number - 1, 0).bit_length())
+
+
+def rows_of(tensor: Tensor) -> Tensor:
+    """Return a (B, H, L, D) tensor whose channels lie one after the other, copying only if they do not."""
+    return tensor if tensor.stride(3) == 1 or tensor.shape[3] == 1 else tensor.contiguous()
+
+
+def strides_of(tensor: Tensor) -> tuple[int, int, int]:
+    """Return the strides of batch, head and token."""
+    return tensor.stride(0), tensor.stride(1), tensor.stride(2)
+
+
+def new_rows(like: Tensor, tokens: int | None = None) -> Tensor:
+    """Return an empty (B, H, L, D) tensor that lies in memory as (B, L, H, D), so that merging heads is free."""
+    batch, heads, count, channels = like.shape
+    return like.new_empty(batch, count if tokens is None else tokens, heads, channels).transpose(1, 2)
+
+
+def turns(heads: int, bytes_per_head: int) -> Iterator[tuple[int, int]]:
+    """Cut heads into runs ``(first, count)`` whose temporary buffer fits the workspace."""
+    count = max(1, min(heads, WORKSPACE // max(bytes_per_head, 1)))
+    return ((first, min(count, heads - first)) for first in range(0, heads, count))

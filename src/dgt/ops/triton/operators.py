@@ -1,0 +1,180 @@
+"""The kernels as operators of PyTorch: shapes for tracing, gradients, and counts of floating-point operations.
+
+Operators are opaque to ``torch.compile``, so they never break a graph. They work in the type of their inputs, also under
+autocast, whose casts happen in the layers before them.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from dgt.ops.triton import few_backward, few_tokens, grouping, many_backward, many_tokens, selection
+from dgt.ops.triton.launch import check_runnable, new_rows
+from dgt.ops.triton.sorting import sort_queries
+
+Ids = tuple[Tensor, Tensor]
+Grads = tuple[Tensor, Tensor, Tensor]
+
+
+@torch.library.custom_op("dgt::triton_group_queries", mutates_args=())
+def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Group of every query; contract as in :func:`dgt.group_queries`."""
+    check_runnable("query", query)
+    return grouping.assign(query, centroids, key_mask)[0]
+
+
+@group_queries.register_fake
+def _(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
+    return query.new_empty(query.shape[:3], dtype=torch.int64)
+
+
+@torch.library.custom_op("dgt::triton_group_statistics", mutates_args=())
+def group_statistics(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Grads:
+    """Group of every query, and of every group the sum of its unit queries and their number (Eq. 3), in one pass.
+
+    Returns:
+        ``(group_ids, sums, counts)``: (B, H, L) int64, float32 (H, G, D) and (H, G); G is at most 128.
+    """
+    check_runnable("query", query)
+    if centroids.shape[1] > grouping.MOST_COUNTED:
+        raise ValueError(
+            f"centroids must hold at most {grouping.MOST_COUNTED} groups to be counted in one pass, "
+            f"got {tuple(centroids.shape)}"
+        )
+    return grouping.assign(query, centroids, key_mask, statistics=True)
+
+
+@group_statistics.register_fake
+def _(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Grads:
+    exact = centroids.new_empty(centroids.shape, dtype=torch.float32)
+    return query.new_empty(query.shape[:3], dtype=torch.int64), exact, exact.new_empty(centroids.shape[:2])
+
+
+@torch.library.custom_op("dgt::triton_select_keys", mutates_args=())
+def select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) -> Tensor:
+    """Keys of every group; contract as in :func:`dgt.select_keys`."""
+    check_runnable("key", key)
+    return selection.select(centroids, key, top_k, key_mask)
+
+
+@select_keys.register_fake
+def _(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) -> Tensor:
+    shape = (*key.shape[:2], centroids.shape[1], torch.sym_min(top_k, key.shape[2]))
+    return key.new_empty(shape, dtype=torch.int64)
+
+
+@torch.library.custom_op("dgt::triton_attend", mutates_args=())
+def attend(query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float) -> Ids:
+    """Attention inside each group; ``(output, logsum)``, the latter float32 (B, H, L), base 2, for the backward pass."""
+    check_runnable("query", query)
+    return many_tokens.attend(query, key, value, sort_queries(group_ids, key_ids.shape[2]), key_ids, scale)
+
+
+@attend.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float) -> Ids:
+    return new_rows(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("dgt::triton_attend_backward", mutates_args=())
+def attend_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsum: Tensor,
+    group_ids: Tensor, key_ids: Tensor, scale: float,
+) -> Grads:  # fmt: skip
+    """Gradients of query, key and value; the same bits in every run."""
+    check_runnable("query", query)
+    if few_tokens.fits(query.shape[2], key.shape[2], key_ids.shape[2]):
+        return few_backward.backward(grad, query, key, value, output, logsum, group_ids, key_ids, scale)
+    segments = sort_queries(group_ids, key_ids.shape[2])
+    return many_backward.backward(grad, query, key, value, output, logsum, segments, key_ids, scale)
+
+
+@attend_backward.register_fake
+def _(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsum: Tensor,
+    group_ids: Tensor, key_ids: Tensor, scale: float,
+) -> Grads:  # fmt: skip
+    return new_rows(query), new_rows(key), new_rows(value)
+
+
+@torch.library.custom_op("dgt::triton_attention", mutates_args=())
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, top_k: int, scale: float, key_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The whole operator; ``(output, logsum, group_ids, key_ids)``, in one kernel where a head fits on chip."""
+    check_runnable("query", query)
+    if few_tokens.fits(query.shape[2], key.shape[2], centroids.shape[1]):
+        return few_tokens.attention(query, key, value, centroids, top_k, scale, key_mask)
+    group_ids = grouping.assign(query, centroids, key_mask)[0]
+    key_ids = selection.select(centroids, key, top_k, key_mask)
+    segments = sort_queries(group_ids, centroids.shape[1])
+    return (*many_tokens.attend(query, key, value, segments, key_ids, scale), group_ids, key_ids)
+
+
+@attention.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, top_k: int, scale: float, key_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    shape = (*key.shape[:2], centroids.shape[1], torch.sym_min(top_k, key.shape[2]))
+    logsum = query.new_empty(query.shape[:3], dtype=torch.float32)
+    return new_rows(query), logsum, torch.empty_like(logsum, dtype=torch.int64), key.new_empty(shape, dtype=torch.int64)
+
+
+def _save_attend(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    query, key, value, group_ids, key_ids, ctx.scale = inputs
+    ctx.save_for_backward(query, key, value, *output, group_ids, key_ids)
+
+
+def _attend_backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    grads: Grads = torch.ops.dgt.triton_attend_backward(grad, *ctx.saved_tensors, ctx.scale)
+    return (*grads, None, None, None)
+
+
+def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    query, key, value, _, _, ctx.scale, _ = inputs
+    ctx.save_for_backward(query, key, value, *output)
+
+
+def _attention_backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    grads: Grads = torch.ops.dgt.triton_attend_backward(grad, *ctx.saved_tensors, ctx.scale)
+    return (*grads, None, None, None, None)
+
+
+attend.register_autograd(_attend_backward, setup_context=_save_attend)
+attention.register_autograd(_attention_backward, setup_context=_save_attention)
+
+
+def _score_flops(tokens: torch.Size, centroids: torch.Size) -> int:
+    """Every token against every centroid."""
+    return 2 * tokens.numel() * centroids[1]
+
+
+@register_flop_formula(torch.ops.dgt.triton_group_queries)
+def _(query: torch.Size, centroids: torch.Size, *_: Any, **__: Any) -> int:
+    return _score_flops(query, centroids)
+
+
+@register_flop_formula(torch.ops.dgt.triton_group_statistics)
+def _(query: torch.Size, centroids: torch.Size, *_: Any, **__: Any) -> int:
+    return _score_flops(query, centroids) + query.numel()
+
+
+@register_flop_formula(torch.ops.dgt.triton_select_keys)
+def _(centroids: torch.Size, key: torch.Size, *_: Any, **__: Any) -> int:
+    return _score_flops(key, centroids)
+
+
+@register_flop_formula(torch.ops.dgt.triton_attend)
+def _(query: torch.Size, key: torch.Size, value: torch.Size, groups: torch.Size, ids: torch.Size, *_: Any, **__: Any) -> int:
+    return 4 * query.numel() * ids[3]
+
+
+@register_flop_formula(torch.ops.dgt.triton_attention)
+def _(query: torch.Size, key: torch.Size, value: torch.Size, centroids: torch.Size, top_k: int, *_: Any, **__: Any) -> int:
+    return 4 * query.numel() * min(top_k, key[2]) + _score_flops(query, centroids) + _score_flops(key, centroids)
+
+
+@register_flop_formula(torch.ops.dgt.triton_attend_backward)
+def _(grad: torch.Size, *shapes: Any, **_: Any) -> int:
+    return 10 * grad.numel() * shapes[6][3]
