@@ -309,12 +309,12 @@ def _lit(picture: Array, light: Array, colour: Array) -> Array:
 def _group_colours(picture: Array, panel: GroupPanel) -> Array:
     """The picture with every token in its group's colour; light and dark shine through, padding stays dimmed."""
     ids = _spread(panel.group_ids.reshape(panel.grid), (picture.shape[0], picture.shape[1]))
-    colours = _distinct_colours(len(panel.key_ids))[ids]
+    colours = distinct_colours(len(panel.key_ids))[ids]
     shade = 0.72 + 0.42 * (picture @ LUMINANCE)[..., None]
     return np.where((ids >= 0)[..., None], np.clip(colours * shade, 0, 1), _dimmed(picture))
 
 
-def _distinct_colours(number: int) -> Array:
+def distinct_colours(number: int) -> Array:
     """(number, 3) colours, each as far from all before it as can be in the perceptual space Oklab."""
     steps = np.linspace(0, 1, 20)
     candidates = np.stack(np.meshgrid(steps, steps, steps, indexing="ij"), axis=-1).reshape(-1, 3)

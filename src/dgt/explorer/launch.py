@@ -1,0 +1,121 @@
+"""`dgt explore`: find a model (given, the demo's, or one trained for a minute), collect pictures, serve the page."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+
+import uvicorn
+
+from dgt.explorer.album import Album, image_files
+from dgt.explorer.server import LOOPBACK, create_app
+from dgt.explorer.views import Explorer
+from dgt.training import LoadedRun, fit, load_recipe, load_run
+
+DEMO = Path("runs/demo")
+OWN = Path("runs/explore")
+EPOCHS = 4
+
+
+def serve(
+    checkpoint: str | Path | None = None,
+    image: str | Path | None = None,
+    host: str = "127.0.0.1",
+    port: int = 7860,
+) -> None:
+    """Serve the page until interrupted.
+
+    Args:
+        checkpoint: checkpoint, run folder or model folder; None for `find_run`'s choice.
+        image: an image file, or a folder of them, to show besides the built-in scenes.
+        host: address to listen on; anything but a loopback address lets others in.
+        port: TCP port; 0 for any free one.
+
+    Raises:
+        FileNotFoundError, ValueError: as `load_run`, `image_files` and `Explorer` do; a port out of range or in use.
+    """
+    if not 0 <= port <= 65535:
+        raise ValueError(f"port must lie in 0 to 65535, got {port}")
+    album = Album([] if image is None else image_files(image))
+    listener = listen(host, port)
+    with listener:
+        run = find_run(checkpoint)
+        explorer = Explorer(run, album)
+        explorer.warm_up()
+        address = f"{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+        print(f"{run.recipe.model.name} from {run.source}\nopen http://{address}/  (Ctrl-C ends it)", flush=True)
+        local = is_loopback(host)
+        if not local:
+            print(f"listening on {host}: whoever reaches this machine can use the page", flush=True)
+        app = create_app(explorer, LOOPBACK if local else ["*"])
+        config = uvicorn.Config(app, log_level="warning", limit_concurrency=64, timeout_keep_alive=10, server_header=False)
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+def find_run(checkpoint: str | Path | None) -> LoadedRun:
+    """The model to show: the given one, else the demo's, else one kept from an earlier call, else a new one.
+
+    Args:
+        checkpoint: checkpoint, run folder or model folder, or None.
+
+    Raises:
+        FileNotFoundError, ValueError: as `load_run` does.
+    """
+    if checkpoint is not None:
+        return load_run(checkpoint)
+    for folder in (DEMO, OWN):
+        if (folder / "model" / "model.safetensors").is_file():
+            return load_run(folder)
+    print(
+        f"no checkpoint given and no demo in {DEMO}: training dgt_nano on the built-in scenes for about a minute\n"
+        f"(kept in {OWN}; `dgt demo` trains it longer)",
+        flush=True,
+    )
+    return load_run(train(OWN))
+
+
+def train(folder: Path, epochs: int = EPOCHS) -> Path:
+    """Train the nano model on the scenes for a short time; the run's folder appears whole or not at all.
+
+    Args:
+        folder: where it goes; replaced if it is there.
+        epochs: passes over the scenes.
+
+    Returns:
+        The folder.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        options = ["--name", folder.name, "--out", str(partial / "run"), "--schedule.epochs", str(epochs)]
+        fit(load_recipe("scenes", options))
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.replace(partial / "run", folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket bound to an address, before any model is loaded, so that a port in use is told at once.
+
+    Raises:
+        ValueError: the address cannot be bound, and why.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ValueError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
+    return listener
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or name means this machine alone."""
+    return host in ("localhost", "::1") or host.startswith("127.")

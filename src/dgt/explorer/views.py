@@ -1,0 +1,258 @@
+"""What the page shows of a picture: one forward of the model, then a block's groups, keys and weights as compact JSON.
+
+The forward keeps what every DG-Attention layer got; a view calls `dgt.dynamic_group_attention` on that again, with the
+number of keys that the page asks for, so another k changes the block that is shown and none before it. Numbers travel
+as base64 of little-endian arrays: ids as uint16, attention weights as bytes relative to the largest of their query.
+"""
+
+from __future__ import annotations
+
+import base64
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor, nn
+
+from dgt.explorer.album import Album, crop, fit_sides
+from dgt.figures import choose_groups, distinct_colours
+from dgt.layers import DGAttention
+from dgt.models import DynamicGroupTransformer
+from dgt.ops import dynamic_group_attention
+from dgt.ops.diagnosis import attention_mass_curve, diagnose_selection
+from dgt.training import LoadedRun
+
+MAX_TOKENS = 112 * 112
+MAX_KEYS = 1024
+MIN_START = 128
+"""The page opens at a model's own size, or the first larger one at which groups have shapes one can see."""
+TRACES, VIEWS = 6, 24
+"""How many forwards and how many views are remembered."""
+
+Answer = dict[str, Any]
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class ShownBlock:
+    """A block with DG-Attention: its layer, its stage and place in the stage (from 0), and its stride in pixels."""
+
+    layer: DGAttention
+    stage: int
+    place: int
+    stride: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one forward left: (1, h, w, C) inputs of the shown layers, sides (height, width), seconds, class scores."""
+
+    inputs: list[Tensor]
+    sides: tuple[int, int]
+    seconds: float
+    classes: list[tuple[str, float]]
+
+
+class Explorer:
+    """A model and pictures, and the answers to the page's questions; safe to ask from several threads.
+
+    Args:
+        run: a trained model with dynamic group attention.
+        album: the pictures.
+
+    Raises:
+        ValueError: a model without dynamic group attention.
+    """
+
+    def __init__(self, run: LoadedRun, album: Album) -> None:
+        self.run, self.album = run, album
+        self.blocks = shown_blocks(run.network)
+        if not self.blocks:
+            raise ValueError(f"model {run.recipe.model.name!r} has no dynamic group attention to explore")
+        self.step = max(block.stride for block in self.blocks)
+        first = min(block.stride for block in self.blocks)
+        self.size = max(32, round(run.recipe.data["image_size"] / self.step) * self.step)
+        largest = int(MAX_TOKENS**0.5) * first
+        self.sizes = sorted({self.size, *(side for side in (2 * self.size, 224) if self.size < side <= largest)})
+        self.start = min(self.sizes, key=lambda side: (side < MIN_START, side))
+        self._lock = threading.Lock()
+        self._remembered: OrderedDict[Hashable, Any] = OrderedDict()
+
+    def describe(self) -> Answer:
+        """The model: its name, classes, sizes of picture, and for every block stage, heads, groups and keys."""
+        blocks = [
+            {
+                "stage": block.stage + 1,
+                "place": block.place + 1,
+                "stride": block.stride,
+                "heads": block.layer.num_heads,
+                "groups": block.layer.centroids.shape[1],
+                "k": block.layer.top_k,
+            }
+            for block in self.blocks
+        ]
+        most = max(block.layer.centroids.shape[1] for block in self.blocks)
+        return {
+            "name": self.run.recipe.model.name,
+            "parameters": sum(parameter.numel() for parameter in self.run.network.parameters()),
+            "source": self.run.recipe.name,
+            "classes": len(self.run.class_names),
+            "size": self.size,
+            "sizes": self.sizes,
+            "start": self.start,
+            "colours": [f"#{r:02x}{g:02x}{b:02x}" for r, g, b in (255 * distinct_colours(most)).round().astype(int)],
+            "threads": torch.get_num_threads(),
+            "blocks": blocks,
+        }
+
+    def warm_up(self) -> None:
+        """Run the model once on the first picture: the first forward of a process is slow."""
+        with self._lock, torch.inference_mode():
+            self.run.network(self.pixels(self.album.names()[0][0], self.start))
+
+    def view(self, image: str, size: int, block: int, head: int, top_k: int) -> Answer:
+        """Groups, keys and attention weights of one head of one block.
+
+        Args:
+            image: id of a picture of the album.
+            size: one of `sizes`.
+            block: index into `blocks`.
+            head: from 0.
+            top_k: keys for every group, at least 1; clamped to the tokens, and to 1024.
+
+        Raises:
+            UnknownPictureError: an unknown picture.
+            ValueError: naming another argument that is out of range.
+        """
+        self._check(size, block, head)
+        if top_k < 1:
+            raise ValueError(f"k must be at least 1, got {top_k}")
+        return self._once(VIEWS, ("view", image, size, block, head, top_k), self._view)
+
+    def curve(self, image: str, size: int, block: int, head: int) -> Answer:
+        """Mean share of global attention held by the best k keys, for some thirty k; arguments as in `view`."""
+        self._check(size, block, head)
+        return self._once(VIEWS, ("curve", image, size, block, head), self._curve)
+
+    def trace(self, image: str, size: int) -> Trace:
+        """The forward of a picture; remembered. Raises as `view` does."""
+        self._check(size, 0, 0)
+        return self._once(TRACES, ("trace", image, size), self._trace)
+
+    def _check(self, size: int, block: int, head: int) -> None:
+        if size not in self.sizes:
+            raise ValueError(f"size must be one of {', '.join(map(str, self.sizes))}, got {size}")
+        if not 0 <= block < len(self.blocks):
+            raise ValueError(f"block must lie in 0 to {len(self.blocks) - 1}, got {block}")
+        heads = self.blocks[block].layer.num_heads
+        if not 0 <= head < heads:
+            raise ValueError(f"head must lie in 0 to {heads - 1} at this block, got {head}")
+
+    def _once(self, room: int, question: tuple[Any, ...], compute: Callable[..., Value]) -> Value:
+        """The remembered answer to a question, or a new one; one question at a time is computed."""
+        self.album.picture(question[1])  # an id that is gone stays gone, whatever is remembered
+        with self._lock, torch.inference_mode():
+            return self._recall(room, question, compute)
+
+    def _recall(self, room: int, question: tuple[Any, ...], compute: Callable[..., Value]) -> Value:
+        if question not in self._remembered:
+            self._remembered[question] = compute(*question[1:])
+            alike = [other for other in self._remembered if cast(tuple[Any, ...], other)[0] == question[0]]
+            for oldest in alike[:-room]:
+                del self._remembered[oldest]
+        self._remembered.move_to_end(question)
+        return cast(Value, self._remembered[question])
+
+    def _trace(self, image: str, size: int) -> Trace:
+        picture = self.album.picture(image)
+        sides = fit_sides((picture.height, picture.width), size, self.step)
+        pixels = self.pixels(image, size)
+        inputs: list[Tensor] = []
+        hooks = [
+            block.layer.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0].clone()))
+            for block in self.blocks
+        ]
+        try:
+            start = time.perf_counter()
+            logits = self.run.network(pixels)
+            seconds = time.perf_counter() - start
+        finally:
+            for hook in hooks:
+                hook.remove()
+        best = logits.float().softmax(-1)[0].topk(min(3, logits.shape[-1]))
+        names = [self.run.class_names[index] for index in best.indices.tolist()]
+        return Trace(inputs, sides, seconds, list(zip(names, best.values.tolist(), strict=True)))
+
+    def pixels(self, image: str, size: int) -> Tensor:
+        """The (1, 3, H, W) that the model gets for a picture: its middle, resized to multiples of the token's side.
+
+        Raises:
+            UnknownPictureError: an unknown picture.
+        """
+        data = self.run.recipe.data
+        picture = self.album.picture(image)
+        height, width = fit_sides((picture.height, picture.width), size, self.step)
+        picture = crop(picture, (height, width)).resize((width, height), Image.Resampling.BICUBIC)
+        numbers = torch.from_numpy(np.asarray(picture).copy()).permute(2, 0, 1)[None] / 255
+        mean, std = (torch.tensor(data[name]).view(1, 3, 1, 1) for name in ("mean", "std"))
+        return (numbers - mean) / std
+
+    def _head(self, image: str, size: int, block: int, head: int) -> tuple[Trace, list[Tensor], Tensor, float]:
+        """The trace; query, key and value (1, 1, L, D) of a head; its centroids (1, G, D); the scale of its scores."""
+        trace = self._recall(TRACES, ("trace", image, size), self._trace)
+        layer, place = self.blocks[block].layer, slice(head, head + 1)
+        tensors = [part[:, place] for part in layer.split_heads(trace.inputs[block])]
+        return trace, tensors, layer.unit_centroids()[place], layer.scale
+
+    def _view(self, image: str, size: int, block: int, head: int, top_k: int) -> Answer:
+        trace, (query, key, value), centroids, scale = self._head(image, size, block, head)
+        seen = dynamic_group_attention(query, key, value, centroids, min(top_k, MAX_KEYS), scale)
+        weights, mass = diagnose_selection(query, key, seen.group_ids, seen.key_ids, scale)
+        rows, columns = trace.inputs[block].shape[1:3]
+        groups, keys = seen.group_ids[0, 0].numpy(), seen.key_ids[0, 0].numpy()
+        peaks = weights[0, 0].amax(-1, keepdim=True)
+        return {
+            "grid": [rows, columns],
+            "k": keys.shape[1],
+            "max_k": min(rows * columns, MAX_KEYS),
+            "groups": keys.shape[0],
+            "group_ids": _pack(groups, "<u2"),
+            "key_ids": _pack(keys, "<u2"),
+            "weights": _pack((255 * weights[0, 0] / peaks).round().numpy(), "u1"),
+            "peaks": _pack(peaks.numpy(), "<f4"),
+            "mass": _pack(mass[0, 0].numpy(), "<f4"),
+            "order": choose_groups(groups.reshape(rows, columns), keys, len(keys)),
+            "forward": {"ms": 1000 * trace.seconds, "sides": trace.sides, "classes": trace.classes},
+        }
+
+    def _curve(self, image: str, size: int, block: int, head: int) -> Answer:
+        _, (query, key, value), centroids, scale = self._head(image, size, block, head)
+        tokens = query.shape[2]
+        counts = sorted({round(float(count)) for count in np.geomspace(1, tokens, 32)})
+        groups = dynamic_group_attention(query, key, value, centroids, 1, scale).group_ids
+        mass = attention_mass_curve(query, key, centroids, groups, counts, scale)
+        return {"counts": counts, "mass": [round(share, 5) for share in mass[0, 0].tolist()]}
+
+
+def shown_blocks(network: nn.Module) -> list[ShownBlock]:
+    """The blocks of a model that have DG-Attention, in order; none for a model that is not ours."""
+    if not isinstance(network, DynamicGroupTransformer):
+        return []
+    return [
+        ShownBlock(block.attn, i, j, network.strides[i])
+        for i, stage in enumerate(network.stages)
+        for j, block in enumerate(stage.blocks)  # type: ignore[arg-type]  # a ModuleList
+        if isinstance(block.attn, DGAttention)
+    ]
+
+
+def _pack(values: NDArray[Any], kind: str) -> str:
+    """Base64 of the values in row-major order, as `kind` (numpy's name of a little-endian type)."""
+    return base64.b64encode(np.ascontiguousarray(values.astype(kind)).tobytes()).decode("ascii")
