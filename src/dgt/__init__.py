@@ -4,7 +4,7 @@ Importing the package registers its models with timm: ``timm.create_model("dgt_t
 """
 
 from dgt.layers import DGAttention, GlobalAttention
-from dgt.models import DynamicGroupTransformer, group_records, set_attention
+from dgt.models import DynamicGroupTransformer, cost, group_records, set_attention
 from dgt.ops import (
     DynamicGroupAttentionOutput,
     attend,
@@ -23,6 +23,7 @@ __all__ = [
     "DynamicGroupTransformer",
     "GlobalAttention",
     "attend",
+    "cost",
     "dynamic_group_attention",
     "group_queries",
     "group_records",

@@ -1,6 +1,7 @@
 """The models: DGT-T, -S, -B and a small one, registered with timm when this package is imported."""
 
+from dgt.models.cost import Cost, cost
 from dgt.models.dgt import DynamicGroupTransformer
 from dgt.models.inspection import GroupRecord, group_records, set_attention
 
-__all__ = ["DynamicGroupTransformer", "GroupRecord", "group_records", "set_attention"]
+__all__ = ["Cost", "DynamicGroupTransformer", "GroupRecord", "cost", "group_records", "set_attention"]

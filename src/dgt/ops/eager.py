@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PART = 1 << 20  # elements of the largest temporary tensor of a part
+from dgt.ops.grouping import PART
+
 HIDDEN = -1e30  # added to the score of a key that a query must not see; finite, so that no row can become NaN
 
 
@@ -151,10 +152,11 @@ def _dense_parts(groups: Tensor, keys: Tensor, tokens: int) -> Iterator[_Part]:
     query_rows = torch.arange(heads * queries, device=keys.device).view(heads, queries)
     query_rows = torch.where(groups < 0, heads * queries, query_rows)
     key_rows = torch.arange(heads * tokens, device=keys.device).view(heads, tokens)
+    places = keys.where(keys >= 0, tokens)
     for part in _slices(heads, queries * tokens):
-        # One column more than there are keys takes the empty places, and is cut off.
+        # One column more than there are keys takes the empty places (-1), and is cut off.
         hidden = torch.full((len(keys[part]), num_groups, tokens + 1), HIDDEN, device=keys.device)
-        hidden.scatter_(-1, keys[part].remainder(tokens + 1), 0.0)
+        hidden.scatter_(-1, places[part], 0.0)
         first = torch.arange(len(hidden), device=keys.device)[:, None] * num_groups
         rows = (groups[part].clamp(min=0) + first).flatten()
         bias = hidden[..., :-1].flatten(0, 1).index_select(0, rows)

@@ -4,11 +4,15 @@ Assignment is by the largest dot product with unit-norm centroids, ties to the l
 computed in float32 whatever the input's type. State goes in and comes out: nothing here changes its arguments.
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dgt.ops.checks import check_count, check_device, check_key_mask, check_shape, check_tensor, check_tokens
+
+PART = 1 << 20  # elements of the largest temporary tensor of a part
 
 
 def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None = None) -> Tensor:
@@ -36,15 +40,24 @@ def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None = No
 
 @torch.library.custom_op("dgt::group_queries", mutates_args=())
 def _group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
-    columns = centroids.float().transpose(-1, -2)
+    batch, heads, tokens, _ = query.shape
     ids = query.new_empty(query.shape[:3], dtype=torch.int64)
     with torch.autocast(query.device.type, enabled=False):
-        for image, out in zip(query.float(), ids, strict=True):  # an image at a time: its scores stay in cache
-            best, nearest = torch.matmul(image, columns).max(-1)
-            out.copy_(nearest)
+        for part in head_parts(batch, heads, tokens * centroids.shape[1]):
+            scores = torch.matmul(query[part].float(), centroids[part[1]].float().transpose(-1, -2))
+            best, ids[part] = scores.max(-1)
             if query.device.type == "cpu" and best.isnan().any():
                 raise ValueError("query must be free of NaN, got NaN (or infinities that cancel)")
     return ids if key_mask is None else ids.masked_fill_(~key_mask[:, None], -1)
+
+
+def head_parts(batch: int, heads: int, elements: int) -> Iterator[tuple[slice, slice]]:
+    """Cut (B, H) into parts whose temporary tensors, of so many ``elements`` a head, stay in the caches."""
+    images = max(1, PART // (heads * elements))
+    some = min(heads, max(1, PART // elements))
+    for image in range(0, batch, images):
+        for head in range(0, heads, some):
+            yield slice(image, image + images), slice(head, head + some)
 
 
 @_group_queries.register_fake

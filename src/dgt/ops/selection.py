@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dgt.ops.checks import check_count, check_key_mask, check_tokens
+from dgt.ops.grouping import head_parts
 
 
 def select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None = None) -> Tensor:
@@ -37,14 +38,14 @@ def select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | N
 @torch.library.custom_op("dgt::select_keys", mutates_args=())
 def _select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) -> Tensor:
     batch, heads, tokens, _ = key.shape
-    count = min(top_k, tokens)
-    ids = key.new_empty((batch, heads, centroids.shape[1], count), dtype=torch.int64)
+    groups, count = centroids.shape[1], min(top_k, tokens)
+    ids = key.new_empty((batch, heads, groups, count), dtype=torch.int64)
     with torch.autocast(key.device.type, enabled=False):
-        for image in range(batch):  # an image at a time: its scores stay in cache
-            scores = torch.matmul(centroids.float(), key[image].float().transpose(-1, -2))
+        for part in head_parts(batch, heads, groups * tokens):
+            scores = torch.matmul(centroids[part[1]].float(), key[part].float().transpose(-1, -2))
             if key_mask is not None:
-                scores = scores.masked_fill(~key_mask[image], -torch.inf)
-            ids[image] = _places(_largest(scores, count), count)
+                scores = scores.masked_fill(~key_mask[part[0], None, None], -torch.inf)
+            ids[part] = _largest(scores, count)
     return ids
 
 
@@ -55,15 +56,22 @@ def _(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) -> Te
 
 
 def _largest(scores: Tensor, count: int) -> Tensor:
-    """Mark the ``count`` largest scores of every row, ties to the lowest index; scores of -inf are never marked."""
+    """Indices of the ``count`` largest scores of every row, ascending, ties to the lowest; -1 in place of -inf."""
     threshold = _kth_largest(scores, count)
-    chosen = (scores >= threshold) & (scores > -torch.inf)
-    crowded = chosen.sum(-1) > count  # rows in which a tie crosses the threshold
-    if crowded.any():
-        above, level = scores[crowded] > threshold[crowded], scores[crowded] == threshold[crowded]
-        room = count - above.sum(-1, keepdim=True)
-        chosen[crowded] = above | (level & (level.cumsum(-1) <= room))
-    return chosen
+    chosen = scores >= threshold
+    flat = _nonzero(chosen)
+    shape = torch.Size((*scores.shape[:-1], count))
+    # Every row has at least `count` marks: if no row has more, and no mark is padding, that is all.
+    if len(flat) == shape.numel() and not threshold.isneginf().any():
+        first = torch.arange(0, scores.numel(), scores.shape[-1], device=flat.device)
+        return flat.view(-1, count).sub_(first[:, None]).view(shape)
+    above, level = scores > threshold, scores == threshold
+    room = count - above.sum(-1, keepdim=True)
+    chosen = above | (level & (level.cumsum(-1) <= room) & (scores > -torch.inf))
+    rows, columns = chosen.flatten(0, -2).nonzero(as_tuple=True)
+    places = columns.new_full(shape, -1)
+    places.view(-1, count)[rows, chosen.flatten(0, -2).cumsum(-1)[rows, columns] - 1] = columns
+    return places
 
 
 def _kth_largest(scores: Tensor, count: int) -> Tensor:
@@ -74,15 +82,8 @@ def _kth_largest(scores: Tensor, count: int) -> Tensor:
     return torch.from_numpy(np.partition(scores.numpy(), place, axis=-1)[..., place : place + 1])
 
 
-def _places(chosen: Tensor, count: int) -> Tensor:
-    """Turn (..., L) marks, at most ``count`` a row, into (..., count) ascending indices, -1 where a row has fewer."""
-    shape = torch.Size((*chosen.shape[:-1], count))
-    flat = chosen.flatten().nonzero()[:, 0]
-    columns = flat % chosen.shape[-1]
-    if len(columns) == shape.numel():
-        return columns.view(shape)
-    rows = flat // chosen.shape[-1]
-    order = chosen.flatten(0, -2).cumsum(-1)[rows, columns] - 1
-    places = columns.new_full(shape, -1)
-    places.view(-1, count)[rows, order] = columns
-    return places
+def _nonzero(marks: Tensor) -> Tensor:
+    """Return the flat indices of the marks."""
+    if marks.device.type != "cpu":
+        return marks.flatten().nonzero()[:, 0]
+    return torch.from_numpy(np.flatnonzero(marks.numpy()))  # faster than Tensor.nonzero by its vector instructions

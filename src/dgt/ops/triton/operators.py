@@ -4,6 +4,7 @@ Operators are opaque to ``torch.compile``, so they never break a graph. They wor
 autocast, whose casts happen in the layers before them.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -145,36 +146,46 @@ attend.register_autograd(_attend_backward, setup_context=_save_attend)
 attention.register_autograd(_attention_backward, setup_context=_save_attention)
 
 
-def _score_flops(tokens: torch.Size, centroids: torch.Size) -> int:
+# Two per multiply-add, as torch counts. Selecting counts as k G log2(L) more, as in the paper.
+
+
+def _score_flops(tokens: Any, centroids: Any) -> int:
     """Every token against every centroid."""
-    return 2 * tokens.numel() * centroids[1]
+    return 2 * math.prod(tokens) * int(centroids[1])
+
+
+def _select_flops(centroids: Any, key: Any, top_k: int) -> int:
+    """The scores, and the choice of the largest."""
+    choice = min(top_k, key[2]) * int(centroids[1]) * math.log2(key[2])
+    return _score_flops(key, centroids) + 2 * key[0] * key[1] * round(choice)
 
 
 @register_flop_formula(torch.ops.dgt.triton_group_queries)
-def _(query: torch.Size, centroids: torch.Size, *_: Any, **__: Any) -> int:
+def _(query: Any, centroids: Any, *_: Any, **__: Any) -> int:
     return _score_flops(query, centroids)
 
 
 @register_flop_formula(torch.ops.dgt.triton_group_statistics)
-def _(query: torch.Size, centroids: torch.Size, *_: Any, **__: Any) -> int:
-    return _score_flops(query, centroids) + query.numel()
+def _(query: Any, centroids: Any, *_: Any, **__: Any) -> int:
+    return _score_flops(query, centroids) + 2 * math.prod(query)
 
 
 @register_flop_formula(torch.ops.dgt.triton_select_keys)
-def _(centroids: torch.Size, key: torch.Size, *_: Any, **__: Any) -> int:
-    return _score_flops(key, centroids)
+def _(centroids: Any, key: Any, top_k: int, *_: Any, **__: Any) -> int:
+    return _select_flops(centroids, key, top_k)
 
 
 @register_flop_formula(torch.ops.dgt.triton_attend)
-def _(query: torch.Size, key: torch.Size, value: torch.Size, groups: torch.Size, ids: torch.Size, *_: Any, **__: Any) -> int:
-    return 4 * query.numel() * ids[3]
+def _(query: Any, key: Any, value: Any, group_ids: Any, key_ids: Any, *_: Any, **__: Any) -> int:
+    return 4 * math.prod(query) * int(key_ids[3])
 
 
 @register_flop_formula(torch.ops.dgt.triton_attention)
-def _(query: torch.Size, key: torch.Size, value: torch.Size, centroids: torch.Size, top_k: int, *_: Any, **__: Any) -> int:
-    return 4 * query.numel() * min(top_k, key[2]) + _score_flops(query, centroids) + _score_flops(key, centroids)
+def _(query: Any, key: Any, value: Any, centroids: Any, top_k: int, *_: Any, **__: Any) -> int:
+    attend = 4 * math.prod(query) * min(top_k, key[2])
+    return attend + _score_flops(query, centroids) + _select_flops(centroids, key, top_k)
 
 
 @register_flop_formula(torch.ops.dgt.triton_attend_backward)
-def _(grad: torch.Size, *shapes: Any, **_: Any) -> int:
-    return 10 * grad.numel() * shapes[6][3]
+def _(grad: Any, *shapes: Any, **_: Any) -> int:
+    return 10 * math.prod(grad) * int(shapes[6][3])

@@ -1,0 +1,278 @@
+"""Benchmarks: the attention and the models against what users would pick instead, side by side in one run.
+
+Candidates take turns, and medians are compared, so that a busy machine slows all of them alike: ratios travel, times do
+not. Each attention case is checked against the dense reference before it is timed.
+"""
+
+import datetime
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dgt.ops import attend, dynamic_group_attention, group_queries, select_keys
+
+ATTENTION_CASES = (  # batch, heads, tokens, top_k: DGT-T's stages at 224 px, and larger images
+    (1, 2, 3136, 98),
+    (8, 2, 3136, 98),
+    (8, 4, 784, 98),
+    (8, 8, 196, 98),
+    (1, 2, 16384, 98),
+    (1, 2, 25600, 500),
+)
+MODELS = ("dgt_tiny", "swin_tiny_patch4_window7_224", "convnext_tiny", "deit_small_patch16_224")
+
+
+class Inputs(NamedTuple):
+    """Inputs of one attention case."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    centroids: Tensor
+
+
+def machine() -> dict[str, Any]:
+    """Describe where and with what a benchmark ran: date, processor or GPU, threads, versions."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "processor": _processor(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "timm": timm.__version__,
+        "command": " ".join(["dgt", *sys.argv[1:]]),
+    }
+
+
+def bench_attention(
+    cases: tuple[tuple[int, int, int, int], ...] = ATTENTION_CASES,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    rounds: int = 9,
+    groups: int = 48,
+    channels: int = 32,
+) -> list[dict[str, Any]]:
+    """Time the whole operator (grouping, selection, attention) against global attention, forward and with backward.
+
+    Args:
+        cases: (batch, heads, tokens, top_k) each.
+        device: where to run.
+        dtype: of query, key and value.
+        rounds: how often the candidates take turns; medians are reported.
+        groups: G.
+        channels: D.
+
+    Returns:
+        One row a case: times in milliseconds of ``F.scaled_dot_product_attention`` over all keys and of DG-Attention,
+        their ratio (above 1: DG-Attention is faster), the same with backward, and the time of each of the three steps.
+
+    Raises:
+        RuntimeError: if the result is not what the reference gives.
+    """
+    rows = []
+    for batch, heads, tokens, top_k in cases:
+        inputs = _inputs(batch, heads, tokens, channels, groups, device, dtype)
+        _check(inputs, top_k)
+        q, k, v, centroids = inputs
+        ids = group_queries(q, centroids), select_keys(centroids, k, top_k)
+        forward = _medians(
+            rounds,
+            device,
+            sdpa=lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v),
+            dgt=lambda i=inputs, n=top_k: dynamic_group_attention(*i, top_k=n).output,
+            group=lambda q=q, c=centroids: group_queries(q, c),
+            select=lambda k=k, c=centroids, n=top_k: select_keys(c, k, n),
+            attend=lambda q=q, k=k, v=v, ids=ids: attend(q, k, v, *ids),
+        )
+        backward = _medians(
+            max(3, rounds // 3),
+            device,
+            sdpa=lambda q=q, k=k, v=v: _with_backward(F.scaled_dot_product_attention, q, k, v),
+            dgt=lambda i=inputs, n=top_k: _with_backward(
+                lambda q, k, v: dynamic_group_attention(q, k, v, i.centroids, n).output, *i[:3]
+            ),
+        )
+        rows.append(
+            {
+                "case": f"B{batch} H{heads} L{tokens} k{top_k} G{groups} D{channels} {str(dtype)[6:]}",
+                "sdpa_ms": forward["sdpa"],
+                "dgt_ms": forward["dgt"],
+                "ratio": forward["sdpa"] / forward["dgt"],
+                "sdpa_backward_ms": backward["sdpa"],
+                "dgt_backward_ms": backward["dgt"],
+                "ratio_backward": backward["sdpa"] / backward["dgt"],
+                "steps_ms": {step: forward[step] for step in ("group", "select", "attend")},
+                "peak_mib": peak_memory_mib(batch, heads, tokens, top_k) if device == "cpu" else None,
+                "bool_mask_mib": tokens * tokens / 2**20,
+            }
+        )
+    return rows
+
+
+def attention_table(rows: list[dict[str, Any]]) -> str:
+    """Lay the rows of :func:`bench_attention` out as a Markdown table."""
+    lines = [
+        "| attention | global SDPA ms | DG-Attention ms | ratio | with backward: SDPA | DG | ratio | group, select, attend ms "
+        "| peak extra MiB (L x L mask) |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | --- | --- |",
+    ]
+    for r in rows:
+        steps = ", ".join(f"{t:.2f}" for t in r["steps_ms"].values())
+        peak = "" if r["peak_mib"] is None else f"{r['peak_mib']:.1f} ({r['bool_mask_mib']:.1f})"
+        lines.append(
+            f"| {r['case']} | {r['sdpa_ms']:.2f} | {r['dgt_ms']:.2f} | **{r['ratio']:.2f}** | {r['sdpa_backward_ms']:.1f} "
+            f"| {r['dgt_backward_ms']:.1f} | **{r['ratio_backward']:.2f}** | {steps} | {peak} |"
+        )
+    return "\n".join(lines)
+
+
+def bench_models(
+    names: tuple[str, ...] = MODELS,
+    image_size: int = 224,
+    batch_size: int = 8,
+    device: str = "cpu",
+    rounds: int = 7,
+    compiled: bool = False,
+) -> list[dict[str, Any]]:
+    """Time the inference of whole models, in turns.
+
+    Args:
+        names: timm models; the times of all are compared to ``swin_tiny_patch4_window7_224`` if it is among them,
+            else to the first.
+        image_size: pixels a side.
+        batch_size: images a batch.
+        device: where to run.
+        rounds: how often the candidates take turns; medians are reported.
+        compiled: run ``torch.compile``d models.
+
+    Returns:
+        One row a model: ``model``, milliseconds per image, images per second, and time relative to the baseline.
+
+    Raises:
+        ValueError: for a name timm does not know.
+    """
+    unknown = [name for name in names if not timm.is_model(name)]
+    if unknown:
+        raise ValueError(f"names must be timm models, got {', '.join(unknown)}")
+    images = torch.randn(batch_size, 3, image_size, image_size, device=device)
+    models = {name: timm.create_model(name).eval().to(device) for name in names}
+    if compiled:
+        models = {name: torch.compile(model) for name, model in models.items()}
+    with torch.inference_mode():
+        times = _medians(rounds, device, **{name: lambda m=model: m(images) for name, model in models.items()})
+    baseline = times.get("swin_tiny_patch4_window7_224", times[names[0]])
+    return [
+        {
+            "model": name,
+            "ms_per_image": times[name] / batch_size,
+            "images_per_second": 1e3 * batch_size / times[name],
+            "relative_time": times[name] / baseline,
+            "batch_size": batch_size,
+            "image_size": image_size,
+            "compiled": compiled,
+        }
+        for name in names
+    ]
+
+
+def models_table(rows: list[dict[str, Any]]) -> str:
+    """Lay the rows of :func:`bench_models` out as a Markdown table."""
+    lines = ["| model | ms per image | images/s | time relative to Swin-T |", "| --- | ---: | ---: | ---: |"]
+    lines += [
+        f"| {r['model']} | {r['ms_per_image']:.1f} | {r['images_per_second']:.1f} | **{r['relative_time']:.2f}** |"
+        for r in rows
+    ]
+    return "\n".join(lines)
+
+
+def peak_memory_mib(batch: int, heads: int, tokens: int, top_k: int) -> float | None:
+    """Peak memory in MiB that one forward adds to a fresh process's, output included; None where the system cannot tell."""
+    script = (
+        "import sys; from dgt.bench import _report_peak; _report_peak(*map(int, sys.argv[1:]))"
+    )
+    arguments = [sys.executable, "-c", script, *map(str, (batch, heads, tokens, top_k))]
+    done = subprocess.run(arguments, capture_output=True, text=True, env=_quiet_allocator(), check=False)
+    return float(done.stdout) if done.returncode == 0 else None
+
+
+def _quiet_allocator() -> dict[str, str]:
+    """An environment in which freed memory goes back to the system at once, so that peaks add up."""
+    import os
+
+    return {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_TOP_PAD_": "0"}
+
+
+def _report_peak(batch: int, heads: int, tokens: int, top_k: int) -> None:
+    """Print the peak in MiB that one forward adds (Linux: the high-water mark of the process is reset first)."""
+    inputs = _inputs(batch, heads, tokens, 32, 48, "cpu", torch.float32)
+    small = _inputs(1, 1, 2048, 32, 48, "cpu", torch.float32)
+    dynamic_group_attention(*small, top_k=min(top_k, 200))  # loads code and starts threads
+    with open("/proc/self/clear_refs", "w") as marks:
+        marks.write("5")
+    before = _status("VmRSS")
+    dynamic_group_attention(*inputs, top_k=top_k)
+    print((_status("VmHWM") - before) / 1024)
+
+
+def _status(field: str) -> int:
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith(field))
+
+
+def _inputs(
+    batch: int, heads: int, tokens: int, channels: int, groups: int, device: str, dtype: torch.dtype
+) -> Inputs:
+    generator = torch.Generator().manual_seed(0)
+    shape = (batch, heads, tokens, channels)
+    query, key, value = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(3))
+    centroids = F.normalize(torch.randn(heads, groups, channels, generator=generator), dim=-1).to(device)
+    return Inputs(query, key, value, centroids)
+
+
+def _check(inputs: Inputs, top_k: int) -> None:
+    """Compare one head of the first image with the dense reference, on as many tokens as that can hold."""
+    q, k, v = (t[:1, :1, :4096] for t in inputs[:3])
+    ours = dynamic_group_attention(q, k, v, inputs.centroids[:1], top_k).output
+    truth = dynamic_group_attention(q.double(), k.double(), v.double(), inputs.centroids[:1], top_k, backend="reference")
+    error = (ours.double() - truth.output).abs().max().item()
+    limit = 1e-5 if q.dtype == torch.float32 else 5e-2
+    if not error < limit:
+        raise RuntimeError(f"DG-Attention differs from the reference by {error:.1e} (limit {limit:.0e}): not timed")
+
+
+def _with_backward(run: Callable[..., Tensor], *inputs: Tensor) -> None:
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    run(*leaves).sum().backward()
+
+
+def _medians(rounds: int, device: str, **candidates: Callable[[], object]) -> dict[str, float]:
+    """Let the candidates take turns and return the median time of each in milliseconds."""
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for turn in range(rounds + 1):
+        for name, run in candidates.items():
+            start = time.perf_counter()
+            run()
+            if device != "cpu":
+                torch.cuda.synchronize()
+            if turn:  # the first turn warms up
+                times[name].append(1e3 * (time.perf_counter() - start))
+    return {name: sorted(taken)[len(taken) // 2] for name, taken in times.items()}
+
+
+def _processor() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    try:
+        with open("/proc/cpuinfo") as info:
+            names = [line.split(":")[1].strip() for line in info if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,133 @@
+"""Parameters and FLOPs of any model, by stage, in the paper's convention.
+
+One multiply-add counts one. A convolution or linear counts its multiply-adds, DG-Attention 2 k L C + 2 L G C + k G
+log2(L) (per head the last), global attention 2 L^2 C, a normalisation one per element. Counting runs the model on the
+meta device under ``torch.utils.flop_counter``, so it sees what is executed and computes nothing.
+"""
+
+import copy
+import math
+from typing import Any, NamedTuple
+
+import timm
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
+
+aten = torch.ops.aten
+
+NORMS = (
+    aten.native_layer_norm,
+    aten.native_group_norm,
+    aten.native_batch_norm,
+    aten._native_batch_norm_legit_no_training,
+)
+
+PAPER = {  # parameters in millions and GFLOPs at 224 px, as printed in Table 1
+    "dgt_tiny": (24.09, 4.35),
+    "dgt_small": (51.76, 9.41),
+    "dgt_base": (90.28, 16.4),
+}
+
+
+class StageCost(NamedTuple):
+    """Parameters and FLOPs of one direct part of a model."""
+
+    name: str
+    params: int
+    flops: int
+
+
+class Cost(NamedTuple):
+    """What :func:`cost` returns: totals, and the same by stage."""
+
+    params: int
+    """Number of parameters."""
+    flops: int
+    """Multiply-adds of one image in the paper's convention."""
+    stages: tuple[StageCost, ...]
+    """Stem, stages and head (for other models: their direct children), in order."""
+
+
+def cost(model: nn.Module | str, image_size: tuple[int, int] = (224, 224)) -> Cost:
+    """Count parameters and FLOPs of one image.
+
+    Args:
+        model: a model that takes (B, C, H, W) images, or the name of a timm model.
+        image_size: height and width in pixels.
+
+    Returns:
+        :class:`Cost` with ``params``, ``flops`` and ``stages``.
+
+    Raises:
+        TypeError: if ``model`` is neither a module nor a name.
+        ValueError: for an unknown name.
+    """
+    if isinstance(model, str):
+        if not timm.is_model(model):
+            raise ValueError(f"model must be a module or the name of a timm model, got {model!r}")
+        twin = timm.create_model(model, device="meta")
+    elif isinstance(model, nn.Module):
+        twin = _on_meta(model)
+    else:
+        raise TypeError(f"model must be a module or the name of a timm model, got {type(model).__name__}")
+    channels = getattr(twin, "in_chans", 3)
+    images = torch.empty(1, channels, *image_size, device="meta", dtype=next(twin.parameters()).dtype)
+    counter = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(NORMS, _normalisation))
+    with counter, torch.no_grad():
+        twin.eval()(images)
+    counts = {name: sum(ops.values()) // 2 for name, ops in counter.get_flop_counts().items()}
+    root = type(twin).__name__
+    stages = [
+        StageCost(name, sum(p.numel() for p in part.parameters()), counts.get(f"{root}.{name}", 0))
+        for name, part in _parts(twin)
+    ]
+    return Cost(sum(p.numel() for p in twin.parameters()), counts["Global"], tuple(stages))
+
+
+def _on_meta(model: nn.Module) -> nn.Module:
+    """Copy a model's structure to the meta device without copying its weights."""
+    memo: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        empty = torch.empty_like(tensor, device="meta")
+        memo[id(tensor)] = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
+    return copy.deepcopy(model, memo)
+
+
+def _parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Direct children, with the members of a list of stages one by one."""
+    parts: list[tuple[str, nn.Module]] = []
+    for name, child in model.named_children():
+        if isinstance(child, nn.ModuleList | nn.Sequential) and name in ("stages", "layers", "blocks"):
+            parts += [(f"{name}.{inner}", part) for inner, part in child.named_children()]
+        else:
+            parts.append((name, child))
+    return parts
+
+
+# torch's counter counts two per multiply-add; so do these formulas, and cost() halves the sum.
+
+
+def _normalisation(x: Any, *_: Any, **__: Any) -> int:
+    return 2 * math.prod(x)  # one per element
+
+
+@register_flop_formula(torch.ops.dgt.group_queries)
+def _group_queries(query: Any, centroids: Any, *_: Any, **__: Any) -> int:
+    batch, heads, tokens, channels = query
+    return 2 * batch * heads * tokens * int(centroids[1]) * channels  # L G C
+
+
+@register_flop_formula(torch.ops.dgt.select_keys)
+def _select_keys(centroids: Any, key: Any, top_k: int, *_: Any, **__: Any) -> int:
+    batch, heads, tokens, channels = key
+    groups = int(centroids[1])
+    scores = tokens * groups * channels  # L G C
+    sorting = min(top_k, tokens) * groups * math.log2(tokens)  # k G log L
+    return 2 * batch * heads * round(scores + sorting)
+
+
+@register_flop_formula(torch.ops.dgt.attend)
+def _attend(query: Any, key: Any, value: Any, group_ids: Any, key_ids: Any, *_: Any, **__: Any) -> int:
+    batch, heads, tokens, channels = query
+    return 2 * 2 * batch * heads * int(key_ids[3]) * tokens * channels  # 2 k L C
