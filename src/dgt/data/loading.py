@@ -170,6 +170,7 @@ class Loader:
         num_workers: int,
     ) -> None:
         self.sampler, self.ledger = sampler, ledger
+        self.batch_sampler = sampler  # where Lightning looks for what shuffles
         self._epoch, self._batch = sampler.epoch, sampler.first_batch
         self._batches: DataLoader[Any] = DataLoader(
             dataset,
