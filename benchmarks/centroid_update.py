@@ -20,6 +20,7 @@ from torch import Tensor
 
 import dgt
 from dgt.bench import machine
+from dgt.models import visit_blocks
 from dgt.ops.diagnosis import attention_mass
 from dgt.training import fit, load_recipe, load_run
 from dgt.training.recipe import build_data
@@ -47,8 +48,16 @@ def main() -> None:
         for reading, settings in READINGS.items():
             if (reading, seed) not in done:
                 rows.append({"reading": reading, "seed": seed, **train_and_measure(options, settings, seed)})
-                options.out.write_text(json.dumps({"machine": machine(), "options": vars(options) | {
-                    "out": None, "data_root": None}, "rows": rows}, indent=1))
+                options.out.write_text(
+                    json.dumps(
+                        {
+                            "machine": machine(),
+                            "options": vars(options) | {"out": None, "data_root": None},
+                            "rows": rows,
+                        },
+                        indent=1,
+                    )
+                )
                 print(json.dumps(rows[-1]), flush=True)
 
 
@@ -57,10 +66,19 @@ def train_and_measure(options: argparse.Namespace, settings: dict[str, Any], see
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         overrides = {
-            "data.root": options.data_root, "data.train_size": options.train_size, "data.val_size": options.val_size,
-            "data.num_workers": 0, "data.cache": "true", "data.batch_size": 64, "optimizer.lr_batch": 64,
-            "schedule.epochs": options.epochs, "schedule.warmup_epochs": 0.5, "seed": seed, "out": folder,
-            "trainer.accelerator": "cpu", "ema.decay": "null",
+            "data.root": options.data_root,
+            "data.train_size": options.train_size,
+            "data.val_size": options.val_size,
+            "data.num_workers": 0,
+            "data.cache": "true",
+            "data.batch_size": 64,
+            "optimizer.lr_batch": 64,
+            "schedule.epochs": options.epochs,
+            "schedule.warmup_epochs": 0.5,
+            "seed": seed,
+            "out": folder,
+            "trainer.accelerator": "cpu",
+            "ema.decay": "null",
             **{f"model.args.{key}": value for key, value in settings.items()},
         }
         words = [f"--{key}={value}" for key, value in overrides.items()]
@@ -70,38 +88,36 @@ def train_and_measure(options: argparse.Namespace, settings: dict[str, Any], see
         data = build_data(recipe)
         data.setup("fit")
         images = torch.cat([batch[0] for batch in data.val_dataloader()])[:512]
-        return {"top1": result.metrics["top1"], **measure(run.network, images),
-                "seconds": round(time.perf_counter() - start)}
+        return {
+            "top1": result.metrics["top1"],
+            **measure(run.network, images),
+            "seconds": round(time.perf_counter() - start),
+        }
 
 
 @torch.no_grad()
 def measure(model: torch.nn.Module, images: Tensor) -> dict[str, Any]:
     """Measure groups and selection of every DG-Attention layer whose k is below its number of tokens."""
-    model.eval()
     layers: dict[str, tuple[Tensor, ...]] = {}
     generator = torch.Generator().manual_seed(0)
-    x = model.stem(images)
-    for i, stage in enumerate(model.stages):
-        x = stage.merge(x)
-        for j, block in enumerate(stage.blocks):
-            attention = block.attn
-            if isinstance(attention, dgt.DGAttention) and attention.top_k < x.shape[1] * x.shape[2]:
-                query, key, value = attention.split_heads(block.attention_input(x))
-                seen = dgt.dynamic_group_attention(
-                    query, key, value, attention.unit_centroids(), attention.top_k, attention.scale
-                )
-                random_ids = torch.rand(*seen.key_ids.shape[:3], key.shape[2], generator=generator).argsort(-1)
-                random_ids = random_ids[..., : attention.top_k].sort(-1).values
-                scores = torch.einsum("bhid,bhjd->bhij", query, key) * attention.scale
-                best = scores.softmax(-1).topk(attention.top_k).values.sum(-1)
-                layers[f"stages.{i}.blocks.{j}"] = (
-                    attention_mass(query, key, seen.group_ids, seen.key_ids, attention.scale).mean(),
-                    attention_mass(query, key, seen.group_ids, random_ids, attention.scale).mean(),
-                    best.mean(),
-                    perplexity(seen.group_ids.transpose(0, 1).flatten(1), attention.centroids.shape[1]),
-                    perplexity(seen.group_ids.flatten(0, 1), attention.centroids.shape[1]),
-                )
-            x = block(x)
+    for name, block, x, _ in visit_blocks(model, images):
+        attention = block.attn
+        if not isinstance(attention, dgt.DGAttention) or attention.top_k >= x.shape[1] * x.shape[2]:
+            continue
+        query, key, value = attention.split_heads(block.attention_input(x))
+        centroids = attention.unit_centroids()
+        seen = dgt.dynamic_group_attention(query, key, value, centroids, attention.top_k, attention.scale)
+        random_ids = torch.rand(*seen.key_ids.shape[:3], key.shape[2], generator=generator).argsort(-1)
+        random_ids = random_ids[..., : attention.top_k].sort(-1).values
+        scores = torch.einsum("bhid,bhjd->bhij", query, key) * attention.scale
+        best = scores.softmax(-1).topk(attention.top_k).values.sum(-1)
+        layers[name] = (
+            attention_mass(query, key, seen.group_ids, seen.key_ids, attention.scale).mean(),
+            attention_mass(query, key, seen.group_ids, random_ids, attention.scale).mean(),
+            best.mean(),
+            perplexity(seen.group_ids.transpose(0, 1).flatten(1), centroids.shape[1]),
+            perplexity(seen.group_ids.flatten(0, 1), centroids.shape[1]),
+        )
     names = ("mass_selected", "mass_random", "mass_best", "perplexity", "perplexity_per_image")
     table = {layer: dict(zip(names, map(float, values), strict=True)) for layer, values in layers.items()}
     means = {name: sum(row[name] for row in table.values()) / len(table) for name in names}

@@ -5,6 +5,8 @@ not. Each attention case is checked against the dense reference before it is tim
 """
 
 import datetime
+import functools
+import os
 import platform
 import subprocess
 import sys
@@ -81,56 +83,61 @@ def bench_attention(
     for batch, heads, tokens, top_k in cases:
         inputs = _inputs(batch, heads, tokens, channels, groups, device, dtype)
         _check(inputs, top_k)
-        q, k, v, centroids = inputs
-        ids = group_queries(q, centroids), select_keys(centroids, k, top_k)
-        forward = _medians(
-            rounds,
-            device,
-            sdpa=lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v),
-            dgt=lambda i=inputs, n=top_k: dynamic_group_attention(*i, top_k=n).output,
-            group=lambda q=q, c=centroids: group_queries(q, c),
-            select=lambda k=k, c=centroids, n=top_k: select_keys(c, k, n),
-            attend=lambda q=q, k=k, v=v, ids=ids: attend(q, k, v, *ids),
-        )
-        backward = _medians(
-            max(3, rounds // 3),
-            device,
-            sdpa=lambda q=q, k=k, v=v: _with_backward(F.scaled_dot_product_attention, q, k, v),
-            dgt=lambda i=inputs, n=top_k: _with_backward(
-                lambda q, k, v: dynamic_group_attention(q, k, v, i.centroids, n).output, *i[:3]
-            ),
-        )
-        rows.append(
-            {
-                "case": f"B{batch} H{heads} L{tokens} k{top_k} G{groups} D{channels} {str(dtype)[6:]}",
-                "sdpa_ms": forward["sdpa"],
-                "dgt_ms": forward["dgt"],
-                "ratio": forward["sdpa"] / forward["dgt"],
-                "sdpa_backward_ms": backward["sdpa"],
-                "dgt_backward_ms": backward["dgt"],
-                "ratio_backward": backward["sdpa"] / backward["dgt"],
-                "steps_ms": {step: forward[step] for step in ("group", "select", "attend")},
-                "peak_mib": peak_memory_mib(batch, heads, tokens, top_k) if device == "cpu" else None,
-                "bool_mask_mib": tokens * tokens / 2**20,
-            }
-        )
+        row = _time_attention(inputs, top_k, rounds)
+        row["case"] = f"B{batch} H{heads} L{tokens} k{top_k} G{groups} D{channels} {str(dtype)[6:]}"
+        row["peak_mib"] = peak_memory_mib(batch, heads, tokens, top_k) if device == "cpu" else None
+        row["bool_mask_mib"] = tokens * tokens / 2**20
+        rows.append(row)
     return rows
+
+
+def _time_attention(inputs: Inputs, top_k: int, rounds: int) -> dict[str, Any]:
+    """Time one case: global attention and DG-Attention in turns, forward and with backward, and the three steps."""
+    q, k, v, centroids = inputs
+    group_ids, key_ids = group_queries(q, centroids), select_keys(centroids, k, top_k)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return dynamic_group_attention(q, k, v, centroids, top_k).output
+
+    forward = _medians(
+        rounds,
+        q.device,
+        sdpa=lambda: F.scaled_dot_product_attention(q, k, v),
+        dgt=lambda: ours(q, k, v),
+        group=lambda: group_queries(q, centroids),
+        select=lambda: select_keys(centroids, k, top_k),
+        attend=lambda: attend(q, k, v, group_ids, key_ids),
+    )
+    backward = _medians(
+        max(3, rounds // 3),
+        q.device,
+        sdpa=lambda: _with_backward(F.scaled_dot_product_attention, q, k, v),
+        dgt=lambda: _with_backward(ours, q, k, v),
+    )
+    return {
+        "sdpa_ms": forward["sdpa"],
+        "dgt_ms": forward["dgt"],
+        "ratio": forward["sdpa"] / forward["dgt"],
+        "sdpa_backward_ms": backward["sdpa"],
+        "dgt_backward_ms": backward["dgt"],
+        "ratio_backward": backward["sdpa"] / backward["dgt"],
+        "steps_ms": {step: forward[step] for step in ("group", "select", "attend")},
+    }
 
 
 def attention_table(rows: list[dict[str, Any]]) -> str:
     """Lay the rows of :func:`bench_attention` out as a Markdown table."""
     lines = [
-        "| attention | global SDPA ms | DG-Attention ms | ratio | with backward: SDPA | DG | ratio | group, select, attend ms "
-        "| peak extra MiB (L x L mask) |",
+        "| attention | SDPA ms | DG-Attention ms | ratio | with backward: SDPA | DG | ratio "
+        "| group, select, attend ms | peak extra MiB (L x L mask) |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | --- | --- |",
     ]
     for r in rows:
         steps = ", ".join(f"{t:.2f}" for t in r["steps_ms"].values())
         peak = "" if r["peak_mib"] is None else f"{r['peak_mib']:.1f} ({r['bool_mask_mib']:.1f})"
-        lines.append(
-            f"| {r['case']} | {r['sdpa_ms']:.2f} | {r['dgt_ms']:.2f} | **{r['ratio']:.2f}** | {r['sdpa_backward_ms']:.1f} "
-            f"| {r['dgt_backward_ms']:.1f} | **{r['ratio_backward']:.2f}** | {steps} | {peak} |"
-        )
+        forward = f"{r['sdpa_ms']:.2f} | {r['dgt_ms']:.2f} | **{r['ratio']:.2f}**"
+        backward = f"{r['sdpa_backward_ms']:.1f} | {r['dgt_backward_ms']:.1f} | **{r['ratio_backward']:.2f}**"
+        lines.append(f"| {r['case']} | {forward} | {backward} | {steps} | {peak} |")
     return "\n".join(lines)
 
 
@@ -163,11 +170,12 @@ def bench_models(
     if unknown:
         raise ValueError(f"names must be timm models, got {', '.join(unknown)}")
     images = torch.randn(batch_size, 3, image_size, image_size, device=device)
-    models = {name: timm.create_model(name).eval().to(device) for name in names}
-    if compiled:
-        models = {name: torch.compile(model) for name, model in models.items()}
+    runs = {}
+    for name in names:
+        model = timm.create_model(name).eval().to(device)
+        runs[name] = functools.partial(torch.compile(model) if compiled else model, images)
     with torch.inference_mode():
-        times = _medians(rounds, device, **{name: lambda m=model: m(images) for name, model in models.items()})
+        times = _medians(rounds, images.device, **runs)
     baseline = times.get("swin_tiny_patch4_window7_224", times[names[0]])
     return [
         {
@@ -194,10 +202,8 @@ def models_table(rows: list[dict[str, Any]]) -> str:
 
 
 def peak_memory_mib(batch: int, heads: int, tokens: int, top_k: int) -> float | None:
-    """Peak memory in MiB that one forward adds to a fresh process's, output included; None where the system cannot tell."""
-    script = (
-        "import sys; from dgt.bench import _report_peak; _report_peak(*map(int, sys.argv[1:]))"
-    )
+    """Peak memory in MiB that one forward adds, output included, in a fresh process; None where nothing can tell."""
+    script = "import sys; from dgt.bench import _report_peak; _report_peak(*map(int, sys.argv[1:]))"
     arguments = [sys.executable, "-c", script, *map(str, (batch, heads, tokens, top_k))]
     done = subprocess.run(arguments, capture_output=True, text=True, env=_quiet_allocator(), check=False)
     return float(done.stdout) if done.returncode == 0 else None
@@ -205,8 +211,6 @@ def peak_memory_mib(batch: int, heads: int, tokens: int, top_k: int) -> float | 
 
 def _quiet_allocator() -> dict[str, str]:
     """An environment in which freed memory goes back to the system at once, so that peaks add up."""
-    import os
-
     return {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_TOP_PAD_": "0"}
 
 
@@ -227,9 +231,7 @@ def _status(field: str) -> int:
         return next(int(line.split()[1]) for line in status if line.startswith(field))
 
 
-def _inputs(
-    batch: int, heads: int, tokens: int, channels: int, groups: int, device: str, dtype: torch.dtype
-) -> Inputs:
+def _inputs(batch: int, heads: int, tokens: int, channels: int, groups: int, device: str, dtype: torch.dtype) -> Inputs:
     generator = torch.Generator().manual_seed(0)
     shape = (batch, heads, tokens, channels)
     query, key, value = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(3))
@@ -241,7 +243,9 @@ def _check(inputs: Inputs, top_k: int) -> None:
     """Compare one head of the first image with the dense reference, on as many tokens as that can hold."""
     q, k, v = (t[:1, :1, :4096] for t in inputs[:3])
     ours = dynamic_group_attention(q, k, v, inputs.centroids[:1], top_k).output
-    truth = dynamic_group_attention(q.double(), k.double(), v.double(), inputs.centroids[:1], top_k, backend="reference")
+    truth = dynamic_group_attention(
+        q.double(), k.double(), v.double(), inputs.centroids[:1], top_k, backend="reference"
+    )
     error = (ours.double() - truth.output).abs().max().item()
     limit = 1e-5 if q.dtype == torch.float32 else 5e-2
     if not error < limit:
@@ -253,14 +257,14 @@ def _with_backward(run: Callable[..., Tensor], *inputs: Tensor) -> None:
     run(*leaves).sum().backward()
 
 
-def _medians(rounds: int, device: str, **candidates: Callable[[], object]) -> dict[str, float]:
+def _medians(rounds: int, device: torch.device, **candidates: Callable[[], object]) -> dict[str, float]:
     """Let the candidates take turns and return the median time of each in milliseconds."""
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for turn in range(rounds + 1):
         for name, run in candidates.items():
             start = time.perf_counter()
             run()
-            if device != "cpu":
+            if device.type == "cuda":
                 torch.cuda.synchronize()
             if turn:  # the first turn warms up
                 times[name].append(1e3 * (time.perf_counter() - start))

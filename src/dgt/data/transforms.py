@@ -100,7 +100,7 @@ def _posterize(picture: Image.Image, bits: int, **options: Any) -> Image.Image:
     """timm's posterize; where rand-augment at its strongest asks for 0 bits, a black picture."""
     if bits < 1:
         return Image.new(picture.mode, picture.size)
-    posterized: Image.Image = posterize(picture, bits, **options)  # type: ignore[no-untyped-call]
+    posterized: Image.Image = posterize(picture, bits, **options)
     return posterized
 
 
@@ -177,7 +177,7 @@ class BatchTargets:
     def __init__(self, augmentation: Augmentation, num_classes: int) -> None:
         self.smoothing, self.num_classes = augmentation.smoothing, num_classes
         self.mixer = (
-            Mixup(  # type: ignore[no-untyped-call]
+            Mixup(
                 augmentation.mixup,
                 augmentation.cutmix,
                 switch_prob=augmentation.mixup_switch_prob,
@@ -192,7 +192,7 @@ class BatchTargets:
         """Images (B, 3, H, W) and int64 labels (B,) to images and targets; mixing drops the last of an odd number."""
         if self.mixer is None:
             if self.smoothing:
-                labels = mixup_target(labels, self.num_classes, smoothing=self.smoothing)  # type: ignore[no-untyped-call]
+                labels = mixup_target(labels, self.num_classes, smoothing=self.smoothing)
             return images, labels
         even = len(labels) - len(labels) % 2
         if even == 0:

@@ -5,7 +5,7 @@ compared normalised, times a learned scale per head, as in Swin v2; keys are the
 """
 
 import math
-from typing import Any, Optional
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from dgt.layers.centroids import CentroidState
 from dgt.ops import DynamicGroupAttentionOutput, dynamic_group_attention
 from dgt.ops.attention import resolve_backend
 from dgt.ops.checks import check_count
+
 
 class SelfAttention(nn.Module):
     """What both kinds of attention share: the projections in and out, and the comparison by cosine.
@@ -30,11 +31,9 @@ class SelfAttention(nn.Module):
         TypeError, ValueError: for a count below 1, or ``dim`` not divisible by ``num_heads``.
     """
 
-    cosine: torch.jit.Final[bool]
+    cosine: Final[bool]
 
-    def __init__(
-        self, dim: int, num_heads: int, qkv_bias: bool = True, cosine: bool = False, **factory: Any
-    ) -> None:
+    def __init__(self, dim: int, num_heads: int, qkv_bias: bool = True, cosine: bool = False, **factory: Any) -> None:
         super().__init__()
         check_count("dim", dim)
         check_count("num_heads", num_heads)
@@ -68,7 +67,7 @@ class SelfAttention(nn.Module):
 class GlobalAttention(SelfAttention):
     """Attention of every token to every token; arguments as in :class:`SelfAttention`."""
 
-    def forward(self, x: Tensor, mask: Optional[Tensor] = None) -> Tensor:  # noqa: UP045 (TorchScript reads it)
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, H, W, C) or (B, L, C) to the same shape; ``mask`` is bool, True where a token is real."""
         query, key, value = self.split_heads(x)
         # Padding sees everything, so that no row of the softmax is empty; nothing real sees padding.
@@ -118,7 +117,7 @@ class DGAttention(SelfAttention, CentroidState):
         self.top_k, self.backend = top_k, backend
         self.init_centroids((num_heads, num_groups, dim // num_heads), tau, tau_weighs, factory.get("device"))
 
-    def forward(self, x: Tensor, mask: Optional[Tensor] = None) -> Tensor:  # noqa: UP045 (TorchScript reads it)
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, H, W, C) or (B, L, C) to the same shape; ``mask`` is bool, True where a token is real."""
         query, key, value = self.split_heads(x)
         real = None if mask is None else mask.flatten(1)

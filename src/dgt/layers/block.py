@@ -1,6 +1,6 @@
 """The Dynamic Group Transformer block (Eqs. 8-10): position encoding, attention, feed-forward, each with a residual."""
 
-from typing import Any, Optional
+from typing import Any
 
 from timm.layers import DropPath, LayerNorm
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ class Block(nn.Module):
         self.drop_path1 = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
         self.drop_path2 = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
 
-    def forward(self, x: Tensor, mask: Optional[Tensor] = None) -> Tensor:  # noqa: UP045 (TorchScript reads it)
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, H, W, C) to (B, H, W, C); ``mask`` is bool (B, H, W), True where a token is real."""
         x = keep_real(x, mask)
         x = x + self.cpe(x)
@@ -50,7 +50,7 @@ class Block(nn.Module):
         x = x + self.drop_path1(self.attn(self.norm1(x), mask))
         return x + self.drop_path2(self.ffn(self.norm2(x), mask))
 
-    def attention_input(self, x: Tensor, mask: Optional[Tensor] = None) -> Tensor:  # noqa: UP045
+    def attention_input(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return what the attention gets for the block's input ``x``: for figures and measures."""
         x = keep_real(x, mask)
         x = x + self.cpe(x)

@@ -1,4 +1,4 @@
-"""The centroids of a DG-Attention layer: state that seeds itself, learns by Eqs. 3-4, and is right in any training loop.
+"""The centroids of a DG-Attention layer: state that seeds itself, learns by Eqs. 3-4, and is right in any loop.
 
 A training forward only *observes*: it adds the statistics of Eq. 3 to two small buffers. The centroids move (Eq. 4)
 right after the optimizer that owns the layer's weights has made its step, through PyTorch's global optimizer hook. So
@@ -147,7 +147,7 @@ class CentroidState(nn.Module):
 
 @torch.library.custom_op("dgt::seed_from_batch", mutates_args=())
 def _seed_from_batch(query: Tensor, num_groups: int, key_mask: Tensor | None) -> Tensor:
-    """Cluster evenly spaced tokens of the batch over all ranks: every rank, and one process with it all, gets the same."""
+    """Cluster evenly spaced tokens of all ranks' batches: every rank gets what one process with it all would get."""
     tokens = query.detach().float().transpose(0, 1).flatten(1, 2)  # (H, B L, D)
     if key_mask is not None and key_mask.any():
         tokens = tokens[:, key_mask.flatten()]
@@ -195,7 +195,7 @@ register_optimizer_step_post_hook(_after_step)
 
 
 def renormalize_centroids(model: nn.Module) -> None:
-    """Bring every centroid of a model to unit norm in place, e.g. after averaging weights; other models stay as they are."""
+    """Bring all centroids of a model to unit norm in place, e.g. after averaging weights; others stay as they are."""
     with torch.no_grad():
         for layer in model.modules():
             if isinstance(layer, CentroidState):

@@ -6,14 +6,14 @@ see the same memory as channels-last NCHW. A ``mask`` (B, H, W), True where a to
 spatial convolution, so that a padded image gives what it gives alone.
 """
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from timm.layers import LayerNorm
 from torch import Tensor, nn
 
 
-def keep_real(x: Tensor, mask: Optional[Tensor]) -> Tensor:  # noqa: UP045 (TorchScript reads this annotation)
+def keep_real(x: Tensor, mask: Tensor | None) -> Tensor:
     """Zero the padding of a (B, H, W, C) tensor; ``mask`` is bool (B, H, W), True where a token is real, or None."""
     return x if mask is None else x * mask.unsqueeze(-1)
 
@@ -43,7 +43,7 @@ class ConvStem(nn.Module):
         self.norms = nn.ModuleList(nn.BatchNorm2d(width, **factory) for _ in range(3))
         self.act = nn.GELU()
 
-    def forward(self, image: Tensor, mask: Optional[Tensor] = None) -> Tensor:  # noqa: UP045
+    def forward(self, image: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, in_chans, H, W) images to (B, H', W', width); ``mask`` is (B, H', W')."""
         x = image.contiguous(memory_format=torch.channels_last)
         for conv, norm in zip(self.convs, self.norms):  # noqa: B905 (TorchScript knows no strict=)
@@ -108,7 +108,7 @@ class InvertedResidualFFN(nn.Module):
         self.act = nn.GELU()
         self.drop = nn.Dropout(drop)
 
-    def forward(self, x: Tensor, mask: Optional[Tensor] = None) -> Tensor:  # noqa: UP045
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, H, W, C) to (B, H, W, C)."""
         x = self.norm1(self.act(self.expand(_nchw(x))))
         if mask is not None:

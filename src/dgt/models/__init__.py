@@ -2,6 +2,15 @@
 
 from dgt.models.cost import Cost, cost
 from dgt.models.dgt import DynamicGroupTransformer
-from dgt.models.inspection import GroupRecord, group_records, set_attention
+from dgt.models.inspection import BlockVisit, GroupRecord, group_records, set_attention, visit_blocks
 
-__all__ = ["Cost", "DynamicGroupTransformer", "GroupRecord", "cost", "group_records", "set_attention"]
+__all__ = [
+    "BlockVisit",
+    "Cost",
+    "DynamicGroupTransformer",
+    "GroupRecord",
+    "cost",
+    "group_records",
+    "set_attention",
+    "visit_blocks",
+]

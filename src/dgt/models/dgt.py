@@ -5,12 +5,17 @@ register with timm. A ``mask`` (B, H, W) of real pixels, wherever one is accepte
 padded tokens never become keys, never count in centroid statistics, and look to every convolution like its own padding.
 """
 
-from typing import Any, Optional
+from typing import Any, cast
 
 import torch
 from timm.layers import SelectAdaptivePool2d, trunc_normal_
-from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs
-from timm.models import register_model, register_notrace_function
+from timm.models import (
+    build_model_with_cfg,
+    checkpoint,
+    generate_default_cfgs,
+    register_model,
+    register_notrace_function,
+)
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
@@ -49,7 +54,7 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.grad_checkpointing = False
 
-    def forward(self, x: Tensor, mask: Optional[Tensor] = None) -> Tensor:  # noqa: UP045 (TorchScript reads it)
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, H, W, in_dim) to (B, ceil(H / 2), ceil(W / 2), dim); ``mask`` is at the resolution of the result."""
         x = self.merge(x)
         for block in self.blocks:
@@ -157,26 +162,39 @@ class DynamicGroupTransformer(nn.Module):
         if stem_stride not in (1, 2):
             raise ValueError(f"stem_stride must be 1 or 2, got {stem_stride}")
         if not len(dims) == len(depths) == len(num_heads) == len(attention):
-            raise ValueError(f"dims, depths, num_heads and attention must be equally long, got {dims}, {depths}, "
-                             f"{num_heads}, {attention}")
+            raise ValueError(
+                f"dims, depths, num_heads and attention must be equally long, got {dims}, {depths}, "
+                f"{num_heads}, {attention}"
+            )
         factory = {"device": device, "dtype": dtype}
         self.in_chans, self.num_classes = in_chans, num_classes
         self.grad_checkpointing = False
-        self.strides = [stem_stride * 2 ** (i + 1) for i in range(len(dims))]
-        self.stem_stride = stem_stride
+        self.strides = [stem_stride * 2**i for i in range(len(dims) + 1)]  # of the stem and of every stage
         self.feature_info = [
             {"num_chs": dim, "reduction": stride, "module": f"stages.{i}"}
-            for i, (dim, stride) in enumerate(zip(dims, self.strides, strict=True))
+            for i, (dim, stride) in enumerate(zip(dims, self.strides[1:], strict=True))
         ]
         self.stem = ConvStem(in_chans, stem_width, stem_stride, **factory)
-        group_options = {"num_groups": num_groups, "top_k": top_k, "tau": tau, "tau_weighs": tau_weighs,
-                         "backend": backend}
+        group_options = {
+            "num_groups": num_groups,
+            "top_k": top_k,
+            "tau": tau,
+            "tau_weighs": tau_weighs,
+            "backend": backend,
+        }
         drop_paths = torch.linspace(0, drop_path_rate, sum(depths), device="cpu").split(list(depths))
-        stages = []
+        stages: list[Stage] = []
         for i, dim in enumerate(dims):
             blocks = [
-                Block(dim, make_attention(attention[i], dim, num_heads[i], post_norm, group_options, factory),
-                      mlp_ratio, post_norm, proj_drop_rate, drop_path, **factory)
+                Block(
+                    dim,
+                    make_attention(attention[i], dim, num_heads[i], post_norm, group_options, factory),
+                    mlp_ratio,
+                    post_norm,
+                    proj_drop_rate,
+                    drop_path,
+                    **factory,
+                )
                 for drop_path in drop_paths[i].tolist()
             ]
             stages.append(Stage(dims[i - 1] if i else stem_width, dim, blocks, **factory))
@@ -210,14 +228,18 @@ class DynamicGroupTransformer(nn.Module):
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Patterns that sort parameters by depth, for layer-wise learning rates."""
-        blocks = r"^stages\.(\d+)" if coarse else [(r"^stages\.(\d+)\.merge", (0,)), (r"^stages\.(\d+)\.blocks\.(\d+)", None)]
+        blocks = (
+            r"^stages\.(\d+)"
+            if coarse
+            else [(r"^stages\.(\d+)\.merge", (0,)), (r"^stages\.(\d+)\.blocks\.(\d+)", None)]
+        )
         return {"stem": r"^stem", "blocks": blocks}
 
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Keep only the inputs of blocks for the backward pass, and compute the rest again."""
         self.grad_checkpointing = enable
-        for stage in self.stages:
+        for stage in cast(list[Stage], self.stages):
             stage.grad_checkpointing = enable
 
     @torch.jit.ignore
@@ -232,12 +254,11 @@ class DynamicGroupTransformer(nn.Module):
         self.head.reset(num_classes, global_pool, device=weight.device, dtype=weight.dtype)
         self.head_hidden_size = self.head.num_features * self.head.global_pool.feat_mult()
 
-    def masks(self, mask: Optional[Tensor]) -> list[Optional[Tensor]]:  # noqa: UP045 (TorchScript reads it)
+    def masks(self, mask: Tensor | None) -> list[Tensor | None]:
         """Masks of real tokens for the stem and every stage, from a bool (B, H, W) mask of real pixels (or None)."""
-        strides = [self.stem_stride] + self.strides
-        return [None if mask is None else mask[:, ::stride, ::stride] for stride in strides]
+        return [None if mask is None else mask[:, ::stride, ::stride] for stride in self.strides]
 
-    def forward_features(self, x: Tensor, mask: Optional[Tensor] = None) -> Tensor:  # noqa: UP045
+    def forward_features(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, in_chans, H, W) images to the last stage's (B, C, H / 32, W / 32) map.
 
         Args:
@@ -331,7 +352,7 @@ def make_attention(
     raise ValueError(f"attention must be 'group' or 'global' for every stage, got {kind!r}")
 
 
-def keep_real_pixels(images: Tensor, mask: Optional[Tensor]) -> Tensor:  # noqa: UP045 (TorchScript reads it)
+def keep_real_pixels(images: Tensor, mask: Tensor | None) -> Tensor:
     """Zero the padding of (B, C, H, W) images; ``mask`` is bool (B, H, W), True where a pixel is real, or None."""
     return images if mask is None else images * mask.unsqueeze(1)
 
@@ -369,8 +390,15 @@ default_cfgs = generate_default_cfgs(
 
 SMALL = {"stem_width": 48, "dims": (96, 192, 384, 768), "num_heads": (3, 6, 12, 24), "post_norm": True}
 BASE = {"stem_width": 64, "dims": (128, 256, 512, 1024), "num_heads": (4, 8, 16, 32), "post_norm": True}
-NANO = {"stem_width": 16, "dims": (32, 64, 128, 256), "num_heads": (1, 2, 4, 8), "depths": (1, 1, 4, 1),
-        "num_groups": 16, "top_k": 32, "head_width": 512}
+NANO = {
+    "stem_width": 16,
+    "dims": (32, 64, 128, 256),
+    "num_heads": (1, 2, 4, 8),
+    "depths": (1, 1, 4, 1),
+    "num_groups": 16,
+    "top_k": 32,
+    "head_width": 512,
+}
 
 
 @register_model

@@ -45,9 +45,9 @@ def model_table(rows: list[dict[str, Any]]) -> str:
         paper_params = "" if row["paper_params"] is None else f"{row['paper_params'] / 1e6:.2f}"
         paper_flops = "" if row["paper_flops"] is None else f"{row['paper_flops'] / 1e9:.2f}"
         size = " x ".join(map(str, row["image_size"]))
-        lines.append(
-            f"{row['model']:<28}{row['params'] / 1e6:>10.2f}{paper_params:>8}{row['flops'] / 1e9:>10.2f}{paper_flops:>8}   {size}"
-        )
+        params = f"{row['params'] / 1e6:>10.2f}{paper_params:>8}"
+        flops = f"{row['flops'] / 1e9:>10.2f}{paper_flops:>8}"
+        lines.append(f"{row['model']:<28}{params}{flops}   {size}")
     if len(rows) == 1:
         for stage in rows[0]["stages"]:
             lines.append(f"  {stage['name']:<26}{stage['params'] / 1e6:>10.2f}{'':>8}{stage['flops'] / 1e9:>10.3f}")

@@ -1,13 +1,14 @@
-"""Looking into and adjusting the attention of a whole model: settings of all layers, and what each grouped and selected."""
+"""The attention of a whole model: settings of all its layers, and what each of them grouped and selected."""
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from dgt.layers import DGAttention
+from dgt.layers import Block, DGAttention
 from dgt.layers.centroids import check_tau, check_tau_weighs
-from dgt.models.dgt import DynamicGroupTransformer, check_images, keep_real_pixels
+from dgt.models.dgt import DynamicGroupTransformer, Stage, check_images, keep_real_pixels
 from dgt.ops import DynamicGroupAttentionOutput
 from dgt.ops.attention import resolve_backend
 from dgt.ops.checks import check_count
@@ -64,14 +65,25 @@ class GroupRecord(NamedTuple):
     """``group_ids`` (B, H, L), ``key_ids`` (B, H, G, K), and the output before projection."""
 
 
+class BlockVisit(NamedTuple):
+    """One block and what it is about to get, on the way of images through a model."""
+
+    name: str
+    """Name of the block in the model, e.g. ``stages.0.blocks.0``."""
+    block: Block
+    """The block itself."""
+    x: Tensor
+    """(B, H, W, C): its input."""
+    mask: Tensor | None
+    """bool (B, H, W), True where a token is real."""
+
+
 @torch.no_grad()
-def group_records(
-    model: DynamicGroupTransformer, images: Tensor, mask: Tensor | None = None
-) -> list[GroupRecord]:
-    """Run images through a model and return what every DG-Attention layer grouped and selected, in order.
+def visit_blocks(model: DynamicGroupTransformer, images: Tensor, mask: Tensor | None = None) -> Iterator[BlockVisit]:
+    """Run images through a model in evaluation mode and stop before every block, to look at it.
 
     Args:
-        model: the model; its mode and state are left as they are.
+        model: the model; its mode and state are as they were when the iteration ends.
         images: (B, in_chans, H, W).
         mask: optional bool (B, H, W), True where a pixel is real.
 
@@ -81,19 +93,33 @@ def group_records(
     """
     if not isinstance(model, DynamicGroupTransformer):
         raise TypeError(f"model must be a DynamicGroupTransformer, got {type(model).__name__}")
-    records = []
-    training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         masks = model.masks(mask)
         x = model.stem(keep_real_pixels(check_images(images, model.in_chans), mask), masks[0])
-        for i, stage in enumerate(model.stages):
+        for i, stage in enumerate(cast(list[Stage], model.stages)):
             x = stage.merge(x)
-            for j, block in enumerate(stage.blocks):
-                if isinstance(block.attn, DGAttention):
-                    seen = block.attn.inspect(block.attention_input(x, masks[i + 1]), masks[i + 1])
-                    records.append(GroupRecord(f"stages.{i}.blocks.{j}.attn", (x.shape[1], x.shape[2]), seen))
+            for j, block in enumerate(cast(list[Block], stage.blocks)):
+                yield BlockVisit(f"stages.{i}.blocks.{j}", block, x, masks[i + 1])
                 x = block(x, masks[i + 1])
     finally:
-        model.train(training)
-    return records
+        for module, training in modes:
+            module.training = training
+
+
+@torch.no_grad()
+def group_records(model: DynamicGroupTransformer, images: Tensor, mask: Tensor | None = None) -> list[GroupRecord]:
+    """Run images through a model and return what every DG-Attention layer grouped and selected, in order.
+
+    Arguments and errors as in :func:`visit_blocks`.
+    """
+    return [
+        GroupRecord(
+            f"{visit.name}.attn",
+            (visit.x.shape[1], visit.x.shape[2]),
+            visit.block.attn.inspect(visit.block.attention_input(visit.x, visit.mask), visit.mask),
+        )
+        for visit in visit_blocks(model, images, mask)
+        if isinstance(visit.block.attn, DGAttention)
+    ]

@@ -37,9 +37,8 @@ def check_tensor(name: str, value: Tensor, letters: str, floating: bool) -> None
 def check_shape(name: str, value: Tensor, letters: str, expected: tuple[int, ...], like: str) -> None:
     """Check that ``value`` has exactly the ``expected`` shape, which follows from the argument ``like``."""
     if value.shape != expected:
-        raise ValueError(
-            f"{name} must have shape ({', '.join(letters)}) = {tuple(expected)} to match {like}, got {tuple(value.shape)}"
-        )
+        wanted = f"({', '.join(letters)}) = {tuple(expected)}"
+        raise ValueError(f"{name} must have shape {wanted} to match {like}, got {tuple(value.shape)}")
 
 
 def check_device(like_name: str, like: Tensor, **others: Tensor | None) -> None:
@@ -55,7 +54,9 @@ def check_tokens(name: str, tokens: Tensor, centroids: Tensor) -> None:
     check_tensor("centroids", centroids, "HGD", floating=True)
     heads, groups, channels = centroids.shape
     if tokens.shape[1] != heads:
-        raise ValueError(f"centroids must have {name}'s {tokens.shape[1]} heads (H, G, D), got {tuple(centroids.shape)}")
+        raise ValueError(
+            f"centroids must have {name}'s {tokens.shape[1]} heads (H, G, D), got {tuple(centroids.shape)}"
+        )
     if tokens.shape[3] != channels:
         raise ValueError(
             f"centroids must have {name}'s {tokens.shape[3]} channels per head (H, G, D), got {tuple(centroids.shape)}"

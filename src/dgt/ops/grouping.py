@@ -66,7 +66,7 @@ def _(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
 
 
 def group_statistics(query: Tensor, group_ids: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-    """Sum the normalised queries of every group over batch and tokens, and count them (the parts of Eq. 3).
+    """Sum the normalised queries of every group over batch and tokens, and count them (Eq. 3 in parts).
 
     Args:
         query: (B, H, L, D) float tensor.
@@ -103,8 +103,8 @@ def blend_centroids(centroids: Tensor, sums: Tensor, counts: Tensor, rate: float
 def update_centroids(centroids: Tensor, query: Tensor, group_ids: Tensor, rate: float) -> Tensor:
     """Return the centroids after one step of Eqs. 3-4; the arguments stay as they are.
 
-    ``e'_j = mean of Norm(query) over group j`` (Eq. 3), ``e_j <- Norm((1 - rate) e_j + rate e'_j)`` (Eq. 4). With
-    ``rate = 1 - tau`` this is Eq. 4 as printed, with ``rate = tau`` the reading in which tau is the speed of the update.
+    ``e'_j = mean of Norm(query) over group j`` (Eq. 3), ``e_j <- Norm((1 - rate) e_j + rate e'_j)`` (Eq. 4).
+    ``rate = 1 - tau`` is Eq. 4 as printed; ``rate = tau`` is the reading in which tau is the speed of the update.
 
     Args:
         centroids: (H, G, D) float tensor, unit norm.
@@ -160,7 +160,7 @@ def seed_centroids(tokens: Tensor, num_groups: int, steps: int = 10) -> Tensor:
 
 
 def _spread_out(unit: Tensor, num_groups: int) -> Tensor:
-    """Choose G of the (H, N, D) unit tokens by k-means++: each with probability of its squared distance to the chosen."""
+    """Choose G of the (H, N, D) unit tokens by k-means++: likelier the farther from those chosen."""
     heads, count, channels = unit.shape
     generator = torch.Generator().manual_seed(0)
     draws = torch.rand(num_groups, heads, 1, generator=generator).to(unit.device)
