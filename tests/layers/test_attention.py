@@ -1,0 +1,123 @@
+"""The attention layers: shapes, limits, masks, settings, and what they refuse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import dgt
+
+
+@pytest.mark.parametrize("cosine", [False, True])
+@pytest.mark.parametrize("shape", [(2, 6, 5, 16), (2, 30, 16), (1, 1, 1, 16), (1, 1, 16)])
+@pytest.mark.parametrize("kind", [dgt.DGAttention, dgt.GlobalAttention])
+def test_the_shape_stays(kind, shape, cosine) -> None:
+    assert kind(16, 2, cosine=cosine)(torch.randn(shape)).shape == shape
+
+
+@pytest.mark.parametrize("cosine", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_all_keys_make_global_attention(cosine, training, layer, tokens) -> None:
+    grouped = layer(top_k=30, cosine=cosine).train(training)
+    everywhere = dgt.GlobalAttention(16, 2, cosine=cosine)
+    everywhere.load_state_dict({k: v for k, v in grouped.state_dict().items() if k in everywhere.state_dict()})
+    torch.testing.assert_close(grouped(tokens(1)), everywhere(tokens(1)), rtol=0, atol=1e-5)
+
+
+def test_global_attention_is_the_textbook_formula(tokens) -> None:
+    layer, x = dgt.GlobalAttention(16, 2), tokens(1).flatten(1, 2)
+    query, key, value = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in layer.qkv(x).chunk(3, dim=-1))
+    weight = (query @ key.transpose(-1, -2) / 8**0.5).softmax(-1)
+    expected = layer.proj((weight @ value).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-5)
+
+
+def test_cosine_attention_is_that_of_swin_v2(tokens) -> None:
+    """Normalised queries and keys, a scale per head that starts at 10 and stops at 100."""
+    layer, x = dgt.GlobalAttention(16, 2, cosine=True), tokens(1).flatten(1, 2)
+    torch.testing.assert_close(layer.logit_scale.exp().flatten(), torch.tensor([10.0, 10.0]))
+    layer.logit_scale.data[1] = 9.0
+    query, key, value = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in layer.qkv(x).chunk(3, dim=-1))
+    score = F.normalize(query, dim=-1) @ F.normalize(key, dim=-1).transpose(-1, -2)
+    weight = (score * torch.tensor([10.0, 100.0]).view(2, 1, 1)).softmax(-1)
+    expected = layer.proj((weight @ value).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-5)
+
+
+def test_cosine_ranks_keys_normalised(layer, tokens) -> None:
+    """The length of a key then says nothing: stretching some keys leaves the selection as it is."""
+    attention = layer(cosine=True, qkv_bias=False)
+    stretched = tokens(1) * (0.1 + 10 * torch.rand(4, 6, 5, 1))
+    assert torch.equal(attention.inspect(stretched).key_ids, attention.inspect(tokens(1)).key_ids)
+    plain = layer(qkv_bias=False)
+    assert not torch.equal(plain.inspect(stretched).key_ids, plain.inspect(tokens(1)).key_ids)
+
+
+@pytest.mark.parametrize("cosine", [False, True])
+@pytest.mark.parametrize("kind", [dgt.DGAttention, dgt.GlobalAttention])
+def test_a_padded_image_gives_what_it_gives_alone(kind, cosine, tokens) -> None:
+    layer = kind(16, 2, cosine=cosine, **({"num_groups": 5, "top_k": 6} if kind is dgt.DGAttention else {}))
+    small = tokens(1, 1, 4, 3)
+    batch = torch.randn(2, 6, 5, 16) * 3
+    batch[1, :4, :3] = small[0]
+    mask = torch.ones(2, 6, 5, dtype=torch.bool)
+    mask[1, 4:] = mask[1, :, 3:] = False
+    out = layer.eval()(batch, mask)
+    torch.testing.assert_close(out[1, :4, :3], layer(small)[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(out[:1], layer(batch[:1]), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [dgt.DGAttention, dgt.GlobalAttention])
+def test_an_image_of_padding_alone_stays_finite(kind, tokens) -> None:
+    layer = kind(16, 2)
+    x = tokens(1).requires_grad_()
+    mask = torch.ones(4, 6, 5, dtype=torch.bool)
+    mask[2] = False
+    layer(x, mask).square().sum().backward()
+    assert x.grad.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in layer.parameters())
+
+
+def test_settings_may_change_at_any_time(layer, tokens) -> None:
+    attention = layer().eval()
+    reference = attention(tokens(1))
+    attention.backend = "reference"
+    torch.testing.assert_close(attention(tokens(1)), reference, rtol=0, atol=1e-5)
+    attention.top_k = 3
+    assert attention.inspect(tokens(1)).key_ids.shape[-1] == 3
+    assert not torch.allclose(attention(tokens(1)), reference)
+
+
+def test_inspecting_changes_nothing(layer, tokens) -> None:
+    attention = layer().train()
+    before = {name: buffer.clone() for name, buffer in attention.named_buffers()}
+    attention.inspect(tokens(1))
+    assert all(torch.equal(before[name], buffer) for name, buffer in attention.named_buffers())
+    assert not attention.seeded
+
+
+def test_every_parameter_gets_a_gradient(layer, tokens) -> None:
+    attention = layer(cosine=True)
+    attention(tokens(1)).square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in attention.parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"dim": 0}, ValueError, r"dim must be at least 1, got 0"),
+        ({"dim": 30, "num_heads": 4}, ValueError, r"dim must be divisible by num_heads, got 30 and 4"),
+        ({"num_heads": 0}, ValueError, r"num_heads must be at least 1, got 0"),
+        ({"num_groups": 0}, ValueError, r"num_groups must be at least 1, got 0"),
+        ({"num_groups": 4.0}, TypeError, r"num_groups must be an int of at least 1, got 4\.0 of type float"),
+        ({"top_k": 0}, ValueError, r"top_k must be at least 1, got 0"),
+        ({"top_k": "all"}, TypeError, r"top_k must be an int of at least 1, got 'all' of type str"),
+        ({"tau": 1.5}, ValueError, r"tau must be None .* or between 0 and 1, got 1\.5"),
+        ({"tau_weighs": "both"}, ValueError, r"tau_weighs must be 'old' .* or 'new', got 'both'"),
+        ({"backend": "fast"}, ValueError, r"backend must be one of auto, .*got 'fast'"),
+    ],
+)
+def test_bad_settings(options, error, message) -> None:
+    with pytest.raises(error, match=message):
+        dgt.DGAttention(**{"dim": 32, "num_heads": 2, **options})

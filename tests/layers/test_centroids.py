@@ -1,0 +1,327 @@
+"""Centroids as state: when they change and by how much, in any plain training loop, and what keeps them exact."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from timm.utils import ModelEmaV3
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
+from torch.utils.checkpoint import checkpoint
+
+import dgt
+from dgt.layers import renormalize_centroids
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-3),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
+}
+
+
+def is_unit(centroids: torch.Tensor) -> bool:
+    return bool((centroids.norm(dim=-1) - 1).abs().max() < 1e-6)
+
+
+def seeded(layer, tokens, step, **options) -> dgt.DGAttention:
+    """A layer that has made one step."""
+    attention = layer(**options)
+    step(attention, torch.optim.SGD(attention.parameters(), lr=1e-3), tokens(0))
+    return attention
+
+
+def test_a_new_layer_has_fixed_random_unit_centroids(layer) -> None:
+    first, second = layer(), dgt.DGAttention(16, 2, num_groups=5, top_k=6)
+    assert torch.equal(first.centroids, second.centroids)
+    assert is_unit(first.centroids)
+    assert first.centroids.dtype == torch.float32
+    assert "centroids" not in dict(first.named_parameters())
+
+
+def test_evaluation_changes_nothing(layer, tokens, step) -> None:
+    """Neither before any training, nor after."""
+    for attention in (layer(), seeded(layer, tokens, step)):
+        before = {name: buffer.clone() for name, buffer in attention.eval().named_buffers()}
+        optimizer = torch.optim.SGD(attention.parameters(), lr=0.1)
+        step(attention, optimizer, tokens(1))
+        assert all(torch.equal(before[name], buffer) for name, buffer in attention.named_buffers())
+
+
+def test_the_first_training_batch_seeds(layer, tokens) -> None:
+    attention = layer()
+    before = attention.centroids.clone()
+    query = attention.split_heads(tokens(0))[0].detach()
+    attention(tokens(0))
+    assert attention.seeded
+    assert attention.num_updates == 1
+    assert is_unit(attention.centroids)
+    closeness = torch.einsum("bhld,hgd->bhlg", nn.functional.normalize(query, dim=-1), attention.centroids)
+    old = torch.einsum("bhld,hgd->bhlg", nn.functional.normalize(query, dim=-1), before)
+    assert closeness.amax(-1).mean() > old.amax(-1).mean() + 0.1
+
+
+def test_forwards_alone_do_not_move_centroids(layer, tokens, step) -> None:
+    attention = seeded(layer, tokens, step)
+    before = attention.centroids.clone()
+    for i in range(3):
+        attention(tokens(i)).sum().backward()
+    assert torch.equal(attention.centroids, before)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_step_moves_them_once_as_equations_3_and_4_say(name, layer, tokens, step) -> None:
+    attention = seeded(layer, tokens, step)
+    optimizer = OPTIMIZERS[name](attention.parameters())
+    for i in range(1, 4):
+        query = attention.split_heads(tokens(i))[0].detach()
+        groups = dgt.group_queries(query, attention.centroids)
+        expected = dgt.update_centroids(attention.centroids, query, groups, 0.3)
+        updates = int(attention.num_updates)
+        step(attention, optimizer, tokens(i))
+        torch.testing.assert_close(attention.centroids, expected, rtol=0, atol=1e-6)
+        assert attention.num_updates == updates + 1
+        assert is_unit(attention.centroids)
+
+
+def test_two_micro_batches_equal_the_joined_batch(layer, tokens, step) -> None:
+    joined = seeded(layer, tokens, step)
+    apart = copy.deepcopy(joined)
+    for i in range(1, 4):
+        for attention, batches in ((joined, [tokens(i)]), (apart, tokens(i).split([3, 1]))):
+            step(attention, torch.optim.SGD(attention.parameters(), lr=1e-3), *batches)
+        torch.testing.assert_close(apart.centroids, joined.centroids, rtol=0, atol=1e-6)
+    torch.testing.assert_close(apart.qkv.weight, joined.qkv.weight, rtol=0, atol=1e-5)
+
+
+def test_only_the_owner_of_the_weights_moves_them(layer, tokens, step) -> None:
+    attention, other = seeded(layer, tokens, step), nn.Linear(3, 3)
+    before = attention.centroids.clone()
+    attention(tokens(1)).sum().backward()
+    other(torch.randn(2, 3)).sum().backward()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    assert torch.equal(attention.centroids, before)
+    torch.optim.SGD([attention.proj.bias], lr=0.1).step()
+    assert not torch.equal(attention.centroids, before)
+
+
+@pytest.mark.parametrize(("tau_weighs", "rate"), [("new", 0.02), ("old", 0.98)])
+def test_without_tau_it_follows_the_current_learning_rate(tau_weighs, rate, layer, tokens, step) -> None:
+    attention = seeded(layer, tokens, step, tau=None, tau_weighs=tau_weighs)
+    optimizer = torch.optim.SGD(attention.parameters(), lr=1.0)
+    optimizer.param_groups[0]["lr"] = 0.2  # as a scheduler does
+    query = attention.split_heads(tokens(1))[0].detach()
+    groups = dgt.group_queries(query, attention.centroids)
+    expected = dgt.update_centroids(attention.centroids, query, groups, rate)
+    (attention(tokens(1)).square().mean() * 1e-3).backward()
+    optimizer.step()
+    torch.testing.assert_close(attention.centroids, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("tau_weighs", ["old", "new"])
+def test_tau_weighs_the_term_it_is_told_to(tau_weighs, layer, tokens, step) -> None:
+    """A tau of zero leaves the centroids, or replaces them by the new mean."""
+    attention = seeded(layer, tokens, step, tau=0.0, tau_weighs=tau_weighs)
+    before = attention.centroids.clone()
+    query = attention.split_heads(tokens(1))[0].detach()
+    mean = dgt.update_centroids(before, query, dgt.group_queries(query, before), 1.0)
+    step(attention, torch.optim.SGD(attention.parameters(), lr=1e-3), tokens(1))
+    torch.testing.assert_close(attention.centroids, before if tau_weighs == "new" else mean, rtol=0, atol=1e-6)
+
+
+def test_padding_never_counts(layer, tokens, step) -> None:
+    attention = seeded(layer, tokens, step)
+    other = copy.deepcopy(attention)
+    mask = torch.rand(4, 6, 5) < 0.6
+    noisy = torch.where(mask[..., None], tokens(1), 50 * torch.randn(4, 6, 5, 16))
+    for model, x in ((attention, tokens(1)), (other, noisy)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        model(x, mask).sum().backward()
+        optimizer.step()
+    torch.testing.assert_close(attention.centroids, other.centroids, rtol=0, atol=1e-6)
+
+
+def test_padding_never_seeds(layer, tokens) -> None:
+    mask = torch.rand(4, 6, 5) < 0.6
+    noisy = torch.where(mask[..., None], tokens(1), 50 * torch.randn(4, 6, 5, 16))
+    first, second = layer(), layer()
+    first(tokens(1), mask)
+    second(noisy, mask)
+    assert torch.equal(first.centroids, second.centroids)
+
+
+def test_a_batch_of_padding_alone_is_survived(layer, tokens, step) -> None:
+    attention = seeded(layer, tokens, step)
+    before = attention.centroids.clone()
+    attention(tokens(1), torch.zeros(4, 6, 5, dtype=torch.bool)).sum().backward()
+    torch.optim.SGD(attention.parameters(), lr=0.1).step()
+    torch.testing.assert_close(attention.centroids, before, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_changes_neither_gradients_nor_centroids(reentrant, layer, tokens) -> None:
+    """From the very first batch on, which seeds."""
+    plain, saving = layer(), layer()
+    for i in range(3):
+        grads = []
+        for attention in (plain, saving):
+            x = tokens(i).requires_grad_()
+            out = checkpoint(attention, x, use_reentrant=reentrant) if attention is saving else attention(x)
+            optimizer = torch.optim.SGD(attention.parameters(), lr=1e-3)
+            optimizer.zero_grad()
+            out.square().sum().backward()
+            optimizer.step()
+            grads.append([x.grad, *(p.grad for p in attention.parameters())])
+        for a, b in zip(*grads, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(plain.centroids, saving.centroids, rtol=0, atol=1e-6)
+
+
+def test_a_skipped_step_moves_nothing(layer, tokens, step) -> None:
+    """As a gradient scaler does on overflow: no optimizer step, then a good one."""
+    attention = seeded(layer, tokens, step)
+    before = attention.centroids.clone()
+    optimizer = torch.optim.SGD(attention.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for overflow in (True, False):
+        optimizer.zero_grad()
+        loss = attention(tokens(1)).square().sum()
+        scaler.scale(loss * (torch.inf if overflow else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(attention.centroids, before) == overflow
+    assert is_unit(attention.centroids)
+
+
+@pytest.mark.parametrize("cast", ["bfloat16", "half", "double", "to"])
+def test_casting_the_layer_keeps_centroids_exact(cast, layer, tokens, step) -> None:
+    attention = seeded(layer, tokens, step)
+    before = attention.centroids.clone()
+    attention = attention.to(torch.bfloat16) if cast == "to" else getattr(attention, cast)()
+    assert attention.centroids.dtype == torch.float32
+    assert torch.equal(attention.centroids, before)
+    x = tokens(1).to(attention.qkv.weight.dtype)
+    assert attention(x).dtype == x.dtype
+    step(attention, torch.optim.SGD(attention.parameters(), lr=1e-3), x)
+    assert attention.centroids.dtype == torch.float32
+    assert is_unit(attention.centroids)
+    assert not torch.equal(attention.centroids, before)
+    assert torch.equal(attention.float().centroids.bfloat16().float(), attention.centroids.bfloat16().float())
+
+
+def test_autocast_keeps_centroids_exact(layer, tokens) -> None:
+    """The update under autocast is the float32 one of the queries that autocast made."""
+    attention = layer()
+    optimizer = torch.optim.SGD(attention.parameters(), lr=1e-3)
+    for i in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            query = attention.split_heads(tokens(i))[0].detach()
+            attention(tokens(i)).float().square().sum().backward()
+        assert query.dtype == torch.bfloat16
+        groups = dgt.group_queries(query, attention.unit_centroids())
+        expected = dgt.update_centroids(attention.unit_centroids(), query, groups, 0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert attention.centroids.dtype == torch.float32
+        torch.testing.assert_close(attention.centroids, expected, rtol=0, atol=1e-6)
+        assert is_unit(attention.centroids)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_a_copy_lives_on_its_own(duplicate, layer, tokens, step) -> None:
+    attention = seeded(layer, tokens, step)
+    other = duplicate(attention)
+    assert other.seeded
+    before = attention.centroids.clone()
+    step(other, torch.optim.SGD(other.parameters(), lr=1e-3), tokens(1))
+    assert torch.equal(attention.centroids, before)
+    assert not torch.equal(other.centroids, before)
+
+
+def test_a_saved_state_goes_on_where_it_was(layer, tokens, step) -> None:
+    attention, other = seeded(layer, tokens, step), layer()
+    other.load_state_dict(attention.state_dict())
+    assert other.seeded
+    assert torch.equal(other.centroids, attention.centroids)
+    for model in (attention, other):
+        step(model, torch.optim.SGD(model.parameters(), lr=1e-3), tokens(1))
+    assert torch.equal(other.centroids, attention.centroids)
+    assert torch.equal(other.num_updates, attention.num_updates)
+
+
+def test_the_state_of_an_untrained_layer_is_still_to_be_seeded(layer, tokens, step) -> None:
+    attention = seeded(layer, tokens, step)
+    attention.load_state_dict(layer().state_dict())
+    assert not attention.seeded
+
+
+def train_with_average(attention, average, tokens, step) -> None:
+    optimizer = torch.optim.SGD(attention.parameters(), lr=1e-3)
+    for i in range(5):
+        step(attention, optimizer, tokens(i) * torch.tensor([1.0, -1.0])[i % 2])
+        average(attention)
+
+
+@pytest.mark.parametrize("kind", ["timm", "torch", "torch with buffers", "torch mean with buffers"])
+def test_averaged_weights_use_unit_centroids(kind, layer, tokens, step) -> None:
+    attention = layer(tau=0.9)
+    if kind == "timm":
+        ema = ModelEmaV3(attention, decay=0.6)
+        averaged, update = ema.module, ema.update
+    else:
+        average = None if kind == "torch mean with buffers" else get_ema_avg_fn(0.6)
+        ema = AveragedModel(attention, avg_fn=average, use_buffers=kind != "torch")
+        averaged, update = ema.module, ema.update_parameters
+    train_with_average(attention, update, tokens, step)
+    averaged.eval()
+    assert averaged.centroids.dtype == torch.float32
+    assert is_unit(averaged.unit_centroids())
+    if kind != "torch":
+        assert not is_unit(averaged.centroids), "the averages must have left the sphere for this test to mean something"
+    before = averaged(tokens(9))
+    renormalize_centroids(averaged)
+    assert is_unit(averaged.centroids)
+    torch.testing.assert_close(averaged(tokens(9)), before, rtol=0, atol=1e-6)
+    assert is_unit(attention.centroids)
+
+
+def test_renormalising_leaves_other_models_alone() -> None:
+    other = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    before = copy.deepcopy(other.state_dict())
+    renormalize_centroids(other)
+    assert all(torch.equal(before[name], value) for name, value in other.state_dict().items())
+
+
+def test_a_compiled_training_step_is_the_same(layer, tokens, step) -> None:
+    plain, other = layer(tau=None), layer(tau=None)
+    torch.compiler.reset()
+    compiled = torch.compile(other, fullgraph=True, backend="aot_eager")
+    for i in range(3):
+        step(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), tokens(i))
+        step(compiled, torch.optim.AdamW(other.parameters(), lr=1e-2), tokens(i))
+        assert torch.equal(plain.centroids, other.centroids)
+        assert plain.num_updates == other.num_updates == i + 2
+    assert other.seeded
+
+
+def test_a_frozen_part_of_a_training_model_stays(layer, tokens, step) -> None:
+    model = nn.ModuleList([seeded(layer, tokens, step), seeded(layer, tokens, step)])
+    model[0].eval()
+    before = [attention.centroids.clone() for attention in model]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    (model[0](tokens(1)) + model[1](tokens(1))).square().sum().backward()
+    optimizer.step()
+    assert torch.equal(model[0].centroids, before[0])
+    assert not torch.equal(model[1].centroids, before[1])
+
+
+def test_dropped_layers_are_forgotten(layer) -> None:
+    from dgt.layers import centroids as module
+
+    count = len(module._layers)
+    kept = layer()
+    assert len(module._layers) == count + 1
+    del kept
+    assert len(module._layers) == count

@@ -1,0 +1,55 @@
+"""Two processes under DistributedDataParallel end with the same centroids, those of one process on the joined batch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+
+SCRIPT = Path(__file__).with_name("data_parallel_run.py")
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+
+
+WAYS = ("no", "no_sync")  # to accumulate, as the script explains
+
+State = dict[str, dict[str, torch.Tensor]]
+
+
+def start(folder: Path, rank: int, ranks: int) -> tuple[subprocess.Popen[str], Path]:
+    """One process, and where it will write."""
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "GLOO_SOCKET_IFNAME": "lo"}
+    result = folder / f"{ranks}-{rank}.pt"
+    command = [sys.executable, str(SCRIPT), str(rank), str(ranks), str(folder / "meeting"), str(result), *WAYS]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True), result
+
+
+@pytest.fixture(scope="module")
+def states(tmp_path_factory) -> list[State]:
+    """What a process alone ends with, then what each of two ranks ends with."""
+    if not distributed.is_available():
+        pytest.skip("this build of torch has no torch.distributed")
+    folder = tmp_path_factory.mktemp("data_parallel")
+    running = [start(folder, 0, 1), start(folder, 0, 2), start(folder, 1, 2)]
+    try:
+        for process, _ in running:
+            _, errors = process.communicate(timeout=240)
+            assert process.returncode == 0, errors
+    finally:
+        for process, _ in running:
+            process.kill()
+    return [torch.load(result) for _, result in running]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_processes_equal_one(way, states) -> None:
+    alone, first, second = (state[way] for state in states)
+    for name, expected in alone.items():
+        assert torch.equal(first[name], second[name]), f"ranks differ in {name}"
+        torch.testing.assert_close(first[name].float(), expected.float(), rtol=0, atol=1e-5, msg=f"{name} differs")
+    assert alone["first.num_updates"] == 5
+    assert alone["first.centroids"].diff(dim=1).abs().max() > 0.1

@@ -1,0 +1,86 @@
+"""Settings of a whole model, and the records of what its attention grouped and selected."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import dgt
+from dgt.layers import attention as attention_module
+
+
+def attention_layers(model) -> dict[str, dgt.DGAttention]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, dgt.DGAttention)}
+
+
+def test_settings_reach_every_layer(small) -> None:
+    model = small()
+    assert dgt.set_attention(model, top_k=3, backend="reference", tau=0.5, tau_weighs="old") == 5
+    for layer in attention_layers(model).values():
+        assert (layer.top_k, layer.backend, layer.tau, layer.tau_weighs) == (3, "reference", 0.5, "old")
+    assert {r.attention.key_ids.shape[-1] for r in dgt.group_records(model, torch.randn(1, 3, 64, 64))} == {3}
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"top_k": 0}, ValueError, r"top_k must be at least 1, got 0"),
+        ({"top_k": 1.5}, TypeError, r"top_k must be an int of at least 1, got 1\.5 of type float"),
+        ({"backend": "fast"}, ValueError, r"backend must be one of auto, .*got 'fast'"),
+        ({"tau": -1}, ValueError, r"tau must be None .* or between 0 and 1, got -1"),
+        ({"tau_weighs": "mean"}, ValueError, r"tau_weighs must be 'old' .* or 'new', got 'mean'"),
+        ({"num_groups": 4}, TypeError, r"settings must be among top_k, backend, tau, tau_weighs, got 'num_groups'"),
+    ],
+)
+def test_bad_settings_set_nothing(settings, error, message, small) -> None:
+    model = small()
+    with pytest.raises(error, match=message):
+        dgt.set_attention(model, **{"top_k": 3, "backend": "reference", **settings})
+    assert {(layer.top_k, layer.backend) for layer in attention_layers(model).values()} == {(7, "auto")}
+
+
+def test_a_model_without_our_attention() -> None:
+    with pytest.raises(ValueError, match=r"model must contain DGAttention layers, got a Linear without any"):
+        dgt.set_attention(nn.Linear(2, 2), top_k=3)
+    with pytest.raises(TypeError, match=r"model must be a DynamicGroupTransformer, got Linear"):
+        dgt.group_records(nn.Linear(2, 2), torch.randn(1, 3, 64, 64))
+
+
+@pytest.mark.parametrize("post_norm", [False, True])
+def test_records_are_what_forward_uses(post_norm, small, monkeypatch) -> None:
+    model, images = small(post_norm=post_norm), torch.randn(2, 3, 64, 75)
+    used = []
+    original = attention_module.dynamic_group_attention
+
+    def recording(*args, **kwargs):
+        used.append(original(*args, **kwargs))
+        return used[-1]
+
+    monkeypatch.setattr(attention_module, "dynamic_group_attention", recording)
+    model(images)
+    monkeypatch.undo()
+    records = dgt.group_records(model, images)
+    assert [record.name for record in records] == list(attention_layers(model))
+    assert [record.grid for record in records] == [(16, 19)] + 2 * [(8, 10)] + 2 * [(4, 5)]
+    for record, seen in zip(records, used, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(record.attention, seen, strict=True))
+
+
+def test_recording_leaves_mode_and_state(small) -> None:
+    model = small().train()
+    before = copy.deepcopy(model.state_dict())
+    dgt.group_records(model, torch.randn(2, 3, 64, 64))
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(module.training for module in model.modules())
+    assert not any(layer.seeded for layer in attention_layers(model).values())
+    model.eval()
+    dgt.group_records(model, torch.randn(2, 3, 64, 64))
+    assert not any(module.training for module in model.modules())
+
+
+def test_records_need_no_gradient(small) -> None:
+    records = dgt.group_records(small(), torch.randn(1, 3, 64, 64))
+    assert not any(record.attention.output.requires_grad for record in records)

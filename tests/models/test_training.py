@@ -1,0 +1,110 @@
+"""Whole models in training: gradients everywhere, checkpointing, compilation, export."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import timm
+import torch
+from torch._dynamo.utils import counters
+
+import dgt
+
+
+def attention_layers(model) -> list[dgt.DGAttention]:
+    return [module for module in model.modules() if isinstance(module, dgt.DGAttention)]
+
+
+@pytest.mark.parametrize("post_norm", [False, True])
+def test_every_parameter_gets_a_gradient(post_norm, small) -> None:
+    model = small(post_norm=post_norm).train()
+    model(torch.randn(2, 3, 64, 64)).square().sum().backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()] == []
+
+
+def test_gradient_checkpointing_changes_neither_gradients_nor_centroids() -> None:
+    plain = timm.create_model("dgt_nano", num_classes=10, tau=0.2).train()
+    saving = copy.deepcopy(plain)
+    saving.set_grad_checkpointing(True)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-4) for model in (plain, saving)]
+    for step in range(2):  # the first seeds
+        images = torch.randn(4, 3, 64, 64, generator=torch.Generator().manual_seed(step))
+        for model, optimizer in zip((plain, saving), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(images).square().mean().backward()
+        for (name, a), b in zip(plain.named_parameters(), saving.parameters(), strict=True):
+            allowed = 1e-5 * max(1.0, a.grad.abs().max().item())
+            torch.testing.assert_close(b.grad, a.grad, rtol=0, atol=allowed, msg=name)
+        before = [layer.centroids.clone() for layer in attention_layers(plain)]
+        for optimizer in optimizers:
+            optimizer.step()
+        for old, a, b in zip(before, attention_layers(plain), attention_layers(saving), strict=True):
+            assert not torch.equal(old, a.centroids)
+            torch.testing.assert_close(a.centroids, b.centroids, rtol=0, atol=1e-5)
+
+
+def test_training_lowers_the_loss_and_keeps_centroids_on_the_sphere(small) -> None:
+    model = small(tau=None).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    images, labels = torch.randn(8, 3, 48, 48), torch.arange(8)
+    losses = []
+    for _ in range(12):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.5
+    for layer in attention_layers(model):
+        assert layer.num_updates == 13
+        torch.testing.assert_close(layer.centroids.norm(dim=-1), torch.ones(layer.centroids.shape[:2]))
+
+
+def test_compiles_without_a_break(small) -> None:
+    model, images = small(depths=(1, 1, 1, 1)), torch.randn(2, 3, 64, 48)
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(images), model(images), rtol=0, atol=1e-5)
+
+
+def test_a_compiled_training_step_is_the_same(small) -> None:
+    plain = small(depths=(1, 1, 1, 1)).train()
+    other = copy.deepcopy(plain)
+    torch.compiler.reset()
+    compiled = torch.compile(other, fullgraph=True, backend="aot_eager")
+    for step in range(2):
+        images = torch.randn(2, 3, 64, 48, generator=torch.Generator().manual_seed(step))
+        for model, owner in ((plain, plain), (compiled, other)):
+            optimizer = torch.optim.SGD(owner.parameters(), lr=1e-3)
+            optimizer.zero_grad()
+            model(images).square().mean().backward()
+            optimizer.step()
+        for a, b in zip(attention_layers(plain), attention_layers(other), strict=True):
+            torch.testing.assert_close(a.centroids, b.centroids, rtol=0, atol=1e-5)
+            assert a.num_updates == b.num_updates == step + 2
+
+
+def test_five_sizes_need_at_most_two_graphs(small) -> None:
+    """A first square image makes the compiler believe in squares; from the second on it knows better."""
+    model = small(depths=(1, 1, 1, 1))
+    torch.compiler.reset()
+    counters.clear()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch.no_grad():
+        for size in ((64, 64), (96, 64), (75, 101), (128, 160), (33, 140)):
+            images = torch.randn(2, 3, *size)
+            torch.testing.assert_close(compiled(images), model(images), rtol=0, atol=1e-4)
+    assert 1 <= counters["stats"]["unique_graphs"] <= 2
+
+
+def test_exports() -> None:
+    model, images = timm.create_model("dgt_nano", num_classes=10).eval(), torch.randn(2, 3, 64, 64)
+    exported = torch.export.export(model, (images,))
+    torch.testing.assert_close(exported.module()(images), model(images), rtol=0, atol=1e-5)
+
+
+def test_scripts(small) -> None:
+    model, images = small(), torch.randn(2, 3, 64, 48)
+    torch.testing.assert_close(torch.jit.script(model)(images), model(images), rtol=0, atol=1e-5)
