@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import shutil
 import subprocess
@@ -38,8 +39,9 @@ class Browser:
         self.errors: list[str] = []
         self.requests: list[str] = []
         self._number = 0
+        self._open = contextlib.ExitStack()
         try:
-            self._socket = connect(self._address(), max_size=None, compression=None)
+            self._socket = self._open.enter_context(connect(self._address(), max_size=None, compression=None))
         except BaseException:
             self._stop()
             raise
@@ -50,7 +52,7 @@ class Browser:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._socket.close()
+        self._open.close()
         self._stop()
 
     def _stop(self) -> None:

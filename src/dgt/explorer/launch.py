@@ -51,7 +51,7 @@ def serve(
         if not local:
             print(f"listening on {host}: whoever reaches this machine can use the page", flush=True)
         app = create_app(explorer, LOOPBACK if local else ["*"])
-        config = uvicorn.Config(app, log_level="warning", limit_concurrency=64, timeout_keep_alive=10, server_header=False)
+        config = uvicorn.Config(app, log_level="warning", server_header=False, limit_concurrency=64)
         uvicorn.Server(config).run(sockets=[listener])
 
 
@@ -101,7 +101,7 @@ def train(folder: Path, epochs: int = EPOCHS) -> Path:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket bound to an address, before any model is loaded, so that a port in use is told at once.
+    """A socket that listens before any model is loaded: a port in use is told at once, and who comes early waits.
 
     Raises:
         ValueError: the address cannot be bound, and why.
@@ -111,6 +111,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen()
     except OSError as error:
         raise ValueError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
     return listener

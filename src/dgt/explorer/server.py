@@ -18,7 +18,15 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from dgt.explorer.album import LONG_SIDE, MAX_BYTES, RefusedUploadError, UnknownPictureError, crop, encode_jpeg, fit_sides
+from dgt.explorer.album import (
+    LONG_SIDE,
+    MAX_BYTES,
+    RefusedUploadError,
+    UnknownPictureError,
+    crop,
+    encode_jpeg,
+    fit_sides,
+)
 from dgt.explorer.views import Answer, Explorer
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")

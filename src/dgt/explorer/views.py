@@ -246,7 +246,7 @@ def shown_blocks(network: nn.Module) -> list[ShownBlock]:
     if not isinstance(network, DynamicGroupTransformer):
         return []
     return [
-        ShownBlock(block.attn, i, j, network.strides[i])
+        ShownBlock(block.attn, i, j, network.feature_info[i]["reduction"])
         for i, stage in enumerate(network.stages)
         for j, block in enumerate(stage.blocks)  # type: ignore[arg-type]  # a ModuleList
         if isinstance(block.attn, DGAttention)

@@ -63,11 +63,11 @@ function paint() {
   painter.grid(view, palette);
   state.pins.forEach((place, pin) => {
     const token = tokenAt(place);
-    if (view.groupIds[token] !== group) painter.outline(view, lightOf(view, view.members[view.groupIds[token]]), palette.pins[pin], 2.2);
+    if (view.groupIds[token] !== group) painter.outline(view, lightOf(view, view.members[view.groupIds[token]]), palette.pins[pin], 1.7);
   });
   if (at) {
     const pinned = state.pins.findIndex((place) => view.groupIds[tokenAt(place)] === group);
-    painter.outline(view, light, pinned >= 0 ? palette.pins[pinned] : palette.group, pinned >= 0 ? 2.2 : 1.2);
+    painter.outline(view, light, pinned >= 0 ? palette.pins[pinned] : palette.group, pinned >= 0 ? 1.7 : 1.2);
     painter.keys(view, at.token, palette.key, palette);
     painter.mark(view, at.token, palette.group, palette);
   }
@@ -141,7 +141,7 @@ function measures() {
 
 function paintPins() {
   const { view } = now;
-  $("pins").hidden = !state.pins.length;
+  $("pins").classList.toggle("none", !state.pins.length);
   document.querySelectorAll(".pin").forEach((card, pin) => {
     if (!state.pins[pin]) return card.replaceChildren();
     const token = tokenAt(state.pins[pin]), group = view.groupIds[token];
@@ -165,7 +165,7 @@ function paintPins() {
     }
     if (right.fit(now.picture, palette)) {
       right.light(view, new Uint8Array(view.tokens));
-      right.keys(view, token, palette.pins[pin], palette);
+      right.keys(view, token, palette.key, palette);
     }
   });
   const groups = state.pins.map((place) => view.groupIds[tokenAt(place)]);
@@ -471,8 +471,8 @@ function startTheme() {
 function layout() {
   const wide = innerWidth > 1080;
   const ratio = now.picture ? now.picture.naturalWidth / now.picture.naturalHeight : 1;
-  const tall = wide ? innerHeight - 216 : 0.82 * innerHeight;
-  document.documentElement.style.setProperty("--fit", `${Math.max(300, Math.round(Math.min(wide ? 1000 : 900, tall * ratio)))}px`);
+  const tall = wide ? innerHeight - 232 : 0.82 * innerHeight;
+  document.documentElement.style.setProperty("--fit", `${Math.max(300, Math.round(Math.min(900, tall * ratio)))}px`);
 }
 
 // ---- events
@@ -565,7 +565,8 @@ try {
   [now.model, { images: now.images }] = await Promise.all([askModel(), askImages()]);
   now.table = colourTable(now.model.colours);
   const parameters = `${(now.model.parameters / 1e6).toFixed(1)} M parameters`;
-  $("model").textContent = `${now.model.name}, ${parameters}, trained on ${now.model.source}`;
+  $("model").textContent = now.model.name;
+  $("model").append(Object.assign(document.createElement("span"), { className: "more", textContent: `, ${parameters}, trained on ${now.model.source}` }));
   restore();
   controls();
   pictures();

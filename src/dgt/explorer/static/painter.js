@@ -153,18 +153,18 @@ export class Painter {
   keys(view, token, colour, palette) {
     const { context } = this;
     const w = this.canvas.width / view.columns, h = this.canvas.height / view.rows;
-    const inset = Math.max(0.5, 0.11 * w), corner = 0.22 * w;
+    const side = Math.min(0.78 * w, w - 1, 30 * this.scale), corner = 0.28 * side;
     const group = view.groupIds[token];
     context.fillStyle = colour;
     context.strokeStyle = palette.dark ? "#00000066" : "#ffffff99";
-    context.lineWidth = Math.max(1, 0.05 * w);
+    context.lineWidth = Math.max(1, 0.05 * side);
     for (let slot = 0; slot < view.k; slot++) {
       const key = view.keyIds[group * view.k + slot];
       const weight = view.weights[token * view.k + slot] / 255;
-      const x = (key % view.columns) * w + inset, y = Math.floor(key / view.columns) * h + inset;
+      const x = (key % view.columns + 0.5) * w, y = (Math.floor(key / view.columns) + 0.5) * h;
       context.globalAlpha = 0.24 + 0.76 * weight ** 0.7;
       context.beginPath();
-      context.roundRect(x, y, w - 2 * inset, h - 2 * inset, corner);
+      context.roundRect(x - side / 2, y - side / 2, side, side, corner);
       context.fill();
       if (w > 9 * this.scale) context.stroke();
     }
@@ -176,7 +176,7 @@ export class Painter {
     const { context } = this;
     const w = this.canvas.width / view.columns, h = this.canvas.height / view.rows;
     const x = (token % view.columns + 0.5) * w, y = (Math.floor(token / view.columns) + 0.5) * h;
-    const radius = Math.max(0.62 * w, 5 * this.scale);
+    const radius = Math.min(Math.max(0.62 * w, 5 * this.scale), 20 * this.scale);
     for (const [thickness, ink] of [[4.4, palette.dark ? "#000000a0" : "#ffffffc0"], [2.2, colour]]) {
       context.beginPath();
       context.arc(x, y, radius, 0, 2 * Math.PI);

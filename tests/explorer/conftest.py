@@ -1,0 +1,79 @@
+"""What the tests of the explorer share: a small model that nobody trained, and its server on a free port."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import uvicorn
+from fastapi.testclient import TestClient
+
+from dgt.data.shapes import KINDS
+from dgt.explorer import Album, Explorer, create_app
+from dgt.explorer.launch import listen
+from dgt.tasks.network import build_network
+from dgt.training import LoadedRun, load_recipe
+
+
+def make_run(name: str = "dgt_nano", image_size: int = 64) -> LoadedRun:
+    """A run as `load_run` returns it, of a model with random weights and centroids seeded on noise."""
+    torch.manual_seed(0)
+    recipe = load_recipe("scenes", ["--model.name", name, "--data.image_size", str(image_size)])
+    network = build_network(recipe.model, len(KINDS), image_size).train()
+    with torch.no_grad():
+        network(torch.randn(4, 3, image_size, image_size))
+    return LoadedRun(network.eval(), recipe, list(KINDS), Path("nowhere.safetensors"))
+
+
+@pytest.fixture(scope="session")
+def explorer() -> Explorer:
+    """A nano model and the built-in scenes."""
+    return Explorer(make_run(), Album())
+
+
+@pytest.fixture(scope="session")
+def client(explorer: Explorer) -> TestClient:
+    """Requests to its server, without a network."""
+    return TestClient(create_app(explorer), base_url="http://127.0.0.1:7860")
+
+
+@pytest.fixture(scope="session")
+def address(explorer: Explorer) -> Iterator[str]:
+    """The server's address on this machine, for a browser."""
+    listener = listen("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(create_app(explorer), log_level="warning"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.02)
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
+    server.should_exit = True
+    thread.join(10)
+
+
+def load_neighbour(name: str) -> ModuleType:
+    """A module beside this file: pytest does not put the folders of tests on the path."""
+    spec = importlib.util.spec_from_file_location(f"dgt_tests_{name}", Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """A headless Chromium with one page; the test is skipped where there is none."""
+    driver = load_neighbour("browser")
+    program = driver.find()
+    if program is None:
+        pytest.skip(f"no Chromium on this machine (looked for {', '.join(driver.NAMES)}): see CONTRIBUTING.md")
+    with driver.Browser(program) as opened:
+        yield opened

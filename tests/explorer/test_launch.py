@@ -1,0 +1,135 @@
+"""Starting the page: which model is found, where it listens, what it refuses, and how long DGT-T takes."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from fastapi.testclient import TestClient
+
+from dgt.explorer import Album, Explorer, create_app, launch, serve
+from dgt.explorer.views import shown_blocks
+from dgt.tasks.network import build_network
+from dgt.training import LoadedRun, load_recipe
+from dgt.training.recipe import Recipe
+from dgt.training.runs import export_model, make_record
+
+
+@pytest.fixture(scope="module")
+def model(explorer: Explorer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder that holds a model."""
+    folder = tmp_path_factory.mktemp("runs") / "demo"
+    run = explorer.run
+    export_model(folder / "model", run.network, make_record(run.recipe, run.class_names))
+    return folder
+
+
+def test_the_demo_is_found_and_a_checkpoint_goes_before(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(model.parent.parent)
+    monkeypatch.setattr(launch, "DEMO", model)
+    assert launch.find_run(None).source.is_relative_to(model)
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
+        launch.find_run(tmp_path / "missing.ckpt")
+
+
+def test_without_any_model_one_is_trained_and_kept(
+    explorer: Explorer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def quick(recipe: Recipe) -> None:
+        assert recipe.schedule.epochs == launch.EPOCHS
+        assert recipe.out is not None
+        export_model(Path(recipe.out) / "model", explorer.run.network, make_record(recipe, explorer.run.class_names))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "fit", quick)
+    assert launch.find_run(None).recipe.model.name == "dgt_nano"
+    assert "training dgt_nano on the built-in scenes for about a minute" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["explore"]
+    launch.find_run(None)
+    assert "training" not in capsys.readouterr().out
+
+
+def test_an_interrupted_training_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(recipe: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "fit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        launch.train(tmp_path / "explore")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_mistakes_are_told_before_any_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "find_run", lambda _: pytest.fail("loaded"))
+    with pytest.raises(ValueError, match="port must lie in 0 to 65535, got 70000"):
+        serve(port=70000)
+    with pytest.raises(FileNotFoundError, match="there is no file or folder"):
+        serve(image=tmp_path / "missing")
+    with pytest.raises(ValueError, match="expected 1 to 200 image files"):
+        serve(image=tmp_path)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ValueError, match=r"cannot listen on 127\.0\.0\.1 port"):
+            serve(port=taken.getsockname()[1])
+
+
+def test_it_listens_on_loopback_alone(model: Path) -> None:
+    code = f"from dgt.explorer import serve; serve({str(model)!r}, port=0)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            lines = [process.stdout.readline(), process.stdout.readline()]
+            address = lines[1].split()[1]
+            assert address.startswith("http://127.0.0.1:")
+            with urllib.request.urlopen(address) as answer:
+                assert b"Dynamic groups" in answer.read()
+            port = int(address.rstrip("/").rpartition(":")[2])
+            others = {each[4][0] for each in own_addresses() if not each[4][0].startswith("127.")}
+            for other in others:
+                with contextlib.closing(socket.socket()) as outside:
+                    outside.settimeout(2)
+                    assert outside.connect_ex((other, port)) != 0
+        finally:
+            process.terminate()
+
+
+def own_addresses() -> list[tuple[object, ...]]:
+    """This machine's own IPv4 addresses, as far as its name tells them."""
+    with contextlib.suppress(OSError):
+        return list(socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET))
+    return []
+
+
+def test_a_model_without_groups_is_refused(explorer: Explorer) -> None:
+    recipe = load_recipe("scenes", ["--model.name", "test_resnet"])
+    network = build_network(recipe.model, 8, 64)
+    assert shown_blocks(network) == []
+    with pytest.raises(ValueError, match="'test_resnet' has no dynamic group attention to explore"):
+        Explorer(LoadedRun(network, recipe, explorer.run.class_names, Path("nowhere")), Album())
+
+
+def test_dgt_tiny_at_224_answers_within_a_second() -> None:
+    recipe = load_recipe("scenes", ["--model.name", "dgt_tiny", "--data.image_size", "224"])
+    network = build_network(recipe.model, 8, 224).eval()
+    explorer = Explorer(LoadedRun(network, recipe, [f"class {i}" for i in range(8)], Path("nowhere")), Album())
+    explorer.warm_up()
+    client = TestClient(create_app(explorer), base_url="http://127.0.0.1")
+    seconds = []
+    for scene in range(2):
+        start = time.perf_counter()
+        view = client.get(f"/api/view?image=scene-{scene}&size=224&block=0&head=0&k=98").json()
+        seconds.append(time.perf_counter() - start)
+        assert view["grid"] == [56, 56]
+        assert view["forward"]["ms"] < 1000 * seconds[-1]
+    assert min(seconds) < 2
+    assert explorer.describe()["sizes"] == [224, 448]
+    assert min(explorer.trace(f"scene-{scene}", 224).seconds for scene in range(2)) < 1
