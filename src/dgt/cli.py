@@ -50,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="`dgt COMMAND --help` tells more. Start with `dgt demo`.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_add_demo, _add_train, _add_evaluate, _add_predict, _add_visualize):
+    for add in (_add_demo, _add_train, _add_evaluate, _add_predict, _add_visualize, _add_info):
         add(commands)
     return parser
 
@@ -129,6 +129,13 @@ def _add_visualize(commands: Commands) -> None:
     command.add_argument("--out", default="groups.png", metavar="FIG", help="PNG, SVG or PDF (default: %(default)s)")
 
 
+def _add_info(commands: Commands) -> None:
+    command = _add(commands, "info", run_info, "print parameters and FLOPs of models beside the paper's")
+    command.add_argument("model", nargs="?", metavar="MODEL", help="any timm model (default: all of this package)")
+    command.add_argument("--size", type=int, nargs=2, default=(224, 224), metavar=("H", "W"), help="default: 224 224")
+    command.add_argument("--json", action="store_true", help="print a list of rows as JSON")
+
+
 def run_demo(options: argparse.Namespace, _: list[str]) -> int:
     """`dgt demo`: trains, draws, and prints what to look at."""
     from dgt.demo import run
@@ -195,6 +202,15 @@ def run_visualize(options: argparse.Namespace, _: list[str]) -> int:
 
     draw(options.checkpoint, [options.image], options.out, options.block, options.head, options.groups, options.map)
     print(options.out)
+    return 0
+
+
+def run_info(options: argparse.Namespace, _: list[str]) -> int:
+    """`dgt info`: prints the table."""
+    from dgt.models.info import model_rows, model_table
+
+    rows = model_rows(options.model, tuple(options.size))
+    print(json.dumps(rows, indent=2) if options.json else model_table(rows))
     return 0
 
 

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchvision.io import write_png
+from numpy.typing import NDArray
+from PIL import Image
 
 from dgt.data.scenes import Scenes
 from dgt.figures import GroupPanel, denormalize, figure_group_map, figure_groups, save_figure
-from dgt.layers import group_records
+from dgt.models import DynamicGroupTransformer, GroupRecord, group_records
 from dgt.training import LoadedRun, evaluate, fit, load_recipe, load_run, predict
 from dgt.training.evaluate import read_image
 
@@ -93,9 +94,9 @@ def run(out: str | Path = "runs/demo", seed: int = 0, epochs: int | None = None)
 
 def _panels(run: LoadedRun, image: str | Path, block: int | None, head: int) -> list[GroupPanel]:
     pixels = read_image(run, image)
-    records: list[Any] = list(group_records(run.network, pixels))
-    if not records:
+    if not isinstance(run.network, DynamicGroupTransformer):
         raise ValueError(f"model {run.recipe.model.name!r} has no dynamic group attention to draw")
+    records = group_records(run.network, pixels)
     if block is not None and not 0 <= block < len(records):
         raise ValueError(f"block must lie in 0 to {len(records) - 1} for {run.recipe.model.name!r}, got {block}")
     chosen = list({record.grid: record for record in records}.values()) if block is None else [records[block]]
@@ -103,11 +104,12 @@ def _panels(run: LoadedRun, image: str | Path, block: int | None, head: int) -> 
     return [_panel(record, picture, head) for record in chosen]
 
 
-def _panel(record: Any, picture: Any, head: int) -> GroupPanel:
-    heads = record.group_ids.shape[1]
+def _panel(record: GroupRecord, picture: NDArray[Any], head: int) -> GroupPanel:
+    group_ids, key_ids = record.attention.group_ids, record.attention.key_ids
+    heads = group_ids.shape[1]
     if not 0 <= head < heads:
         raise ValueError(f"head must lie in 0 to {heads - 1} at block {record.name!r}, got {head}")
-    return GroupPanel(picture, record.grid, record.group_ids[0, head], record.key_ids[0, head], title=record.name)
+    return GroupPanel(picture, record.grid, group_ids[0, head], key_ids[0, head], title=record.name)
 
 
 def _write_scenes(folder: Path, image_size: int) -> list[Path]:
@@ -118,7 +120,7 @@ def _write_scenes(folder: Path, image_size: int) -> list[Path]:
     for index in range(SAMPLES):
         scene = scenes[index]
         paths.append(folder / f"{index}_{scenes.class_names[scene.label]}.png")
-        write_png(scene.image, str(paths[-1]))
+        Image.fromarray(scene.image.permute(1, 2, 0).numpy()).save(paths[-1])
     return paths
 
 

@@ -47,7 +47,7 @@ def test_a_trained_average_differs_and_keeps_centroids_of_unit_norm(tmp_path: Pa
         torch.testing.assert_close(averaged[key].norm(dim=-1), torch.ones(averaged[key].shape[:-1]), rtol=0, atol=1e-5)
         assert averaged[key].dtype == torch.float32
     assert any(not torch.equal(averaged[key], current[key]) for key in centroids)
-    assert not torch.equal(averaged["network.head.weight"], current["network.head.weight"])
+    assert not torch.equal(averaged["network.head.fc.weight"], current["network.head.fc.weight"])
     exported = load_run(folder).network.state_dict()
     assert all(torch.equal(exported[key.removeprefix("network.")], averaged[key]) for key in averaged)
 

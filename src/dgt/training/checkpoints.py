@@ -164,7 +164,7 @@ def _read_checkpoint(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise ValueError(
             f"{source} ({source.stat().st_size} bytes) is not a checkpoint of `dgt train`: {reason}"
         ) from error
-    except (RuntimeError, EOFError, OSError, zipfile.BadZipFile) as error:
+    except (RuntimeError, EOFError, OSError, ValueError, zipfile.BadZipFile) as error:
         raise ValueError(f"{source} is cut off or damaged ({source.stat().st_size} bytes)") from error
     if not isinstance(stored, dict) or not isinstance(stored.get(RECORD_KEY), dict):
         raise ValueError(f"{source} was not written by `dgt train`: it has no entry 'dgt' with the recipe")

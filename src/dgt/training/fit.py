@@ -10,9 +10,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from dgt.tasks import TASKS
@@ -96,41 +97,46 @@ def build_trainer(recipe: Recipe, folder: Path, record: dict[str, Any], data: An
         folder: the run's folder.
         record: put into every checkpoint.
         data: the data module, set up; its batches are those of one device.
+
+    Raises:
+        ValueError: devices, strategy or precision that this machine does not have.
     """
     settings = recipe.trainer
-    checkpoint = ModelCheckpoint(
-        dirpath=folder / "checkpoints",
-        filename="best",
-        monitor=TASKS[recipe.task].monitor,
-        mode="max",
-        save_last=True,
-        save_on_exception=True,
-        enable_version_counter=False,
-    )
-    callbacks: list[Callback] = [*progress_callbacks(), CheckpointRecord(record), checkpoint]
-    trainer = pl.Trainer(
-        accelerator=settings.accelerator,
-        devices=settings.devices,
-        num_nodes=settings.num_nodes,
-        strategy=settings.strategy,
-        precision=choose_precision(settings),
-        accumulate_grad_batches=settings.accumulate,
-        check_val_every_n_epoch=settings.check_val_every,
-        deterministic=settings.deterministic,
-        benchmark=not settings.deterministic,
-        gradient_clip_val=recipe.optimizer.clip_grad,
-        max_epochs=recipe.schedule.epochs,
-        logger=[CSVLogger(folder, "", ""), TensorBoardLogger(folder, "", "", default_hp_metric=False)],
-        callbacks=callbacks,
-        log_every_n_steps=min(20, len(data.train_dataloader())),
-        num_sanity_val_steps=0,
-        enable_model_summary=False,
-        enable_progress_bar=any("ProgressBar" in type(callback).__name__ for callback in callbacks),
-    )
+    callbacks = [*progress_callbacks(), CheckpointRecord(record), *_checkpoints(folder, TASKS[recipe.task].monitor)]
+    try:
+        trainer = pl.Trainer(
+            accelerator=settings.accelerator,
+            devices=settings.devices,
+            num_nodes=settings.num_nodes,
+            strategy=settings.strategy,
+            precision=choose_precision(settings),
+            accumulate_grad_batches=settings.accumulate,
+            check_val_every_n_epoch=settings.check_val_every,
+            deterministic=settings.deterministic,
+            benchmark=not settings.deterministic,
+            gradient_clip_val=recipe.optimizer.clip_grad,
+            max_epochs=recipe.schedule.epochs,
+            logger=[CSVLogger(folder, "", ""), TensorBoardLogger(folder, "", "", default_hp_metric=False)],
+            callbacks=callbacks,
+            log_every_n_steps=min(20, len(data.train_dataloader())),
+            num_sanity_val_steps=0,
+            enable_model_summary=False,
+            enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
+        )
+    except (ValueError, MisconfigurationException) as error:
+        raise ValueError(f"recipe section 'trainer' does not fit this machine: {error}") from error
     global_batch = data.batch_size * trainer.world_size * settings.accumulate
     if recipe.ema.decay is not None:
         trainer.callbacks.insert(0, WeightEma(ema_decay(recipe.ema.decay, global_batch)))  # type: ignore[attr-defined]
     return trainer, global_batch
+
+
+def _checkpoints(folder: Path, monitor: str) -> list[Callback]:
+    """Keep the best epoch and the last one: two callbacks, since `save_last` skips epochs that are not the best."""
+    place: dict[str, Any] = {"dirpath": folder / "checkpoints", "enable_version_counter": False}
+    best = ModelCheckpoint(**place, filename="best", monitor=monitor, mode="max")
+    last = ModelCheckpoint(**place, filename="last", save_on_train_epoch_end=True, save_on_exception=True)
+    return [best, last]
 
 
 def choose_precision(settings: TrainerSettings) -> Any:
