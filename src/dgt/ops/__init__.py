@@ -5,6 +5,7 @@ B batch, H heads, L tokens, D channels per head, G groups, K selected keys (``to
 """
 
 from dgt.ops.attention import DynamicGroupAttentionOutput, attend, dynamic_group_attention
+from dgt.ops.group_matmul import group_matmul
 from dgt.ops.grouping import group_queries, seed_centroids, update_centroids
 from dgt.ops.selection import select_keys
 
@@ -12,6 +13,7 @@ __all__ = [
     "DynamicGroupAttentionOutput",
     "attend",
     "dynamic_group_attention",
+    "group_matmul",
     "group_queries",
     "seed_centroids",
     "select_keys",

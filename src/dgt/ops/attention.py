@@ -7,16 +7,19 @@
 The first two steps choose indices and carry no gradient; the centroids learn by Eqs. 3-4 (:mod:`dgt.ops.grouping`).
 """
 
+import importlib.util
+from types import ModuleType
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from dgt.ops import eager, reference
-from dgt.ops.checks import check_device, check_shape, check_tensor
+from dgt.ops import eager, forms, reference
+from dgt.ops.checks import check_count, check_device, check_key_mask, check_shape, check_tensor, check_tokens
 from dgt.ops.grouping import group_queries
 from dgt.ops.selection import select_keys
 
-BACKENDS = {"reference": reference.attend, "eager": eager.attend}
+BACKENDS = ("reference", "eager", "triton", "forms")
 
 
 class DynamicGroupAttentionOutput(NamedTuple):
@@ -51,8 +54,10 @@ def dynamic_group_attention(
         scale: factor on the scores; default 1 / sqrt(D).
         key_mask: optional bool (B, L), True where a token is real. Padding is never selected, never counted, and
             yields zero.
-        backend: ``"auto"``, ``"reference"`` (dense, any type, twice differentiable) or ``"eager"`` (fast, plain
-            PyTorch, any device). A choice never falls back to another.
+        backend: ``"reference"`` (dense, any type, twice differentiable), ``"eager"`` (fast, plain PyTorch, any device),
+            ``"triton"`` (fused kernels for CUDA; up to 128 channels per head, no float64), ``"forms"`` (as the paper's
+            appendix builds it, for comparison), or ``"auto"``: Triton where it can run, eager elsewhere. A choice
+            never falls back to another.
 
     Returns:
         :class:`DynamicGroupAttentionOutput`: ``output``, ``group_ids``, ``key_ids``.
@@ -62,6 +67,14 @@ def dynamic_group_attention(
     """
     _check_inputs(query, key, value)
     check_shape("key", key, "BHLD", tuple(query.shape), "query")
+    if resolve_backend(backend, query) == "triton":
+        check_tokens("query", query, centroids)
+        check_count("top_k", top_k)
+        check_key_mask(key_mask, query.shape[0], query.shape[2], query)
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        return DynamicGroupAttentionOutput(
+            *load_triton().attention(query, key, value, centroids, top_k, scale, key_mask)
+        )
     group_ids = group_queries(query, centroids, key_mask)
     key_ids = select_keys(centroids, key, top_k, key_mask)
     output = attend(query, key, value, group_ids, key_ids, scale, backend)
@@ -102,21 +115,56 @@ def attend(
     check_shape("group_ids", group_ids, "BHL", tuple(query.shape[:3]), "query")
     check_shape("key_ids", key_ids, "BHGK", (*key.shape[:2], *key_ids.shape[2:]), "key")
     check_device("query", query, group_ids=group_ids, key_ids=key_ids)
-    run = BACKENDS[resolve_backend(backend)]
-    return run(query, key, value, group_ids, key_ids, query.shape[-1] ** -0.5 if scale is None else scale)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    arguments = (query, key, value, group_ids, key_ids, scale)
+    backend = resolve_backend(backend, query)
+    if backend == "triton":
+        output: Tensor = load_triton().attend(*arguments)
+        return output
+    if backend == "forms":
+        return forms.attend(*arguments, backend=resolve_backend("auto", query))
+    return reference.attend(*arguments) if backend == "reference" else eager.attend(*arguments)
 
 
-def resolve_backend(backend: str) -> str:
-    """Return the backend that ``"auto"`` stands for; a named one is checked and kept.
+def resolve_backend(backend: str, query: Tensor | None = None) -> str:
+    """Return the backend that ``"auto"`` stands for on a (B, H, L, D) query; a named one is checked and kept.
 
     Raises:
         ValueError: for an unknown name.
     """
     if backend == "auto":
-        return "eager"
+        return "triton" if query is not None and _suits_triton(query) else "eager"
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(['auto', *BACKENDS])}, got {backend!r}")
     return backend
+
+
+def load_triton() -> ModuleType:
+    """Return the Triton backend.
+
+    Raises:
+        ValueError: if Triton is not installed.
+    """
+    try:
+        from dgt.ops import triton
+    except ImportError as error:
+        raise ValueError(
+            'backend="triton" needs Triton, which is not installed: pip install triton, or use backend="eager"'
+        ) from error
+    return triton
+
+
+def _suits_triton(query: Tensor) -> bool:
+    """Tell whether the kernels can run on this query: device, type and channels."""
+    if not query.is_cuda or query.dtype == torch.float64 or query.shape[-1] > 128:
+        return False
+    return _can_run_triton(query.device.index)
+
+
+@torch.compiler.assume_constant_result
+def _can_run_triton(device: int | None) -> bool:
+    """Tell whether Triton is installed and this CUDA device new enough for it."""
+    return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Pieces that several kernels share: rows by index, exact products, and the choice of the largest of a row.
 
 Letters as in :mod:`dgt.ops`; a *head* is one of B * H. Addresses are 64-bit, sums are float32. Kernels take tensors as
@@ -122,7 +122,7 @@ def choose(ranks, top_k):
 @triton.jit
 def store_chosen(base, stride, width, numbers, chosen, place, count, present, R: tl.constexpr, N: tl.constexpr):
     """Write the chosen of (R, N) ``numbers`` to ``width`` places of rows ``stride`` apart, -1 into places left over."""
-    rows = tl.arange(0, R).to(tl.int64)[:, None] * stride
+    rows = tl.arange(0, R)[:, None] * stride
     tl.store(base + rows + place, numbers.to(base.dtype.element_ty), mask=chosen & present[:, None])
     columns = tl.arange(0, N)[None, :]
     rest = (columns >= count[:, None]) & (columns < width) & present[:, None]

@@ -107,7 +107,8 @@ def resources(cubin: bytes) -> tuple[int, int]:
         file.flush()
         command = [str(tool), "--dump-resource-usage", file.name]
         found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return tuple(max(int(number) for number in re.findall(rf"{name}:(\d+)", found)) for name in ("REG", "STACK"))  # type: ignore[return-value]
+    registers, stack = re.findall(r"REG:(\d+)", found), re.findall(r"STACK:(\d+)", found)
+    return max(map(int, registers)), max(map(int, stack))
 
 
 def compile_launch(launch: Launch, shape: str, arch: int) -> Report:
@@ -145,7 +146,7 @@ def table(rows: list[Report]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Compile everything and print what it takes; 1 if a kernel spills or does not compile, otherwise 0."""
-    parser = argparse.ArgumentParser(prog="python -m dgt.ops.triton.compile", description="Compile every kernel offline.")
+    parser = argparse.ArgumentParser(prog="python -m dgt.ops.triton.compile", description="Compile every kernel.")
     parser.add_argument("--arch", type=int, default=90, help="compute capability times ten: 80, 90, 100 (default: 90)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
@@ -154,7 +155,8 @@ def main(arguments: list[str] | None = None) -> int:
     found = list(reports(options.arch))
     failed = [row for row in found if row.error or row.spilled_bytes]
     if options.json:
-        print(json.dumps({"arch": options.arch, "failed": len(failed), "kernels": [r._asdict() for r in found]}, indent=1))
+        kernels = [row._asdict() for row in found]
+        print(json.dumps({"arch": options.arch, "failed": len(failed), "kernels": kernels}, indent=1))
     else:
         print(table(found))
     for row in failed:

@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Gradients for few tokens: the formulas of :mod:`dgt.ops.triton.many_backward`, dense under the mask of bits.
 
 Every query and every key is written by one program, so nothing is summed between programs.

@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Few tokens: one program does grouping, selection and attention of a whole head (Eqs. 1-2).
 
 With up to 256 tokens a head fits on chip, and gathering would cost more than it saves: queries attend densely under a
@@ -14,7 +14,16 @@ import triton.language as tl
 from torch import Tensor
 
 from dgt.ops.triton.common import (
-    EMPTY, choose, exact_left, head_base, load_rows, multiply, nearest, rank_of, store_chosen, store_rows,
+    EMPTY,
+    choose,
+    exact_left,
+    head_base,
+    load_rows,
+    multiply,
+    nearest,
+    rank_of,
+    store_chosen,
+    store_rows,
 )  # fmt: skip
 from dgt.ops.triton.launch import launch, new_rows, power_of_two, rows_of, strides_of
 from dgt.ops.triton.many_tokens import finish_softmax, running_softmax
@@ -104,7 +113,7 @@ def attention(
         output, logsum, group_ids, key_ids,
         *strides_of(query), *strides_of(key), *strides_of(value), *strides_of(output),
         heads, tokens, groups, width, scale * math.log2(math.e),
-        D=channels, DP=power_of_two(channels), T=min(64, padded), N=padded, R=16, GP=power_of_two(groups),
+        D=channels, DP=power_of_two(channels), T=16, N=padded, R=16, GP=power_of_two(groups),
         MASKED=key_mask is not None, num_warps=8 if padded > 64 else 4, num_stages=1,
     )  # fmt: skip
     return output, logsum, group_ids, key_ids

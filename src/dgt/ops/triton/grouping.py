@@ -1,9 +1,11 @@
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Query groups, and in the same pass the centroid statistics of Eq. 3.
 
 A program takes a run of tokens of one head. Scores exist only on chip; statistics are summed per program and then over
 programs, in a fixed order, so that repeats are bit-equal.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -76,7 +78,7 @@ def assign(
     runs = triton.cdiv(tokens, run)
     group_ids = torch.empty((batch, heads, tokens), dtype=torch.int64, device=query.device)
     programs = batch * heads * runs if statistics else 0
-    exact = {"dtype": torch.float32, "device": query.device}
+    exact: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
     sums, counts = torch.empty((programs, groups, channels), **exact), torch.empty((programs, groups), **exact)
     launch(
         assign_queries, batch * heads * runs,

@@ -1,9 +1,9 @@
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The inverse of the selection, from keys to the groups that chose them: sums over groups without atomics on floats.
 
 Each group leaves a partial gradient for each of its K keys. A key finds its partials through the index, in ascending
-order of group, and adds them up: the same bits in every run. First, every key gets a bit per group (``atomic_or``, whose
-order does not matter); then the number of bits below a group's own is its place among the partials of that key.
+order of group, and adds them up: the same bits in every run. First, every key gets a bit per group (by ``atomic_or``,
+whose order does not matter); then the number of bits below a group's own is its place among the partials of that key.
 """
 
 from typing import NamedTuple

@@ -102,10 +102,10 @@ def strides_of(tensor: Tensor) -> tuple[int, int, int]:
     return tensor.stride(0), tensor.stride(1), tensor.stride(2)
 
 
-def new_rows(like: Tensor, tokens: int | None = None) -> Tensor:
+def new_rows(like: Tensor) -> Tensor:
     """Return an empty (B, H, L, D) tensor that lies in memory as (B, L, H, D), so that merging heads is free."""
-    batch, heads, count, channels = like.shape
-    return like.new_empty(batch, count if tokens is None else tokens, heads, channels).transpose(1, 2)
+    batch, heads, tokens, channels = like.shape
+    return like.new_empty(batch, tokens, heads, channels).transpose(1, 2)
 
 
 def turns(heads: int, bytes_per_head: int) -> Iterator[tuple[int, int]]:

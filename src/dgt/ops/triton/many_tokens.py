@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Attention inside each group for many tokens, forward (Eq. 2).
 
 A program takes a tile of queries of one group, gathers the group's keys and values by index straight into on-chip

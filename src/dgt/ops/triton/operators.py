@@ -1,7 +1,7 @@
 """The kernels as operators of PyTorch: shapes for tracing, gradients, and counts of floating-point operations.
 
-Operators are opaque to ``torch.compile``, so they never break a graph. They work in the type of their inputs, also under
-autocast, whose casts happen in the layers before them.
+Operators are opaque to ``torch.compile``, so they never break a graph. They work in the type of their inputs, also
+under autocast, whose casts happen in the layers before them.
 """
 
 import math
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from dgt.ops.triton import few_backward, few_tokens, grouping, many_backward, many_tokens, selection
+from dgt.ops.triton import few_backward, few_tokens, grouping, many_backward, many_tokens, products, selection
 from dgt.ops.triton.launch import check_runnable, new_rows
 from dgt.ops.triton.sorting import sort_queries
 
@@ -68,7 +68,7 @@ def _(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) -> Te
 
 @torch.library.custom_op("dgt::triton_attend", mutates_args=())
 def attend(query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float) -> Ids:
-    """Attention inside each group; ``(output, logsum)``, the latter float32 (B, H, L), base 2, for the backward pass."""
+    """Attention inside each group; ``(output, logsum)``, the latter float32 (B, H, L), base 2, for the gradients."""
     check_runnable("query", query)
     return many_tokens.attend(query, key, value, sort_queries(group_ids, key_ids.shape[2]), key_ids, scale)
 
@@ -120,6 +120,22 @@ def _(
     shape = (*key.shape[:2], centroids.shape[1], torch.sym_min(top_k, key.shape[2]))
     logsum = query.new_empty(query.shape[:3], dtype=torch.float32)
     return new_rows(query), logsum, torch.empty_like(logsum, dtype=torch.int64), key.new_empty(shape, dtype=torch.int64)
+
+
+def group_matmul(
+    form: int, left: Tensor, right: Tensor, group_ids: Tensor, key_ids: Tensor, tokens: int, fill: float
+) -> Tensor:
+    """Multiply group by group; contract as in :func:`dgt.group_matmul`, whose operator calls this."""
+    check_runnable("right" if form == 2 else "left", right if form in (2, 4) else left)
+    segments = sort_queries(group_ids, key_ids.shape[2])
+    if form == 1:
+        return products.rows_by_keys(left, right, segments, key_ids, fill)
+    if form == 2:
+        return products.weights_by_rows(left, right, segments, key_ids)
+    if form == 3:
+        columns = products.weights_by_columns(right, left, segments, key_ids, tokens)
+        return columns.transpose(2, 3).contiguous()
+    return products.weights_by_columns(left, right, segments, key_ids, tokens)
 
 
 def _save_attend(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -1,10 +1,12 @@
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The four group-wise matrix products of the paper's appendix as kernels, which keep P (L x k) in memory.
 
 Forms 1 and 2 take a tile of queries of one group, forms 3 and 4 a block of the selected keys of one group. Keys and
 values are read in place, as in the paper. Unlike there, a tile never straddles two groups, and keys that several groups
 chose sum their parts through the inverse index instead of racing for one address.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from dgt.ops.triton.common import head_base, load_rows, multiply, store_rows
 from dgt.ops.triton.inverse import gather, invert
-from dgt.ops.triton.launch import launch, new_rows, rows_of, strides_of, turns
+from dgt.ops.triton.launch import launch, rows_of, strides_of, turns
 from dgt.ops.triton.many_tokens import load_ids, tiling
 from dgt.ops.triton.sorting import Segments, count_slots, find_segment, find_tile
 
@@ -117,7 +119,7 @@ def weights_by_rows(weights: Tensor, values: Tensor, segments: Segments, key_ids
     weights, values, key_ids = weights.contiguous(), rows_of(values), key_ids.contiguous()
     batch, heads, queries, width = weights.shape
     groups = key_ids.shape[2]
-    result = new_rows(values, queries)
+    result = values.new_empty(batch, heads, queries, values.shape[3])
     options = tiling(result, groups, width)
     slots = count_slots(queries, groups, options["T"])
     launch(
@@ -133,13 +135,13 @@ def weights_by_columns(weights: Tensor, rows: Tensor, segments: Segments, key_id
     weights, rows, key_ids = weights.contiguous(), rows_of(rows), key_ids.contiguous()
     batch, heads, queries, channels = rows.shape
     groups, width = key_ids.shape[2:]
-    result = new_rows(rows, tokens)
+    result = rows.new_empty(batch, heads, tokens, channels)
     options = tiling(rows, groups, width)
     del options["GP"]
     blocks = triton.cdiv(width, options["N"])
     inverse = invert(key_ids, tokens)
     for first, number in turns(batch * heads, 4 * groups * width * channels):
-        exact = {"dtype": torch.float32, "device": rows.device}
+        exact: dict[str, Any] = {"dtype": torch.float32, "device": rows.device}
         partial = torch.empty((number, groups * width, channels), **exact)
         launch(
             columns_times_rows, number * groups * blocks,

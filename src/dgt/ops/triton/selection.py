@@ -1,7 +1,7 @@
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The top-k keys of every group, chosen on chip (Eq. 1).
 
-A program scores a chunk of keys for 16 groups, keeps the ranks in registers and bisects for the k-th largest. Few
+A program scores a chunk of keys for up to 16 groups, keeps the ranks in registers and bisects for the k-th largest. Few
 tokens are one chunk. Many are a tournament: every chunk hands on its own k best, in ascending order, and these compete
 again in chunks until one is left; since order is kept all along, ties still go to the lowest index. Where k is too
 large for rounds to shrink the field, every step of the bisection streams over all keys once more.
@@ -15,7 +15,7 @@ from torch import Tensor
 from dgt.ops.triton.common import EMPTY, choose, exact_left, head_base, load_rows, rank_of, store_chosen
 from dgt.ops.triton.launch import launch, power_of_two, rows_of, strides_of, turns
 
-GROUPS = 16  # rows of a program: the least that the matrix units take
+PROGRAM = 8192  # ranks of a program of 8 warps: 32 in every thread, more would spill
 CHUNK_BYTES = 64 << 10  # of keys in on-chip memory
 ROUND = 2048  # candidates of a group in one program of a later round
 
@@ -150,25 +150,36 @@ def select(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) 
     tensors = (key, centroids.float().contiguous(), key_mask if key_mask is None else key_mask.contiguous())
     shape = (*strides_of(key), heads, tokens, groups)
     padded = power_of_two(channels)
-    constants = {"D": channels, "DP": padded, "R": GROUPS, "MASKED": key_mask is not None}
-    blocks = triton.cdiv(groups, GROUPS)
+    constants = {"D": channels, "DP": padded, "MASKED": key_mask is not None}
     chunk = min(power_of_two(tokens), 1024, CHUNK_BYTES // (padded * key.element_size()))
     chunks = triton.cdiv(tokens, chunk)
     if chunks > 1 and 2 * width > chunk:
+        blocks = triton.cdiv(groups, 16)
         launch(
             select_streaming, batch * heads * blocks, *tensors, key_ids, *shape, blocks, width,
-            N=128, num_warps=4, **constants,
+            R=16, N=128, num_warps=4, **constants,
         )  # fmt: skip
         return key_ids
+    blocks = triton.cdiv(groups, _rows(chunk))
     for first, count in turns(batch * heads, 8 * groups * chunks * width if chunks > 1 else 0):
         last = key_ids.view(-1, groups, width)[first : first + count]
         ids, ranks = _lists(last, chunks, width)
         launch(
             select_from_keys, count * blocks * chunks, *tensors, ids, ranks, *shape, first, chunks, blocks, width,
-            N=chunk, RANKS=chunks > 1, num_warps=8 if chunk > 256 else 4, **constants,
+            R=_rows(chunk), N=chunk, RANKS=chunks > 1, num_warps=_warps(chunk), **constants,
         )  # fmt: skip
         _play_rounds(ids, ranks, last, count * groups, chunks * width, width)
     return key_ids
+
+
+def _rows(chunk: int) -> int:
+    """Groups of a program that holds a chunk of each."""
+    return min(16, PROGRAM // chunk)
+
+
+def _warps(chunk: int) -> int:
+    """Warps of such a program."""
+    return 8 if _rows(chunk) * chunk == PROGRAM else 4
 
 
 def _lists(last: Tensor, chunks: int, width: int) -> tuple[Tensor, Tensor]:
@@ -186,7 +197,8 @@ def _play_rounds(ids: Tensor, ranks: Tensor, last: Tensor, rows: int, field: int
         chunks = triton.cdiv(field, chunk)
         next_ids, next_ranks = _lists(last, chunks, width)
         launch(
-            select_again, triton.cdiv(rows, 8) * chunks, ids, ranks, next_ids, next_ranks, rows, field, chunks, width,
-            R=8, N=chunk, RANKS=chunks > 1, num_warps=8 if chunk > 256 else 4,
+            select_again, triton.cdiv(rows, _rows(chunk)) * chunks,
+            ids, ranks, next_ids, next_ranks, rows, field, chunks, width,
+            R=_rows(chunk), N=chunk, RANKS=chunks > 1, num_warps=_warps(chunk),
         )  # fmt: skip
         ids, ranks, field = next_ids, next_ranks, chunks * width

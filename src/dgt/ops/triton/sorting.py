@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Queries in the order of their groups, by a counting sort, so that a tile of queries never straddles two groups.
 
 The G groups of a head are followed by one more, number G, of queries that belong to none (padding). Tiles get their
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dgt.ops.triton.launch import launch, power_of_two
 
-RUN = 256  # queries of one program of the sort
+RUN = 128  # queries of one program of the sort
 AT_ONCE = 64  # groups it looks at in a turn
 
 

@@ -1,0 +1,219 @@
+"""The four group-wise matrix products of the paper's appendix, as operators of their own, in plain PyTorch and Triton.
+
+Form 1 serves Eqs. 1 and 5 of the appendix, form 2 Eqs. 2 and 3, form 3 Eq. 4 and form 4 Eq. 6. The gradient of each is
+made of the others, so they may be differentiated any number of times. :mod:`dgt.ops.forms` builds the attention of
+them, as the paper has it: a baseline, which keeps P (L x k) in memory.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from dgt.ops.checks import check_count, check_device, check_shape, check_tensor
+
+PART = 1 << 20  # elements of the largest temporary tensor of the plain version
+# The arguments of each form; D channels, K places, L queries.
+LETTERS = {1: ("BHLD", "BHMD"), 2: ("BHLK", "BHMD"), 3: ("BHLD", "BHLK"), 4: ("BHLK", "BHLD")}
+
+
+def group_matmul(
+    form: int,
+    left: Tensor,
+    right: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    tokens: int | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Multiply matrices group by group; query i works with keys ``ids_i = key_ids[b, h, group_ids[b, h, i]]`` only.
+
+    ======  ==================  ===================  ====================================================
+    form    left                right                result
+    ======  ==================  ===================  ====================================================
+    1       queries (B,H,L,D)   keys (B,H,M,D)       (B,H,L,K): ``left[i] . right[ids_i[p]]``
+    2       weights (B,H,L,K)   values (B,H,M,D)     (B,H,L,D): sum over p of ``left[i,p] right[ids_i[p]]``
+    3       queries (B,H,L,D)   weights (B,H,L,K)    (B,H,D,M): form 4 of (right, left), transposed
+    4       weights (B,H,L,K)   rows (B,H,L,D)       (B,H,M,D): in row j the sum of ``left[i,p] right[i]``
+                                                     over all i, p with ``ids_i[p] = j``
+    ======  ==================  ===================  ====================================================
+
+    Args:
+        form: 1 to 4, as numbered in the paper's appendix.
+        left, right: float tensors of one type, as in the table. Differentiable.
+        group_ids: (B, H, L) int64; a query of group -1 yields zero and adds nothing.
+        key_ids: (B, H, G, K) int64; -1 marks an empty place, which yields zero and adds nothing.
+        tokens: M, the number of keys; for forms 3 and 4 only, whose arguments do not tell it.
+        backend: ``"auto"``, ``"eager"`` (plain PyTorch) or ``"triton"``; a choice never falls back to another.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
+    from dgt.ops.attention import load_triton, resolve_backend
+
+    if form not in LETTERS:
+        raise ValueError(f"form must be 1, 2, 3 or 4, got {form!r}")
+    for name, tensor, letters in (("left", left, LETTERS[form][0]), ("right", right, LETTERS[form][1])):
+        check_tensor(name, tensor, letters, floating=True)
+    if left.dtype != right.dtype:
+        raise TypeError(f"right must have left's type {left.dtype}, got {right.dtype}")
+    check_tensor("group_ids", group_ids, "BHL", floating=False)
+    check_tensor("key_ids", key_ids, "BHGK", floating=False)
+    check_device("left", left, right=right, group_ids=group_ids, key_ids=key_ids)
+    check_shape("group_ids", group_ids, "BHL", tuple(left.shape[:3]), "left")
+    check_shape("key_ids", key_ids, "BHGK", (*left.shape[:2], *key_ids.shape[2:]), "left")
+    if form >= 3:
+        check_count("tokens", -1 if tokens is None else tokens)
+    elif tokens is not None:
+        raise ValueError(f"tokens must be left out for form {form}, whose right argument tells it, got {tokens}")
+    _check_sizes(form, left, right, key_ids.shape[3])
+    backend = resolve_backend(backend, right if form == 2 else left)
+    if backend not in ("eager", "triton"):
+        raise ValueError(f"backend must be one of auto, eager, triton, got {backend!r}")
+    if backend == "triton":
+        load_triton()
+    return product(form, left, right, group_ids, key_ids, tokens or right.shape[2], 0.0, backend)
+
+
+def product(
+    form: int, left: Tensor, right: Tensor, group_ids: Tensor, key_ids: Tensor, tokens: int, fill: float, backend: str
+) -> Tensor:
+    """Multiply as :func:`group_matmul`, unchecked, with ``fill`` in the empty places of form 1's result."""
+    result: Tensor = torch.ops.dgt.group_matmul(form, left, right, group_ids, key_ids, tokens, fill, backend)
+    return result
+
+
+def _check_sizes(form: int, left: Tensor, right: Tensor, places: int) -> None:
+    """Check left and right against each other and against K."""
+    expected = {
+        1: (*left.shape[:2], right.shape[2], left.shape[3]),
+        2: (*left.shape[:2], *right.shape[2:]),
+        3: (*left.shape[:3], places),
+        4: (*left.shape[:3], right.shape[3]),
+    }[form]
+    check_shape("right", right, LETTERS[form][1], expected, "left")
+    if form in (2, 4):
+        check_shape("left", left, "BHLK", (*left.shape[:3], places), "key_ids")
+    if 0 in left.shape or 0 in right.shape:
+        raise ValueError(f"left and right must not be empty, got {tuple(left.shape)} and {tuple(right.shape)}")
+
+
+@torch.library.custom_op("dgt::group_matmul", mutates_args=())
+def _product(
+    form: int, left: Tensor, right: Tensor, group_ids: Tensor, key_ids: Tensor, tokens: int, fill: float, backend: str
+) -> Tensor:
+    if backend == "triton":
+        from dgt.ops.triton.operators import group_matmul as kernels
+
+        return kernels(form, left, right, group_ids, key_ids, tokens, fill)
+    if form == 1:
+        return _rows_by_keys(left, right, group_ids, key_ids, fill)
+    if form == 2:
+        return _weights_by_rows(left, right, group_ids, key_ids)
+    if form == 3:
+        return _weights_by_columns(right, left, group_ids, key_ids, tokens).transpose(2, 3).contiguous()
+    return _weights_by_columns(left, right, group_ids, key_ids, tokens)
+
+
+@_product.register_fake
+def _(
+    form: int, left: Tensor, right: Tensor, group_ids: Tensor, key_ids: Tensor, tokens: int, fill: float, backend: str
+) -> Tensor:
+    batch, heads, queries, last = left.shape
+    shapes = {
+        1: (batch, heads, queries, key_ids.shape[3]),
+        2: (batch, heads, queries, right.shape[3]),
+        3: (batch, heads, last, tokens),
+        4: (batch, heads, tokens, right.shape[3]),
+    }
+    return left.new_empty(shapes[form])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.form, left, right, group_ids, key_ids, ctx.tokens, _, ctx.backend = inputs
+    ctx.save_for_backward(left, right, group_ids, key_ids)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients of a product are products (Eqs. 3-6 of the appendix)."""
+    left, right, group_ids, key_ids = ctx.saved_tensors
+
+    def multiply(form: int, a: Tensor, b: Tensor) -> Tensor:
+        return product(form, a, b, group_ids, key_ids, ctx.tokens, 0.0, ctx.backend)
+
+    if ctx.form == 1:
+        grads = multiply(2, grad, right), multiply(3, left, grad).transpose(2, 3)
+    elif ctx.form == 2:
+        grads = multiply(1, grad, right), multiply(4, left, grad)
+    elif ctx.form == 3:
+        columns = grad.transpose(2, 3)
+        grads = multiply(2, right, columns), multiply(1, left, columns)
+    else:
+        grads = multiply(1, right, grad), multiply(2, left, grad)
+    return None, *grads, None, None, None, None, None
+
+
+_product.register_autograd(_backward, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.dgt.group_matmul)
+def _product_flops(form: int, left: Any, right: Any, group_ids: Any, key_ids: Any, *_: Any, **__: Any) -> int:
+    batch, heads, queries = group_ids
+    channels = left[3] if form in (1, 3) else right[3]
+    return 2 * int(batch * heads * queries * key_ids[3] * channels)  # two per multiply-add, as torch counts
+
+
+class _Run(NamedTuple):
+    """A run of R queries with the keys of their groups; rows count through batch and heads."""
+
+    queries: slice
+    keys: Tensor  # (R, K) rows of keys
+    exist: Tensor  # (R, K) bool
+
+
+def _runs(group_ids: Tensor, key_ids: Tensor, tokens: int, channels: int) -> Iterator[_Run]:
+    """Cut all queries into runs whose (R, K, D) gathered keys stay small."""
+    groups, places = key_ids.shape[2:]
+    heads = torch.arange(group_ids.shape[0] * group_ids.shape[1], device=group_ids.device)[:, None]
+    rows = (group_ids.flatten(0, 1).clamp(min=0) + heads * groups).flatten()
+    ids = key_ids.flatten(0, 2)
+    first = (heads * tokens).expand(-1, group_ids.shape[2]).flatten()
+    size = max(1, PART // (places * channels))
+    for start in range(0, len(rows), size):
+        run = slice(start, start + size)
+        chosen = ids[rows[run]]
+        exist = (chosen >= 0) & (group_ids.flatten()[run] >= 0)[:, None]
+        yield _Run(run, chosen.clamp(min=0) + first[run, None], exist)
+
+
+def _rows_by_keys(rows: Tensor, keys: Tensor, group_ids: Tensor, key_ids: Tensor, fill: float) -> Tensor:
+    """Form 1."""
+    result = rows.new_empty(*rows.shape[:3], key_ids.shape[3])
+    for run in _runs(group_ids, key_ids, keys.shape[2], keys.shape[3]):
+        score = torch.einsum("id,ipd->ip", rows.flatten(0, 2)[run.queries], keys.flatten(0, 2)[run.keys])
+        result.view(-1, key_ids.shape[3])[run.queries] = score.masked_fill(~run.exist, fill)
+    return result
+
+
+def _weights_by_rows(weights: Tensor, values: Tensor, group_ids: Tensor, key_ids: Tensor) -> Tensor:
+    """Form 2."""
+    result = values.new_empty(*weights.shape[:3], values.shape[3])
+    for run in _runs(group_ids, key_ids, values.shape[2], values.shape[3]):
+        weight = weights.flatten(0, 2)[run.queries].masked_fill(~run.exist, 0.0)
+        attended = torch.einsum("ip,ipd->id", weight, values.flatten(0, 2)[run.keys])
+        result.view(-1, values.shape[3])[run.queries] = attended
+    return result
+
+
+def _weights_by_columns(weights: Tensor, rows: Tensor, group_ids: Tensor, key_ids: Tensor, tokens: int) -> Tensor:
+    """Forms 3 and 4, summed in float32 at least; (B, H, M, D)."""
+    batch, heads, _, channels = rows.shape
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    result = torch.zeros(batch * heads * tokens, channels, dtype=wide, device=rows.device)
+    for run in _runs(group_ids, key_ids, tokens, channels):
+        weight = weights.flatten(0, 2)[run.queries].masked_fill(~run.exist, 0.0).to(wide)
+        parts = weight[..., None] * rows.flatten(0, 2)[run.queries].to(wide)[:, None]
+        result.index_add_(0, run.keys.flatten(), parts.flatten(0, 1))
+    return result.view(batch, heads, tokens, channels).to(rows.dtype)
