@@ -84,3 +84,12 @@ def test_recording_leaves_mode_and_state(small) -> None:
 def test_records_need_no_gradient(small) -> None:
     records = dgt.group_records(small(), torch.randn(1, 3, 64, 64))
     assert not any(record.attention.output.requires_grad for record in records)
+
+
+def test_recording_leaves_frozen_parts_frozen(small) -> None:
+    model = small().train()
+    model.stem.eval()
+    dgt.group_records(model, torch.randn(2, 3, 64, 64))
+    assert not model.stem.training
+    assert not model.stem.norms[0].training
+    assert model.stages.training

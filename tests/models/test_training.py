@@ -69,6 +69,7 @@ def test_compiles_without_a_break(small) -> None:
         torch.testing.assert_close(compiled(images), model(images), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_compiled_training_step_is_the_same(small) -> None:
     plain = small(depths=(1, 1, 1, 1)).train()
     other = copy.deepcopy(plain)
@@ -86,6 +87,7 @@ def test_a_compiled_training_step_is_the_same(small) -> None:
             assert a.num_updates == b.num_updates == step + 2
 
 
+@pytest.mark.slow
 def test_five_sizes_need_at_most_two_graphs(small) -> None:
     """A first square image makes the compiler believe in squares; from the second on it knows better."""
     model = small(depths=(1, 1, 1, 1))
