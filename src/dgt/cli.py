@@ -50,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="`dgt COMMAND --help` tells more. Start with `dgt demo`.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_add_demo, _add_train, _add_evaluate, _add_predict, _add_visualize, _add_info):
+    for add in (_add_demo, _add_train, _add_evaluate, _add_predict, _add_visualize, _add_explore, _add_info):
         add(commands)
     return parser
 
@@ -119,14 +119,29 @@ def _add_predict(commands: Commands) -> None:
 
 
 def _add_visualize(commands: Commands) -> None:
-    command = _add(commands, "visualize", run_visualize, "draw query groups and the keys they chose over an image")
-    command.add_argument("checkpoint", metavar="CHECKPOINT", help=MODEL_HELP)
+    command = _add(
+        commands,
+        "visualize",
+        run_visualize,
+        "draw query groups and the keys they chose over an image",
+        epilog="Several checkpoints of one training show how groups move: a row for each, or the frames of a .gif.",
+    )
+    command.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help=MODEL_HELP)
     command.add_argument("image", metavar="IMAGE", help="image file")
     command.add_argument("--block", type=int, metavar="N", help="block, from 0 (default: the last one of each stage)")
     command.add_argument("--head", type=int, default=0, metavar="N", help="attention head, from 0 (default: 0)")
     command.add_argument("--groups", type=int, default=3, metavar="N", help="groups to show (default: 3)")
     command.add_argument("--map", action="store_true", help="colour all groups at once instead")
-    command.add_argument("--out", default="groups.png", metavar="FIG", help="PNG, SVG or PDF (default: %(default)s)")
+    command.add_argument("--all-blocks", action="store_true", help="one sheet with the map of every block")
+    command.add_argument("--out", default="groups.png", metavar="FIG", help="PNG, SVG, PDF, GIF (default: %(default)s)")
+
+
+def _add_explore(commands: Commands) -> None:
+    command = _add(commands, "explore", run_explore, "see groups and keys live, in a web page")
+    command.add_argument("checkpoint", nargs="?", metavar="CHECKPOINT", help=f"{MODEL_HELP} (default: the demo's)")
+    command.add_argument("--image", metavar="PATH", help="image file, or folder of them, to show besides the scenes")
+    command.add_argument("--host", default="127.0.0.1", metavar="HOST", help="address (default: %(default)s)")
+    command.add_argument("--port", type=int, default=7860, metavar="N", help="0 for a free one (default: %(default)s)")
 
 
 def _add_info(commands: Commands) -> None:
@@ -198,10 +213,20 @@ def run_predict(options: argparse.Namespace, _: list[str]) -> int:
 
 def run_visualize(options: argparse.Namespace, _: list[str]) -> int:
     """`dgt visualize`: writes the figure."""
-    from dgt.demo import draw
+    from dgt.figures.visualize import visualize
 
-    draw(options.checkpoint, [options.image], options.out, options.block, options.head, options.groups, options.map)
+    choice = (options.block, options.head, options.groups, options.map, options.all_blocks)
+    visualize(options.checkpoints, [options.image], options.out, *choice)
     print(options.out)
+    return 0
+
+
+def run_explore(options: argparse.Namespace, _: list[str]) -> int:
+    """`dgt explore`: serves the page until interrupted."""
+    from dgt.explorer import serve
+
+    _quiet()
+    serve(options.checkpoint, options.image, options.host, options.port)
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
+from dgt.cli import main
 from dgt.explorer import Album, Explorer, create_app, launch, serve
 from dgt.explorer.views import shown_blocks
 from dgt.tasks.network import build_network
@@ -82,9 +84,18 @@ def test_mistakes_are_told_before_any_model_is_loaded(tmp_path: Path, monkeypatc
             serve(port=taken.getsockname()[1])
 
 
-def test_it_listens_on_loopback_alone(model: Path) -> None:
-    code = f"from dgt.explorer import serve; serve({str(model)!r}, port=0)"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+def test_the_command_tells_mistakes_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explore", "--port", "70000"]) == 2
+    assert capsys.readouterr().err == "dgt: error: port must lie in 0 to 65535, got 70000\n"
+    with pytest.raises(SystemExit) as raised:
+        main(["explore", "--help"])
+    assert raised.value.code == 0
+    assert "127.0.0.1" in capsys.readouterr().out
+
+
+def test_the_command_listens_on_loopback_alone_until_interrupted(model: Path) -> None:
+    command = [sys.executable, "-m", "dgt", "explore", str(model), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             lines = [process.stdout.readline(), process.stdout.readline()]
@@ -98,8 +109,12 @@ def test_it_listens_on_loopback_alone(model: Path) -> None:
                 with contextlib.closing(socket.socket()) as outside:
                     outside.settimeout(2)
                     assert outside.connect_ex((other, port)) != 0
+            process.send_signal(signal.SIGINT)
+            assert process.stderr is not None
+            assert process.stderr.read() == ""
+            assert process.wait(20) == 0
         finally:
-            process.terminate()
+            process.kill()
 
 
 def own_addresses() -> list[tuple[object, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -52,7 +53,8 @@ def serve(
             print(f"listening on {host}: whoever reaches this machine can use the page", flush=True)
         app = create_app(explorer, LOOPBACK if local else ["*"])
         config = uvicorn.Config(app, log_level="warning", server_header=False, limit_concurrency=64)
-        uvicorn.Server(config).run(sockets=[listener])
+        with contextlib.suppress(KeyboardInterrupt):  # uvicorn has shut down in order, and passes it on
+            uvicorn.Server(config).run(sockets=[listener])
 
 
 def find_run(checkpoint: str | Path | None) -> LoadedRun:

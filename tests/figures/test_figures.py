@@ -17,8 +17,18 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 from numpy.typing import NDArray
+from PIL import Image
 
-from dgt.figures import GroupPanel, choose_groups, denormalize, figure_group_map, figure_groups, save_figure
+from dgt.figures import (
+    GroupPanel,
+    choose_groups,
+    denormalize,
+    figure_contact_sheet,
+    figure_group_map,
+    figure_groups,
+    save_animation,
+    save_figure,
+)
 
 GRID = (3, 5)  # not square, so that a flip or a transposition shows
 
@@ -151,6 +161,53 @@ def test_map_tells_many_groups_apart() -> None:
     assert apart.min() > 0.05
 
 
+@pytest.mark.parametrize("columns", [None, 1, 3, 99])
+def test_contact_sheet_has_the_image_and_a_map_for_every_panel(columns: int | None) -> None:
+    other = np.full(15, 2)
+    other[7] = 1
+    panels = [_panel(title="block 0"), _panel(title="block 1", group_ids=other), _panel(title="block 2")]
+    figure = figure_contact_sheet(panels, columns)
+    assert len(figure.axes) == 4
+    assert _lit(figure, 0) == []
+    drawn = [_tokens(figure, index).reshape(15, 3) for index in (1, 2, 3)]
+    assert np.abs(drawn[0] - drawn[2]).max() <= 2
+    assert [int(token) for token in np.flatnonzero(np.abs(drawn[1] - drawn[1][0]).max(axis=1) > 20)] == [7]
+    titles = [text.get_text() for text in figure.texts]
+    assert titles == ["image", "block 0", "block 1", "block 2"]
+
+
+def test_animation_has_a_frame_per_figure_and_starts_over(tmp_path: Path) -> None:
+    groups = [np.full(15, 2), np.full(15, 1), np.full(15, 0)]
+    figures = [figure_group_map([_panel(group_ids=ids)]) for ids in groups]
+    save_animation(figures, tmp_path / "a.gif", seconds=0.2)
+    assert os.listdir(tmp_path) == ["a.gif"]
+    with Image.open(tmp_path / "a.gif") as opened:
+        assert opened.n_frames == 3
+        assert opened.info["loop"] == 0
+        seen = []
+        for frame in range(3):
+            opened.seek(frame)
+            seen.append((opened.info["duration"], opened.convert("RGB").tobytes()))
+    assert [duration for duration, _ in seen] == [200, 200, 600]
+    assert len({pixels for _, pixels in seen}) == 3
+
+
+def test_animation_refuses_bad_input(tmp_path: Path) -> None:
+    figure = figure_group_map([_panel()])
+    for figures, name, message in (
+        ([figure], "a.png", "must end in .gif"),
+        ([], "a.gif", "at least one figure"),
+        ([figure, figure_groups([_panel()], 1)], "a.gif", "of one size"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            save_animation(figures, tmp_path / name)
+    with pytest.raises(ValueError, match="columns must be at least 1, got 0"):
+        figure_contact_sheet([_panel()], 0)
+    with pytest.raises(FileNotFoundError, match="existing folder"):
+        save_animation([figure], tmp_path / "missing" / "a.gif")
+    assert os.listdir(tmp_path) == []
+
+
 def test_choose_prefers_large_groups_with_other_keys() -> None:
     group_ids = np.array([0] * 10 + [1] * 8 + [2] * 6 + [4])
     key_ids = np.array([[0, 1], [0, 1], [20, 21], [5, 6], [-1, -1]])
@@ -219,7 +276,7 @@ def test_groups_out_of_range(groups: int | list[int]) -> None:
 
 
 def test_empty_and_wrong_arguments() -> None:
-    for draw in (figure_groups, figure_group_map):
+    for draw in (figure_groups, figure_group_map, figure_contact_sheet):
         with pytest.raises(ValueError, match="panels must hold at least one"):
             draw([])
     with pytest.raises(ValueError, match="count must be between 1 and the number of groups, 3, got 4"):

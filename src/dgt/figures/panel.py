@@ -1,0 +1,123 @@
+"""What is drawn: an image with the groups of its tokens and the keys they chose, checked once; groups worth showing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class GroupPanel:
+    """One image with the groups of its tokens: a row of a figure.
+
+    image: (H, W, 3) uint8. grid: (h, w), the tokens' rows and columns, laid over the whole image. group_ids: (h*w,)
+    integers, the group of every token, -1 for padding. key_ids: (G, k) integers, the tokens every group chose, -1 for
+    an empty slot. title: a short label of the row. key_weights: (G, k), not negative; where given, a group's heaviest
+    key is drawn brightest. Tensors are taken too and kept as arrays. Raises ValueError or TypeError naming the field.
+    """
+
+    image: Array
+    grid: tuple[int, int]
+    group_ids: Array
+    key_ids: Array
+    title: str = ""
+    key_weights: Array | None = None
+
+    def __post_init__(self) -> None:
+        image = to_array(self.image)
+        if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8 or 0 in image.shape:
+            raise ValueError(f"image must be (H, W, 3) uint8, got {image.shape} {image.dtype}")
+        if len(self.grid) != 2 or min(self.grid) < 1:
+            raise ValueError(f"grid must be (rows, columns), both at least 1, got {self.grid}")
+        group_ids, key_ids = _check_ids(self.group_ids, self.key_ids)
+        rows, columns = self.grid
+        if group_ids.shape != (rows * columns,):
+            raise ValueError(
+                f"group_ids must be ({rows * columns},) for a grid of {rows} x {columns}, got {group_ids.shape}"
+            )
+        for name, value in (("image", image), ("group_ids", group_ids), ("key_ids", key_ids)):
+            object.__setattr__(self, name, value)
+        if self.key_weights is not None:
+            weights = to_array(self.key_weights)
+            if weights.shape != key_ids.shape or not np.isfinite(weights).all() or (weights < 0).any():
+                raise ValueError(
+                    f"key_weights must be finite, not negative and {key_ids.shape} like key_ids, got {weights.shape}"
+                )
+            object.__setattr__(self, "key_weights", weights)
+
+
+def denormalize(image: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> Array:
+    """Undo the normalization of a model's input, to draw it.
+
+    image: (3, H, W) floating point, as normalized by `(pixel / 255 - mean) / std` with three numbers each. Returns
+    (H, W, 3) uint8. Raises ValueError naming the argument.
+    """
+    if image.ndim != 3 or image.shape[0] != 3 or not image.is_floating_point():
+        raise ValueError(f"image must be (3, H, W) floating point, got {tuple(image.shape)} {image.dtype}")
+    for name, numbers in (("mean", mean), ("std", std)):
+        if len(numbers) != 3:
+            raise ValueError(f"{name} must hold 3 numbers, got {len(numbers)}")
+    pixels = image.detach().to("cpu", torch.float32)
+    pixels = pixels * torch.tensor(std).view(3, 1, 1) + torch.tensor(mean).view(3, 1, 1)
+    return to_array((pixels * 255).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0))
+
+
+def choose_groups(group_ids: Array | torch.Tensor, key_ids: Array | torch.Tensor, count: int) -> list[int]:
+    """Pick groups worth showing: large ones that differ from each other in place and in keys.
+
+    group_ids: (L,) integers, or (h, w) to tell place by row and column, -1 for padding. key_ids: (G, k) integers, -1
+    for an empty slot. Starts with the largest group, then takes again and again the one with the best product of size,
+    distance to the groups taken and share of keys that those lack; ties go to the lowest index. Returns at most `count`
+    indices, fewer where fewer groups have a query and a key. Raises ValueError or TypeError naming the argument.
+    """
+    group_ids, key_ids = _check_ids(group_ids, key_ids)
+    if not 1 <= count <= len(key_ids):
+        raise ValueError(f"count must be between 1 and the number of groups, {len(key_ids)}, got {count}")
+    number = len(key_ids)
+    sizes = np.bincount(group_ids[group_ids >= 0], minlength=number)
+    places = np.zeros((number, group_ids.ndim))
+    for group in np.flatnonzero(sizes):
+        places[group] = (np.argwhere(group_ids == group).mean(axis=0) + 0.5) / group_ids.shape
+    key_sets = [set(row[row >= 0].tolist()) for row in key_ids]
+    # The square root keeps a huge background from deciding everything.
+    worth = np.sqrt(sizes) * np.array([len(keys) > 0 for keys in key_sets])
+    novelty = np.ones(number)
+    chosen: list[int] = []
+    while len(chosen) < count and worth.max() > 0:
+        best = int((worth * novelty).argmax())
+        chosen.append(best)
+        worth[best] = 0
+        apart = np.linalg.norm(places - places[best], axis=1)
+        mine = key_sets[best]
+        shared = np.array([len(keys & mine) / max(len(keys | mine), 1) for keys in key_sets])
+        # Never quite zero, so that groups which agree with a chosen one still follow where nothing else is left.
+        novelty = np.minimum(novelty, np.maximum((1 - shared) * np.minimum(apart + 0.25, 1.0), 1e-3))
+    return chosen
+
+
+def to_array(value: Any) -> Array:
+    """A tensor or sequence as an array."""
+    return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+
+
+def _check_ids(group_ids: Any, key_ids: Any) -> tuple[Array, Array]:
+    """Both as integer arrays, every index in range."""
+    groups, keys = to_array(group_ids), to_array(key_ids)
+    for name, ids in (("group_ids", groups), ("key_ids", keys)):
+        if not np.issubdtype(ids.dtype, np.integer):
+            raise TypeError(f"{name} must hold integers, got {ids.dtype}")
+    if groups.ndim not in (1, 2) or groups.size == 0:
+        raise ValueError(f"group_ids must be (tokens,) or (rows, columns) with at least one token, got {groups.shape}")
+    if keys.ndim != 2 or 0 in keys.shape:
+        raise ValueError(f"key_ids must be (groups, keys) with at least one of each, got {keys.shape}")
+    for name, ids, limit in (("group_ids", groups, len(keys)), ("key_ids", keys, groups.size)):
+        if ids.min() < -1 or ids.max() >= limit:
+            raise ValueError(f"{name} must lie between -1 and {limit - 1}, got {ids.min()} to {ids.max()}")
+    return groups, keys

@@ -1,0 +1,94 @@
+"""`visualize`: one block, all blocks, and a block through a training; what excludes what."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dgt.data.shapes import KINDS
+from dgt.figures.visualize import visualize
+from dgt.tasks.network import build_network
+from dgt.training import LoadedRun, load_recipe
+
+
+def make_run(seed: int, name: str = "dgt_nano") -> LoadedRun:
+    """A run as `load_run` returns it, of a model with random weights."""
+    torch.manual_seed(seed)
+    recipe = load_recipe("scenes", ["--model.name", name])
+    network = build_network(recipe.model, len(KINDS), 64).eval()
+    return LoadedRun(network, recipe, list(KINDS), Path(f"checkpoints/epoch{seed}.ckpt"))
+
+
+RUNS = [make_run(0), make_run(1), make_run(2)]
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Path:
+    """An image file in a folder of its own."""
+    (tmp_path / "in").mkdir()
+    Image.effect_noise((90, 70), 60).convert("RGB").save(tmp_path / "in" / "picture.png")
+    return tmp_path / "in" / "picture.png"
+
+
+@pytest.mark.parametrize(
+    ("runs", "name", "options"),
+    [
+        (1, "a.png", {}),
+        (1, "a.svg", {"block": 0}),
+        (1, "a.png", {"all_blocks": True}),
+        (1, "a.png", {"all_blocks": True, "head": 3}),
+        (3, "a.png", {}),
+        (3, "a.pdf", {"as_map": True, "block": 2, "head": 1}),
+    ],
+)
+def test_every_kind_is_written(tmp_path: Path, image: Path, runs: int, name: str, options: dict[str, Any]) -> None:
+    visualize(RUNS[:runs], [image], tmp_path / name, **options)
+    assert sorted(os.listdir(tmp_path)) == [name, "in"]
+    assert (tmp_path / name).stat().st_size > 5000
+
+
+@pytest.mark.parametrize("as_map", [False, True])
+def test_a_training_moves(tmp_path: Path, image: Path, as_map: bool) -> None:
+    visualize(RUNS, [image], tmp_path / "a.gif", as_map=as_map)
+    with Image.open(tmp_path / "a.gif") as opened:
+        frames = []
+        for frame in range(opened.n_frames):
+            opened.seek(frame)
+            frames.append(np.asarray(opened.convert("RGB")))
+    assert len(frames) == 3
+    assert (frames[0] != frames[1]).any()
+    assert (frames[1] != frames[2]).any()
+
+
+@pytest.mark.parametrize(
+    ("runs", "images", "name", "options", "message"),
+    [
+        (1, 1, "a.gif", {}, "a GIF shows how groups move"),
+        (1, 1, "a.txt", {}, "path must end in one of"),
+        (2, 2, "a.png", {}, "drawn over one image, got 2"),
+        (2, 1, "a.png", {"all_blocks": True}, "drawn for one checkpoint, got 2"),
+        (1, 1, "a.png", {"all_blocks": True, "block": 1}, "block must not be given"),
+        (1, 1, "a.png", {"block": 99}, "block must lie in 0 to 5"),
+        (1, 1, "a.png", {"block": 0, "head": 1}, "head must lie in 0 to 0"),
+        (0, 1, "a.png", {}, "at least one checkpoint"),
+        (1, 1, "a.png", {"all_blocks": True, "head": 8}, "head must lie in 0 to 3"),
+    ],
+)
+def test_mistakes(
+    tmp_path: Path, image: Path, runs: int, images: int, name: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        visualize(RUNS[:runs], [image] * images, tmp_path / name, **options)
+    assert os.listdir(tmp_path) == ["in"]
+
+
+def test_a_model_without_groups(tmp_path: Path, image: Path) -> None:
+    for options in ({}, {"all_blocks": True}):
+        with pytest.raises(ValueError, match="'test_resnet' has no dynamic group attention"):
+            visualize([make_run(0, "test_resnet")], [image], tmp_path / "a.png", **options)
