@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from dgt.ops import eager, forms, reference
-from dgt.ops.checks import check_count, check_device, check_key_mask, check_shape, check_tensor, check_tokens
+from dgt.ops.checks import (
+    check_count,
+    check_device,
+    check_ids,
+    check_key_mask,
+    check_scale,
+    check_shape,
+    check_tensor,
+    check_tokens,
+)
 from dgt.ops.grouping import group_queries
 from dgt.ops.selection import select_keys
 
@@ -67,17 +76,20 @@ def dynamic_group_attention(
     """
     _check_inputs(query, key, value)
     check_shape("key", key, "BHLD", tuple(query.shape), "query")
+    check_scale(scale)
+    if key_mask is not None:  # padding may hold anything, NaN too
+        check_key_mask(key_mask, query.shape[0], query.shape[2], query)
+        query, key, value = (torch.where(key_mask[:, None, :, None], t, 0) for t in (query, key, value))
     if resolve_backend(backend, query) == "triton":
         check_tokens("query", query, centroids)
         check_count("top_k", top_k)
-        check_key_mask(key_mask, query.shape[0], query.shape[2], query)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         return DynamicGroupAttentionOutput(
             *load_triton().attention(query, key, value, centroids, top_k, scale, key_mask)
         )
     group_ids = group_queries(query, centroids, key_mask)
     key_ids = select_keys(centroids, key, top_k, key_mask)
-    output = attend(query, key, value, group_ids, key_ids, scale, backend)
+    output = _run(query, key, value, group_ids, key_ids, scale, backend)
     return DynamicGroupAttentionOutput(output, group_ids, key_ids)
 
 
@@ -115,6 +127,16 @@ def attend(
     check_shape("group_ids", group_ids, "BHL", tuple(query.shape[:3]), "query")
     check_shape("key_ids", key_ids, "BHGK", (*key.shape[:2], *key_ids.shape[2:]), "key")
     check_device("query", query, group_ids=group_ids, key_ids=key_ids)
+    check_ids("group_ids", group_ids, key_ids.shape[2])
+    check_ids("key_ids", key_ids, key.shape[2])
+    check_scale(scale)
+    return _run(query, key, value, group_ids, key_ids, scale, backend)
+
+
+def _run(
+    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float | None, backend: str
+) -> Tensor:
+    """Attend inside groups on the backend asked for; the arguments are right."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     arguments = (query, key, value, group_ids, key_ids, scale)
     backend = resolve_backend(backend, query)

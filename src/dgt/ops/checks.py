@@ -4,8 +4,11 @@ Each error names the argument, what was expected and what came. Shapes and types
 ids out of range) only where looking at them does not make the host wait for a device.
 """
 
+import math
+
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -14,7 +17,8 @@ def describe(value: object) -> str:
     """Return what came, in words for an error message: type, and for a tensor its shape, dtype and device."""
     if isinstance(value, Tensor):
         return f"a {tuple(value.shape)} tensor of {value.dtype} on {value.device}"
-    return f"{value!r} of type {type(value).__name__}"
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} of type {type(value).__name__}"
 
 
 def check_tensor(name: str, value: Tensor, letters: str, floating: bool) -> None:
@@ -86,3 +90,22 @@ def check_count(name: str, value: int, least: int = 1) -> None:
         raise TypeError(f"{name} must be an int of at least {least}, got {describe(value)}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def check_scale(scale: float | None) -> None:
+    """Check the factor on the scores: a finite number, or None."""
+    if scale is None:
+        return
+    if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"scale must be a number or None, got {describe(scale)}")
+    if isinstance(scale, float) and not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
+
+
+def check_ids(name: str, ids: Tensor, count: int) -> None:
+    """Check that ids lie in -1 to ``count - 1``, where looking at them costs no waiting."""
+    if ids.device.type != "cpu" or torch.compiler.is_compiling() or isinstance(ids, FakeTensor) or not ids.numel():
+        return
+    least, most = (int(bound) for bound in ids.aminmax())
+    if least < -1 or most >= count:
+        raise ValueError(f"{name} must lie in -1 to {count - 1}, got {least if least < -1 else most}")

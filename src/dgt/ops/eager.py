@@ -59,7 +59,8 @@ def _attend_backward(
     wide = torch.promote_types(query.dtype, torch.float32)
     grad_q, grad_k, grad_v = (torch.zeros_like(r, dtype=wide) for r in (grad_rows, rows.key, rows.value))
     with torch.autocast(query.device.type, enabled=False):
-        for part in _parts(group_ids, key_ids, key.shape[2]):
+        # Parts of a quarter: the gradients keep four times the temporaries of the forward.
+        for part in _parts(group_ids, key_ids, key.shape[2], PART // 4):
             q, k, v = (t.to(wide) for t in rows.gather(part))
             g = grad_rows.index_select(0, part.queries.flatten()).view(q.shape).to(wide)
             dq, dk, dv = _gradients(g, q, k, v, part.bias, scale)
@@ -134,18 +135,18 @@ def _with_empty_row(tokens: Tensor) -> Tensor:
     return F.pad(tokens.flatten(0, 2), (0, 0, 0, 1))
 
 
-def _parts(group_ids: Tensor, key_ids: Tensor, tokens: int) -> Iterator[_Part]:
-    """Cut the work into parts by the regime that suits its size; ids as in :func:`attend`, ``tokens`` keys a head."""
+def _parts(group_ids: Tensor, key_ids: Tensor, tokens: int, size: int = PART) -> Iterator[_Part]:
+    """Cut the work into parts by the regime that suits its size; ids as in :func:`attend`, ``tokens`` keys a head, parts of ``size``."""
     groups, keys = group_ids.flatten(0, 1), key_ids.flatten(0, 1)  # (B H, L), (B H, G, K)
     no_keys = (keys < 0).all(-1)
     if no_keys.any():  # such a group has nothing to attend to: its queries are left out, like padding
         groups = groups.masked_fill(no_keys.gather(1, groups.clamp(min=0)), -1)
     if is_few_tokens(groups.shape[1], *keys.shape[1:]):
-        return _dense_parts(groups, keys, tokens)
-    return _tiled_parts(groups, keys, tokens)
+        return _dense_parts(groups, keys, tokens, size)
+    return _tiled_parts(groups, keys, tokens, size)
 
 
-def _dense_parts(groups: Tensor, keys: Tensor, tokens: int) -> Iterator[_Part]:
+def _dense_parts(groups: Tensor, keys: Tensor, tokens: int, size: int) -> Iterator[_Part]:
     """Few tokens: all queries and keys of a head, under a mask whose rows are picked by group."""
     heads, queries = groups.shape
     num_groups = keys.shape[1]
@@ -153,7 +154,7 @@ def _dense_parts(groups: Tensor, keys: Tensor, tokens: int) -> Iterator[_Part]:
     query_rows = torch.where(groups < 0, heads * queries, query_rows)
     key_rows = torch.arange(heads * tokens, device=keys.device).view(heads, tokens)
     places = keys.where(keys >= 0, tokens)
-    for part in _slices(heads, queries * tokens):
+    for part in _slices(heads, queries * tokens, size):
         # One column more than there are keys takes the empty places (-1), and is cut off.
         hidden = torch.full((len(keys[part]), num_groups, tokens + 1), HIDDEN, device=keys.device)
         hidden.scatter_(-1, places[part], 0.0)
@@ -163,7 +164,7 @@ def _dense_parts(groups: Tensor, keys: Tensor, tokens: int) -> Iterator[_Part]:
         yield _Part(query_rows[part], key_rows[part], bias.view(-1, queries, tokens))
 
 
-def _tiled_parts(groups: Tensor, keys: Tensor, tokens: int) -> Iterator[_Part]:
+def _tiled_parts(groups: Tensor, keys: Tensor, tokens: int, size: int) -> Iterator[_Part]:
     """Many tokens: tiles of queries of one group, each with the selected keys of that group."""
     heads, num_groups, top_k = keys.shape
     queries, segment = _tiles(groups, num_groups)
@@ -171,7 +172,7 @@ def _tiled_parts(groups: Tensor, keys: Tensor, tokens: int) -> Iterator[_Part]:
     key_rows = (keys.clamp(min=0) + first).flatten(0, 1)  # (B H G, K)
     empty = (keys < 0).flatten(0, 1)
     bias = torch.zeros(1, device=keys.device).where(~empty, HIDDEN)[:, None] if empty.any() else None
-    for part in _slices(len(segment), max(queries.shape[1], 32) * top_k):
+    for part in _slices(len(segment), queries.shape[1] * top_k, size):
         chosen = segment[part]
         yield _Part(queries[part], key_rows[chosen], None if bias is None else bias[chosen])
 
@@ -201,7 +202,7 @@ def _tiles(groups: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
     return torch.where(slot < ends[segment][:, None], rows, heads * count), segment
 
 
-def _slices(count: int, elements: int) -> Iterator[slice]:
-    """Cut ``count`` items of so many elements each into runs of about ``PART`` elements."""
-    step = max(1, PART // elements)
+def _slices(count: int, elements: int, size: int) -> Iterator[slice]:
+    """Cut ``count`` items of so many elements each into runs of about ``size`` elements."""
+    step = max(1, size // elements)
     return (slice(start, start + step) for start in range(0, count, step))

@@ -65,7 +65,7 @@ def group_matmul(
     check_shape("group_ids", group_ids, "BHL", tuple(left.shape[:3]), "left")
     check_shape("key_ids", key_ids, "BHGK", (*left.shape[:2], *key_ids.shape[2:]), "left")
     if form >= 3:
-        check_count("tokens", -1 if tokens is None else tokens)
+        check_count("tokens", tokens)  # type: ignore[arg-type]  # None is what it refuses
     elif tokens is not None:
         raise ValueError(f"tokens must be left out for form {form}, whose right argument tells it, got {tokens}")
     _check_sizes(form, left, right, key_ids.shape[3])

@@ -1,7 +1,7 @@
 """Query groups and their centroids: assignment, statistics, update and seeding (section 3.1, Eqs. 3-4).
 
-Assignment is by the largest dot product with unit-norm centroids, ties to the lowest group; scores and statistics are
-computed in float32 whatever the input's type. State goes in and comes out: nothing here changes its arguments.
+Assignment is by the largest dot product with unit-norm centroids, ties (of scores as computed) to the lowest group; scores
+and statistics are computed in float32 whatever the input's type. State goes in and comes out: nothing here changes its arguments.
 """
 
 from collections.abc import Iterator
@@ -91,13 +91,14 @@ def group_statistics(query: Tensor, group_ids: Tensor, num_groups: int) -> tuple
 def blend_centroids(centroids: Tensor, sums: Tensor, counts: Tensor, rate: float | Tensor) -> Tensor:
     """Move centroids towards the mean normalised query of their group and back onto the unit sphere (Eq. 4).
 
-    ``e_j <- Norm((1 - rate) e_j + rate e'_j)`` with ``e'_j = sums_j / counts_j``. Groups that are empty, or whose
-    statistics are not finite (a diverged step), keep their centroid.
+    ``e_j <- Norm((1 - rate) e_j + rate e'_j)`` with ``e'_j = sums_j / counts_j``. Groups that are empty, whose
+    statistics are not finite (a diverged step), or whose new centroid would vanish, keep theirs.
     """
     mean = sums / counts.clamp(min=1)[..., None]
-    moved = F.normalize((1 - rate) * centroids + rate * mean, dim=-1)
-    usable = (counts > 0) & sums.isfinite().all(-1)
-    return torch.where(usable[..., None], moved, centroids)
+    moved = (1 - rate) * centroids + rate * mean
+    length = moved.norm(dim=-1)
+    usable = (counts > 0) & length.isfinite() & (length > 1e-6)
+    return torch.where(usable[..., None], F.normalize(moved, dim=-1), centroids)
 
 
 def update_centroids(centroids: Tensor, query: Tensor, group_ids: Tensor, rate: float) -> Tensor:
@@ -151,6 +152,7 @@ def seed_centroids(tokens: Tensor, num_groups: int, steps: int = 10) -> Tensor:
         raise ValueError(f"tokens must not be empty (H, N, D), got shape {tuple(tokens.shape)}")
     with torch.autocast(tokens.device.type, enabled=False), torch.no_grad():
         unit = F.normalize(tokens.float(), dim=-1)
+        unit[..., 0] += (unit == 0).all(-1)  # a token without direction gets one, so that no centroid is zero
         centroids = _spread_out(unit, num_groups)
         for _ in range(steps):
             query = unit[None]

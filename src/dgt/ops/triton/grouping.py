@@ -85,7 +85,7 @@ def assign(
         query, centroids.float().contiguous(), key_mask if key_mask is None else key_mask.contiguous(),
         group_ids, sums, counts, *strides_of(query), heads, tokens, groups, runs, run,
         D=channels, DP=power_of_two(channels), T=TILE, GP=min(power_of_two(groups), MOST_COUNTED),
-        MASKED=key_mask is not None, STATISTICS=statistics, num_warps=4,
+        MASKED=key_mask is not None, STATISTICS=statistics, num_warps=8,
     )  # fmt: skip
     if not statistics:
         return group_ids, sums.view(0, groups, channels), counts

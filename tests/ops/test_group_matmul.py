@@ -1,0 +1,112 @@
+"""The paper's four forms: against dense products, as each other's gradients, and the attention built of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import dgt
+
+
+@pytest.fixture
+def operands() -> dict[str, torch.Tensor]:
+    """Queries, keys, weights and ids with padding, an empty place and an empty group; float64."""
+    group_ids = torch.randint(0, 3, (2, 2, 11))
+    group_ids[0, :, 4] = -1
+    key_ids = torch.rand(2, 2, 4, 13).argsort(-1)[..., :5].sort(-1).values
+    key_ids[1, 1, 0, 3:] = -1
+    like = {"dtype": torch.float64, "requires_grad": True}
+    return {
+        "queries": torch.randn(2, 2, 11, 6, **like),
+        "keys": torch.randn(2, 2, 13, 6, **like),
+        "weights": torch.randn(2, 2, 11, 5, **like),
+        "group_ids": group_ids,
+        "key_ids": key_ids,
+    }
+
+
+def pair(form: int, operands: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Left and right of a form."""
+    queries, keys, weights = operands["queries"], operands["keys"], operands["weights"]
+    return {1: (queries, keys), 2: (weights, keys), 3: (queries, weights), 4: (weights, queries)}[form]
+
+
+def multiply(form: int, operands: dict[str, torch.Tensor], *pair: torch.Tensor) -> torch.Tensor:
+    """The form under test."""
+    tokens = 13 if form > 2 else None
+    return dgt.group_matmul(form, *pair, operands["group_ids"], operands["key_ids"], tokens=tokens)
+
+
+def one_hot(operands: dict[str, torch.Tensor]) -> torch.Tensor:
+    """(B, H, L, K, M): one where place p of query i is key j."""
+    groups, keys = operands["group_ids"], operands["key_ids"]
+    ids = torch.take_along_dim(keys, groups.clamp(min=0)[..., None], dim=2)
+    ids = ids.masked_fill((groups < 0)[..., None], -1)
+    return (ids[..., None] == torch.arange(13)).double()
+
+
+@pytest.mark.parametrize("form", [1, 2, 3, 4])
+def test_equals_the_dense_product(form: int, operands: dict[str, torch.Tensor]) -> None:
+    left, right = pair(form, operands)
+    formula = {1: "bhld,bhmd,bhlkm->bhlk", 2: "bhlk,bhmd,bhlkm->bhld", 3: "bhld,bhlk,bhlkm->bhdm",
+               4: "bhlk,bhld,bhlkm->bhmd"}[form]  # fmt: skip
+    torch.testing.assert_close(
+        multiply(form, operands, left, right), torch.einsum(formula, left, right, one_hot(operands))
+    )
+
+
+@pytest.mark.parametrize("form", [1, 2, 3, 4])
+def test_gradients_of_first_and_second_order(form: int, operands: dict[str, torch.Tensor]) -> None:
+    def product(*arguments: torch.Tensor) -> torch.Tensor:
+        return multiply(form, operands, *arguments)
+
+    assert torch.autograd.gradcheck(product, pair(form, operands))
+    assert torch.autograd.gradgradcheck(product, pair(form, operands))
+
+
+@pytest.mark.parametrize("form", [1, 2, 3, 4])
+def test_opcheck(form: int, operands: dict[str, torch.Tensor]) -> None:
+    ids = operands["group_ids"], operands["key_ids"]
+    torch.library.opcheck(torch.ops.dgt.group_matmul.default, (form, *pair(form, operands), *ids, 13, 0.0, "eager"))
+
+
+def test_attention_of_forms_equals_the_reference(operands: dict[str, torch.Tensor]) -> None:
+    queries, keys = operands["queries"], operands["keys"]
+    results = []
+    for backend in ("forms", "reference"):
+        output = dgt.attend(queries, keys, keys, operands["group_ids"], operands["key_ids"], backend=backend)
+        results.append((output, *torch.autograd.grad(output.square().sum(), (queries, keys))))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_group_without_keys_yields_zero(operands: dict[str, torch.Tensor]) -> None:
+    operands["key_ids"][:, :, 1] = -1
+    arguments = (operands["queries"], operands["keys"], operands["keys"], operands["group_ids"], operands["key_ids"])
+    output = dgt.attend(*arguments, backend="forms")
+    assert not output[operands["group_ids"] == 1].any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"form": 5}, ValueError, "form must be 1, 2, 3 or 4, got 5"),
+        ({"left": torch.zeros(2, 2, 11)}, ValueError, r"left must be a \(B, H, L, D\)"),
+        ({"right": torch.zeros(2, 2, 13, 6)}, TypeError, "right must have left's type"),
+        ({"right": torch.zeros(2, 2, 13, 7, dtype=torch.float64)}, ValueError, "right must have shape"),
+        ({"group_ids": torch.zeros(2, 2, 9, dtype=torch.int64)}, ValueError, "group_ids must have shape"),
+        ({"key_ids": torch.zeros(2, 3, 4, 5, dtype=torch.int64)}, ValueError, "key_ids must have shape"),
+        ({"tokens": 13}, ValueError, "tokens must be left out for form 1"),
+        ({"form": 3}, TypeError, "tokens must be an int"),
+        ({"backend": "forms"}, ValueError, "backend must be one of auto, eager, triton"),
+        ({"backend": "fast"}, ValueError, "backend must be one of"),
+    ],
+)
+def test_bad_input(changes: dict, error: type[Exception], words: str, operands: dict[str, torch.Tensor]) -> None:
+    left, right = pair(1, operands)
+    ids = {name: operands[name] for name in ("group_ids", "key_ids")}
+    arguments = {"form": 1, "left": left, "right": right, **ids} | changes
+    if changes.get("form") == 3:
+        arguments["right"] = operands["weights"]
+    with pytest.raises(error, match=words):
+        dgt.group_matmul(**arguments)

@@ -1,0 +1,85 @@
+"""What users may get wrong with kernels: one sentence each, which names the way out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+import dgt
+
+
+def refused(case: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        dgt.dynamic_group_attention(*case[:5], backend="triton")
+
+
+def test_cpu_tensors_without_the_interpreter(make_case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(1, 1, 8, 8, 2, 3)
+    cpu = tuple(x.cpu() if isinstance(x, torch.Tensor) else x for x in case)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    refused(cpu, ValueError, 'query must be on a CUDA device.*use backend="eager"')
+
+
+def test_without_triton() -> None:
+    """In a process where Triton cannot be imported, the plain path works and this one says what to install."""
+    code = """
+import sys
+sys.modules["triton"] = None
+import torch, dgt
+x, c = torch.randn(1, 1, 8, 8), torch.randn(1, 2, 8)
+dgt.dynamic_group_attention(x, x, x, c, 3)
+try:
+    dgt.dynamic_group_attention(x, x, x, c, 3, backend="triton")
+except ValueError as error:
+    print(error)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert 'backend="triton" needs Triton, which is not installed' in run.stdout
+
+
+def test_a_gpu_that_is_too_old(make_case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dgt.ops.triton import launch
+
+    class Old:
+        dtype, shape, is_cuda, device = torch.float32, (1, 1, 8, 8), True, torch.device("cuda", 0)
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    with pytest.raises(ValueError, match=r'capability 8\.0 or later, query is on one of 7\.5; use backend="eager"'):
+        launch.check_runnable("query", Old())  # type: ignore[arg-type]
+
+
+def test_too_many_channels(make_case: Any) -> None:
+    refused(make_case(1, 1, 8, 129, 2, 3), ValueError, "at most 128 channels per head.*got 129")
+
+
+def test_float64(make_case: Any) -> None:
+    refused(make_case(1, 1, 8, 8, 2, 3, dtype=torch.float64), TypeError, 'got torch.float64; use backend="eager"')
+
+
+def test_wrong_arguments_of_the_whole_operator(make_case: Any) -> None:
+    """The same checks as those of the separate steps."""
+    case = make_case(1, 1, 8, 8, 2, 3)
+    refused(case._replace(centroids=case.centroids[:, :, :4]), ValueError, "centroids must have query's 8 channels")
+    refused(case._replace(top_k=0), ValueError, "top_k must be at least 1")
+    with pytest.raises(ValueError, match="key_mask"):
+        dgt.dynamic_group_attention(*case[:5], key_mask=torch.ones(1, 9, dtype=torch.bool), backend="triton")
+
+
+def test_statistics_of_too_many_groups(make_case: Any) -> None:
+    from dgt.ops import triton as kernels
+
+    case = make_case(1, 1, 8, 8, 129, 3)
+    with pytest.raises(ValueError, match="at most 128 groups"):
+        kernels.group_statistics(case.query, case.centroids, None)
+
+
+def test_auto_is_the_plain_path_on_the_cpu() -> None:
+    from dgt.ops.attention import resolve_backend
+
+    assert resolve_backend("auto", torch.zeros(1, 1, 2, 2)) == "eager"

@@ -1,0 +1,64 @@
+"""The offline compiler: what it walks, what it reports, when it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dgt.ops.triton import compile as offline
+
+SOURCE = Path(__file__).resolve().parents[3] / "src"
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    """Run code where kernels are compiled, not interpreted."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(SOURCE)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+
+
+def test_walk_reaches_every_kernel() -> None:
+    """All but those that only odd sizes need."""
+    folder = SOURCE / "dgt" / "ops" / "triton"
+    launched = {launch.kernel.__name__ for stage in offline.STAGES for launch in offline.walk(stage)}
+    named = {word for file in folder.glob("*.py") for word in launched if f"def {word}(" in file.read_text()}
+    assert launched == named
+    assert {"whole_head", "attend_tiles", "key_gradients", "select_again", "rows_times_keys"} <= launched
+
+
+def test_a_kernel_compiles_without_spilling() -> None:
+    code = """
+from dgt.ops.triton import compile as offline
+launch = next(l for l in offline.walk("stage 3") if l.kernel.__name__ == "attend_tiles")
+print(*offline.compile_launch(launch, "stage 3", 90)[3:])
+"""
+    run = python(code)
+    assert run.returncode == 0, run.stderr
+    registers, shared, spilled = map(int, run.stdout.split())
+    assert 16 <= registers <= 255
+    assert shared > 0
+    assert spilled == 0
+
+
+@pytest.mark.parametrize(("spilled", "error", "status"), [(0, "", 0), (8, "", 1), (-1, "CompilationError: no", 1)])
+def test_exit_status(
+    spilled: int, error: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = offline.Report("attend_tiles", "stage 1", 4, 100, 2048, spilled, error)
+    monkeypatch.setattr(offline, "reports", lambda arch: iter([row]))
+    monkeypatch.setattr(offline, "interpreting", lambda: False)
+    assert offline.main(["--arch", "80", "--json"]) == status
+    out, err = capsys.readouterr()
+    assert json.loads(out)["kernels"][0]["kernel"] == "attend_tiles"
+    assert bool(err) == bool(status)
+
+
+def test_refuses_to_compile_for_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offline, "interpreting", lambda: True)
+    with pytest.raises(SystemExit):
+        offline.main([])

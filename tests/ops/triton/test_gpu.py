@@ -1,0 +1,117 @@
+"""What only a GPU can show: precision in bfloat16, repeats, memory, and large addresses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import dgt
+
+pytestmark = pytest.mark.gpu
+SHAPES = [(2, 2, 196, 32, 48, 98), (1, 2, 3136, 32, 48, 98), (1, 2, 1023, 64, 7, 49), (1, 1, 4097, 128, 16, 200)]
+
+
+def seen_by(group_ids: Tensor, key_ids: Tensor, tokens: int) -> Tensor:
+    """(B, H, L, L) bool: the mask that makes dense attention equal to ours."""
+    chosen = torch.zeros(*key_ids.shape[:3], tokens, dtype=torch.bool, device=key_ids.device)
+    return torch.take_along_dim(chosen.scatter_(-1, key_ids, True), group_ids[..., None], dim=2)
+
+
+def with_gradients(attend: Any, tensors: tuple[Tensor, ...], grad: Tensor) -> list[Tensor]:
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    output = attend(*leaves)
+    return [output.detach(), *torch.autograd.grad(output, leaves, grad.to(output))]
+
+
+def rmse(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact).square().mean().sqrt())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_error_is_that_of_sdpa(make_case: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """At most 1.5 times the error of SDPA under the same mask at the same precision, and half a percent of the size."""
+    case = make_case(*shape, dtype=dtype, exact=False)
+    tensors = (case.query, case.key, case.value)
+    result = dgt.dynamic_group_attention(*tensors, case.centroids, case.top_k, backend="triton")
+    ids = result.group_ids, result.key_ids
+    mask = seen_by(*ids, shape[2])
+    grad = torch.randn(case.query.shape, device=case.query.device, dtype=dtype)
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return dgt.attend(q, k, v, *ids, backend="triton")
+
+    exact = with_gradients(sdpa, tuple(t.double() for t in tensors), grad)
+    theirs, found = with_gradients(sdpa, tensors, grad), with_gradients(ours, tensors, grad)
+    for name, a, b, c in zip(("output", "query", "key", "value"), found, theirs, exact, strict=True):
+        size = float(c.square().mean().sqrt())
+        assert rmse(a, c) <= max(1.5 * rmse(b, c), 1e-7 * size), name
+        assert rmse(a, c) <= 0.005 * size, name
+        assert (a.double() - c).abs().max() <= 1.5 * (b.double() - c).abs().max() + 1e-3 * size, name
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+def test_repeats_are_bit_equal(make_case: Any, shape: tuple[int, ...]) -> None:
+    """250 times forward, 50 times backward."""
+    case = make_case(*shape, dtype=torch.bfloat16, exact=False)
+    tensors = (case.query, case.key, case.value)
+
+    def attend(*leaves: Tensor) -> Tensor:
+        return dgt.dynamic_group_attention(*leaves, case.centroids, case.top_k, backend="triton").output
+
+    grad = torch.randn_like(case.query)
+    first = with_gradients(attend, tensors, grad)
+    with torch.no_grad():
+        assert all(torch.equal(attend(*tensors), first[0]) for _ in range(250))
+    for _ in range(50):
+        assert all(torch.equal(a, b) for a, b in zip(with_gradients(attend, tensors, grad), first, strict=True))
+
+
+@pytest.mark.parametrize(
+    "shape", [(128, 2, 3136, 98), (32, 2, 16384, 512), (8, 2, 64000, 500)], ids=["L3136", "L16384", "L64000"]
+)
+def test_peak_memory_is_that_of_sdpa(shape: tuple[int, ...]) -> None:
+    """Forward and backward within 1.3 times the peak of SDPA over all keys, inputs included."""
+    batch, heads, tokens, top_k = shape
+    centroids = F.normalize(torch.randn(heads, 48, 32, device="cuda"), dim=-1)
+
+    def peak(attend: Any) -> int:
+        leaves = [torch.randn(batch, heads, tokens, 32, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        output = attend(*leaves)
+        output.backward(torch.ones_like(output))
+        return torch.cuda.max_memory_allocated()
+
+    sdpa = peak(F.scaled_dot_product_attention)
+    ours = peak(lambda q, k, v: dgt.dynamic_group_attention(q, k, v, centroids, top_k).output)
+    assert ours <= 1.3 * sdpa
+
+
+def test_more_than_two_to_the_31_elements() -> None:
+    """Addresses are 64-bit: the last head of a large tensor is right."""
+    tokens = 2**31 // (32 * 64) + 1000
+    qkv = torch.randn(1, 64, tokens, 32, device="cuda", dtype=torch.bfloat16)
+    centroids = F.normalize(torch.randn(64, 4, 32, device="cuda"), dim=-1)
+    whole = dgt.dynamic_group_attention(qkv, qkv, qkv, centroids, 50, backend="triton")
+    last = qkv[:, -1:]
+    alone = dgt.dynamic_group_attention(last, last, last, centroids[-1:], 50, backend="triton")
+    assert torch.equal(whole.output[:, -1:], alone.output)
+
+
+def test_auto_takes_the_kernels(make_case: Any) -> None:
+    """On CUDA ``auto`` is ``triton``, but float64 goes to the plain path."""
+    from dgt.ops.attention import resolve_backend
+
+    case = make_case(1, 1, 8, 8, 2, 3)
+    assert resolve_backend("auto", case.query) == "triton"
+    assert resolve_backend("auto", case.query.double()) == "eager"

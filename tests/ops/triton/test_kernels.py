@@ -1,0 +1,187 @@
+"""Kernels against the reference: ids one by one, output and gradients within the rounding of their type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from torch import Tensor
+
+import dgt
+from dgt.ops import grouping
+from dgt.ops import triton as kernels
+
+# B, H, L, D, G, k; the comment names the branch.
+SHAPES = [
+    (2, 2, 1, 16, 3, 1),  # one token
+    (1, 2, 3, 8, 2, 7),  # k above L
+    (1, 1, 97, 32, 5, 1),  # one key a group
+    (2, 1, 113, 24, 48, 49),  # channels that are no power of two; two words of groups
+    (1, 1, 196, 32, 48, 98),  # DGT's third stage
+    (1, 1, 239, 32, 66, 7),  # few tokens, but too many groups for one program
+    (1, 1, 300, 64, 3, 400),  # many tokens with k above L
+    (1, 1, 799, 32, 10, 98),
+    (1, 2, 1023, 16, 7, 49),  # many chunks of queries
+    (1, 1, 97, 128, 2, 7),  # the widest head
+]
+TYPES = [torch.float32, torch.float16]
+pytestmark = pytest.mark.usefixtures("poison")
+
+
+def check(found: Tensor, expected: Tensor) -> None:
+    """Compare with a float64 result: 1e-5 in float32, half a percent of its size in float16, never NaN."""
+    error = (found.double() - expected).abs()
+    if found.dtype == torch.float32:
+        assert error.max() <= 1e-5 * max(1.0, float(expected.abs().max()))
+    else:
+        assert error.square().mean().sqrt() <= 0.005 * expected.square().mean().sqrt()
+
+
+def gradients(attend: Callable[..., Tensor], tensors: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
+    """Output and gradients."""
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    output = attend(*leaves)
+    return (output.detach(), *torch.autograd.grad(output, leaves, grad.to(output)))
+
+
+def check_operator(case: Any) -> None:
+    """Compare everything the whole operator returns, and all gradients."""
+    group_ids, key_ids = case.ids()
+    tensors = (case.query, case.key, case.value)
+    grad = torch.randn(case.query.shape).to(case.query)
+    seen: dict[str, Tensor] = {}
+
+    def attention(*leaves: Tensor) -> Tensor:
+        result = dgt.dynamic_group_attention(
+            *leaves, case.centroids, case.top_k, key_mask=case.key_mask, backend="triton"
+        )
+        seen.update(group_ids=result.group_ids, key_ids=result.key_ids)
+        return result.output
+
+    found = gradients(attention, tensors, grad)
+    assert torch.equal(seen["group_ids"], group_ids)
+    assert torch.equal(seen["key_ids"], key_ids)
+
+    def reference(*leaves: Tensor) -> Tensor:
+        return dgt.attend(*leaves, group_ids, key_ids, backend="reference")
+
+    wide = gradients(reference, tuple(t.double() for t in tensors), grad)
+    for ours, theirs in zip(found, wide, strict=True):
+        check(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_operator_equals_the_reference(make_case: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    check_operator(make_case(*shape, dtype=dtype, masked=dtype == torch.float16))
+
+
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.tuples(st.integers(1, 2), st.integers(1, 2), st.integers(1, 300), st.integers(1, 40)),
+    st.tuples(st.integers(1, 20), st.integers(1, 60)),
+    st.booleans(),
+)
+def test_operator_equals_the_reference_on_any_shape(make_case: Any, tokens: Any, groups: Any, masked: bool) -> None:
+    check_operator(make_case(*tokens, *groups, masked=masked))
+
+
+@pytest.mark.parametrize("tokens", [97, 299])
+def test_all_queries_in_one_group(make_case: Any, tokens: int) -> None:
+    """All other groups are empty: they still select keys, and harm nothing."""
+    case = make_case(1, 1, tokens, 16, 5, 20)
+    centroids = torch.zeros_like(case.centroids)
+    centroids[:, 3] = 0.25
+    case = case._replace(centroids=centroids, query=case.query.detach().abs() + 0.25)
+    assert (case.ids()[0] == 3).all()
+    check_operator(case)
+
+
+def test_nothing_is_real(make_case: Any) -> None:
+    """An image of padding alone yields zeros, -1 and no gradient, whatever its size."""
+    for tokens in (40, 300):
+        case = make_case(1, 1, tokens, 16, 3, 9)
+        case = case._replace(key_mask=torch.zeros(1, tokens, dtype=torch.bool, device=case.query.device))
+        check_operator(case)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(("queries", "keys"), [(50, 90), (70, 311), (400, 30)])
+def test_attend_with_other_keys_than_queries(
+    make_case: Any, queries: int, keys: int, dtype: torch.dtype
+) -> None:
+    """Cross attention, with places that are empty in the middle of a list."""
+    case, other = make_case(1, 2, queries, 32, 6, 20, dtype=dtype), make_case(1, 2, keys, 32, 6, 20, dtype=dtype)
+    group_ids = case.ids()[0]
+    key_ids = dgt.select_keys(case.centroids, other.key, 20)
+    key_ids[:, :, 1, 5:9] = -1
+    key_ids[:, :, 2] = -1
+    tensors = (case.query, other.key, other.value)
+    grad = torch.randn(case.query.shape).to(case.query)
+
+    def run(backend: str) -> Callable[..., Tensor]:
+        return lambda q, k, v: dgt.attend(q, k, v, group_ids, key_ids, scale=0.3, backend=backend)
+
+    wide = gradients(run("reference"), tuple(t.double() for t in tensors), grad)
+    for ours, theirs in zip(gradients(run("triton"), tensors, grad), wide, strict=True):
+        check(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k"),
+    [(700, 20), (300, 100), (4200, 64)],
+    ids=["tournament", "streaming", "tournament of two rounds"],
+)
+@pytest.mark.parametrize("masked", [False, True])
+def test_selection_of_many_keys(make_case: Any, tokens: int, top_k: int, masked: bool) -> None:
+    """128 float32 channels make chunks of 128 keys, so that small inputs reach every way of selecting."""
+    case = make_case(1, 1, tokens, 128, 3, top_k, masked=masked)
+    found = kernels.select_keys(case.centroids, case.key, top_k, case.key_mask)
+    assert torch.equal(found, case.ids()[1])
+
+
+def test_selection_where_all_keys_tie(make_case: Any) -> None:
+    """The lowest indices win, in every way of selecting."""
+    for tokens, top_k in ((200, 50), (700, 20), (300, 100)):
+        case = make_case(1, 1, tokens, 128, 3, top_k)
+        found = kernels.select_keys(case.centroids, torch.zeros_like(case.key), top_k, None)
+        assert torch.equal(found, torch.arange(top_k, device=found.device).expand_as(found))
+
+
+def test_scores_do_not_depend_on_the_precision_of_the_model(make_case: Any) -> None:
+    """Float16 tokens against float32 centroids choose as float64 does, up to float32 rounding of the scores."""
+    case = make_case(1, 1, 400, 32, 20, 30, dtype=torch.float16, exact=False)
+    score = torch.einsum("bhld,hgd->bhlg", case.query.double(), case.centroids.double())
+    chosen = kernels.group_queries(case.query, case.centroids, None)
+    assert (score.max(-1).values - score.gather(-1, chosen[..., None])[..., 0]).max() <= 1e-5
+    score = torch.einsum("hgd,bhld->bhgl", case.centroids.double(), case.key.double())
+    keys = kernels.select_keys(case.centroids, case.key, 30, None)
+    worst = score.gather(-1, keys).min(-1).values
+    assert (score.topk(30).values[..., -1] - worst).max() <= 1e-5
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 50, 24, 5), (1, 1, 1200, 32, 100)], ids=str)
+def test_centroid_statistics(make_case: Any, shape: tuple[int, ...]) -> None:
+    """Groups, sums and counts of one pass equal those of the plain path; padding is not counted."""
+    case = make_case(*shape, 1, masked=True)
+    ids, sums, counts = kernels.group_statistics(case.query, case.centroids, case.key_mask)
+    expected_sums, expected_counts = grouping.group_statistics(case.query, ids, shape[4])
+    assert torch.equal(ids, case.ids()[0])
+    assert torch.equal(counts, expected_counts)
+    torch.testing.assert_close(sums, expected_sums, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [100, 300])
+def test_repeats_are_bit_equal(make_case: Any, tokens: int) -> None:
+    case = make_case(1, 1, tokens, 32, 6, 40, exact=False)
+    runs = []
+    for _ in range(2):
+        output = dgt.dynamic_group_attention(
+            case.query, case.key, case.value, case.centroids, case.top_k, backend="triton"
+        ).output
+        runs.append((output, *torch.autograd.grad(output.sum(), (case.query, case.key, case.value))))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

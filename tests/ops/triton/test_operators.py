@@ -1,0 +1,104 @@
+"""The operators as PyTorch sees them: checks of the library, compilation, autocast, costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import dgt
+from dgt.ops import triton as kernels  # registers the operators
+
+
+@pytest.mark.parametrize("tokens", [20, 290])
+def test_opcheck(make_case: Any, tokens: int) -> None:
+    """Schema, fake tensors, autograd and AOT dispatch of every operator, in both regimes."""
+    case = make_case(1, 2, tokens, 16, 3, 5, masked=True)
+    query, key, value, centroids, top_k, mask = case
+    group_ids, key_ids = case.ids()
+    ops = torch.ops.dgt
+    torch.library.opcheck(ops.triton_group_queries.default, (query.detach(), centroids, mask))
+    torch.library.opcheck(ops.triton_group_statistics.default, (query.detach(), centroids, mask))
+    torch.library.opcheck(ops.triton_select_keys.default, (centroids, key.detach(), top_k, mask))
+    torch.library.opcheck(ops.triton_attend.default, (query, key, value, group_ids, key_ids, 0.25))
+    torch.library.opcheck(ops.triton_attention.default, (query, key, value, centroids, top_k, 0.25, mask))
+    output, logsum = ops.triton_attend(query.detach(), key.detach(), value.detach(), group_ids, key_ids, 0.25)
+    saved = (query.detach(), key.detach(), value.detach(), output, logsum, group_ids, key_ids, 0.25)
+    torch.library.opcheck(ops.triton_attend_backward.default, (torch.randn_like(output), *saved))
+
+
+@pytest.mark.parametrize("form", [1, 2, 3, 4])
+def test_opcheck_of_the_forms(make_case: Any, form: int) -> None:
+    case = make_case(1, 2, 20, 16, 3, 5)
+    weights = torch.randn(1, 2, 20, 5, device=case.query.device, requires_grad=True)
+    pair = {1: (case.query, case.key), 2: (weights, case.value), 3: (case.query, weights), 4: (weights, case.query)}
+    torch.library.opcheck(
+        torch.ops.dgt.group_matmul.default, (form, *pair[form], *case.ids(), 20, 0.0, "triton")
+    )
+
+
+@pytest.mark.parametrize("tokens", [20, 290])
+def test_compiles_without_a_graph_break(make_case: Any, tokens: int) -> None:
+    case = make_case(1, 1, tokens, 16, 3, 5)
+
+    def attention(query: torch.Tensor) -> torch.Tensor:
+        result = dgt.dynamic_group_attention(query, case.key, case.value, case.centroids, 5, backend="triton")
+        return result.output * 2
+
+    torch.compiler.reset()
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    plain, traced = attention(case.query), compiled(case.query)
+    assert torch.equal(plain, traced)
+    (one,), (two,) = (torch.autograd.grad(out.square().sum(), case.query) for out in (plain, traced))
+    assert torch.equal(one, two)
+
+
+def test_autocast_changes_nothing(make_case: Any, device: str) -> None:
+    """Scores stay float32, and the output keeps the query's type, forward and backward."""
+    case = make_case(1, 2, 60, 16, 4, 9)
+    with torch.autocast(device, torch.bfloat16):
+        cast = dgt.dynamic_group_attention(*case[:5], backend="triton")
+    plain = dgt.dynamic_group_attention(*case[:5], backend="triton")
+    assert torch.equal(cast.output, plain.output)
+    assert torch.equal(cast.key_ids, plain.key_ids)
+
+
+def test_gradient_of_an_expanded_tensor(make_case: Any) -> None:
+    """``sum().backward()`` hands over a gradient with strides of zero."""
+    case = make_case(1, 1, 30, 16, 3, 5)
+    for backend in ("triton", "reference"):
+        output = dgt.dynamic_group_attention(*case[:5], backend=backend).output
+        output.sum().backward()
+    torch.testing.assert_close(case.value.grad.sum(), torch.tensor(2.0 * 30 * 16).to(output))
+
+
+def test_flops_equal_those_of_the_plain_path(make_case: Any) -> None:
+    """A model costs the same whatever computes it."""
+    case = make_case(1, 2, 40, 16, 3, 5)
+    counts = []
+    for backend in ("triton", "eager"):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            dgt.dynamic_group_attention(*case[:5], backend=backend)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+
+
+def test_backward_counts_five_products(make_case: Any) -> None:
+    case = make_case(1, 2, 40, 16, 3, 5)
+    ids = case.ids()
+    with FlopCounterMode(display=False) as counter:
+        dgt.attend(case.query, case.key, case.value, *ids, backend="triton").sum().backward()
+    assert counter.get_total_flops() == (4 + 10) * 2 * 40 * 16 * 5
+
+
+def test_steps_alone_equal_the_whole(make_case: Any) -> None:
+    case = make_case(1, 2, 60, 16, 4, 9, masked=True)
+    groups = kernels.group_queries(case.query, case.centroids, case.key_mask)
+    keys = kernels.select_keys(case.centroids, case.key, 9, case.key_mask)
+    output = dgt.attend(case.query, case.key, case.value, groups, keys, backend="triton")
+    whole = dgt.dynamic_group_attention(*case[:5], key_mask=case.key_mask, backend="triton")
+    assert torch.equal(groups, whole.group_ids)
+    assert torch.equal(keys, whole.key_ids)
+    torch.testing.assert_close(output, whole.output, rtol=0, atol=1e-5)
