@@ -1,0 +1,36 @@
+"""The notebook runs from its first cell to its last, draws its figures, and is kept without outputs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from ipykernel.kernelspec import install
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOK = ROOT / "examples" / "attention_tour.ipynb"
+
+
+def test_the_tour_runs_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(prefix=str(tmp_path), kernel_name="tour")  # a kernel that is this interpreter, whatever else is installed
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "share" / "jupyter"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    tour = nbformat.read(NOTEBOOK, as_version=4)
+    NotebookClient(tour, timeout=120, kernel_name="tour", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output for cell in tour.cells for output in cell.get("outputs", [])]
+    pictures = [output for output in outputs if "image/png" in output.get("data", {})]
+    assert len(pictures) == 6
+    assert sys.executable in (tmp_path / "share/jupyter/kernels/tour/kernel.json").read_text()
+
+
+def test_it_is_kept_without_outputs() -> None:
+    tour = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(tour)
+    for cell in tour.cells:
+        assert not cell.get("outputs")
+        assert cell.get("execution_count") is None
