@@ -1,0 +1,36 @@
+"""Every kernel once on small odd shapes, forward and backward: what to run under compute-sanitizer.
+
+    compute-sanitizer --tool memcheck --error-exitcode 1 python benchmarks/gpu_memcheck.py
+"""
+
+import torch
+import torch.nn.functional as F
+
+import dgt
+from dgt.ops import triton as kernels
+
+SHAPES = ((1, 2, 97, 32, 5, 7), (2, 1, 196, 32, 48, 98), (1, 1, 799, 24, 70, 49), (1, 1, 5000, 128, 5, 60))
+
+
+def main() -> None:
+    """Run, and fail on a result that is not finite."""
+    for batch, heads, tokens, channels, groups, top_k in SHAPES:
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            shape = (batch, heads, tokens, channels)
+            leaves = [torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)]
+            centroids = F.normalize(torch.randn(heads, groups, channels, device="cuda"), dim=-1)
+            mask = torch.rand(batch, tokens, device="cuda") > 0.3
+            result = dgt.dynamic_group_attention(*leaves, centroids, top_k, key_mask=mask, backend="triton")
+            alone = dgt.attend(*leaves, result.group_ids, result.key_ids, backend="triton")
+            product = dgt.attend(*leaves, result.group_ids, result.key_ids, backend="forms")
+            (result.output + alone + product).square().sum().backward()
+            kernels.group_statistics(leaves[0], centroids, mask)
+            kernels.select_keys(centroids, leaves[1], tokens // 2, mask)
+            if not all(leaf.grad is not None and leaf.grad.isfinite().all() for leaf in leaves):
+                raise RuntimeError(f"gradients that are not finite on {shape} {dtype}")
+    torch.cuda.synchronize()
+    print("memcheck shapes done")
+
+
+if __name__ == "__main__":
+    main()
