@@ -105,7 +105,7 @@ def _panels(run: LoadedRun, image: str | Path, block: int | None, head: int) -> 
 
 
 def _panel(record: GroupRecord, picture: NDArray[Any], head: int) -> GroupPanel:
-    group_ids, key_ids = record.attention.group_ids, record.attention.key_ids
+    group_ids, key_ids = record.attention.group_ids.numpy(), record.attention.key_ids.numpy()
     heads = group_ids.shape[1]
     if not 0 <= head < heads:
         raise ValueError(f"head must lie in 0 to {heads - 1} at block {record.name!r}, got {head}")
