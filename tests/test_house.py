@@ -20,7 +20,7 @@ PACKAGE = ROOT / "src" / "dgt"
 # Each may import only itself and what stands before it. A new top-level module takes its place here.
 LAYERS = (
     *("ops", "layers", "models", "data", "tasks", "recipes", "training"),
-    *("figures", "demo", "explorer", "cli", "__main__"),
+    *("figures", "demo", "explorer", "bench", "cli", "__main__"),
 )
 NOT_FROM = {"data": {"models"}}
 BACKENDS = ("reference", "eager", "triton")

@@ -121,3 +121,10 @@ def test_every_parameter_gets_a_gradient(layer, tokens) -> None:
 def test_bad_settings(options, error, message) -> None:
     with pytest.raises(error, match=message):
         dgt.DGAttention(**{"dim": 32, "num_heads": 2, **options})
+
+
+@pytest.mark.parametrize("kind", ["group", "global"])
+def test_a_mask_of_another_shape(kind, layer, tokens) -> None:
+    attention = layer() if kind == "group" else dgt.GlobalAttention(tokens(1).shape[-1], 1)
+    with pytest.raises(ValueError, match=r"mask must be a bool tensor of shape .*, got a \(4, 28\)"):
+        attention(tokens(1), torch.ones(4, 28, dtype=torch.bool))

@@ -325,3 +325,21 @@ def test_dropped_layers_are_forgotten(layer) -> None:
     assert len(module._layers) == count + 1
     del kept
     assert len(module._layers) == count
+
+
+@pytest.mark.parametrize("use_buffers", [False, True])
+def test_training_goes_on_from_averaged_weights(use_buffers, layer, tokens, step) -> None:
+    """They are not seeded anew: what was learnt stays."""
+    attention = layer(tau=0.0)
+    ema = AveragedModel(attention, avg_fn=get_ema_avg_fn(0.5), use_buffers=use_buffers)
+    train_with_average(attention, ema.update_parameters, tokens, step)
+    before = ema.module.unit_centroids().clone()
+    ema.module.train()(-tokens(9))
+    torch.testing.assert_close(ema.module.unit_centroids(), before)
+
+
+def test_a_layer_made_on_the_meta_device_starts_with_no_statistics(layer) -> None:
+    source = layer()
+    made = dgt.DGAttention(source.qkv.in_features, source.num_heads, device="meta").to_empty(device="cpu")
+    assert made.group_sums.abs().sum() == 0
+    assert made.group_counts.abs().sum() == 0

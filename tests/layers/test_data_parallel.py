@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).with_name("data_parallel_run.py")
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
 
-WAYS = ("no", "no_sync")  # to accumulate, as the script explains
+WAYS = ("no", "no_sync", "plain")  # to accumulate, as the script explains
 
 State = dict[str, dict[str, torch.Tensor]]
 

@@ -137,8 +137,11 @@ def test_parameters_that_must_not_decay(post_norm, small) -> None:
     listed = model.no_weight_decay()
     assert listed == {name for name in names if ".cpe." in name or "logit_scale" in name}
     assert any("logit_scale" in name for name in listed) == post_norm
-    free = [g for g in create_optimizer_v2(model, opt="adamw", lr=1e-3, weight_decay=0.1).param_groups
-            if g["weight_decay"] == 0.0]
+    free = [
+        g
+        for g in create_optimizer_v2(model, opt="adamw", lr=1e-3, weight_decay=0.1).param_groups
+        if g["weight_decay"] == 0.0
+    ]
     assert {id(names[name]) for name in listed} <= {id(p) for group in free for p in group["params"]}
 
 
@@ -173,8 +176,10 @@ def test_a_padded_image_gives_what_it_gives_alone(image_size, post_norm, small) 
         torch.testing.assert_close(real, theirs[0], rtol=0, atol=1e-5 * max(1.0, theirs.abs().max().item()))
         assert not ours[1, :, theirs.shape[2] :].any()
     within, single = dgt.group_records(model, batch, mask)[0], dgt.group_records(model, image)[0]
-    assert within.attention.group_ids[1].view(-1, *within.grid)[:, : single.grid[0], : single.grid[1]].equal(
-        single.attention.group_ids[0].view(-1, *single.grid)
+    assert (
+        within.attention.group_ids[1]
+        .view(-1, *within.grid)[:, : single.grid[0], : single.grid[1]]
+        .equal(single.attention.group_ids[0].view(-1, *single.grid))
     )
     rows, columns = single.attention.key_ids[0] // single.grid[1], single.attention.key_ids[0] % single.grid[1]
     assert torch.equal(within.attention.key_ids[1], rows * within.grid[1] + columns)

@@ -119,3 +119,20 @@ def test_updating_centroids(change, error, message) -> None:
 def test_seeding(change, error, message) -> None:
     with pytest.raises(error, match=message):
         dgt.seed_centroids(**{"tokens": torch.randn(2, 9, 4), "num_groups": 3, **change})
+
+
+@pytest.mark.parametrize("backend", ["reference", "eager"])
+@pytest.mark.parametrize(("name", "bad", "most"), [("group_ids", 5, 4), ("key_ids", 10, 9), ("key_ids", -2, 9)])
+@pytest.mark.parametrize("top_k", [1, 4])
+def test_ids_out_of_range(backend, name, bad, most, top_k) -> None:
+    """On the CPU; never a read of another head's tokens."""
+    ids = {"group_ids": IDS["group_ids"].clone(), "key_ids": IDS["key_ids"][..., :top_k].clone()}
+    ids[name].view(-1)[3] = bad
+    with pytest.raises(ValueError, match=rf"{name} must .*{most}.*{bad}"):
+        dgt.attend(GOOD["query"], GOOD["key"], GOOD["value"], **ids, backend=backend)
+
+
+@pytest.mark.parametrize(("scale", "error"), [("a", TypeError), (float("nan"), ValueError)])
+def test_scale(scale, error) -> None:
+    with pytest.raises(error, match="scale must be .*, got"):
+        dgt.attend(GOOD["query"], GOOD["key"], GOOD["value"], **IDS, scale=scale)

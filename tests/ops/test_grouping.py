@@ -124,3 +124,16 @@ def test_seeding_draws_nothing_from_the_global_random_state() -> None:
 def test_seeding_survives_equal_tokens() -> None:
     centroids = dgt.seed_centroids(torch.ones(1, 30, 4), 6)
     torch.testing.assert_close(centroids, torch.full((1, 6, 4), 0.5))
+
+
+def test_opposite_queries_cannot_push_a_centroid_to_zero() -> None:
+    """The old centroid and the mean cancel: what comes out must still be a direction."""
+    centroids = torch.tensor([[[1.0, 0.0]]])
+    query = torch.tensor([[[[-1.0, 0.0]]]])
+    updated = dgt.update_centroids(centroids, query, torch.zeros(1, 1, 1, dtype=torch.int64), 0.5)
+    torch.testing.assert_close(updated.norm(dim=-1), torch.ones(1, 1))
+
+
+def test_tokens_without_direction_seed_unit_centroids() -> None:
+    seeded = dgt.seed_centroids(torch.zeros(1, 9, 4), 3)
+    torch.testing.assert_close(seeded.norm(dim=-1), torch.ones(1, 3))

@@ -9,7 +9,9 @@ from dgt.layers.convolution import (
     InvertedResidualFFN,
     PatchMerging,
     keep_real,
+    keep_real_pixels,
 )
+from dgt.layers.head import Head
 
 __all__ = [
     "Block",
@@ -17,8 +19,10 @@ __all__ = [
     "ConvStem",
     "DGAttention",
     "GlobalAttention",
+    "Head",
     "InvertedResidualFFN",
     "PatchMerging",
     "keep_real",
+    "keep_real_pixels",
     "renormalize_centroids",
 ]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dgt.layers.centroids import CentroidState
 from dgt.ops import DynamicGroupAttentionOutput, dynamic_group_attention
 from dgt.ops.attention import resolve_backend
-from dgt.ops.checks import check_count
+from dgt.ops.checks import check_count, describe
 
 
 class SelfAttention(nn.Module):
@@ -63,6 +63,22 @@ class SelfAttention(nn.Module):
         return self.proj(attended.transpose(1, 2).flatten(2).view(x.shape))
 
 
+def check_mask(mask: Tensor | None, x: Tensor) -> None:
+    """Check that a mask is bool, of the shape of ``x`` without its channels.
+
+    Raises:
+        TypeError: for another type.
+        ValueError: for another shape.
+    """
+    if mask is None:
+        return
+    expected = f"mask must be a bool tensor of shape {tuple(x.shape[:-1])}, True where a token is real"
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        raise TypeError(f"{expected}, got {describe(mask)}")
+    if mask.shape != x.shape[:-1] and mask.shape != (x.shape[0], x.shape[1:-1].numel()):
+        raise ValueError(f"{expected}, got {describe(mask)}")
+
+
 @register_notrace_module
 class GlobalAttention(SelfAttention):
     """Attention of every token to every token; arguments as in :class:`SelfAttention`."""
@@ -70,6 +86,8 @@ class GlobalAttention(SelfAttention):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, H, W, C) or (B, L, C) to the same shape; ``mask`` is bool, True where a token is real."""
         query, key, value = self.split_heads(x)
+        if not torch.jit.is_scripting():
+            check_mask(mask, x)
         # Padding sees everything, so that no row of the softmax is empty; nothing real sees padding.
         sees = None if mask is None else mask.flatten(1)[:, None, None, :] | ~mask.flatten(1)[:, None, :, None]
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=sees, scale=self.scale)
@@ -126,6 +144,7 @@ class DGAttention(SelfAttention, CentroidState):
             groups = torch.ops.dgt.group_queries(query, centroids, real)
             keys = torch.ops.dgt.select_keys(centroids, key, self.top_k, real)
             return self.merge_heads(torch.ops.dgt.attend(query, key, value, groups, keys, self.scale), x)
+        check_mask(mask, x)
         if self.training and not self.seeded:
             self.seed(query, real)
         attention = dynamic_group_attention(

@@ -1,6 +1,6 @@
 """The centroids of a DG-Attention layer: state that seeds itself, learns by Eqs. 3-4, and is right in any loop.
 
-A training forward only *observes*: it adds the statistics of Eq. 3 to two small buffers. The centroids move (Eq. 4)
+A training forward only *observes*: it adds up the statistics of Eq. 3. The centroids move (Eq. 4)
 right after the optimizer that owns the layer's weights has made its step, through PyTorch's global optimizer hook. So
 
 - they change once per step, after any number of accumulated micro-batches, and only in training;
@@ -44,7 +44,7 @@ def check_tau_weighs(tau_weighs: str) -> None:
 
 
 class CentroidState(nn.Module):
-    """Mixin of DG-Attention: the buffer ``centroids`` (H, G, D), its statistics, and how they change."""
+    """Mixin of DG-Attention: the buffer ``centroids`` (H, G, D), statistics of the step, and how they change."""
 
     def init_centroids(
         self,
@@ -70,16 +70,15 @@ class CentroidState(nn.Module):
         exact: dict[str, Any] = {"device": device, "dtype": torch.float32}
         self.register_buffer("centroids", torch.empty(shape, **exact))
         self.register_buffer("num_updates", torch.zeros((), dtype=torch.int64, device=device))
-        self.register_buffer("group_sums", torch.zeros(shape, **exact), persistent=False)
-        self.register_buffer("group_counts", torch.zeros(shape[:2], **exact), persistent=False)
+        # Statistics of the current step. No buffers: DDP would overwrite every rank's with those of the first.
+        self.group_sums = torch.zeros(shape, **exact)
+        self.group_counts = torch.zeros(shape[:2], **exact)
         self.seeded = False  # num_updates > 0, known to the host so that no forward has to wait for a device
         self.reset_centroids()
         self._enlist()
 
     centroids: Tensor
     num_updates: Tensor
-    group_sums: Tensor
-    group_counts: Tensor
 
     def reset_centroids(self) -> None:
         """Set random unit centroids, the same for every layer and run: what a never trained model works with."""
@@ -106,8 +105,8 @@ class CentroidState(nn.Module):
         """Add the statistics of (B, H, L, D) queries and their (B, H, L) groups to those of the current step."""
         with torch.no_grad():
             sums, counts = group_statistics(query, group_ids, self.centroids.shape[1])
-            self.group_sums += sums
-            self.group_counts += counts
+            self.group_sums.add_(sums)
+            self.group_counts.add_(counts)
 
     def update(self, learning_rate: float | Tensor) -> None:
         """Move the centroids by the step's statistics (Eq. 4), and forget those."""
@@ -119,15 +118,24 @@ class CentroidState(nn.Module):
             self.group_sums.zero_()
             self.group_counts.zero_()
 
+    def train(self, mode: bool = True) -> "CentroidState":
+        """Set the mode; a copy that something gave seeded centroids (an average of weights) knows it from here on."""
+        super().train(mode)
+        if mode and not self.seeded and not self.num_updates.is_meta:
+            self.seeded = bool(self.num_updates > 0)
+        return self
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move with the module (``.to``, ``.cuda``), but stay float32-exact when it is cast."""
-        names = ("centroids", "group_sums", "group_counts")
-        exact = {name: getattr(self, name) for name in names}
+        before = self.centroids
         super()._apply(fn, recurse)
-        for name, before in exact.items():
-            after = getattr(self, name)
-            if after.dtype != torch.float32:
-                setattr(self, name, before.to(after.device))
+        device = self.centroids.device
+        if self.centroids.dtype != torch.float32:
+            self.centroids = before.to(device)
+        if self.group_sums.is_meta and device.type != "meta":  # nothing was observed there
+            self.group_sums = torch.zeros(self.group_sums.shape, device=device)
+            self.group_counts = torch.zeros(self.group_counts.shape, device=device)
+        self.group_sums, self.group_counts = self.group_sums.to(device), self.group_counts.to(device)
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

@@ -18,6 +18,11 @@ def keep_real(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else x * mask.unsqueeze(-1)
 
 
+def keep_real_pixels(images: Tensor, mask: Tensor | None) -> Tensor:
+    """Zero the padding of (B, C, H, W) images; ``mask`` is bool (B, H, W), True where a pixel is real, or None."""
+    return images if mask is None else images * mask.unsqueeze(1)
+
+
 def _nchw(x: Tensor) -> Tensor:
     return x.permute(0, 3, 1, 2)
 

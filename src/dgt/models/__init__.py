@@ -3,6 +3,7 @@
 from dgt.models.cost import Cost, cost
 from dgt.models.dgt import DynamicGroupTransformer
 from dgt.models.inspection import BlockVisit, GroupRecord, group_records, set_attention, visit_blocks
+from dgt.models.variants import dgt_base, dgt_nano, dgt_small, dgt_tiny
 
 __all__ = [
     "BlockVisit",
@@ -10,6 +11,10 @@ __all__ = [
     "DynamicGroupTransformer",
     "GroupRecord",
     "cost",
+    "dgt_base",
+    "dgt_nano",
+    "dgt_small",
+    "dgt_tiny",
     "group_records",
     "set_attention",
     "visit_blocks",

@@ -1,28 +1,30 @@
 """The Dynamic Group Transformer (section 3.3): stem, four stages of patch merging and blocks, classifier head.
 
-The first three stages attend inside dynamic groups, the last globally. Variants are rows of data over one class, and
-register with timm. A ``mask`` (B, H, W) of real pixels, wherever one is accepted, keeps the padding of a batch out:
-padded tokens never become keys, never count in centroid statistics, and look to every convolution like its own padding.
+The first three stages attend inside dynamic groups, the last globally; :mod:`dgt.models.variants` has the sizes. A
+``mask`` (B, H, W) of real pixels, wherever one is accepted, keeps the padding of a batch out: padded tokens never
+become keys, never count in centroid statistics, and look to every convolution like its own padding.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
-from timm.layers import SelectAdaptivePool2d, trunc_normal_
-from timm.models import (
-    build_model_with_cfg,
-    checkpoint,
-    generate_default_cfgs,
-    register_model,
-    register_notrace_function,
-)
+from timm.layers import trunc_normal_
+from timm.models import checkpoint, register_notrace_function
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from dgt.layers import Block, ConvStem, DGAttention, GlobalAttention, PatchMerging
-from dgt.layers.convolution import keep_real
-
-MIN_SIZE = 32  # pixels a side
+from dgt.layers import (
+    Block,
+    ConvStem,
+    DGAttention,
+    GlobalAttention,
+    Head,
+    PatchMerging,
+    keep_real,
+    keep_real_pixels,
+)
 
 
 @register_notrace_function
@@ -63,52 +65,6 @@ class Stage(nn.Module):
             else:
                 x = block(x, mask)
         return keep_real(x, mask)
-
-
-class Head(nn.Module):
-    """1x1 convolution, BatchNorm, SiLU, global pooling, linear classifier (CMT's head).
-
-    Args:
-        in_dim: channels in.
-        hidden: channels of the convolution.
-        num_classes: classes; 0 leaves the classifier out.
-        pool: timm's name of the pooling; "" leaves it out, and the classifier becomes a 1x1 convolution.
-        drop: dropout rate before the classifier.
-    """
-
-    def __init__(
-        self, in_dim: int, hidden: int, num_classes: int, pool: str = "avg", drop: float = 0.0, **factory: Any
-    ) -> None:
-        super().__init__()
-        self.num_features = hidden
-        self.conv: nn.Module = nn.Conv2d(in_dim, hidden, 1, **factory)
-        self.norm: nn.Module = nn.BatchNorm2d(hidden, **factory)
-        self.act: nn.Module = nn.SiLU()
-        self.drop = nn.Dropout(drop)
-        self.reset(num_classes, pool, **factory)
-
-    def reset(self, num_classes: int, pool: str | None = None, **factory: Any) -> None:
-        """Replace classifier and, if ``pool`` is given, pooling."""
-        if pool is not None:
-            self.global_pool = SelectAdaptivePool2d(pool_type=pool, flatten=bool(pool)).train(self.training)
-        width = self.num_features * self.global_pool.feat_mult()
-        if num_classes == 0:
-            self.fc: nn.Module = nn.Identity()
-        elif self.global_pool.is_identity():
-            self.fc = nn.Conv2d(width, num_classes, 1, **factory)
-        else:
-            self.fc = nn.Linear(width, num_classes, **factory)
-        self.fc.train(self.training)
-
-    def remove_hidden(self, in_dim: int) -> None:
-        """Drop convolution and BatchNorm, leaving pooling: for a backbone that only yields features."""
-        self.conv, self.norm, self.act, self.num_features = nn.Identity(), nn.Identity(), nn.Identity(), in_dim
-        self.train(self.training)
-
-    def forward(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Map (B, C, H, W) to (B, num_classes); with ``pre_logits`` to what the classifier gets."""
-        x = self.drop(self.global_pool(self.act(self.norm(self.conv(x)))))
-        return x if pre_logits else self.fc(x)
 
 
 class DynamicGroupTransformer(nn.Module):
@@ -159,13 +115,7 @@ class DynamicGroupTransformer(nn.Module):
         dtype: Any = None,
     ) -> None:
         super().__init__()
-        if stem_stride not in (1, 2):
-            raise ValueError(f"stem_stride must be 1 or 2, got {stem_stride}")
-        if not len(dims) == len(depths) == len(num_heads) == len(attention):
-            raise ValueError(
-                f"dims, depths, num_heads and attention must be equally long, got {dims}, {depths}, "
-                f"{num_heads}, {attention}"
-            )
+        _check_layout(stem_stride, dims, depths, num_heads, attention)
         factory = {"device": device, "dtype": dtype}
         self.in_chans, self.num_classes = in_chans, num_classes
         self.grad_checkpointing = False
@@ -174,31 +124,25 @@ class DynamicGroupTransformer(nn.Module):
             {"num_chs": dim, "reduction": stride, "module": f"stages.{i}"}
             for i, (dim, stride) in enumerate(zip(dims, self.strides[1:], strict=True))
         ]
-        self.stem = ConvStem(in_chans, stem_width, stem_stride, **factory)
-        group_options = {
+        groups: dict[str, Any] = {
             "num_groups": num_groups,
             "top_k": top_k,
             "tau": tau,
             "tau_weighs": tau_weighs,
             "backend": backend,
         }
+        kinds: dict[str, Callable[..., nn.Module]] = {
+            "group": partial(DGAttention, **groups),
+            "global": GlobalAttention,
+        }
         drop_paths = torch.linspace(0, drop_path_rate, sum(depths), device="cpu").split(list(depths))
-        stages: list[Stage] = []
+        self.stem = ConvStem(in_chans, stem_width, stem_stride, **factory)
+        self.stages = nn.ModuleList()
         for i, dim in enumerate(dims):
-            blocks = [
-                Block(
-                    dim,
-                    make_attention(attention[i], dim, num_heads[i], post_norm, group_options, factory),
-                    mlp_ratio,
-                    post_norm,
-                    proj_drop_rate,
-                    drop_path,
-                    **factory,
-                )
-                for drop_path in drop_paths[i].tolist()
-            ]
-            stages.append(Stage(dims[i - 1] if i else stem_width, dim, blocks, **factory))
-        self.stages = nn.ModuleList(stages)
+            attend = partial(kinds[attention[i]], dim, num_heads[i], cosine=post_norm, **factory)
+            rates = drop_paths[i].tolist()
+            blocks = [Block(dim, attend(), mlp_ratio, post_norm, proj_drop_rate, p, **factory) for p in rates]
+            self.stages.append(Stage((stem_width, *dims)[i], dim, blocks, **factory))
         self.num_features = dims[-1]
         self.head = Head(dims[-1], head_width, num_classes, global_pool, drop_rate, **factory)
         self.head_hidden_size = self.head.num_features * self.head.global_pool.feat_mult()
@@ -337,89 +281,19 @@ class DynamicGroupTransformer(nn.Module):
         return list(take)
 
 
-def make_attention(
-    kind: str, dim: int, num_heads: int, cosine: bool, group_options: dict[str, Any], factory: dict[str, Any]
-) -> nn.Module:
-    """Build one attention layer of a stage.
-
-    Raises:
-        ValueError: for an unknown kind.
-    """
-    if kind == "group":
-        return DGAttention(dim, num_heads, cosine=cosine, **group_options, **factory)
-    if kind == "global":
-        return GlobalAttention(dim, num_heads, cosine=cosine, **factory)
-    raise ValueError(f"attention must be 'group' or 'global' for every stage, got {kind!r}")
-
-
-def keep_real_pixels(images: Tensor, mask: Tensor | None) -> Tensor:
-    """Zero the padding of (B, C, H, W) images; ``mask`` is bool (B, H, W), True where a pixel is real, or None."""
-    return images if mask is None else images * mask.unsqueeze(1)
-
-
-def _create(variant: str, pretrained: bool = False, **options: Any) -> DynamicGroupTransformer:
-    out_indices = options.pop("out_indices", (0, 1, 2, 3))
-    model: DynamicGroupTransformer = build_model_with_cfg(
-        DynamicGroupTransformer,
-        variant,
-        pretrained,
-        feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
-        **options,
-    )
-    return model
-
-
-def _cfg(input_size: int = 224, crop_pct: float = 0.875) -> dict[str, Any]:
-    return {
-        "url": "",
-        "num_classes": 1000,
-        "input_size": (3, input_size, input_size),
-        "pool_size": (input_size // 32, input_size // 32),
-        "crop_pct": crop_pct,
-        "interpolation": "bicubic",
-        "mean": (0.485, 0.456, 0.406),
-        "std": (0.229, 0.224, 0.225),
-        "first_conv": "stem.convs.0",
-        "classifier": "head.fc",
-    }
-
-
-default_cfgs = generate_default_cfgs(
-    {"dgt_nano": _cfg(64, 1.0), "dgt_tiny": _cfg(), "dgt_small": _cfg(), "dgt_base": _cfg()}
-)
-
-SMALL = {"stem_width": 48, "dims": (96, 192, 384, 768), "num_heads": (3, 6, 12, 24), "post_norm": True}
-BASE = {"stem_width": 64, "dims": (128, 256, 512, 1024), "num_heads": (4, 8, 16, 32), "post_norm": True}
-NANO = {
-    "stem_width": 16,
-    "dims": (32, 64, 128, 256),
-    "num_heads": (1, 2, 4, 8),
-    "depths": (1, 1, 4, 1),
-    "num_groups": 16,
-    "top_k": 32,
-    "head_width": 512,
-}
-
-
-@register_model
-def dgt_nano(pretrained: bool = False, **options: Any) -> DynamicGroupTransformer:
-    """A DGT for small images and quick trials; not in the paper. For 32 px take ``stem_stride=1``."""
-    return _create("dgt_nano", pretrained, **{**NANO, **options})
-
-
-@register_model
-def dgt_tiny(pretrained: bool = False, **options: Any) -> DynamicGroupTransformer:
-    """DGT-T: 24.09 M parameters, 4.35 GFLOPs at 224 px."""
-    return _create("dgt_tiny", pretrained, **options)
-
-
-@register_model
-def dgt_small(pretrained: bool = False, **options: Any) -> DynamicGroupTransformer:
-    """DGT-S: 51.76 M parameters, 9.41 GFLOPs at 224 px; cosine attention and residual post-norm."""
-    return _create("dgt_small", pretrained, **{**SMALL, **options})
-
-
-@register_model
-def dgt_base(pretrained: bool = False, **options: Any) -> DynamicGroupTransformer:
-    """DGT-B: 90.28 M parameters, 16.40 GFLOPs at 224 px; cosine attention and residual post-norm."""
-    return _create("dgt_base", pretrained, **{**BASE, **options})
+def _check_layout(
+    stem_stride: int,
+    dims: tuple[int, ...],
+    depths: tuple[int, ...],
+    num_heads: tuple[int, ...],
+    attention: tuple[str, ...],
+) -> None:
+    """Check the constructor's arguments that describe stages."""
+    if stem_stride not in (1, 2):
+        raise ValueError(f"stem_stride must be 1 or 2, got {stem_stride}")
+    if not len(dims) == len(depths) == len(num_heads) == len(attention):
+        came = f"{dims}, {depths}, {num_heads}, {attention}"
+        raise ValueError(f"dims, depths, num_heads and attention must be equally long, got {came}")
+    for kind in attention:
+        if kind not in ("group", "global"):
+            raise ValueError(f"attention must be 'group' or 'global' for every stage, got {kind!r}")

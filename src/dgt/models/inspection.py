@@ -6,9 +6,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from dgt.layers import Block, DGAttention
+from dgt.layers import Block, DGAttention, keep_real_pixels
 from dgt.layers.centroids import check_tau, check_tau_weighs
-from dgt.models.dgt import DynamicGroupTransformer, Stage, check_images, keep_real_pixels
+from dgt.models.dgt import DynamicGroupTransformer, Stage, check_images
 from dgt.ops import DynamicGroupAttentionOutput
 from dgt.ops.attention import resolve_backend
 from dgt.ops.checks import check_count

@@ -62,7 +62,7 @@ def dynamic_group_attention(
         top_k: k >= 1 keys for every group; clamped to L.
         scale: factor on the scores; default 1 / sqrt(D).
         key_mask: optional bool (B, L), True where a token is real. Padding is never selected, never counted, and
-            yields zero.
+            yields zero; what it holds must be finite.
         backend: ``"reference"`` (dense, any type, twice differentiable), ``"eager"`` (fast, plain PyTorch, any device),
             ``"triton"`` (fused kernels for CUDA; up to 128 channels per head, no float64), ``"forms"`` (as the paper's
             appendix builds it, for comparison), or ``"auto"``: Triton where it can run, eager elsewhere. A choice
@@ -77,12 +77,10 @@ def dynamic_group_attention(
     _check_inputs(query, key, value)
     check_shape("key", key, "BHLD", tuple(query.shape), "query")
     check_scale(scale)
-    if key_mask is not None:  # padding may hold anything, NaN too
-        check_key_mask(key_mask, query.shape[0], query.shape[2], query)
-        query, key, value = (torch.where(key_mask[:, None, :, None], t, 0) for t in (query, key, value))
     if resolve_backend(backend, query) == "triton":
         check_tokens("query", query, centroids)
         check_count("top_k", top_k)
+        check_key_mask(key_mask, query.shape[0], query.shape[2], query)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         return DynamicGroupAttentionOutput(
             *load_triton().attention(query, key, value, centroids, top_k, scale, key_mask)

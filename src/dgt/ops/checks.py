@@ -4,12 +4,11 @@ Each error names the argument, what was expected and what came. Shapes and types
 ids out of range) only where looking at them does not make the host wait for a device.
 """
 
-import math
-
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+INFINITY = float("inf")
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -98,7 +97,7 @@ def check_scale(scale: float | None) -> None:
         return
     if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"scale must be a number or None, got {describe(scale)}")
-    if isinstance(scale, float) and not math.isfinite(scale):
+    if not abs(scale) < INFINITY:  # written so that it can be traced
         raise ValueError(f"scale must be finite, got {scale}")
 
 

@@ -136,7 +136,7 @@ def _with_empty_row(tokens: Tensor) -> Tensor:
 
 
 def _parts(group_ids: Tensor, key_ids: Tensor, tokens: int, size: int = PART) -> Iterator[_Part]:
-    """Cut the work into parts by the regime that suits its size; ids as in :func:`attend`, ``tokens`` keys a head, parts of ``size``."""
+    """Cut the work into parts by the regime that suits its size; ``tokens`` keys a head, parts of ``size``."""
     groups, keys = group_ids.flatten(0, 1), key_ids.flatten(0, 1)  # (B H, L), (B H, G, K)
     no_keys = (keys < 0).all(-1)
     if no_keys.any():  # such a group has nothing to attend to: its queries are left out, like padding

@@ -1,7 +1,8 @@
 """Query groups and their centroids: assignment, statistics, update and seeding (section 3.1, Eqs. 3-4).
 
-Assignment is by the largest dot product with unit-norm centroids, ties (of scores as computed) to the lowest group; scores
-and statistics are computed in float32 whatever the input's type. State goes in and comes out: nothing here changes its arguments.
+Assignment is by the largest dot product with unit-norm centroids, ties (of scores as computed) to the lowest group;
+scores and statistics are computed in float32 whatever the input's type. State goes in and comes out: nothing here
+changes its arguments.
 """
 
 from collections.abc import Iterator

@@ -1,0 +1,70 @@
+"""Parameters and FLOPs: the paper's numbers, the formulas behind them, and the rows of `dgt info`."""
+
+import math
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import dgt
+from dgt.models.info import model_rows, model_table
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "flops"),
+    [("dgt_tiny", 24.09, 4.35), ("dgt_small", 51.76, 9.41), ("dgt_base", 90.28, 16.40)],
+)
+def test_cost_is_that_of_the_paper(name: str, params: float, flops: float) -> None:
+    counted = dgt.cost(name)
+    assert round(counted.params / 1e6, 2) == params
+    assert round(counted.flops / 1e9, 2) == flops
+    assert sum(stage.params for stage in counted.stages) == counted.params
+    assert sum(stage.flops for stage in counted.stages) == pytest.approx(counted.flops, abs=1)
+
+
+def test_one_attention_layer_costs_what_the_formula_says() -> None:
+    class Wrapped(nn.Module):
+        in_chans = 8
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = dgt.DGAttention(8, 2, num_groups=5, top_k=7)
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return self.attn(images.permute(0, 2, 3, 1))
+
+    tokens, dim, groups, top_k, heads = 36, 8, 5, 7, 2
+    linears = tokens * dim * 4 * dim
+    sorting = heads * round(top_k * groups * math.log2(tokens))
+    expected = linears + 2 * top_k * tokens * dim + 2 * tokens * groups * dim + sorting
+    assert dgt.cost(Wrapped(), (6, 6)).flops == pytest.approx(expected, abs=heads)
+
+
+def test_a_model_is_counted_as_it_is_and_left_alone() -> None:
+    model = timm.create_model("dgt_nano", num_classes=3, top_k=8).train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    fewer, more = dgt.cost(model, (64, 96)).flops, dgt.cost("dgt_nano", (64, 96)).flops
+    assert fewer < more
+    assert model.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_another_model_is_counted_in_the_same_way() -> None:
+    linear = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    assert dgt.cost(linear, (5, 7)).flops == 35 * 3 * 4 + 35 * 4
+
+
+def test_rows_stand_beside_the_paper() -> None:
+    row = model_rows("dgt_tiny")[0]
+    assert row["paper_params"] == 24_090_000
+    assert row["paper_flops"] == 4_350_000_000
+    assert model_rows("dgt_tiny", (256, 256))[0]["paper_flops"] is None
+    table = model_table(model_rows())
+    assert all(name in table for name in ("dgt_nano", "24.09", "51.76", "90.28", "16.40"))
+
+
+@pytest.mark.parametrize(("model", "error"), [("dgt_huge", ValueError), (3, TypeError)])
+def test_neither_a_model_nor_a_name(model: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match="model must be a module or the name of a timm model, got"):
+        dgt.cost(model)  # type: ignore[arg-type]
