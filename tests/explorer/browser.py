@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import base64
 import contextlib
 import json
@@ -153,3 +154,26 @@ class Browser:
         """Write what the window shows, or the whole page, as PNG."""
         answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         path.write_bytes(base64.b64decode(answer["data"]))
+
+
+def main() -> None:
+    """Take a picture of an explorer page."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("url")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--width", type=int, default=1440)
+    parser.add_argument("--height", type=int, default=900)
+    parser.add_argument("--scale", type=float, default=1)
+    parser.add_argument("--dark", action="store_true")
+    options = parser.parse_args()
+    program = find()
+    if program is None:
+        raise SystemExit(f"no Chromium found; looked for {', '.join(NAMES)}")
+    with Browser(program) as browser:
+        browser.open(options.url, options.width, options.height, options.dark, options.scale)
+        browser.wait("window.explorer && explorer.now.curve && !document.querySelector('.busy')")
+        browser.screenshot(options.file)
+
+
+if __name__ == "__main__":
+    main()

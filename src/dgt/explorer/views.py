@@ -30,7 +30,8 @@ from dgt.ops.diagnosis import attention_mass_curve, diagnose_selection
 from dgt.training import LoadedRun
 
 MAX_TOKENS = 112 * 112
-MAX_KEYS = 1024
+MAX_KEYS, MAX_WEIGHTS = 1024, 4_000_000
+"""Most keys for a group, and most attention weights (tokens times keys) in one answer."""
 MIN_START = 128
 """The page opens at a model's own size, or the first larger one at which groups have shapes one can see."""
 TRACES, VIEWS = 6, 24
@@ -125,7 +126,7 @@ class Explorer:
             size: one of `sizes`.
             block: index into `blocks`.
             head: from 0.
-            top_k: keys for every group, at least 1; clamped to the tokens, and to 1024.
+            top_k: keys for every group, at least 1; clamped to the tokens, and to what an answer may hold.
 
         Raises:
             UnknownPictureError: an unknown picture.
@@ -213,7 +214,8 @@ class Explorer:
 
     def _view(self, image: str, size: int, block: int, head: int, top_k: int) -> Answer:
         trace, (query, key, value), centroids, scale = self._head(image, size, block, head)
-        seen = dynamic_group_attention(query, key, value, centroids, min(top_k, MAX_KEYS), scale)
+        most = min(query.shape[2], MAX_KEYS, MAX_WEIGHTS // query.shape[2])
+        seen = dynamic_group_attention(query, key, value, centroids, min(top_k, most), scale)
         weights, mass = diagnose_selection(query, key, seen.group_ids, seen.key_ids, scale)
         rows, columns = trace.inputs[block].shape[1:3]
         groups, keys = seen.group_ids[0, 0].numpy(), seen.key_ids[0, 0].numpy()
@@ -221,7 +223,7 @@ class Explorer:
         return {
             "grid": [rows, columns],
             "k": keys.shape[1],
-            "max_k": min(rows * columns, MAX_KEYS),
+            "max_k": most,
             "groups": keys.shape[0],
             "group_ids": _pack(groups, "<u2"),
             "key_ids": _pack(keys, "<u2"),

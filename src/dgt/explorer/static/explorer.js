@@ -136,6 +136,7 @@ function measures() {
     item.append(label, percent(share));
     return item;
   }));
+  $("classes-note").textContent = now.pictureSize === now.model.size ? "" : `trained at ${now.model.size} px`;
   chartCurve();
 }
 
@@ -199,7 +200,7 @@ async function refresh(picture = false) {
       const key = `${wanted.image} ${wanted.size}`;
       const curveKey = `${key} ${wanted.block} ${wanted.head}`;
       const [view, shot] = await Promise.all([askView(wanted), now.pictureKey === key ? now.picture : load(wanted)]);
-      Object.assign(now, { view, picture: shot, pictureKey: key });
+      Object.assign(now, { view, picture: shot, pictureKey: key, pictureSize: wanted.size });
       if (now.curveKey !== curveKey) now.curve = null;
       $("frame").style.setProperty("--ratio", `${shot.naturalWidth} / ${shot.naturalHeight}`);
       $("pins").style.setProperty("--ratio", `${shot.naturalWidth} / ${shot.naturalHeight}`);
