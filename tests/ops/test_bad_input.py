@@ -134,5 +134,5 @@ def test_ids_out_of_range(backend, name, bad, most, top_k) -> None:
 
 @pytest.mark.parametrize(("scale", "error"), [("a", TypeError), (float("nan"), ValueError)])
 def test_scale(scale, error) -> None:
-    with pytest.raises(error, match="scale must be .*, got"):
+    with pytest.raises(error, match=r"scale must be .*, got"):
         dgt.attend(GOOD["query"], GOOD["key"], GOOD["value"], **IDS, scale=scale)
