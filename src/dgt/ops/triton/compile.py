@@ -28,7 +28,7 @@ from dgt.ops.triton.sorting import sort_queries
 
 # Tokens at 224 px, heads and k of DGT-T's stages, and of dense prediction; D is 32 and G 48 everywhere.
 STAGES = {"stage 1": (3136, 2, 98), "stage 2": (784, 4, 98), "stage 3": (196, 8, 98), "dense": (16384, 2, 512)}
-BATCH, GROUPS, CHANNELS = 8, 48, 32
+BATCH, GROUPS = 8, 48
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.bool: "i1"}
 INTEGERS = {torch.int64: "i64", torch.int32: "i32"}
 
@@ -45,22 +45,23 @@ class Report(NamedTuple):
     error: str
 
 
-def walk(name: str) -> list[Launch]:
+def walk(name: str, channels: int = 32, dtype: torch.dtype = torch.bfloat16) -> list[Launch]:
     """Record all launches of the operator, its gradients and the forms on the shape of a stage."""
     tokens, heads, top_k = STAGES[name]
-    like: dict[str, Any] = {"device": "meta", "dtype": torch.bfloat16}
+    like: dict[str, Any] = {"device": "meta", "dtype": dtype}
     # Heads interleaved, as a layer's projection leaves them.
-    query, key, value = torch.empty(BATCH, tokens, 3, heads, CHANNELS, **like).permute(2, 0, 3, 1, 4).unbind(0)
-    centroids = torch.empty(heads, GROUPS, CHANNELS, device="meta")
+    query, key, value = torch.empty(BATCH, tokens, 3, heads, channels, **like).permute(2, 0, 3, 1, 4).unbind(0)
+    centroids = torch.empty(heads, GROUPS, channels, device="meta")
     with recording() as launches:
         group_ids, _, _ = grouping.assign(query, centroids, None, statistics=True)
         grouping.assign(query, centroids, None)
         key_ids = selection.select(centroids, key, top_k, None)
         segments = sort_queries(group_ids, GROUPS)
-        if few_tokens.fits(tokens, tokens, GROUPS):
-            output, logsum, _, _ = few_tokens.attention(query, key, value, centroids, top_k, 1.0, None)
-            few_backward.backward(output, query, key, value, output, logsum, group_ids, key_ids, 1.0)
+        if few_tokens.fits_on_chip(query, GROUPS):
+            few_tokens.attention(query, key, value, centroids, top_k, 1.0, None)
         output, logsum = many_tokens.attend(query, key, value, segments, key_ids, 1.0)
+        if few_tokens.fits(query, key, GROUPS):
+            few_backward.backward(output, query, key, value, output, logsum, group_ids, key_ids, 1.0)
         many_backward.backward(output, query, key, value, output, logsum, segments, key_ids, 1.0)
         weights = products.rows_by_keys(query, key, segments, key_ids, 0.0)
         products.weights_by_rows(weights, value, segments, key_ids)

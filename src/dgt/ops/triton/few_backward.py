@@ -14,9 +14,7 @@ from torch import Tensor
 from dgt.ops.triton.common import head_base, load_rows, multiply, store_rows
 from dgt.ops.triton.few_tokens import sees
 from dgt.ops.triton.inverse import mark
-from dgt.ops.triton.launch import launch, new_rows, power_of_two, rows_of, strides_of
-
-BLOCK = 64
+from dgt.ops.triton.launch import block_of, launch, new_rows, power_of_two, rows_of, strides_of
 
 
 @triton.jit
@@ -109,10 +107,9 @@ def backward(
     bits = mark(key_ids.contiguous(), keys)
     grad_query, grad_key, grad_value = new_rows(query), new_rows(key), new_rows(value)
     delta = torch.empty_like(logsum)
-    padded = power_of_two(channels)
-    block = BLOCK if query.element_size() * padded <= 128 else BLOCK // 2
-    options = {"D": channels, "DP": padded, "T": min(block, power_of_two(queries)), "N": min(block, power_of_two(keys))}
-    options |= {"WORDS": bits.shape[2], "num_warps": 4}
+    block = block_of(query)
+    options = {"D": channels, "DP": power_of_two(channels), "WORDS": bits.shape[2], "num_warps": 4}
+    options |= {"T": min(block, power_of_two(queries)), "N": min(block, power_of_two(keys))}
     strides = [number for t in (grad, query, key, value) for number in strides_of(t)]
     shape = (heads, queries, keys)
     scales = (scale * math.log2(math.e), scale)

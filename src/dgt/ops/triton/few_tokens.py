@@ -32,9 +32,14 @@ MOST_TOKENS = 256
 MOST_GROUPS = 64
 
 
-def fits(queries: int, keys: int, groups: int) -> bool:
-    """Tell whether a head is small enough for one program."""
-    return queries <= MOST_TOKENS and keys <= MOST_TOKENS and groups <= MOST_GROUPS
+def fits(query: Tensor, key: Tensor, groups: int) -> bool:
+    """Tell whether the heads of (B, H, L, D) tensors are so small that dense attention under a mask is the way."""
+    return query.shape[2] <= MOST_TOKENS and key.shape[2] <= MOST_TOKENS and groups <= MOST_GROUPS
+
+
+def fits_on_chip(query: Tensor, groups: int) -> bool:
+    """Tell whether one program can hold all of a head, besides: 256 keys and values take up to 64 KB."""
+    return fits(query, query, groups) and power_of_two(query.shape[3]) * query.element_size() <= 128
 
 
 @triton.jit
@@ -97,7 +102,7 @@ def whole_head(
 def attention(
     query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, top_k: int, scale: float, key_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run the whole operator on heads that :func:`fits`; ``(output, logsum, group_ids, key_ids)``."""
+    """Run the whole operator on heads that fit on chip; ``(output, logsum, group_ids, key_ids)``."""
     query, key, value = rows_of(query), rows_of(key), rows_of(value)
     batch, heads, tokens, channels = query.shape
     groups, width = centroids.shape[1], min(top_k, tokens)

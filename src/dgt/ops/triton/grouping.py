@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from dgt.ops.triton.common import exact_right, head_base, load_rows, nearest, store_rows
-from dgt.ops.triton.launch import launch, power_of_two, rows_of, strides_of
+from dgt.ops.triton.launch import block_of, launch, power_of_two, rows_of, strides_of
 
-TILE = 64
+TILE = 64  # the most queries of a program at a time
 MOST_COUNTED = 128  # groups whose sums fit in a program's registers
 
 
@@ -84,7 +84,8 @@ def assign(
         assign_queries, batch * heads * runs,
         query, centroids.float().contiguous(), key_mask if key_mask is None else key_mask.contiguous(),
         group_ids, sums, counts, *strides_of(query), heads, tokens, groups, runs, run,
-        D=channels, DP=power_of_two(channels), T=TILE, GP=min(power_of_two(groups), MOST_COUNTED),
+        D=channels, DP=power_of_two(channels), T=block_of(query),
+        GP=power_of_two(groups) if statistics else min(power_of_two(groups), 4096 // power_of_two(channels)),
         MASKED=key_mask is not None, STATISTICS=statistics, num_warps=8,
     )  # fmt: skip
     if not statistics:

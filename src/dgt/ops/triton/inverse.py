@@ -130,9 +130,10 @@ def gather(inverse: Inverse, partials: list[Tensor], targets: list[Tensor], firs
     """Sum one or two (heads, G K, D) partials over groups into (B, H, M, D) targets, for heads from ``first`` on."""
     target = targets[0]
     count, size, channels = partials[0].shape
-    tiles = triton.cdiv(target.shape[2], 64)
+    size_of_tile = min(64, 4096 // power_of_two(channels))
+    tiles = triton.cdiv(target.shape[2], size_of_tile)
     launch(
         gather_partials, count * tiles, partials[0], partials[-1], inverse.ends, inverse.entries, target, targets[-1],
         *strides_of(target), *strides_of(targets[-1]), target.shape[1], target.shape[2], size, first, tiles,
-        D=channels, DP=power_of_two(channels), N=64, BOTH=len(partials) == 2, num_warps=4,
+        D=channels, DP=power_of_two(channels), N=size_of_tile, BOTH=len(partials) == 2, num_warps=4,
     )  # fmt: skip

@@ -92,6 +92,17 @@ def power_of_two(number: int, least: int = 16) -> int:
     return max(least, 1 << max(number - 1, 0).bit_length())
 
 
+def block_of(tensor: Tensor) -> int:
+    """Return the rows of a block of a (B, H, L, D) tensor whose products fit a program's registers.
+
+    Float32 is multiplied without the matrix units, which takes more of them.
+    """
+    channels = power_of_two(tensor.shape[3])
+    if tensor.element_size() == 2:
+        return 64 if channels <= 64 else 32
+    return 32 if channels <= 64 else 16
+
+
 def rows_of(tensor: Tensor) -> Tensor:
     """Return a (B, H, L, D) tensor whose channels lie one after the other, copying only if they do not."""
     return tensor if tensor.stride(3) == 1 or tensor.shape[3] == 1 else tensor.contiguous()

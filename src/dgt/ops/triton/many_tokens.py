@@ -14,10 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dgt.ops.triton.common import head_base, load_rows, multiply, store_rows
-from dgt.ops.triton.launch import launch, new_rows, power_of_two, rows_of, strides_of
+from dgt.ops.triton.launch import block_of, launch, new_rows, power_of_two, rows_of, strides_of
 from dgt.ops.triton.sorting import Segments, count_slots, find_tile, tile_size
-
-KEYS = 64  # of a block, at most
 
 
 @triton.jit
@@ -79,13 +77,11 @@ def attend_tiles(
 
 def tiling(query: Tensor, groups: int, width: int) -> dict[str, int]:
     """Sizes of the tiles of queries and blocks of keys, and how a program runs them."""
-    channels, size = query.shape[3], tile_size(query.shape[2], groups)
-    # Float32 and many channels take twice the on-chip memory.
-    block = KEYS if query.element_size() * power_of_two(channels) <= 128 else KEYS // 2
+    block = block_of(query)
     return {
-        "D": channels,
-        "DP": power_of_two(channels),
-        "T": size if block == KEYS else min(size, 32),
+        "D": query.shape[3],
+        "DP": power_of_two(query.shape[3]),
+        "T": min(block, tile_size(query.shape[2], groups)),
         "N": min(block, power_of_two(width)),
         "GP": power_of_two(groups + 1),
         "num_warps": 4,

@@ -85,7 +85,7 @@ def attend_backward(
 ) -> Grads:  # fmt: skip
     """Gradients of query, key and value; the same bits in every run."""
     check_runnable("query", query)
-    if few_tokens.fits(query.shape[2], key.shape[2], key_ids.shape[2]):
+    if few_tokens.fits(query, key, key_ids.shape[2]):
         return few_backward.backward(grad, query, key, value, output, logsum, group_ids, key_ids, scale)
     segments = sort_queries(group_ids, key_ids.shape[2])
     return many_backward.backward(grad, query, key, value, output, logsum, segments, key_ids, scale)
@@ -105,7 +105,7 @@ def attention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The whole operator; ``(output, logsum, group_ids, key_ids)``, in one kernel where a head fits on chip."""
     check_runnable("query", query)
-    if few_tokens.fits(query.shape[2], key.shape[2], centroids.shape[1]):
+    if few_tokens.fits_on_chip(query, centroids.shape[1]):
         return few_tokens.attention(query, key, value, centroids, top_k, scale, key_mask)
     group_ids = grouping.assign(query, centroids, key_mask)[0]
     key_ids = selection.select(centroids, key, top_k, key_mask)
