@@ -16,7 +16,7 @@ from dgt.cli import main
 
 TRAIN = ["train", "scenes", "--data.train_size=64", "--data.val_size=24", "--data.batch_size=16"]
 TRAIN += ["--schedule.epochs=2", "--schedule.warmup_epochs=0.5", "--trainer.accelerator=cpu", "--trainer.devices=1"]
-COMMANDS = ("demo", "train", "evaluate", "predict", "visualize", "info")
+COMMANDS = ("demo", "train", "evaluate", "predict", "visualize", "explore", "info", "bench")
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +131,17 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", "dgt_nano", "--size", "64", "96"]) == 0
     assert "64 x 96" in capsys.readouterr().out
     fails(capsys, "info", "dgt_huge")
+
+
+def test_bench_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from dgt import bench
+
+    asked: list[dict[str, object]] = []
+    monkeypatch.setattr(bench, "bench_models", lambda **options: asked.append(options) or [])
+    assert main(["bench", "models", "--rounds", "3", "--json"]) == 0
+    assert asked == [{"device": "cpu", "rounds": 3}]
+    assert json.loads(capsys.readouterr().out)["rows"] == []
+    assert "--rounds must be at least 1, got 0" in fails(capsys, "bench", "attention", "--rounds", "0")
 
 
 def test_a_model_without_groups_cannot_be_drawn(tmp_path: Path, image: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,7 +50,8 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="`dgt COMMAND --help` tells more. Start with `dgt demo`.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_add_demo, _add_train, _add_evaluate, _add_predict, _add_visualize, _add_explore, _add_info):
+    adders = (_add_demo, _add_train, _add_evaluate, _add_predict, _add_visualize, _add_explore, _add_info, _add_bench)
+    for add in adders:
         add(commands)
     return parser
 
@@ -151,6 +152,14 @@ def _add_info(commands: Commands) -> None:
     command.add_argument("--json", action="store_true", help="print a list of rows as JSON")
 
 
+def _add_bench(commands: Commands) -> None:
+    command = _add(commands, "bench", run_bench, "time the attention, or whole models, beside the alternatives")
+    command.add_argument("what", choices=("attention", "models"), help="what to time")
+    command.add_argument("--device", default="cpu", metavar="NAME", help="cpu or cuda (default: %(default)s)")
+    command.add_argument("--rounds", type=int, default=7, metavar="N", help="turns of each candidate (default: 7)")
+    command.add_argument("--json", action="store_true", help="print the machine and a list of rows as JSON")
+
+
 def run_demo(options: argparse.Namespace, _: list[str]) -> int:
     """`dgt demo`: trains, draws, and prints what to look at."""
     from dgt.demo import run
@@ -236,6 +245,22 @@ def run_info(options: argparse.Namespace, _: list[str]) -> int:
 
     rows = model_rows(options.model, tuple(options.size))
     print(json.dumps(rows, indent=2) if options.json else model_table(rows))
+    return 0
+
+
+def run_bench(options: argparse.Namespace, _: list[str]) -> int:
+    """`dgt bench`: prints the table."""
+    from dgt import bench
+
+    if options.rounds < 1:
+        raise ValueError(f"--rounds must be at least 1, got {options.rounds}")
+    if options.what == "attention":
+        rows = bench.bench_attention(device=options.device, rounds=options.rounds)
+        table = bench.attention_table(rows)
+    else:
+        rows = bench.bench_models(device=options.device, rounds=options.rounds)
+        table = bench.models_table(rows)
+    print(json.dumps({"machine": bench.machine(), "rows": rows}, indent=2) if options.json else table)
     return 0
 
 
