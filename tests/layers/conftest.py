@@ -14,7 +14,7 @@ import dgt
 def make_layer(**options) -> dgt.DGAttention:
     """A layer of two heads and five groups over 16 channels; the same weights every time."""
     torch.manual_seed(7)
-    settings = {"num_groups": 5, "top_k": 6, "tau": 0.3, **options}
+    settings = {"num_groups": 5, "top_k": 6, "tau": 0.3, "tau_weighs": "new", **options}
     return dgt.DGAttention(16, 2, **settings)
 
 

@@ -124,7 +124,7 @@ class DGAttention(SelfAttention, CentroidState):
         qkv_bias: bool = True,
         cosine: bool = False,
         tau: float | None = None,
-        tau_weighs: str = "new",
+        tau_weighs: str = "old",
         backend: str = "auto",
         **factory: Any,
     ) -> None:

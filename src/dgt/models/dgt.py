@@ -106,7 +106,7 @@ class DynamicGroupTransformer(nn.Module):
         post_norm: bool = False,
         head_width: int = 1280,
         tau: float | None = None,
-        tau_weighs: str = "new",
+        tau_weighs: str = "old",
         backend: str = "auto",
         drop_rate: float = 0.0,
         proj_drop_rate: float = 0.0,
