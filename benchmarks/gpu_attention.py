@@ -60,11 +60,12 @@ def measure(batch: int, heads: int, tokens: int, top_k: int, bandwidth: float, r
 
     def ours(backend: str) -> Attend:
         if backend == "forms":
-            return lambda q, k, v: forms(q, k, v, centroids, top_k)
+            return lambda q, k, v: steps(q, k, v, centroids, top_k, "forms")
         return lambda q, k, v: dgt.dynamic_group_attention(q, k, v, centroids, top_k, backend=backend).output
 
     row: dict[str, Any] = {"case": f"B{batch} H{heads} L{tokens} k{top_k} D{CHANNELS} G{GROUPS} bfloat16"}
     candidates = {"triton": ours("triton"), "sdpa": flash, "windows": windows}
+    candidates["steps"] = lambda q, k, v: steps(q, k, v, centroids, top_k, "triton")
     if batch * heads * tokens * top_k * 2 < 16e9:  # P of the forms must fit
         candidates["forms"] = ours("forms")
     for name, attend in candidates.items():
@@ -80,13 +81,13 @@ def measure(batch: int, heads: int, tokens: int, top_k: int, bandwidth: float, r
     return row
 
 
-def forms(query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, top_k: int) -> Tensor:
-    """The paper's four products, with the same grouping and selection kernels as ours."""
+def steps(query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, top_k: int, backend: str) -> Tensor:
+    """Grouping and selection kernels, then attention alone: ours (never in one kernel), or the paper's products."""
     from dgt.ops import triton as kernels
 
     groups = kernels.group_queries(query, centroids, None)
     keys = kernels.select_keys(centroids, key, top_k, None)
-    return dgt.attend(query, key, value, groups, keys, backend="forms")
+    return dgt.attend(query, key, value, groups, keys, backend=backend)
 
 
 def flash(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

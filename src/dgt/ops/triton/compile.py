@@ -61,6 +61,7 @@ def walk(name: str, channels: int = 32, dtype: torch.dtype = torch.bfloat16) -> 
             few_tokens.attention(query, key, value, centroids, top_k, 1.0, None)
         output, logsum = many_tokens.attend(query, key, value, segments, key_ids, 1.0)
         if few_tokens.fits(query, key, GROUPS):
+            few_tokens.attend(query, key, value, group_ids, key_ids, 1.0)
             few_backward.backward(output, query, key, value, output, logsum, group_ids, key_ids, 1.0)
         many_backward.backward(output, query, key, value, output, logsum, segments, key_ids, 1.0)
         weights = products.rows_by_keys(query, key, segments, key_ids, 0.0)

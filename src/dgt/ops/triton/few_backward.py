@@ -12,17 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from dgt.ops.triton.common import head_base, load_rows, multiply, store_rows
-from dgt.ops.triton.few_tokens import sees
+from dgt.ops.triton.few_tokens import load_words, sees
 from dgt.ops.triton.inverse import mark
 from dgt.ops.triton.launch import block_of, launch, new_rows, power_of_two, rows_of, strides_of
-
-
-@triton.jit
-def load_words(bits, head, place, keys, WORDS: tl.constexpr):
-    """The two words of some keys; the second is not read where groups need but one."""
-    row = bits + (head.to(tl.int64) * keys + place) * WORDS
-    low = tl.load(row, mask=place < keys, other=0)
-    return low, tl.load(row + WORDS - 1, mask=place < keys, other=0)
 
 
 @triton.jit

@@ -2,8 +2,8 @@
 """Few tokens: one program does grouping, selection and attention of a whole head (Eqs. 1-2).
 
 With up to 256 tokens a head fits on chip, and gathering would cost more than it saves: queries attend densely under a
-mask. The mask takes two words per key, one bit for each of at most 64 groups: query i sees key j if bit ``group[i]``
-of ``words[j]`` is set.
+mask, also where groups and keys are given or heads are too wide for one program. The mask takes two words per key, one
+bit for each of at most 64 groups: query i sees key j if bit ``group[i]`` of ``words[j]`` is set.
 """
 
 import math
@@ -25,7 +25,8 @@ from dgt.ops.triton.common import (
     store_chosen,
     store_rows,
 )  # fmt: skip
-from dgt.ops.triton.launch import launch, new_rows, power_of_two, rows_of, strides_of
+from dgt.ops.triton.inverse import mark
+from dgt.ops.triton.launch import block_of, launch, new_rows, power_of_two, rows_of, strides_of
 from dgt.ops.triton.many_tokens import finish_softmax, running_softmax
 
 MOST_TOKENS = 256
@@ -97,6 +98,66 @@ def whole_head(
         result, logs = finish_softmax(multiply(weight.to(v.dtype), v), top, total)
         store_rows(output_rows, rows, ol, present, result, D, DP)
         tl.store(logsum + head.to(tl.int64) * tokens + rows, logs, mask=present)
+
+
+@triton.jit
+def load_words(bits, head, place, keys, WORDS: tl.constexpr):
+    """The two words of some keys; the second is not read where groups need but one."""
+    row = bits + (head.to(tl.int64) * keys + place) * WORDS
+    low = tl.load(row, mask=place < keys, other=0)
+    return low, tl.load(row + WORDS - 1, mask=place < keys, other=0)
+
+
+@triton.jit
+def attend_densely(
+    query, key, value, group_ids, bits, output, logsum,
+    qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, heads, queries, keys, tiles, scale,
+    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """A tile of queries of a head whose groups and words are known; ``scale`` contains log2(e)."""
+    head, rows = tl.program_id(0) // tiles, tl.program_id(0) % tiles * T + tl.arange(0, T)
+    present = rows < queries
+    group = tl.load(group_ids + head.to(tl.int64) * queries + rows, mask=present, other=-1).to(tl.int32)
+    q = load_rows(head_base(query, head, heads, qb, qh), rows, ql, present, D, DP)
+    key_rows, value_rows = head_base(key, head, heads, kb, kh), head_base(value, head, heads, vb, vh)
+    top = tl.full([T], float("-inf"), tl.float32)
+    total = tl.zeros([T], tl.float32)
+    result = tl.zeros([T, DP], tl.float32)
+    for start in range(0, keys, N):
+        place = start + tl.arange(0, N)
+        low, high = load_words(bits, head, place, keys, WORDS)
+        score = multiply(q, tl.trans(load_rows(key_rows, place, kl, place < keys, D, DP))) * scale
+        score = tl.where(sees(low, high, group), score, float("-inf"))
+        weight, shrink, top, total = running_softmax(score, top, total)
+        v = load_rows(value_rows, place, vl, place < keys, D, DP)
+        result = result * shrink[:, None] + multiply(weight.to(v.dtype), v)
+    result, logs = finish_softmax(result, top, total)
+    store_rows(head_base(output, head, heads, ob, oh), rows, ol, present, result, D, DP)
+    tl.store(logsum + head.to(tl.int64) * queries + rows, logs, mask=present)
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend inside given groups, densely under the mask; ``(output, logsum)``, for heads that :func:`fits`."""
+    query, key, value = rows_of(query), rows_of(key), rows_of(value)
+    batch, heads, queries, channels = query.shape
+    keys = key.shape[2]
+    bits = mark(key_ids.contiguous(), keys)
+    output = new_rows(query)
+    logsum = torch.empty((batch, heads, queries), dtype=torch.float32, device=query.device)
+    block = block_of(query)
+    size = min(block, power_of_two(queries))
+    tiles = triton.cdiv(queries, size)
+    launch(
+        attend_densely, batch * heads * tiles,
+        query, key, value, group_ids.contiguous(), bits, output, logsum,
+        *strides_of(query), *strides_of(key), *strides_of(value), *strides_of(output),
+        heads, queries, keys, tiles, scale * math.log2(math.e),
+        D=channels, DP=power_of_two(channels), T=size, N=min(block, power_of_two(keys)), WORDS=bits.shape[2],
+        num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return output, logsum
 
 
 def attention(

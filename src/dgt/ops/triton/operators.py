@@ -70,6 +70,13 @@ def _(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) -> Te
 def attend(query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float) -> Ids:
     """Attention inside each group; ``(output, logsum)``, the latter float32 (B, H, L), base 2, for the gradients."""
     check_runnable("query", query)
+    return _attend(query, key, value, group_ids, key_ids, scale)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float) -> Ids:
+    """Attend in the regime that suits the sizes."""
+    if few_tokens.fits(query, key, key_ids.shape[2]):
+        return few_tokens.attend(query, key, value, group_ids, key_ids, scale)
     return many_tokens.attend(query, key, value, sort_queries(group_ids, key_ids.shape[2]), key_ids, scale)
 
 
@@ -109,8 +116,7 @@ def attention(
         return few_tokens.attention(query, key, value, centroids, top_k, scale, key_mask)
     group_ids = grouping.assign(query, centroids, key_mask)[0]
     key_ids = selection.select(centroids, key, top_k, key_mask)
-    segments = sort_queries(group_ids, centroids.shape[1])
-    return (*many_tokens.attend(query, key, value, segments, key_ids, scale), group_ids, key_ids)
+    return (*_attend(query, key, value, group_ids, key_ids, scale), group_ids, key_ids)
 
 
 @attention.register_fake
