@@ -109,7 +109,7 @@ class Browser:
             raise RuntimeError(answer["exceptionDetails"]["exception"].get("description", "thrown"))
         return answer["result"].get("value")
 
-    def wait(self, script: str, seconds: float = 20) -> Any:
+    def wait(self, script: str, seconds: float = 60) -> Any:
         """Wait until a JavaScript expression is true; return its value."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
