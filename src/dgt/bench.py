@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import timm
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from dgt.ops import attend, dynamic_group_attention, group_queries, select_keys
+from dgt.ops.checks import check_count
 
 ATTENTION_CASES = (  # batch, heads, tokens, top_k: DGT-T's stages at 224 px, and larger images
     (1, 2, 3136, 98),
@@ -164,15 +165,17 @@ def bench_models(
         One row a model: ``model``, milliseconds per image, images per second, and time relative to the baseline.
 
     Raises:
-        ValueError: for a name timm does not know.
+        TypeError, ValueError: for a name timm does not know, or a size or batch out of range.
     """
     unknown = [name for name in names if not timm.is_model(name)]
     if unknown:
         raise ValueError(f"names must be timm models, got {', '.join(unknown)}")
+    check_count("batch_size", batch_size)
+    check_count("image_size", image_size, least=32)
     images = torch.randn(batch_size, 3, image_size, image_size, device=device)
     runs = {}
     for name in names:
-        model = timm.create_model(name).eval().to(device)
+        model = _create(name, image_size).eval().to(device)
         runs[name] = functools.partial(torch.compile(model) if compiled else model, images)
     with torch.inference_mode():
         times = _medians(rounds, images.device, **runs)
@@ -269,6 +272,13 @@ def _medians(rounds: int, device: torch.device, **candidates: Callable[[], objec
             if turn:  # the first turn warms up
                 times[name].append(1e3 * (time.perf_counter() - start))
     return {name: sorted(taken)[len(taken) // 2] for name, taken in times.items()}
+
+
+def _create(name: str, image_size: int) -> nn.Module:
+    """Create a timm model for an image size; some have to be told it."""
+    if timm.get_pretrained_cfg_value(name, "fixed_input_size"):
+        return timm.create_model(name, img_size=image_size)
+    return timm.create_model(name)
 
 
 def _processor() -> str:

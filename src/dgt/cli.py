@@ -157,6 +157,10 @@ def _add_bench(commands: Commands) -> None:
     command.add_argument("what", choices=("attention", "models"), help="what to time")
     command.add_argument("--device", default="cpu", metavar="NAME", help="cpu or cuda (default: %(default)s)")
     command.add_argument("--rounds", type=int, default=7, metavar="N", help="turns of each candidate (default: 7)")
+    command.add_argument("--models", nargs="+", metavar="NAME", help="models: timm models (default: DGT-T and peers)")
+    command.add_argument("--size", type=int, default=224, metavar="PIXELS", help="models: side of images (default: 224)")
+    command.add_argument("--batch", type=int, default=8, metavar="N", help="models: images a batch (default: 8)")
+    command.add_argument("--compile", action="store_true", help="models: run them through torch.compile")
     command.add_argument("--json", action="store_true", help="print the machine and a list of rows as JSON")
 
 
@@ -258,7 +262,10 @@ def run_bench(options: argparse.Namespace, _: list[str]) -> int:
         rows = bench.bench_attention(device=options.device, rounds=options.rounds)
         table = bench.attention_table(rows)
     else:
-        rows = bench.bench_models(device=options.device, rounds=options.rounds)
+        names = tuple(options.models or bench.MODELS)
+        rows = bench.bench_models(
+            names, options.size, options.batch, options.device, rounds=options.rounds, compiled=options.compile
+        )
         table = bench.models_table(rows)
     print(json.dumps({"machine": bench.machine(), "rows": rows}, indent=2) if options.json else table)
     return 0
