@@ -158,7 +158,7 @@ def _add_bench(commands: Commands) -> None:
     command.add_argument("--device", default="cpu", metavar="NAME", help="cpu or cuda (default: %(default)s)")
     command.add_argument("--rounds", type=int, default=7, metavar="N", help="turns of each candidate (default: 7)")
     command.add_argument("--models", nargs="+", metavar="NAME", help="models: timm models (default: DGT-T and peers)")
-    command.add_argument("--size", type=int, default=224, metavar="PIXELS", help="models: side of images (default: 224)")
+    command.add_argument("--size", type=int, default=224, metavar="PIXELS", help="models: side of images (224)")
     command.add_argument("--batch", type=int, default=8, metavar="N", help="models: images a batch (default: 8)")
     command.add_argument("--compile", action="store_true", help="models: run them through torch.compile")
     command.add_argument("--json", action="store_true", help="print the machine and a list of rows as JSON")
