@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,12 +24,10 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_walk_reaches_every_kernel() -> None:
-    """All but those that only odd sizes need."""
-    folder = SOURCE / "dgt" / "ops" / "triton"
+    """All that the code launches, but for the one that only a very large k needs."""
+    code = "\n".join(file.read_text(encoding="utf-8") for file in (SOURCE / "dgt" / "ops" / "triton").glob("*.py"))
     launched = {launch.kernel.__name__ for stage in offline.STAGES for launch in offline.walk(stage)}
-    named = {word for file in folder.glob("*.py") for word in launched if f"def {word}(" in file.read_text()}
-    assert launched == named
-    assert {"whole_head", "attend_tiles", "key_gradients", "select_again", "rows_times_keys"} <= launched
+    assert launched | {"select_streaming"} == set(re.findall(r"\blaunch\(\s*(\w+), ", code))
 
 
 def test_a_kernel_compiles_without_spilling() -> None:
