@@ -19,8 +19,13 @@ def oracle(scores: list[float], top_k: int, real: list[bool]) -> list[int]:
 
 @settings(max_examples=150, derandomize=True, deadline=None)
 @given(
-    st.integers(0, 10**6), st.integers(1, 2), st.integers(1, 80), st.integers(1, 6), st.integers(1, 8),
-    st.integers(1, 90), st.sampled_from([0.0, 0.3, 0.9, 1.0]),
+    st.integers(0, 10**6),
+    st.integers(1, 2),
+    st.integers(1, 80),
+    st.integers(1, 6),
+    st.integers(1, 8),
+    st.integers(1, 90),
+    st.sampled_from([0.0, 0.3, 0.9, 1.0]),
 )
 def test_selection_equals_a_plain_sort(seed, heads, tokens, channels, groups, top_k, padding) -> None:
     """Small integers, so that scores are exact and ties are many."""
