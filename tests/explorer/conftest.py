@@ -22,6 +22,15 @@ from dgt.tasks.network import build_network
 from dgt.training import LoadedRun, load_recipe
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Small models gain nothing from more threads, and waiting ones take the browser's time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def make_run(name: str = "dgt_nano", image_size: int = 64) -> LoadedRun:
     """A run as `load_run` returns it, of a model with random weights and centroids seeded on noise."""
     torch.manual_seed(0)
