@@ -155,7 +155,7 @@ def attend(
         *strides_of(query), *strides_of(key), *strides_of(value), *strides_of(output),
         heads, queries, keys, tiles, scale * math.log2(math.e),
         D=channels, DP=power_of_two(channels), T=size, N=min(block, power_of_two(keys)), WORDS=bits.shape[2],
-        num_warps=4, num_stages=2,
+        num_warps=4, num_stages=1,
     )  # fmt: skip
     return output, logsum
 
