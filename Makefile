@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-timm lint format bench clean
+.PHONY: help setup demo test test-unit test-timm test-kernels lint format bench clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s '|' 2>/dev/null \
@@ -29,13 +29,16 @@ $(READY): pyproject.toml
 demo: $(READY) ## train, evaluate and draw on the built-in data; results in runs/demo
 	$(BIN)/dgt demo
 
-test: test-unit test-timm ## our tests, then timm's own on our models
+test: test-unit test-timm test-kernels ## our tests, timm's own on our models, and the kernels compiled for sm_90
 
 test-unit: $(READY)
 	$(BIN)/python -m pytest -q -m "not gpu"
 
 test-timm: $(READY)
 	$(BIN)/python tests/timm_suite/run.py -q
+
+test-kernels: $(READY)
+	$(BIN)/python -m dgt.ops.triton.compile --arch 90 --json
 
 lint: $(READY) ## ruff and mypy (strict)
 	$(BIN)/ruff check .

@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+if not torch.cuda.is_available():  # before anything imports Triton: its kernels are then tested in the interpreter
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 ROOT = Path(__file__).resolve().parents[1]
 SHARED_DATA = ROOT.parent / "shared" / "data"
 

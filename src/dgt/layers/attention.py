@@ -151,7 +151,7 @@ class DGAttention(SelfAttention, CentroidState):
             query, key, value, self.unit_centroids(), self.top_k, self.scale, real, self.backend
         )
         if self.training:
-            self.observe(query, attention.group_ids)
+            self.observe(query, attention.group_ids, real, self.backend)
         return self.merge_heads(attention.output, x)
 
     @torch.jit.ignore

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from dgt.ops.attention import load_triton, resolve_backend
 from dgt.ops.grouping import blend_centroids, group_statistics, seed_centroids
 
 SEED_TOKENS_PER_GROUP = 32  # size of the sample that seeding clusters
@@ -101,10 +102,16 @@ class CentroidState(nn.Module):
             self.num_updates.fill_(1)
         self.seeded = True
 
-    def observe(self, query: Tensor, group_ids: Tensor) -> None:
+    def observe(self, query: Tensor, group_ids: Tensor, key_mask: Tensor | None, backend: str) -> None:
         """Add the statistics of (B, H, L, D) queries and their (B, H, L) groups to those of the current step."""
+        groups = self.centroids.shape[1]
         with torch.no_grad():
-            sums, counts = group_statistics(query, group_ids, self.centroids.shape[1])
+            if (
+                resolve_backend(backend, query) == "triton" and groups <= 128
+            ):  # index_add would be slow, and not bit-equal
+                _, sums, counts = load_triton().group_statistics(query, self.unit_centroids(), key_mask)
+            else:
+                sums, counts = group_statistics(query, group_ids, groups)
             self.group_sums.add_(sums)
             self.group_counts.add_(counts)
 
