@@ -152,15 +152,19 @@ def test_map_colours_the_groups_that_the_slider_allows(page: Any) -> None:
     page.run("document.activeElement.blur()")
     page.press("m")
     settle(page, "explorer.state.map && location.hash.includes('m=1')")
+    two_frames = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
     colours = "(() => { const v = explorer.now.view, c = document.getElementById('view'), x = c.getContext('2d');"
     colours += "return [...v.groupIds.keys()].map((t) => x.getImageData((t % v.columns + 0.5) * c.width / v.columns, "
-    colours += "(Math.floor(t / v.columns) + 0.5) * c.height / v.rows, 1, 1).data).filter((d) => "
-    colours += "Math.max(d[0], d[1], d[2]) - Math.min(d[0], d[1], d[2]) > 45).length })()"
+    colours += "(Math.floor(t / v.columns) + 0.5) * c.height / v.rows, 1, 1).data.join()) })()"
+    page.run(two_frames)
     everything = page.run(colours)
     page.run("document.getElementById('groups').value = 1")
     page.run("document.getElementById('groups').dispatchEvent(new Event('input'))")
-    page.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
-    assert page.run(colours) < everything
+    page.run(two_frames)
+    one = page.run(colours)
+    group_of = page.run("[...explorer.now.view.groupIds]")
+    lost = {group for group, before, after in zip(group_of, everything, one, strict=True) if before != after}
+    assert len(set(group_of) - lost) == 1, "one group keeps its colour, every other loses it"
     assert page.run("document.getElementById('groups-out').textContent").startswith("1 of")
 
 
