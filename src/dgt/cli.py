@@ -262,9 +262,13 @@ def run_bench(options: argparse.Namespace, _: list[str]) -> int:
         rows = bench.bench_attention(device=options.device, rounds=options.rounds)
         table = bench.attention_table(rows)
     else:
-        names = tuple(options.models or bench.MODELS)
         rows = bench.bench_models(
-            names, options.size, options.batch, options.device, rounds=options.rounds, compiled=options.compile
+            names=tuple(options.models or bench.MODELS),
+            image_size=options.size,
+            batch_size=options.batch,
+            device=options.device,
+            rounds=options.rounds,
+            compiled=options.compile,
         )
         table = bench.models_table(rows)
     print(json.dumps({"machine": bench.machine(), "rows": rows}, indent=2) if options.json else table)
