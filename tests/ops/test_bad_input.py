@@ -15,7 +15,7 @@ GOOD = {
     "centroids": torch.nn.functional.normalize(torch.randn(3, 5, 4), dim=-1),
     "top_k": 4,
 }
-IDS = {"group_ids": torch.zeros(2, 3, 10, dtype=torch.int64), "key_ids": torch.zeros(2, 3, 5, 4, dtype=torch.int64)}
+IDS = {"group_ids": torch.zeros(2, 3, 10, dtype=torch.int64), "key_ids": torch.arange(4).repeat(2, 3, 5, 1)}
 MASK = torch.ones(2, 10, dtype=torch.bool)
 
 WHOLE = [
@@ -136,3 +136,18 @@ def test_ids_out_of_range(backend, name, bad, most, top_k) -> None:
 def test_scale(scale, error) -> None:
     with pytest.raises(error, match=r"scale must be .*, got"):
         dgt.attend(GOOD["query"], GOOD["key"], GOOD["value"], **IDS, scale=scale)
+
+
+def test_a_key_named_twice_in_one_list() -> None:
+    key_ids = IDS["key_ids"].clone()
+    key_ids[0, 0, 0, 1] = key_ids[0, 0, 0, 0]
+    with pytest.raises(ValueError, match="key_ids must not name a key twice in one list, got"):
+        dgt.attend(GOOD["query"], GOOD["key"], GOOD["value"], IDS["group_ids"], key_ids)
+
+
+@pytest.mark.parametrize(("name", "bad"), [("group_ids", 99), ("key_ids", 99), ("key_ids", -2)])
+def test_products_check_ids_too(name, bad) -> None:
+    ids = {key: value.clone() for key, value in IDS.items()}
+    ids[name].view(-1)[0] = bad
+    with pytest.raises(ValueError, match=f"{name} must lie in -1 to .*, got {bad}"):
+        dgt.group_matmul(1, GOOD["query"], GOOD["key"], **ids)

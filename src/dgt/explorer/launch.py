@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import shutil
 import socket
@@ -51,7 +52,7 @@ def serve(
         local = is_loopback(host)
         if not local:
             print(f"listening on {host}: whoever reaches this machine can use the page", flush=True)
-        app = create_app(explorer, LOOPBACK if local else ["*"])
+        app = create_app(explorer, [*LOOPBACK, host] if local else ["*"])
         config = uvicorn.Config(app, log_level="warning", server_header=False, limit_concurrency=64)
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn has shut down in order, and passes it on
             uvicorn.Server(config).run(sockets=[listener])
@@ -121,4 +122,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 def is_loopback(host: str) -> bool:
     """Whether an address or name means this machine alone."""
-    return host in ("localhost", "::1") or host.startswith("127.")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -19,7 +19,9 @@ from dgt.ops.checks import (
     check_count,
     check_device,
     check_ids,
+    check_key_ids,
     check_key_mask,
+    check_no_nan,
     check_scale,
     check_shape,
     check_tensor,
@@ -81,6 +83,7 @@ def dynamic_group_attention(
         check_tokens("query", query, centroids)
         check_count("top_k", top_k)
         check_key_mask(key_mask, query.shape[0], query.shape[2], query)
+        check_no_nan("query", query)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         return DynamicGroupAttentionOutput(
             *load_triton().attention(query, key, value, centroids, top_k, scale, key_mask)
@@ -108,7 +111,7 @@ def attend(
     Args:
         query, key, value: (B, H, L, D) float tensors of one type.
         group_ids: (B, H, L) int64; -1 marks padding.
-        key_ids: (B, H, G, K) int64; -1 marks an empty place.
+        key_ids: (B, H, G, K) int64, no key twice in one list; -1 marks an empty place.
         scale: factor on the scores; default 1 / sqrt(D).
         backend: as in :func:`dynamic_group_attention`.
 
@@ -117,7 +120,7 @@ def attend(
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came; on the CPU also for ids out of
-            range (on an accelerator looking would stall the stream).
+            range or doubled (on an accelerator looking would stall the stream).
     """
     _check_inputs(query, key, value)
     check_tensor("group_ids", group_ids, "BHL", floating=False)
@@ -126,7 +129,7 @@ def attend(
     check_shape("key_ids", key_ids, "BHGK", (*key.shape[:2], *key_ids.shape[2:]), "key")
     check_device("query", query, group_ids=group_ids, key_ids=key_ids)
     check_ids("group_ids", group_ids, key_ids.shape[2])
-    check_ids("key_ids", key_ids, key.shape[2])
+    check_key_ids(key_ids, key.shape[2])
     check_scale(scale)
     return _run(query, key, value, group_ids, key_ids, scale, backend)
 

@@ -103,8 +103,31 @@ def check_scale(scale: float | None) -> None:
 
 def check_ids(name: str, ids: Tensor, count: int) -> None:
     """Check that ids lie in -1 to ``count - 1``, where looking at them costs no waiting."""
-    if ids.device.type != "cpu" or torch.compiler.is_compiling() or isinstance(ids, FakeTensor) or not ids.numel():
+    if not _can_look(ids):
         return
     least, most = (int(bound) for bound in ids.aminmax())
     if least < -1 or most >= count:
         raise ValueError(f"{name} must lie in -1 to {count - 1}, got {least if least < -1 else most}")
+
+
+def check_key_ids(key_ids: Tensor, count: int) -> None:
+    """Check (B, H, G, K) key ids: in range, and no key twice in one list, where looking costs no waiting."""
+    check_ids("key_ids", key_ids, count)
+    if not _can_look(key_ids):
+        return
+    ordered = key_ids.sort(-1).values
+    twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+    if twice.any():
+        raise ValueError(f"key_ids must not name a key twice in one list, got {int(ordered[..., 1:][twice][0])} again")
+
+
+def check_no_nan(name: str, tensor: Tensor) -> None:
+    """Check that a tensor holds no NaN, where looking costs no waiting."""
+    if _can_look(tensor) and tensor.isnan().any():
+        raise ValueError(f"{name} must be free of NaN, got NaN")
+
+
+def _can_look(tensor: Tensor) -> bool:
+    """Tell whether a tensor's values can be looked at now, at no cost of waiting for a device."""
+    traced = torch.compiler.is_compiling() or isinstance(tensor, FakeTensor)
+    return tensor.device.type == "cpu" and not traced and tensor.numel() > 0

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from dgt.ops.checks import check_count, check_device, check_shape, check_tensor
+from dgt.ops.checks import check_count, check_device, check_ids, check_key_ids, check_shape, check_tensor
 
 PART = 1 << 20  # elements of the largest temporary tensor of the plain version
 # The arguments of each form; D channels, K places, L queries.
@@ -44,7 +44,8 @@ def group_matmul(
         form: 1 to 4, as numbered in the paper's appendix.
         left, right: float tensors of one type, as in the table. Differentiable.
         group_ids: (B, H, L) int64; a query of group -1 yields zero and adds nothing.
-        key_ids: (B, H, G, K) int64; -1 marks an empty place, which yields zero and adds nothing.
+        key_ids: (B, H, G, K) int64, no key twice in one list; -1 marks an empty place, which yields zero and adds
+            nothing.
         tokens: M, the number of keys; for forms 3 and 4 only, whose arguments do not tell it.
         backend: ``"auto"``, ``"eager"`` (plain PyTorch) or ``"triton"``; a choice never falls back to another.
 
@@ -69,12 +70,15 @@ def group_matmul(
     elif tokens is not None:
         raise ValueError(f"tokens must be left out for form {form}, whose right argument tells it, got {tokens}")
     _check_sizes(form, left, right, key_ids.shape[3])
-    backend = resolve_backend(backend, right if form == 2 else left)
+    count = tokens or right.shape[2]
+    check_ids("group_ids", group_ids, key_ids.shape[2])
+    check_key_ids(key_ids, count)
+    backend = resolve_backend(backend, right if form in (2, 4) else left)  # the one that holds channels
     if backend not in ("eager", "triton"):
         raise ValueError(f"backend must be one of auto, eager, triton, got {backend!r}")
     if backend == "triton":
         load_triton()
-    return product(form, left, right, group_ids, key_ids, tokens or right.shape[2], 0.0, backend)
+    return product(form, left, right, group_ids, key_ids, count, 0.0, backend)
 
 
 def product(
@@ -108,13 +112,14 @@ def _product(
         from dgt.ops.triton.operators import group_matmul as kernels
 
         return kernels(form, left, right, group_ids, key_ids, tokens, fill)
-    if form == 1:
-        return _rows_by_keys(left, right, group_ids, key_ids, fill)
-    if form == 2:
-        return _weights_by_rows(left, right, group_ids, key_ids)
-    if form == 3:
-        return _weights_by_columns(right, left, group_ids, key_ids, tokens).transpose(2, 3).contiguous()
-    return _weights_by_columns(left, right, group_ids, key_ids, tokens)
+    with torch.autocast(left.device.type, enabled=False):  # the types are the caller's
+        if form == 1:
+            return _rows_by_keys(left, right, group_ids, key_ids, fill)
+        if form == 2:
+            return _weights_by_rows(left, right, group_ids, key_ids)
+        if form == 3:
+            return _weights_by_columns(right, left, group_ids, key_ids, tokens).transpose(2, 3).contiguous()
+        return _weights_by_columns(left, right, group_ids, key_ids, tokens)
 
 
 @_product.register_fake

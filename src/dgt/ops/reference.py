@@ -26,6 +26,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids
     chosen = chosen.scatter(-1, key_ids.remainder(key.shape[2] + 1), True)[..., :-1]
     real = (group_ids >= 0)[..., None]
     sees = torch.take_along_dim(chosen, group_ids.clamp(min=0)[..., None], dim=2) & real  # (B, H, L, L)
-    score = torch.einsum("bhid,bhjd->bhij", query, key) * scale
-    weight = score.masked_fill(~sees, -torch.inf).softmax(-1).masked_fill(~sees, 0.0)
-    return torch.einsum("bhij,bhjd->bhid", weight, value)
+    with torch.autocast(query.device.type, enabled=False):  # the types are the caller's
+        score = torch.einsum("bhid,bhjd->bhij", query, key) * scale
+        weight = score.masked_fill(~sees, -torch.inf).softmax(-1).masked_fill(~sees, 0.0)
+        return torch.einsum("bhij,bhjd->bhid", weight, value)
