@@ -62,6 +62,23 @@ def test_float64(make_case: Any) -> None:
     refused(make_case(1, 1, 8, 8, 2, 3, dtype=torch.float64), TypeError, 'got torch.float64; use backend="eager"')
 
 
+def test_bfloat16_in_the_interpreter(make_case: Any, device: str) -> None:
+    if device == "cpu":
+        case = make_case(1, 1, 8, 8, 2, 3, dtype=torch.bfloat16)
+        refused(
+            case, TypeError, 'bfloat16 products are wrong, got torch.bfloat16; use one of these, or backend="eager"'
+        )
+
+
+def test_second_derivatives(make_case: Any) -> None:
+    """Kernels are differentiable once."""
+    case = make_case(1, 1, 8, 8, 2, 3)
+    output = dgt.dynamic_group_attention(*case[:5], backend="triton").output
+    (grad,) = torch.autograd.grad(output.square().sum(), case.query, create_graph=True)
+    with pytest.raises(NotImplementedError, match='differentiable once; use backend="reference"'):
+        torch.autograd.grad(grad.square().sum(), case.query)
+
+
 def test_wrong_arguments_of_the_whole_operator(make_case: Any) -> None:
     """The same checks as those of the separate steps."""
     case = make_case(1, 1, 8, 8, 2, 3)

@@ -61,7 +61,7 @@ def check_runnable(name: str, tensor: Tensor) -> None:
     """Check that kernels can work on a (B, H, L, D) tensor, here and now.
 
     Raises:
-        TypeError: for a type that kernels do not have.
+        TypeError: for a type that kernels do not have, or that the interpreter multiplies wrongly.
         ValueError: for more than 128 channels per head, a CPU tensor without the interpreter, or too old a GPU.
     """
     if tensor.dtype not in TYPES:
@@ -80,6 +80,11 @@ def check_runnable(name: str, tensor: Tensor) -> None:
                 'backend="triton" needs a GPU of compute capability 8.0 or later, '
                 f'{name} is on one of {capability[0]}.{capability[1]}; use backend="eager"'
             )
+    elif tensor.device.type == "cpu" and interpreting() and tensor.dtype == torch.bfloat16:
+        raise TypeError(
+            f"{name} must be float32 or float16 in Triton's interpreter, whose bfloat16 products are wrong, "
+            f'got {tensor.dtype}; use one of these, or backend="eager"'
+        )
     elif tensor.device.type == "cpu" and not interpreting():
         raise ValueError(
             f'{name} must be on a CUDA device for backend="triton", got a CPU tensor; use backend="eager", '

@@ -164,6 +164,11 @@ def _attention_backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None,
     return (*grads, None, None, None, None)
 
 
+def _refuse_backward(ctx: Any, *grads: Any) -> None:
+    raise NotImplementedError('backend="triton" is differentiable once; use backend="reference" for second derivatives')
+
+
+attend_backward.register_autograd(_refuse_backward)
 attend.register_autograd(_attend_backward, setup_context=_save_attend)
 attention.register_autograd(_attention_backward, setup_context=_save_attention)
 
