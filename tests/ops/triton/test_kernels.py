@@ -14,6 +14,7 @@ from torch import Tensor
 import dgt
 from dgt.ops import grouping
 from dgt.ops import triton as kernels
+from dgt.ops.triton import selection
 
 # B, H, L, D, G, k; the comment names the branch.
 SHAPES = [
@@ -80,14 +81,17 @@ def test_operator_equals_the_reference(make_case: Any, shape: tuple[int, ...], d
     check_operator(make_case(*shape, dtype=dtype, masked=dtype == torch.float16))
 
 
-@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.tuples(st.integers(1, 2), st.integers(1, 2), st.integers(1, 300), st.integers(1, 40)),
     st.tuples(st.integers(1, 20), st.integers(1, 60)),
     st.booleans(),
+    st.sampled_from(TYPES),
 )
-def test_operator_equals_the_reference_on_any_shape(make_case: Any, tokens: Any, groups: Any, masked: bool) -> None:
-    check_operator(make_case(*tokens, *groups, masked=masked))
+def test_operator_equals_the_reference_on_any_shape(
+    make_case: Any, tokens: Any, groups: Any, masked: bool, dtype: torch.dtype
+) -> None:
+    check_operator(make_case(*tokens, *groups, masked=masked, dtype=dtype))
 
 
 @pytest.mark.parametrize("tokens", [97, 299])
@@ -111,9 +115,7 @@ def test_nothing_is_real(make_case: Any) -> None:
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize(("queries", "keys"), [(50, 90), (70, 311), (400, 30)])
-def test_attend_with_other_keys_than_queries(
-    make_case: Any, queries: int, keys: int, dtype: torch.dtype
-) -> None:
+def test_attend_with_other_keys_than_queries(make_case: Any, queries: int, keys: int, dtype: torch.dtype) -> None:
     """Cross attention, with places that are empty in the middle of a list."""
     case, other = make_case(1, 2, queries, 32, 6, 20, dtype=dtype), make_case(1, 2, keys, 32, 6, 20, dtype=dtype)
     group_ids = case.ids()[0]
@@ -144,6 +146,40 @@ def test_selection_of_many_keys(make_case: Any, tokens: int, top_k: int, masked:
     assert torch.equal(found, case.ids()[1])
 
 
+@pytest.mark.parametrize("top_k", [20, 140], ids=["tournament", "streaming"])
+def test_selection_of_many_float16_keys(make_case: Any, top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """128 channels again; in two bytes each, half the room makes chunks of 128 keys."""
+    monkeypatch.setattr(selection, "CHUNK_BYTES", selection.CHUNK_BYTES // 2)
+    case = make_case(1, 1, 300, 128, 3, top_k, dtype=torch.float16, masked=True)
+    found = kernels.select_keys(case.centroids, case.key, top_k, case.key_mask)
+    assert torch.equal(found, case.ids()[1])
+
+
+@pytest.mark.parametrize(("tokens", "top_k"), [(60, 58), (300, 20), (300, 298)], ids=["chunk", "rounds", "streaming"])
+def test_a_key_of_nan_is_never_selected(make_case: Any, tokens: int, top_k: int) -> None:
+    """It ranks below everything, like padding."""
+    case = make_case(1, 1, tokens, 128, 3, top_k)
+    key = case.key.detach().clone()
+    key[:, :, 7:12] = torch.nan
+    key[:, :, 8] = -torch.nan
+    found = kernels.select_keys(case.centroids, key, top_k, None)
+    real = torch.ones(1, tokens, dtype=torch.bool, device=key.device)
+    real[:, 7:12] = False
+    assert torch.equal(found, dgt.select_keys(case.centroids, case.key.detach(), top_k, real))
+
+
+def test_float16_tells_centroids_apart_that_hardly_differ(device: str) -> None:
+    """Components far below the least float16 number count, as they do in float32."""
+    centroids = torch.zeros(1, 3, 32, device=device)
+    centroids[0, :, 0] = torch.tensor([0.0, 5e-9, 2e-8])
+    tokens = torch.zeros(1, 1, 40, 32, device=device, dtype=torch.float16)
+    tokens[..., 0] = 1000 - torch.arange(40).to(tokens)
+    assert (kernels.group_queries(tokens, centroids, None) == 2).all()
+    assert (kernels.group_queries(-tokens, centroids, None) == 0).all()
+    keys = kernels.select_keys(centroids, -tokens, 3, None)[0, 0]
+    assert keys.tolist() == [[0, 1, 2], [37, 38, 39], [37, 38, 39]]
+
+
 def test_selection_where_all_keys_tie(make_case: Any) -> None:
     """The lowest indices win, in every way of selecting."""
     for tokens, top_k in ((200, 50), (700, 20), (300, 100)):
@@ -164,10 +200,11 @@ def test_scores_do_not_depend_on_the_precision_of_the_model(make_case: Any) -> N
     assert (score.topk(30).values[..., -1] - worst).max() <= 1e-5
 
 
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("shape", [(2, 2, 50, 24, 5), (1, 1, 1200, 32, 100)], ids=str)
-def test_centroid_statistics(make_case: Any, shape: tuple[int, ...]) -> None:
+def test_centroid_statistics(make_case: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Groups, sums and counts of one pass equal those of the plain path; padding is not counted."""
-    case = make_case(*shape, 1, masked=True)
+    case = make_case(*shape, 1, masked=True, dtype=dtype)
     ids, sums, counts = kernels.group_statistics(case.query, case.centroids, case.key_mask)
     expected_sums, expected_counts = grouping.group_statistics(case.query, ids, shape[4])
     assert torch.equal(ids, case.ids()[0])

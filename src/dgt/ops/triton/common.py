@@ -49,6 +49,32 @@ def multiply(left, right):
 
 
 @triton.jit
+def split(wide, narrow: tl.constexpr):
+    """Cut float32 numbers into three of type ``narrow``: their sum, once the later ones are shrunk, once and twice.
+
+    Float16 has few exponents: what its first part leaves over is grown by 2 ** 11, the bits of a part, before it is cast.
+    It must be below 65504; below 2 ** -13 parts begin to lose bits, and nothing above 2 ** -46 is lost.
+    """
+    first = wide.to(narrow)
+    rest = wide - first.to(tl.float32)
+    if narrow == tl.float16:
+        rest *= 2048.0
+    second = rest.to(narrow)
+    rest -= second.to(tl.float32)
+    if narrow == tl.float16:
+        rest *= 2048.0
+    return first, second, rest.to(narrow)
+
+
+@triton.jit
+def shrink(product, narrow: tl.constexpr):
+    """Undo the growth of a part of :func:`split` in its product."""
+    if narrow == tl.float16:
+        product *= 1 / 2048.0
+    return product
+
+
+@triton.jit
 def exact_left(wide, narrow):
     """``wide @ narrow`` to float32 accuracy, with ``wide`` float32 and ``narrow`` of the model's type.
 
@@ -58,11 +84,9 @@ def exact_left(wide, narrow):
     """
     if narrow.dtype == tl.float32:
         return multiply(wide, narrow)
-    first = wide.to(narrow.dtype)
-    rest = wide - first.to(tl.float32)
-    second = rest.to(narrow.dtype)
-    third = (rest - second.to(tl.float32)).to(narrow.dtype)
-    return tl.dot(first, narrow, tl.dot(second, narrow, tl.dot(third, narrow)))
+    first, second, third = split(wide, narrow.dtype)
+    low = shrink(tl.dot(third, narrow), narrow.dtype)
+    return tl.dot(first, narrow, shrink(tl.dot(second, narrow, low), narrow.dtype))
 
 
 @triton.jit
@@ -70,18 +94,16 @@ def exact_right(narrow, wide):
     """``narrow @ wide`` to float32 accuracy; see :func:`exact_left`."""
     if narrow.dtype == tl.float32:
         return multiply(narrow, wide)
-    first = wide.to(narrow.dtype)
-    rest = wide - first.to(tl.float32)
-    second = rest.to(narrow.dtype)
-    third = (rest - second.to(tl.float32)).to(narrow.dtype)
-    return tl.dot(narrow, first, tl.dot(narrow, second, tl.dot(narrow, third)))
+    first, second, third = split(wide, narrow.dtype)
+    low = shrink(tl.dot(narrow, third), narrow.dtype)
+    return tl.dot(narrow, first, shrink(tl.dot(narrow, second, low), narrow.dtype))
 
 
 @triton.jit
 def rank_of(score):
-    """Map float32 scores to int32 ranks of the same order; minus infinity, like padding, is never chosen."""
+    """Map float32 scores to int32 ranks of the same order; minus infinity and NaN, like padding, are never chosen."""
     bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)  # -0 equals 0
-    return tl.where(score == float("-inf"), EMPTY, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    return tl.where((score == float("-inf")) | (score != score), EMPTY, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 @triton.jit
