@@ -15,9 +15,15 @@ unset TRITON_INTERPRET
 mkdir -p "$out"
 failed=0
 
-run() { # seconds, command: with a limit, so that one part cannot eat the time of the others
+run() { # seconds, command: with a limit, so that one part cannot eat the time of the others, nor all more than 590 s
+    local limit=$((SECONDS + $1 > 590 ? 590 - SECONDS : $1))
     echo "== ${*:2}"
-    timeout "$@" || { echo "failed ($?): ${*:2}"; failed=1; }
+    if [ "$limit" -le 0 ]; then
+        echo "failed (no time left): ${*:2}"
+        failed=1
+        return 1
+    fi
+    timeout "$limit" "${@:2}" || { echo "failed ($?): ${*:2}"; failed=1; return 1; }
 }
 
 "$python" -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "error: no CUDA device")' || exit 1
