@@ -15,6 +15,7 @@ Import it only where it is used: it needs Triton. One file per concern:
 from torch import Tensor
 
 from dgt.ops.triton import operators
+from dgt.ops.triton.grouping import can_count as can_count
 
 
 def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
@@ -46,6 +47,9 @@ def attention(
 
 
 def group_statistics(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Group the queries and sum their unit vectors by group in one pass (Eq. 3): ``(group_ids, sums, counts)``."""
+    """Group the queries and sum their unit vectors by group in one pass (Eq. 3): ``(group_ids, sums, counts)``.
+
+    For shapes that :func:`can_count` only.
+    """
     ids, sums, counts = operators.group_statistics(query.detach(), centroids.detach(), key_mask)
     return ids, sums, counts

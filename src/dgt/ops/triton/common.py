@@ -52,8 +52,8 @@ def multiply(left, right):
 def split(wide, narrow: tl.constexpr):
     """Cut float32 numbers into three of type ``narrow``: their sum, once the later ones are shrunk, once and twice.
 
-    Float16 has few exponents: what its first part leaves over is grown by 2 ** 11, the bits of a part, before it is cast.
-    It must be below 65504; below 2 ** -13 parts begin to lose bits, and nothing above 2 ** -46 is lost.
+    Float16 has few exponents: what a part leaves over is grown by 2 ** 11, the bits of a part, before the next is cast.
+    So the sum is off by less than 2 ** -46; numbers must be below 65504.
     """
     first = wide.to(narrow)
     rest = wide - first.to(tl.float32)

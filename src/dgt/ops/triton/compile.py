@@ -52,13 +52,18 @@ def walk(name: str, channels: int = 32, dtype: torch.dtype = torch.bfloat16) -> 
     # Heads interleaved, as a layer's projection leaves them.
     query, key, value = torch.empty(BATCH, tokens, 3, heads, channels, **like).permute(2, 0, 3, 1, 4).unbind(0)
     centroids = torch.empty(heads, GROUPS, channels, device="meta")
+    mask = torch.empty(BATCH, tokens, device="meta", dtype=torch.bool)
     with recording() as launches:
-        group_ids, _, _ = grouping.assign(query, centroids, None, statistics=True)
-        grouping.assign(query, centroids, None)
+        group_ids = grouping.assign(query, centroids, None)[0]
         key_ids = selection.select(centroids, key, top_k, None)
+        for key_mask in (None, mask):
+            grouping.assign(query, centroids, key_mask, statistics=True)
+            grouping.assign(query, centroids, key_mask)
+            selection.select(centroids, key, top_k, key_mask)
+            selection.select(centroids, key, tokens // 2, key_mask)  # streams where one chunk cannot hold all keys
+            if few_tokens.fits_on_chip(query, GROUPS):
+                few_tokens.attention(query, key, value, centroids, top_k, 1.0, key_mask)
         segments = sort_queries(group_ids, GROUPS)
-        if few_tokens.fits_on_chip(query, GROUPS):
-            few_tokens.attention(query, key, value, centroids, top_k, 1.0, None)
         output, logsum = many_tokens.attend(query, key, value, segments, key_ids, 1.0)
         if few_tokens.fits(query, key, GROUPS):
             few_tokens.attend(query, key, value, group_ids, key_ids, 1.0)

@@ -16,7 +16,13 @@ from dgt.ops.triton.common import exact_right, head_base, load_rows, nearest, st
 from dgt.ops.triton.launch import block_of, launch, power_of_two, rows_of, strides_of
 
 TILE = 64  # the most queries of a program at a time
-MOST_COUNTED = 128  # groups whose sums fit in a program's registers
+MOST_COUNTED = 128  # groups that a program can count
+MOST_SUMMED = 4096  # padded groups times padded channels, whose sums it holds in registers and on-chip memory
+
+
+def can_count(groups: int, channels: int) -> bool:
+    """Tell whether one program can hold the statistics of so many groups of so many channels."""
+    return groups <= MOST_COUNTED and power_of_two(groups) * power_of_two(channels) <= MOST_SUMMED
 
 
 @triton.jit
@@ -66,7 +72,7 @@ def assign(
         query: (B, H, L, D).
         centroids: (H, G, D).
         key_mask: optional bool (B, L), True where a token is real.
-        statistics: whether sums and counts are wanted; G is then at most 128.
+        statistics: whether sums and counts are wanted, where it :func:`can_count` them.
 
     Returns:
         ``(group_ids, sums, counts)``: (B, H, L) int64, float32 (H, G, D) and (H, G), the latter empty if not asked for.

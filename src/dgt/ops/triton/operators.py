@@ -36,12 +36,16 @@ def group_statistics(query: Tensor, centroids: Tensor, key_mask: Tensor | None) 
     """Group of every query, and of every group the sum of its unit queries and their number (Eq. 3), in one pass.
 
     Returns:
-        ``(group_ids, sums, counts)``: (B, H, L) int64, float32 (H, G, D) and (H, G); G is at most 128.
+        ``(group_ids, sums, counts)``: (B, H, L) int64, float32 (H, G, D) and (H, G).
+
+    Raises:
+        ValueError: for more than 128 groups, or more than 4096 numbers in G x D, each padded to a power of two.
     """
     check_runnable("query", query)
-    if centroids.shape[1] > grouping.MOST_COUNTED:
+    if not grouping.can_count(*centroids.shape[1:]):
         raise ValueError(
-            f"centroids must hold at most {grouping.MOST_COUNTED} groups to be counted in one pass, "
+            f"centroids must hold at most {grouping.MOST_COUNTED} groups, and at most {grouping.MOST_SUMMED} numbers a "
+            "head (G x D, each padded to a power of two of at least 16), to be counted in one pass, "
             f"got {tuple(centroids.shape)}"
         )
     return grouping.assign(query, centroids, key_mask, statistics=True)

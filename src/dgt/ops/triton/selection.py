@@ -157,7 +157,7 @@ def select(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) 
         blocks = triton.cdiv(groups, 16)
         launch(
             select_streaming, batch * heads * blocks, *tensors, key_ids, *shape, blocks, width,
-            R=16, N=128 if padded <= 64 else 64, num_warps=4, **constants,
+            R=16, N=64, num_warps=8, **constants,
         )  # fmt: skip
         return key_ids
     blocks = triton.cdiv(groups, _rows(chunk))
