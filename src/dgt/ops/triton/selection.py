@@ -166,7 +166,7 @@ def select(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) 
         ids, ranks = _lists(last, chunks, width)
         launch(
             select_from_keys, count * blocks * chunks, *tensors, ids, ranks, *shape, first, chunks, blocks, width,
-            R=_rows(chunk), N=chunk, RANKS=chunks > 1, num_warps=_warps(chunk), **constants,
+            R=_rows(chunk), N=chunk, RANKS=chunks > 1, num_warps=8 if padded > 64 else _warps(chunk), **constants,
         )  # fmt: skip
         _play_rounds(ids, ranks, last, count * groups, chunks * width, width)
     return key_ids
