@@ -113,7 +113,7 @@ def test_every_parameter_gets_a_gradient(layer, tokens) -> None:
         ({"num_groups": 4.0}, TypeError, r"num_groups must be an int of at least 1, got 4\.0 of type float"),
         ({"top_k": 0}, ValueError, r"top_k must be at least 1, got 0"),
         ({"top_k": "all"}, TypeError, r"top_k must be an int of at least 1, got 'all' of type str"),
-        ({"tau": 1.5}, ValueError, r"tau must be None .* or between 0 and 1, got 1\.5"),
+        ({"tau": 1.5}, ValueError, r"tau must be None .* or tau must be between 0 and 1, got 1\.5"),
         ({"tau_weighs": "both"}, ValueError, r"tau_weighs must be 'old' .* or 'new', got 'both'"),
         ({"backend": "fast"}, ValueError, r"backend must be one of auto, .*got 'fast'"),
     ],
@@ -128,3 +128,18 @@ def test_a_mask_of_another_shape(kind, layer, tokens) -> None:
     attention = layer() if kind == "group" else dgt.GlobalAttention(tokens(1).shape[-1], 1)
     with pytest.raises(ValueError, match=r"mask must be a bool tensor of shape .*, got a \(4, 28\)"):
         attention(tokens(1), torch.ones(4, 28, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    ("x", "error"),
+    [
+        (torch.zeros(5, 16), ValueError),
+        (torch.zeros(2, 16, 4, 4), ValueError),
+        (torch.zeros(2, 5, 16, dtype=torch.int64), TypeError),
+        (None, TypeError),
+    ],
+)
+def test_inputs_that_do_not_fit(x, error, layer) -> None:
+    for attention in (layer(), dgt.GlobalAttention(16, 2)):
+        with pytest.raises(error, match=r"x must be a \(B, H, W, 16\) or \(B, L, 16\) floating point tensor, got"):
+            attention(x)

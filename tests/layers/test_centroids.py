@@ -343,3 +343,14 @@ def test_a_layer_made_on_the_meta_device_starts_with_no_statistics(layer) -> Non
     made = dgt.DGAttention(source.qkv.in_features, source.num_heads, device="meta").to_empty(device="cpu")
     assert made.group_sums.abs().sum() == 0
     assert made.group_counts.abs().sum() == 0
+
+
+def test_a_frozen_layer_in_an_optimizer_stays(layer, tokens, step) -> None:
+    attention, head = layer(), nn.Linear(16, 1)
+    model = nn.Sequential(attention, head)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model, optimizer, tokens(0))
+    attention.requires_grad_(False)
+    before = attention.centroids.clone()
+    step(model, optimizer, tokens(1))
+    assert torch.equal(attention.centroids, before)

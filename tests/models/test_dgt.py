@@ -205,3 +205,43 @@ def test_a_saved_folder_makes_the_same_model(tmp_path, small) -> None:
 def test_a_checkpoint_of_another_model(small) -> None:
     with pytest.raises(RuntimeError, match="size mismatch"):
         small().load_state_dict(small(dims=(16, 16, 32, 48), num_heads=(1, 2, 2, 3)).state_dict())
+
+
+def test_a_padded_image_gives_the_logits_it_gives_alone() -> None:
+    torch.manual_seed(0)
+    model = timm.create_model("dgt_nano", num_classes=5).eval()
+    image = torch.randn(1, 3, 64, 64)
+    padded = torch.nn.functional.pad(image, (0, 64, 0, 32))
+    mask = torch.zeros(1, 96, 128, dtype=torch.bool)
+    mask[:, :64, :64] = True
+    with torch.no_grad():
+        torch.testing.assert_close(model(padded, mask), model(image), rtol=0, atol=2e-5)
+    with pytest.raises(ValueError, match="mask needs global_pool 'avg', got 'max'"):
+        timm.create_model("dgt_nano", global_pool="max").eval()(padded, mask)
+
+
+@pytest.mark.parametrize(
+    ("mask", "error"),
+    [
+        (torch.ones(2, 64, 64, dtype=torch.bool), ValueError),
+        (torch.ones(1, 32, 64, dtype=torch.bool), ValueError),
+        (torch.ones(64, 64, dtype=torch.bool), ValueError),
+        (torch.ones(1, 64, 64), TypeError),
+    ],
+)
+def test_a_mask_that_does_not_fit_the_images(mask, error) -> None:
+    model = timm.create_model("dgt_nano").eval()
+    with pytest.raises(error, match="mask must"):
+        model.forward_features(torch.randn(1, 3, 64, 64), mask)
+    with pytest.raises(error, match="mask must"):
+        dgt.group_records(model, torch.randn(1, 3, 64, 64), mask)
+
+
+def test_images_of_another_type() -> None:
+    with pytest.raises(TypeError, match=r"images must be floating point, got torch\.uint8"):
+        timm.create_model("dgt_nano")(torch.zeros(1, 3, 64, 64, dtype=torch.uint8))
+
+
+def test_a_training_forward_on_the_meta_device() -> None:
+    model = timm.create_model("dgt_nano", num_classes=4, device="meta").train()
+    assert model(torch.empty(2, 3, 64, 64, device="meta")).shape == (2, 4)

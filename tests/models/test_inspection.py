@@ -30,7 +30,7 @@ def test_settings_reach_every_layer(small) -> None:
         ({"top_k": 0}, ValueError, r"top_k must be at least 1, got 0"),
         ({"top_k": 1.5}, TypeError, r"top_k must be an int of at least 1, got 1\.5 of type float"),
         ({"backend": "fast"}, ValueError, r"backend must be one of auto, .*got 'fast'"),
-        ({"tau": -1}, ValueError, r"tau must be None .* or between 0 and 1, got -1"),
+        ({"tau": -1}, ValueError, r"tau must be None .* or tau must be between 0 and 1, got -1"),
         ({"tau_weighs": "mean"}, ValueError, r"tau_weighs must be 'old' .* or 'new', got 'mean'"),
         ({"num_groups": 4}, TypeError, r"settings must be among top_k, backend, tau, tau_weighs, got 'num_groups'"),
     ],

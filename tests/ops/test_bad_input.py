@@ -151,3 +151,20 @@ def test_products_check_ids_too(name, bad) -> None:
     ids[name].view(-1)[0] = bad
     with pytest.raises(ValueError, match=f"{name} must lie in -1 to .*, got {bad}"):
         dgt.group_matmul(1, GOOD["query"], GOOD["key"], **ids)
+
+
+@pytest.mark.parametrize("backend", ["reference", "eager"])
+def test_nan_among_the_keys_is_found(backend) -> None:
+    key = GOOD["key"].clone()
+    key[1, 2, 3, 0] = torch.nan
+    with pytest.raises(ValueError, match="key must be free of NaN"):
+        dgt.dynamic_group_attention(**{**GOOD, "key": key}, backend=backend)
+
+
+def test_an_update_with_ids_of_no_group() -> None:
+    ids = IDS["group_ids"].clone()
+    ids[0, 0, 0] = 5
+    with pytest.raises(ValueError, match="group_ids must lie in -1 to 4, got 5"):
+        dgt.update_centroids(GOOD["centroids"], GOOD["query"], ids, 0.5)
+    with pytest.raises(TypeError, match="rate must be between 0 and 1, got 'a'"):
+        dgt.update_centroids(GOOD["centroids"], GOOD["query"], IDS["group_ids"], "a")

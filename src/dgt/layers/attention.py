@@ -63,6 +63,20 @@ class SelfAttention(nn.Module):
         return self.proj(attended.transpose(1, 2).flatten(2).view(x.shape))
 
 
+def check_tokens_in(x: Tensor, dim: int) -> None:
+    """Check that a layer's input is a floating point (B, H, W, C) or (B, L, C) tensor of ``dim`` channels.
+
+    Raises:
+        TypeError: for another type.
+        ValueError: for another number of dimensions or channels.
+    """
+    expected = f"x must be a (B, H, W, {dim}) or (B, L, {dim}) floating point tensor"
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise TypeError(f"{expected}, got {describe(x)}")
+    if x.dim() not in (3, 4) or x.shape[-1] != dim:
+        raise ValueError(f"{expected}, got {describe(x)}")
+
+
 def check_mask(mask: Tensor | None, x: Tensor) -> None:
     """Check that a mask is bool, of the shape of ``x`` without its channels.
 
@@ -85,9 +99,10 @@ class GlobalAttention(SelfAttention):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, H, W, C) or (B, L, C) to the same shape; ``mask`` is bool, True where a token is real."""
-        query, key, value = self.split_heads(x)
         if not torch.jit.is_scripting():
+            check_tokens_in(x, self.qkv.in_features)
             check_mask(mask, x)
+        query, key, value = self.split_heads(x)
         # Padding sees everything, so that no row of the softmax is empty; nothing real sees padding.
         sees = None if mask is None else mask.flatten(1)[:, None, None, :] | ~mask.flatten(1)[:, None, :, None]
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=sees, scale=self.scale)
@@ -137,6 +152,9 @@ class DGAttention(SelfAttention, CentroidState):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, H, W, C) or (B, L, C) to the same shape; ``mask`` is bool, True where a token is real."""
+        if not torch.jit.is_scripting():
+            check_tokens_in(x, self.qkv.in_features)
+            check_mask(mask, x)
         query, key, value = self.split_heads(x)
         real = None if mask is None else mask.flatten(1)
         if torch.jit.is_scripting():  # checks and named outputs are not TorchScript: call the operators themselves
@@ -144,7 +162,6 @@ class DGAttention(SelfAttention, CentroidState):
             groups = torch.ops.dgt.group_queries(query, centroids, real)
             keys = torch.ops.dgt.select_keys(centroids, key, self.top_k, real)
             return self.merge_heads(torch.ops.dgt.attend(query, key, value, groups, keys, self.scale), x)
-        check_mask(mask, x)
         if self.training and not self.seeded:
             self.seed(query, real)
         attention = dynamic_group_attention(

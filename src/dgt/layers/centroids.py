@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from dgt.ops.attention import load_triton, resolve_backend
+from dgt.ops.checks import check_share
 from dgt.ops.grouping import blend_centroids, group_statistics, seed_centroids
 
 SEED_TOKENS_PER_GROUP = 32  # size of the sample that seeding clusters
@@ -33,9 +34,9 @@ _serials = itertools.count()
 
 
 def check_tau(tau: float | None) -> None:
-    """Raise ValueError unless tau is None or in [0, 1]."""
-    if tau is not None and not 0 <= tau <= 1:
-        raise ValueError(f"tau must be None (0.1 times the learning rate) or between 0 and 1, got {tau}")
+    """Raise TypeError or ValueError unless tau is None (0.1 times the learning rate) or a number from 0 to 1."""
+    if tau is not None:
+        check_share("tau must be None (0.1 times the learning rate), or tau", tau)
 
 
 def check_tau_weighs(tau_weighs: str) -> None:
@@ -187,7 +188,8 @@ def _world_size() -> int:
 @torch.compiler.disable
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
     """Update every training layer whose weights this optimizer owns, with statistics summed over ranks."""
-    rates = {id(p): group.get("lr", 0.0) for group in optimizer.param_groups for p in group["params"]}
+    groups = optimizer.param_groups
+    rates = {id(p): group.get("lr", 0.0) for group in groups for p in group["params"] if p.requires_grad}
     layers = [layer for layer in _layers if layer.training and any(id(p) in rates for p in layer.parameters())]
     layers.sort(key=lambda layer: layer.serial)
     if not layers:

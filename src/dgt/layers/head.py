@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from timm.layers import SelectAdaptivePool2d
 from torch import Tensor, nn
 
@@ -46,7 +47,22 @@ class Head(nn.Module):
         self.conv, self.norm, self.act, self.num_features = nn.Identity(), nn.Identity(), nn.Identity(), in_dim
         self.train(self.training)
 
-    def forward(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Map (B, C, H, W) to (B, num_classes); with ``pre_logits`` to what the classifier gets."""
-        x = self.drop(self.global_pool(self.act(self.norm(self.conv(x)))))
+    def forward(self, x: Tensor, pre_logits: bool = False, mask: Tensor | None = None) -> Tensor:
+        """Map (B, C, H, W) to (B, num_classes); with ``pre_logits`` to what the classifier gets.
+
+        Args:
+            x: (B, C, H, W) features.
+            pre_logits: leave the classifier out.
+            mask: optional bool (B, H, W): the average is taken over real places alone; only for pooling "avg".
+
+        Raises:
+            ValueError: for a mask with another pooling.
+        """
+        x = self.act(self.norm(self.conv(x)))
+        if mask is not None:
+            if not torch.jit.is_scripting() and self.global_pool.pool_type != "avg":
+                raise ValueError(f"mask needs global_pool 'avg', got '{self.global_pool.pool_type}'")
+            real = mask.unsqueeze(1).to(x.dtype)
+            x = x * (real / real.mean(dim=(2, 3), keepdim=True).clamp(min=1e-6))  # the pool then averages what is real
+        x = self.drop(self.global_pool(x))
         return x if pre_logits else self.fc(x)

@@ -28,16 +28,24 @@ from dgt.layers import (
 
 
 @register_notrace_function
-def check_images(x: Tensor, in_chans: int) -> Tensor:
-    """Return ``x`` unchanged if it is a (B, in_chans, H, W) batch of at least 32 x 32 pixels.
+def check_images(x: Tensor, in_chans: int, mask: Tensor | None = None) -> Tensor:
+    """Return ``x`` unchanged if it is a (B, in_chans, H, W) batch of at least 32 x 32 pixels, and the mask fits it.
 
     Raises:
-        ValueError: otherwise, saying what came.
+        TypeError: images that are not floating point, or a mask that is not bool.
+        ValueError: another shape, smaller images, or a mask of another shape.
     """
+    if not x.is_floating_point():
+        raise TypeError(f"images must be floating point, got {x.dtype}")
     if x.dim() != 4 or x.shape[1] != in_chans:
         raise ValueError(f"images must be a (B, {in_chans}, H, W) tensor, got shape {x.shape}")
     if x.shape[2] < 32 or x.shape[3] < 32:
         raise ValueError(f"images must be at least 32 x 32 pixels, got {x.shape[2]} x {x.shape[3]}")
+    if mask is not None:
+        if mask.dtype != torch.bool:
+            raise TypeError(f"mask must be bool (B, H, W), True where a pixel is real, got {mask.dtype}")
+        if mask.dim() != 3 or mask.shape[0] != x.shape[0] or mask.shape[1:] != x.shape[2:]:
+            raise ValueError(f"mask must have the images' shape (B, H, W), got {mask.shape} for {x.shape}")
     return x
 
 
@@ -181,7 +189,10 @@ class DynamicGroupTransformer(nn.Module):
 
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Keep only the inputs of blocks for the backward pass, and compute the rest again."""
+        """Keep only the inputs of blocks for the backward pass, and compute the rest again.
+
+        Gradients and centroids stay what they are; BatchNorm counts every batch twice, as always in PyTorch.
+        """
         self.grad_checkpointing = enable
         for stage in cast(list[Stage], self.stages):
             stage.grad_checkpointing = enable
@@ -212,20 +223,24 @@ class DynamicGroupTransformer(nn.Module):
         Raises:
             ValueError: for another shape or a smaller image.
         """
-        x = check_images(x, self.in_chans)
+        x = check_images(x, self.in_chans, mask)
         masks = self.masks(mask)
         x = self.stem(keep_real_pixels(x, mask), masks[0])
         for i, stage in enumerate(self.stages):
             x = stage(x, masks[i + 1])
         return x.permute(0, 3, 1, 2)
 
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Map (B, C, h, w) features to (B, num_classes); with ``pre_logits`` to what the classifier gets."""
-        return self.head(x, pre_logits)
+    def forward_head(self, x: Tensor, pre_logits: bool = False, mask: Tensor | None = None) -> Tensor:
+        """Map (B, C, h, w) features to (B, num_classes); with ``pre_logits`` to what the classifier gets.
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (B, in_chans, H, W) images to (B, num_classes) logits."""
-        return self.forward_head(self.forward_features(x))
+        ``mask``, bool (B, h, w), True where a place is real, keeps padding out of the average.
+        """
+        return self.head(x, pre_logits, mask)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Map (B, in_chans, H, W) images to (B, num_classes) logits; ``mask`` as in :meth:`forward_features`."""
+        features = self.forward_features(x, mask)
+        return self.forward_head(features, False, self.masks(mask)[-1])
 
     def forward_intermediates(
         self,
@@ -257,7 +272,7 @@ class DynamicGroupTransformer(nn.Module):
         if output_fmt not in ("NCHW", "NHWC"):
             raise ValueError(f"output_fmt must be 'NCHW' or 'NHWC', got {output_fmt!r}")
         take, last = feature_take_indices(len(self.stages), indices)
-        x = check_images(x, self.in_chans)
+        x = check_images(x, self.in_chans, mask)
         masks = self.masks(mask)
         x = self.stem(keep_real_pixels(x, mask), masks[0])
         maps = []

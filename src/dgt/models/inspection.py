@@ -30,6 +30,8 @@ def set_attention(model: nn.Module, **settings: Any) -> int:
         TypeError: for an unknown setting, or a value of a wrong type.
         ValueError: for a value out of range, or a model without such a layer; nothing is set then.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, got {type(model).__name__}")
     layers = [module for module in model.modules() if isinstance(module, DGAttention)]
     if not layers:
         raise ValueError(f"model must contain DGAttention layers, got a {type(model).__name__} without any")
@@ -96,8 +98,9 @@ def visit_blocks(model: DynamicGroupTransformer, images: Tensor, mask: Tensor | 
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
+        images = check_images(images, model.in_chans, mask)
         masks = model.masks(mask)
-        x = model.stem(keep_real_pixels(check_images(images, model.in_chans), mask), masks[0])
+        x = model.stem(keep_real_pixels(images, mask), masks[0])
         for i, stage in enumerate(cast(list[Stage], model.stages)):
             x = stage.merge(x)
             for j, block in enumerate(cast(list[Block], stage.blocks)):

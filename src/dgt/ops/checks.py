@@ -101,6 +101,14 @@ def check_scale(scale: float | None) -> None:
         raise ValueError(f"scale must be finite, got {scale}")
 
 
+def check_share(name: str, value: float) -> None:
+    """Check a number from 0 to 1."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"{name} must be between 0 and 1, got {describe(value)}")
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} must be between 0 and 1, got {value}")
+
+
 def check_ids(name: str, ids: Tensor, count: int) -> None:
     """Check that ids lie in -1 to ``count - 1``, where looking at them costs no waiting."""
     if not _can_look(ids):

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dgt.ops.grouping import PART
+from dgt.ops.precision import full_precision
 
 HIDDEN = -1e30  # added to the score of a key that a query must not see; finite, so that no row can become NaN
 
@@ -37,7 +38,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids
 def _attend(query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float) -> Tensor:
     rows = _Rows(query, key, value)
     output = query.new_zeros(query.shape[:3].numel() + 1, query.shape[3])  # the last row takes what empty slots yield
-    with torch.autocast(query.device.type, enabled=False):
+    with full_precision(query.device):
         for part in _parts(group_ids, key_ids, key.shape[2]):
             q, k, v = rows.gather(part)
             bias = None if part.bias is None else part.bias.to(q.dtype)[:, None]
@@ -58,7 +59,7 @@ def _attend_backward(
     rows, grad_rows = _Rows(query, key, value), _with_empty_row(grad)
     wide = torch.promote_types(query.dtype, torch.float32)
     grad_q, grad_k, grad_v = (torch.zeros_like(r, dtype=wide) for r in (grad_rows, rows.key, rows.value))
-    with torch.autocast(query.device.type, enabled=False):
+    with full_precision(query.device):
         # Parts of a quarter: the gradients keep four times the temporaries of the forward.
         for part in _parts(group_ids, key_ids, key.shape[2], PART // 4):
             q, k, v = (t.to(wide) for t in rows.gather(part))

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from dgt.ops.checks import check_count, check_device, check_ids, check_key_ids, check_shape, check_tensor
+from dgt.ops.precision import full_precision
 
 PART = 1 << 20  # elements of the largest temporary tensor of the plain version
 # The arguments of each form; D channels, K places, L queries.
@@ -112,7 +113,7 @@ def _product(
         from dgt.ops.triton.operators import group_matmul as kernels
 
         return kernels(form, left, right, group_ids, key_ids, tokens, fill)
-    with torch.autocast(left.device.type, enabled=False):  # the types are the caller's
+    with full_precision(left.device):  # the types are the caller's
         if form == 1:
             return _rows_by_keys(left, right, group_ids, key_ids, fill)
         if form == 2:

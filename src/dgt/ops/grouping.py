@@ -11,7 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgt.ops.checks import check_count, check_device, check_key_mask, check_shape, check_tensor, check_tokens
+from dgt.ops.checks import (
+    check_count,
+    check_device,
+    check_ids,
+    check_key_mask,
+    check_shape,
+    check_share,
+    check_tensor,
+    check_tokens,
+)
+from dgt.ops.precision import full_precision
 
 PART = 1 << 20  # elements of the largest temporary tensor of a part
 
@@ -43,7 +53,7 @@ def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None = No
 def _group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
     batch, heads, tokens, _ = query.shape
     ids = query.new_empty(query.shape[:3], dtype=torch.int64)
-    with torch.autocast(query.device.type, enabled=False):
+    with full_precision(query.device):
         for part in head_parts(batch, heads, tokens * centroids.shape[1]):
             scores = torch.matmul(query[part].float(), centroids[part[1]].float().transpose(-1, -2))
             best, ids[part] = scores.max(-1)
@@ -78,7 +88,7 @@ def group_statistics(query: Tensor, group_ids: Tensor, num_groups: int) -> tuple
         ``(sums, counts)``: float32 (H, G, D) and (H, G). Statistics of parts of a batch add up.
     """
     heads, channels = query.shape[1], query.shape[3]
-    with torch.autocast(query.device.type, enabled=False):
+    with full_precision(query.device):
         unit = F.normalize(query.detach().float(), dim=-1)
         # Padding is sent to one extra group, which is cut off again: no data-dependent shape.
         slots = num_groups + 1
@@ -124,8 +134,8 @@ def update_centroids(centroids: Tensor, query: Tensor, group_ids: Tensor, rate: 
     check_tensor("group_ids", group_ids, "BHL", floating=False)
     check_shape("group_ids", group_ids, "BHL", tuple(query.shape[:3]), "query")
     check_device("query", query, group_ids=group_ids)
-    if not 0 <= rate <= 1:
-        raise ValueError(f"rate must be between 0 and 1, got {rate}")
+    check_ids("group_ids", group_ids, centroids.shape[1])
+    check_share("rate", rate)
     sums, counts = group_statistics(query, group_ids, centroids.shape[1])
     return blend_centroids(centroids.detach().float(), sums, counts, rate).to(centroids.dtype)
 
@@ -151,7 +161,7 @@ def seed_centroids(tokens: Tensor, num_groups: int, steps: int = 10) -> Tensor:
     check_count("steps", steps, least=0)
     if 0 in tokens.shape:
         raise ValueError(f"tokens must not be empty (H, N, D), got shape {tuple(tokens.shape)}")
-    with torch.autocast(tokens.device.type, enabled=False), torch.no_grad():
+    with full_precision(tokens.device), torch.no_grad():
         unit = F.normalize(tokens.float(), dim=-1)
         unit[..., 0] += (unit == 0).all(-1)  # a token without direction gets one, so that no centroid is zero
         centroids = _spread_out(unit, num_groups)

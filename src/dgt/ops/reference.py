@@ -6,6 +6,8 @@ Any dtype, any device, twice differentiable, (B, H, L, L) in memory. Read it fir
 import torch
 from torch import Tensor
 
+from dgt.ops.precision import full_precision
+
 
 def attend(query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float) -> Tensor:
     """Softmax attention of every query over the keys of its group (Eq. 2), as dense attention under a mask.
@@ -26,7 +28,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids
     chosen = chosen.scatter(-1, key_ids.remainder(key.shape[2] + 1), True)[..., :-1]
     real = (group_ids >= 0)[..., None]
     sees = torch.take_along_dim(chosen, group_ids.clamp(min=0)[..., None], dim=2) & real  # (B, H, L, L)
-    with torch.autocast(query.device.type, enabled=False):  # the types are the caller's
+    with full_precision(query.device):  # the types are the caller's
         score = torch.einsum("bhid,bhjd->bhij", query, key) * scale
         weight = score.masked_fill(~sees, -torch.inf).softmax(-1).masked_fill(~sees, 0.0)
         return torch.einsum("bhij,bhjd->bhid", weight, value)

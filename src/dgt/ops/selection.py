@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dgt.ops.checks import check_count, check_key_mask, check_tokens
 from dgt.ops.grouping import head_parts
+from dgt.ops.precision import full_precision
 
 
 def select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None = None) -> Tensor:
@@ -26,7 +27,7 @@ def select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | N
         the places left over at the end hold -1.
 
     Raises:
-        TypeError, ValueError: for a wrong type, rank, shape or device, or ``top_k`` < 1.
+        TypeError, ValueError: for a wrong type, rank, shape or device, ``top_k`` < 1, or on the CPU NaN in ``key``.
     """
     check_tokens("key", key, centroids)
     check_count("top_k", top_k)
@@ -40,7 +41,7 @@ def _select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | 
     batch, heads, tokens, _ = key.shape
     groups, count = centroids.shape[1], min(top_k, tokens)
     ids = key.new_empty((batch, heads, groups, count), dtype=torch.int64)
-    with torch.autocast(key.device.type, enabled=False):
+    with full_precision(key.device):
         for part in head_parts(batch, heads, groups * tokens):
             scores = torch.matmul(centroids[part[1]].float(), key[part].float().transpose(-1, -2))
             if key_mask is not None:
@@ -79,7 +80,10 @@ def _kth_largest(scores: Tensor, count: int) -> Tensor:
     if scores.device.type != "cpu":
         return scores.topk(count).values[..., -1:]
     place = scores.shape[-1] - count  # numpy's vectorised quickselect takes a tenth of the time of torch.topk
-    return torch.from_numpy(np.partition(scores.numpy(), place, axis=-1)[..., place : place + 1])
+    largest = np.partition(scores.numpy(), place, axis=-1)[..., place:]
+    if np.isnan(largest.max()):  # NaN sorts last, so it is among these if it is anywhere
+        raise ValueError("key must be free of NaN, got NaN (or infinities that cancel)")
+    return torch.from_numpy(largest[..., :1])
 
 
 def _nonzero(marks: Tensor) -> Tensor:
