@@ -215,9 +215,11 @@ def test_a_padded_image_gives_the_logits_it_gives_alone() -> None:
     mask = torch.zeros(1, 96, 128, dtype=torch.bool)
     mask[:, :64, :64] = True
     with torch.no_grad():
-        torch.testing.assert_close(model(padded, mask), model(image), rtol=0, atol=2e-5)
-    with pytest.raises(ValueError, match="mask needs global_pool 'avg', got 'max'"):
-        timm.create_model("dgt_nano", global_pool="max").eval()(padded, mask)
+        features, real = model.forward_features(padded, mask), model.masks(mask)[-1]
+        torch.testing.assert_close(model.forward_head(features, mask=real), model(image), rtol=0, atol=2e-5)
+        model.reset_classifier(5, "max")
+        with pytest.raises(ValueError, match="mask needs global_pool 'avg', got 'max'"):
+            model.forward_head(features, mask=real)
 
 
 @pytest.mark.parametrize(

@@ -237,10 +237,12 @@ class DynamicGroupTransformer(nn.Module):
         """
         return self.head(x, pre_logits, mask)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Map (B, in_chans, H, W) images to (B, num_classes) logits; ``mask`` as in :meth:`forward_features`."""
-        features = self.forward_features(x, mask)
-        return self.forward_head(features, False, self.masks(mask)[-1])
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, in_chans, H, W) images to (B, num_classes) logits.
+
+        For a padded batch: ``model.forward_head(model.forward_features(x, mask), mask=model.masks(mask)[-1])``.
+        """
+        return self.forward_head(self.forward_features(x))
 
     def forward_intermediates(
         self,
