@@ -186,6 +186,7 @@ class TestSplitsAndSizes:
         ("options", "message"),
         [
             ({"dataset": "auto"}, "root: expected"),
+            ({"root": "here"}, "root must be left out for dataset 'scenes', got 'here'; for a folder set --data"),
             ({"dataset": "imagenet"}, "dataset must be one of auto, scenes, got 'imagenet'"),
             ({"image_size": 16}, "image_size must be at least 32, got 16"),
             ({"train_size": 0}, "train_size must be at least 1"),

@@ -31,6 +31,7 @@ DATASETS = ("auto", "scenes")
 SCENES_SIZE = {"train": 5000, "val": 1000}
 TRAIN_SPLITS = ("train", "training")
 VAL_SPLITS = ("val", "validation", "valid", "test")
+NO_ROOT = "root: expected the folder or .npz file of the images, got none (only 'scenes' needs none)"
 
 
 def _check_at_least(lowest: int, **values: int | None) -> None:
@@ -61,7 +62,7 @@ class ClassificationData(lightning.LightningDataModule):
     """Images and labels for training and validation.
 
     Args:
-        root: folder or `.npz` file with the images; not needed for the built-in scenes.
+        root: folder or `.npz` file with the images; left out for the built-in scenes.
         dataset: "auto" to see what lies at `root` (class folders, a packed `.npz`, CIFAR-10), or "scenes".
         image_size: side of the square images in pixels, at least 32.
         batch_size: images per batch and process; even where mixup or cutmix is on.
@@ -106,8 +107,10 @@ class ClassificationData(lightning.LightningDataModule):
         if dataset not in DATASETS:
             raise ValueError(f"dataset must be one of {', '.join(DATASETS)}, got {dataset!r}")
         if dataset == "auto" and root is None:
+            raise ValueError(NO_ROOT)
+        if dataset == "scenes" and root is not None:
             raise ValueError(
-                "root: expected the folder or .npz file of the images, got none (only 'scenes' needs none)"
+                f"root must be left out for dataset 'scenes', got {root!r}; for a folder set --data.dataset auto"
             )
         _check_at_least(32, image_size=image_size)
         _check_at_least(1, batch_size=batch_size, train_size=train_size, val_size=val_size)
@@ -194,8 +197,10 @@ class ClassificationData(lightning.LightningDataModule):
 
     def _read(self, part: str, size: int | None) -> tuple[LabelledImages, str]:
         """The reader of one part, and the name of its split."""
-        if self.dataset == "scenes" or self.root is None:
+        if self.dataset == "scenes":
             return SceneImages(part, size or SCENES_SIZE[part], self.image_size), part
+        if self.root is None:
+            raise ValueError(NO_ROOT)
         found = available_splits(self.root)
         train = _choose_split(self.train_split, TRAIN_SPLITS, found)
         if part == "train":
