@@ -104,8 +104,8 @@ def _add_evaluate(commands: Commands) -> None:
         run_evaluate,
         "measure a trained model on the validation images",
         takes_keys=True,
-        usage="dgt evaluate CHECKPOINT [--json] [--data.root DIR] [--section.key value ...]",
-        epilog="Keys of the recipe's sections data and trainer can be changed, as for `dgt train`.",
+        usage="dgt evaluate CHECKPOINT [--json] [--data.root DIR] [--data.key value ...]",
+        epilog="Of the recipe's keys, data.*, trainer.accelerator and trainer.precision can be changed.",
     )
     command.add_argument("checkpoint", metavar="CHECKPOINT", help=MODEL_HELP)
     command.add_argument("--json", action="store_true", help="print the metrics as JSON")

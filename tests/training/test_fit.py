@@ -53,6 +53,26 @@ def test_evaluation_finds_what_the_training_found(finished: Result) -> None:
     assert evaluate(finished.folder / "checkpoints" / "last.ckpt", ["--data.val_size", "8"])["images"] == 8
 
 
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("--optimizer.lr=1", r"recipe key 'optimizer\.lr' cannot be changed in an evaluation, only data\.\* and"),
+        ("--trainer.devices=2", r"recipe key 'trainer\.devices' cannot be changed"),
+        ("--data.rot=x", r"unknown recipe key 'data\.rot'; did you mean data\.root"),
+        ("--trainer.accelerator=abacus", "recipe section 'trainer' does not fit this machine"),
+    ],
+)
+def test_an_evaluation_heeds_or_refuses_every_key(finished: Result, override: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        evaluate(finished.folder, [override])
+
+
+def test_an_evaluation_takes_its_precision(finished: Result) -> None:
+    exact = evaluate(finished.folder, ["--trainer.precision=32-true"])
+    rough = evaluate(finished.folder, ["--trainer.precision=bf16-true"])
+    assert 0 < abs(rough["loss"] - exact["loss"]) < 0.2
+
+
 def test_the_same_recipe_gives_the_same_model(finished: Result, tmp_path: Path) -> None:
     again = fit(load_recipe("scenes", [*SMALL, f"--out={tmp_path / 'again'}"]))
     other = fit(load_recipe("scenes", [*SMALL, f"--out={tmp_path / 'other'}", "--seed=1"]))

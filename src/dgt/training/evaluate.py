@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
@@ -16,7 +15,10 @@ from dgt.data.decoding import decode_image
 from dgt.data.transforms import evaluation_transform
 from dgt.tasks import TASKS
 from dgt.training.checkpoints import LoadedRun, load_run
+from dgt.training.fit import make_trainer
 from dgt.training.recipe import build_data, parse_recipe
+
+TRAINER_KEYS = ("trainer.accelerator", "trainer.precision")
 
 
 @dataclass(frozen=True)
@@ -39,14 +41,17 @@ def evaluate(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
     Args:
         path: checkpoint, run folder or model folder.
-        overrides: changes to the recipe's `data` and `trainer`, such as `["--data.root", "images"]`.
+        overrides: changes to the recipe's `data`, `trainer.accelerator` and `trainer.precision`, such as
+            `["--data.root", "images"]`. The rest of the recipe is the model's past.
 
     Returns:
         `loss`, `top1`, `top5` (shares in [0, 1]), the number of `images` and of `broken_images`.
 
     Raises:
-        FileNotFoundError, ValueError: as `load_run` and the data do, and where the data has other classes.
+        FileNotFoundError, ValueError: as `load_run` and the data do; where the data has other classes, the machine
+            lacks what `trainer` asks for, or an override is of another key.
     """
+    _check_overrides(overrides)
     run = load_run(path)
     recipe = parse_recipe(run.recipe.to_dict(), overrides)
     data = build_data(recipe)
@@ -57,13 +62,8 @@ def evaluate(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
             f"{_some(run.class_names)} in {run.source}"
         )
     task = TASKS[recipe.task].task(run.network, len(run.class_names), recipe.optimizer, recipe.schedule, 1)
-    trainer = pl.Trainer(
-        accelerator=recipe.trainer.accelerator,
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
+    trainer = make_trainer(
+        recipe.trainer, devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False
     )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")
@@ -116,6 +116,16 @@ def read_image(run: LoadedRun, image: str | Path) -> Tensor:
     interpolation = data["augmentation"]["interpolation"]
     transform = evaluation_transform(data["image_size"], data["crop_ratio"], data["mean"], data["std"], interpolation)
     return transform(picture)[None]
+
+
+def _check_overrides(overrides: Sequence[str]) -> None:
+    """Raise ValueError for a key that an evaluation would not heed."""
+    for word in overrides:
+        key = word[2:].partition("=")[0]
+        if word.startswith("--") and key.partition(".")[0] != "data" and key not in TRAINER_KEYS:
+            raise ValueError(
+                f"recipe key {key!r} cannot be changed in an evaluation, only data.* and {' and '.join(TRAINER_KEYS)}"
+            )
 
 
 def _some(names: Sequence[str]) -> str:

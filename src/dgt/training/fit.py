@@ -99,36 +99,48 @@ def build_trainer(recipe: Recipe, folder: Path, record: dict[str, Any], data: An
         data: the data module, set up; its batches are those of one device.
 
     Raises:
-        ValueError: devices, strategy or precision that this machine does not have.
+        ValueError: devices, strategy or precision that this machine does not have; fewer images than one batch.
     """
     settings = recipe.trainer
     callbacks = [*progress_callbacks(), CheckpointRecord(record), *_checkpoints(folder, TASKS[recipe.task].monitor)]
-    try:
-        trainer = pl.Trainer(
-            accelerator=settings.accelerator,
-            devices=settings.devices,
-            num_nodes=settings.num_nodes,
-            strategy=settings.strategy,
-            precision=choose_precision(settings),
-            accumulate_grad_batches=settings.accumulate,
-            check_val_every_n_epoch=settings.check_val_every,
-            deterministic=settings.deterministic,
-            benchmark=not settings.deterministic,
-            gradient_clip_val=recipe.optimizer.clip_grad,
-            max_epochs=recipe.schedule.epochs,
-            logger=[CSVLogger(folder, "", ""), TensorBoardLogger(folder, "", "", default_hp_metric=False)],
-            callbacks=callbacks,
-            log_every_n_steps=min(20, len(data.train_dataloader())),
-            num_sanity_val_steps=0,
-            enable_model_summary=False,
-            enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
-        )
-    except (ValueError, MisconfigurationException) as error:
-        raise ValueError(f"recipe section 'trainer' does not fit this machine: {error}") from error
+    trainer = make_trainer(
+        settings,
+        devices=settings.devices,
+        num_nodes=settings.num_nodes,
+        strategy=settings.strategy,
+        accumulate_grad_batches=settings.accumulate,
+        check_val_every_n_epoch=settings.check_val_every,
+        deterministic=settings.deterministic,
+        benchmark=not settings.deterministic,
+        gradient_clip_val=recipe.optimizer.clip_grad,
+        max_epochs=recipe.schedule.epochs,
+        logger=[CSVLogger(folder, "", ""), TensorBoardLogger(folder, "", "", default_hp_metric=False)],
+        callbacks=callbacks,
+        log_every_n_steps=min(20, len(data.train_dataloader())),
+        num_sanity_val_steps=0,
+        enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
+    )
     global_batch = data.batch_size * trainer.world_size * settings.accumulate
     if recipe.ema.decay is not None:
         trainer.callbacks.insert(0, WeightEma(ema_decay(recipe.ema.decay, global_batch)))  # type: ignore[attr-defined]
     return trainer, global_batch
+
+
+def make_trainer(settings: TrainerSettings, **options: Any) -> pl.Trainer:
+    """A Trainer on the recipe's accelerator and in its precision.
+
+    Args:
+        settings: the recipe's section `trainer`.
+        options: further arguments of Lightning's Trainer.
+
+    Raises:
+        ValueError: naming the section, where the machine has not what it asks for.
+    """
+    accelerator, precision = settings.accelerator, choose_precision(settings)
+    try:
+        return pl.Trainer(accelerator=accelerator, precision=precision, enable_model_summary=False, **options)
+    except (ValueError, MisconfigurationException) as error:
+        raise ValueError(f"recipe section 'trainer' does not fit this machine: {error}") from error
 
 
 def _checkpoints(folder: Path, monitor: str) -> list[Callback]:
