@@ -92,6 +92,13 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         main(["evaluate", "anything"])
 
 
+def test_a_diverged_training_is_told_with_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TRAIN, "--optimizer.lr=1e6", "--optimizer.lr_batch=null", f"--out={tmp_path / 'wild'}"]) == 1
+    told = capsys.readouterr().err
+    assert "dgt: error: the training" in told
+    assert "lower optimizer.lr or set optimizer.clip_grad" in told
+
+
 def test_evaluate(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", str(run), "--json"]) == 0
     metrics = json.loads(capsys.readouterr().out)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +56,7 @@ def fit(recipe: Recipe) -> Result:
         FileExistsError: `out` holds a run already.
         ValueError: the model or the data cannot be built as the recipe says.
         BrokenImagesError: more images are unreadable than `data.max_broken_share` allows.
-        FloatingPointError: the loss is no longer a number.
+        FloatingPointError: the loss, or what the attention is given, is no longer a number.
     """
     row = TASKS[recipe.task]
     folder = choose_run_folder(recipe) if getattr(rank_zero_only, "rank", 0) == 0 else Path(recipe.out or "runs")
@@ -74,10 +76,11 @@ def fit(recipe: Recipe) -> Result:
     start = time.perf_counter()
     with warnings.catch_warnings():
         _ignore_expected_warnings()
-        trainer.fit(task, datamodule=data)
-        seconds = time.perf_counter() - start
-        if recipe.schedule.epochs % recipe.trainer.check_val_every:
-            trainer.validate(task, datamodule=data, verbose=False)
+        with _telling_divergence():
+            trainer.fit(task, datamodule=data)
+            seconds = time.perf_counter() - start
+            if recipe.schedule.epochs % recipe.trainer.check_val_every:
+                trainer.validate(task, datamodule=data, verbose=False)
     logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
     metrics = {key.removeprefix("val/"): value for key, value in logged.items() if key.startswith("val/")}
     result = Result(trainer.strategy.broadcast(folder), metrics, recipe.schedule.epochs, seconds)
@@ -157,6 +160,23 @@ def choose_precision(settings: TrainerSettings) -> Any:
         return settings.precision
     on_gpu = settings.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
     return "bf16-mixed" if on_gpu and torch.cuda.is_bf16_supported() else "32-true"
+
+
+@contextmanager
+def _telling_divergence() -> Iterator[None]:
+    """Turn the attention's refusal of NaN, which here comes of the weights, into what it means for a training.
+
+    Raises:
+        FloatingPointError: in its place.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if not str(error).startswith(("query must be free of NaN", "key must be free of NaN")):
+            raise
+        raise FloatingPointError(
+            "the training diverged, the attention met NaN: lower optimizer.lr or set optimizer.clip_grad"
+        ) from error
 
 
 def _ignore_expected_warnings() -> None:
