@@ -80,6 +80,14 @@ def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path:
     missing = tmp_path / "missing"
     assert f"no folder or .npz file {missing}" in fails(capsys, "train", "imagenette128", f"--data.root={missing}")
     assert "'trainer' does not fit this machine" in fails(capsys, *TRAIN, "--trainer.accelerator", "abacus")
+    (tmp_path / "file").write_text("notes")
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        for command in (TRAIN, ["demo"]):
+            assert f"out must be a folder, {tmp_path / 'file'} is a file" in fails(
+                capsys, *command, "--out", str(place)
+            )
+    few = fails(capsys, *TRAIN, "--data.batch_size=128", f"--out={tmp_path / 'few'}")
+    assert "error: batch_size: 64 training images do not fill one batch of 128" in few
     assert "there is no checkpoint" in fails(capsys, "evaluate", str(missing))
     assert "model.name must be a model that timm knows" in fails(capsys, *TRAIN, "--model.name", "dgt_huge")
 

@@ -11,6 +11,7 @@ from PIL import Image
 from dgt.data.scenes import Scenes
 from dgt.figures.visualize import visualize
 from dgt.training import evaluate, fit, load_recipe, load_run, predict
+from dgt.training.runs import check_folder, is_run
 
 SAMPLES = 6
 
@@ -28,6 +29,7 @@ def run(out: str | Path = "runs/demo", seed: int = 0, epochs: int | None = None)
 
     Raises:
         FileExistsError: the folder holds something other than a demo.
+        NotADirectoryError: it is a file.
     """
     start = time.perf_counter()
     folder = _clear(Path(out))
@@ -72,9 +74,9 @@ def _write_scenes(folder: Path, image_size: int) -> list[Path]:
 
 def _clear(folder: Path) -> Path:
     """Remove an earlier demo; refuse to remove anything else."""
+    check_folder(folder)
     if folder.exists() and any(folder.iterdir()):
-        recipe = folder / "recipe.yaml"
-        if not recipe.is_file() or not recipe.read_text(encoding="utf-8").startswith("name: demo\n"):
+        if not is_run(folder, "demo"):
             raise FileExistsError(f"{folder} is not an earlier demo: give another folder with --out")
         shutil.rmtree(folder)
     return folder

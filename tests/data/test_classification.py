@@ -193,6 +193,7 @@ class TestSplitsAndSizes:
             ({"num_workers": -1}, "num_workers must be at least 0"),
             ({"crop_ratio": 0.0}, "crop_ratio"),
             ({"max_broken_share": 2.0}, "max_broken_share"),
+            ({"std": (0.2, 0.0, 0.2)}, "std must be numbers above 0, got 0.2, 0.0, 0.2"),
         ],
     )
     def test_bad_arguments_are_named(self, options, message):

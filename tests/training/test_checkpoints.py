@@ -58,6 +58,15 @@ def test_a_file_that_is_not_ours(tmp_path: Path) -> None:
         load_run(tmp_path)
 
 
+@pytest.mark.parametrize("lost", ["recipe", "class_names", "state_dict"])
+def test_a_record_that_lacks_a_part(finished: Result, tmp_path: Path, lost: str) -> None:
+    stored = torch.load(finished.folder / "checkpoints" / "last.ckpt", weights_only=True)
+    del (stored if lost == "state_dict" else stored["dgt"])[lost]
+    torch.save(stored, tmp_path / "partial.ckpt")
+    with pytest.raises(ValueError, match=r"partial\.ckpt is cut off or damaged"):
+        load_run(tmp_path / "partial.ckpt")
+
+
 def test_weights_of_another_model(finished: Result, tmp_path: Path) -> None:
     stored = torch.load(finished.folder / "checkpoints" / "last.ckpt", weights_only=True)
     stored["dgt"]["recipe"]["model"]["name"] = "test_vit"

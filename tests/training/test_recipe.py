@@ -108,6 +108,9 @@ def test_a_recipe_written_out_reads_back_the_same(tmp_path: Path) -> None:
         (["--trainer.precision", "fp8"], "recipe key 'trainer.precision': expected a Literal.*got fp8"),
         (["--trainer.accumulate", "0"], "trainer.accumulate must be at least 1, got 0"),
         (["--ema.decay", "1.5"], r"ema.decay must be null or in \[0, 1\), got 1.5"),
+        (["--task", "detect"], "task must be one of classify, got 'detect'"),
+        (["--seed", "-1"], r"seed must be at least 0 and less than 2\*\*32, got -1"),
+        (["--seed", "4294967296"], r"seed must be at least 0 and less than 2\*\*32, got 4294967296"),
         (["--seed"], "recipe: argument --seed: expected one argument"),
         (["stray"], "recipe: unrecognized arguments: stray"),
     ],
@@ -139,6 +142,12 @@ def test_a_mistake_in_the_file_is_one_sentence(values: dict[str, Any], sentence:
 def test_a_file_that_is_no_recipe(tmp_path: Path, text: str, sentence: str) -> None:
     (tmp_path / "mine.yaml").write_text(text)
     with pytest.raises(ValueError, match=sentence):
+        load_recipe(tmp_path / "mine.yaml")
+
+
+def test_a_file_in_another_encoding(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_bytes("name: größer".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"mine\.yaml' is not a text in UTF-8"):
         load_recipe(tmp_path / "mine.yaml")
 
 

@@ -117,6 +117,8 @@ class ClassificationData(lightning.LightningDataModule):
         _check_at_least(0, num_workers=num_workers, seed=seed)
         if not 0 <= max_broken_share <= 1:
             raise ValueError(f"max_broken_share must lie in [0, 1], got {max_broken_share}")
+        if not all(value > 0 for value in std):
+            raise ValueError(f"std must be numbers above 0, got {', '.join(map(str, std))}")
         if augmentation.mixes and batch_size % 2:
             raise ValueError(f"batch_size must be even where mixup or cutmix is on, got {batch_size}")
         self.root, self.dataset = root, dataset

@@ -60,6 +60,8 @@ def load_run(path: str | Path) -> LoadedRun:
     weights, record = _read_weights(source)
     if record.get("format") != RECORD_FORMAT:
         raise ValueError(f"{source} has record format {record.get('format')!r}, this version reads {RECORD_FORMAT}")
+    if not isinstance(record.get("recipe"), dict) or not record.get("class_names"):
+        raise ValueError(f"{source} is cut off or damaged: its record lacks the recipe or the names of the classes")
     recipe = parse_recipe(record["recipe"])
     arguments = {key: value for key, value in recipe.model.args.items() if key != "pretrained"}
     settings = replace(recipe.model, args=arguments)
@@ -168,6 +170,8 @@ def _read_checkpoint(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise ValueError(f"{source} is cut off or damaged ({source.stat().st_size} bytes)") from error
     if not isinstance(stored, dict) or not isinstance(stored.get(RECORD_KEY), dict):
         raise ValueError(f"{source} was not written by `dgt train`: it has no entry 'dgt' with the recipe")
+    if not isinstance(stored.get("state_dict"), dict):
+        raise ValueError(f"{source} is cut off or damaged: it holds no weights")
     weights = {
         key[len(NETWORK_PREFIX) :]: value
         for key, value in stored["state_dict"].items()

@@ -104,6 +104,12 @@ class Recipe:
     ema: EmaSettings = field(default_factory=EmaSettings)
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
 
+    def __post_init__(self) -> None:
+        """Raise ValueError, naming the recipe's key, for a value out of range."""
+        _check_task(self.task)
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must be at least 0 and less than 2**32, got {self.seed!r}")
+
     def to_dict(self) -> dict[str, Any]:
         """The recipe as nested plain values, ready for YAML or JSON."""
         values: dict[str, Any] = _plain(asdict(self))
@@ -144,8 +150,7 @@ def recipe_parser(task: str = "classify") -> jsonargparse.ArgumentParser:
     Raises:
         ValueError: no such task.
     """
-    if task not in TASKS:
-        raise ValueError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
+    _check_task(task)
     parser = jsonargparse.ArgumentParser(exit_on_error=False, add_help=False, usage=jsonargparse.SUPPRESS)
     parser.add_argument("--name", type=str, default="recipe", help="name of the experiment, and of its run folder")
     parser.add_argument("--task", type=str, default=task, help="what is trained: " + ", ".join(TASKS))
@@ -172,7 +177,7 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
     Raises:
         FileNotFoundError: neither a shipped recipe nor a file.
-        ValueError: not YAML, an unknown key, a wrong type or a value out of range.
+        ValueError: not UTF-8, not YAML, an unknown key, a wrong type or a value out of range.
     """
     name, text = _read(recipe)
     try:
@@ -233,12 +238,20 @@ def build_data(recipe: Recipe) -> Any:
     return parser.instantiate(parser.parse_object({"data": {**recipe.data, "seed": recipe.seed}}))["data"]
 
 
+def _check_task(task: str) -> None:
+    if task not in TASKS:
+        raise ValueError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
+
+
 def _read(recipe: str | Path) -> tuple[str, str]:
     path = Path(recipe)
     if path.suffix in (".yaml", ".yml") or path.is_file():
         if not path.is_file():
             raise FileNotFoundError(f"there is no recipe file {str(recipe)!r}")
-        return path.stem, path.read_text(encoding="utf-8")
+        try:
+            return path.stem, path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"recipe {str(recipe)!r} is not a text in UTF-8: {error}") from error
     shipped = shipped_recipes()
     if str(recipe) not in shipped:
         near = difflib.get_close_matches(str(recipe), shipped, n=1)

@@ -36,15 +36,38 @@ def choose_run_folder(recipe: Recipe) -> Path:
     """The folder that a recipe's run goes to: `out`, or the first free one of runs/NAME, runs/NAME-2, ...
 
     Raises:
-        FileExistsError: `out` names a folder that holds a run already.
+        FileExistsError: `out` names a folder that holds a run already, unless that failed before its first checkpoint,
+            or files of something else.
+        NotADirectoryError: `out` is a file, or lies below one.
     """
     if recipe.out is not None:
         folder = Path(recipe.out)
-        if (folder / "recipe.yaml").exists():
+        check_folder(folder)
+        if any((folder / "checkpoints").glob("*.ckpt")) or (folder / "results.json").exists():
             raise FileExistsError(f"{folder} holds a run already: give another folder with --out")
+        if folder.exists() and any(folder.iterdir()) and not is_run(folder):
+            raise FileExistsError(f"{folder} holds files that are not a run's: give another folder with --out")
         return folder
     candidates = (Path("runs") / (recipe.name + (f"-{number}" if number > 1 else "")) for number in count(1))
     return next(folder for folder in candidates if not folder.exists())
+
+
+def check_folder(folder: Path) -> None:
+    """Raise NotADirectoryError where a file stands in the place of a folder to write, or of one above it."""
+    for place in (folder, *folder.parents):
+        if place.exists() and not place.is_dir():
+            raise NotADirectoryError(f"out must be a folder, {place} is a file")
+
+
+def is_run(folder: Path, name: str = "") -> bool:
+    """Whether a folder holds the complete recipe that a run writes first.
+
+    Args:
+        folder: any folder.
+        name: name that the recipe must have; empty for any.
+    """
+    recipe = folder / "recipe.yaml"
+    return recipe.is_file() and recipe.read_bytes().startswith(f"name: {name}\n".encode() if name else b"name: ")
 
 
 def make_record(recipe: Recipe, class_names: Sequence[str]) -> dict[str, Any]:
