@@ -11,6 +11,7 @@ import timm
 import torch
 from PIL import Image
 
+from dgt.data import BrokenImagesError
 from dgt.training import Result, evaluate, fit, load_recipe, load_run, predict
 from dgt.training.evaluate import read_image
 
@@ -123,6 +124,32 @@ def test_a_training_that_breaks_off_leaves_a_checkpoint(tmp_path: Path, monkeypa
         fit(load_recipe("scenes", [*SMALL, f"--out={tmp_path / 'cut'}"]))
     assert load_run(tmp_path / "cut").source.name == "last.ckpt"
     assert not (tmp_path / "cut" / "results.json").exists()
+
+
+def test_unreadable_images_are_listed_and_the_folder_serves_again(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        for name in ("cat", "dog"):
+            (tmp_path / split / name).mkdir(parents=True)
+            for index in range(8):
+                Image.new("RGB", (40, 40)).save(tmp_path / split / name / f"{index}.png")
+    whole = (tmp_path / "train" / "cat" / "3.png").read_bytes()
+    (tmp_path / "train" / "cat" / "3.png").write_bytes(b"")
+    run = tmp_path / "run"
+    keys = [*SMALL, "--data.dataset=auto", f"--data.root={tmp_path}", "--data.val_size=null", "--data.train_size=null"]
+    recipe = load_recipe("scenes", [*keys, "--schedule.epochs=1", f"--out={run}"])
+    with pytest.raises(BrokenImagesError, match="of the 16 images of split 'train' cannot be read"):
+        fit(recipe)
+    assert "cat/3.png" in (run / "broken_images.txt").read_text()
+    (tmp_path / "train" / "cat" / "3.png").write_bytes(whole)
+    fit(recipe)
+    assert (run / "results.json").is_file()
+    assert not (run / "broken_images.txt").exists()
+
+
+def test_a_folder_of_other_files_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years")
+    with pytest.raises(FileExistsError, match="holds files that are not a run's: give another folder with --out"):
+        fit(load_recipe("scenes", [*SMALL, f"--out={tmp_path}"]))
 
 
 def test_data_of_other_classes_is_told(finished: Result, tmp_path: Path) -> None:

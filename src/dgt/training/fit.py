@@ -18,6 +18,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+from dgt.data.decoding import BrokenImagesError
 from dgt.tasks import TASKS
 from dgt.tasks.network import build_network
 from dgt.tasks.optim import batch_scale
@@ -26,6 +27,8 @@ from dgt.training.checkpoints import initialize
 from dgt.training.files import write_json, write_whole
 from dgt.training.recipe import Recipe, TrainerSettings, build_data
 from dgt.training.runs import choose_run_folder, environment, export_model, make_record
+
+BROKEN_IMAGES = "broken_images.txt"
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,10 @@ def fit(recipe: Recipe) -> Result:
 
     Raises:
         FileNotFoundError: the data or `model.init_from` is not there.
-        FileExistsError: `out` holds a run already.
+        FileExistsError: `out` holds a run that got as far as a checkpoint, or files of something else.
+        NotADirectoryError: `out` is a file.
         ValueError: the model or the data cannot be built as the recipe says.
-        BrokenImagesError: more images are unreadable than `data.max_broken_share` allows.
+        BrokenImagesError: more images are unreadable than `data.max_broken_share` allows; the run's folder lists them.
         FloatingPointError: the loss, or what the attention is given, is no longer a number.
     """
     row = TASKS[recipe.task]
@@ -73,10 +77,11 @@ def fit(recipe: Recipe) -> Result:
         network.compile()
     if trainer.is_global_zero:
         write_whole(folder / "recipe.yaml", recipe.to_yaml())
+        (folder / BROKEN_IMAGES).unlink(missing_ok=True)  # of an earlier try
     start = time.perf_counter()
     with warnings.catch_warnings():
         _ignore_expected_warnings()
-        with _telling_divergence():
+        with _telling_divergence(), _listing_broken_images(data, folder if trainer.is_global_zero else None):
             trainer.fit(task, datamodule=data)
             seconds = time.perf_counter() - start
             if recipe.schedule.epochs % recipe.trainer.check_val_every:
@@ -88,7 +93,7 @@ def fit(recipe: Recipe) -> Result:
         export_model(folder / "model", network, record)
         write_json(folder / "results.json", _results(result, recipe, trainer, global_batch, network, data))
         if any(data.ledgers.values()):
-            data.write_broken_images(folder / "broken_images.txt")
+            data.write_broken_images(folder / BROKEN_IMAGES)
     return result
 
 
@@ -177,6 +182,21 @@ def _telling_divergence() -> Iterator[None]:
         raise FloatingPointError(
             "the training diverged, the attention met NaN: lower optimizer.lr or set optimizer.clip_grad"
         ) from error
+
+
+@contextmanager
+def _listing_broken_images(data: Any, folder: Path | None) -> Iterator[None]:
+    """Where unreadable images stop the run, list them in its folder first; `folder` is None beside the first process.
+
+    Raises:
+        BrokenImagesError: as it came.
+    """
+    try:
+        yield
+    except BrokenImagesError:
+        if folder is not None:
+            data.write_broken_images(folder / BROKEN_IMAGES)
+        raise
 
 
 def _ignore_expected_warnings() -> None:
