@@ -182,6 +182,14 @@ class TestSplitsAndSizes:
             folder_data(folder)
         assert len(folder_data(folder, val_split="held-out").val_dataloader()) == 3
 
+    def test_a_class_without_training_images(self, folder):
+        (folder / "train" / "cat" / "deeper").mkdir(parents=True)
+        (folder / "train" / "cat" / "notes.txt").write_text("no image")
+        with pytest.raises(ValueError, match=r"class folders of .*train without an image: cat \("):
+            folder_data(folder)
+        (folder / "train" / "cat").rename(folder / "val" / "ant" / "cat")
+        assert folder_data(folder).class_names == ("ant", "bee")
+
     @pytest.mark.parametrize(
         ("options", "message"),
         [

@@ -14,7 +14,15 @@ import lightning
 import torch.distributed
 
 from dgt.data.decoding import BrokenImages, write_broken_images
-from dgt.data.images import LabelledImages, SceneImages, available_splits, folder_names, open_images
+from dgt.data.images import (
+    SUFFIXES,
+    ImageFolder,
+    LabelledImages,
+    SceneImages,
+    available_splits,
+    folder_names,
+    open_images,
+)
 from dgt.data.loading import CachedImages, Collate, EpochBatches, Loader, SubsetImages, TransformedImages
 from dgt.data.seeding import generator
 from dgt.data.transforms import (
@@ -49,6 +57,16 @@ def _folder_classes(root: str, train_split: str | None) -> tuple[str, ...] | Non
     """The classes of the training split, where `root` is a set of class folders that has one."""
     folder = Path(root) / train_split if train_split else None
     return folder_names(folder) if folder and folder.is_dir() else None
+
+
+def _refuse_empty_classes(images: ImageFolder, folder: Path) -> None:
+    """Raise ValueError for a class without images to learn it from: a stray folder, or a download that broke off."""
+    empty = sorted(set(images.class_names) - {images.class_names[label] for _, label in images.samples})
+    if empty:
+        raise ValueError(
+            f"class folders of {folder} without an image: {', '.join(empty[:5])}{', ...' if len(empty) > 5 else ''} "
+            f"(looked for {', '.join(SUFFIXES)}); fill or remove them"
+        )
 
 
 def _process() -> tuple[int, int]:
@@ -135,7 +153,8 @@ class ClassificationData(lightning.LightningDataModule):
         """Open the splits that `stage` needs: both for "fit" or None, else the validation split.
 
         Raises:
-            FileNotFoundError, ValueError: nothing readable at `root`, no such split, a subset larger than its split.
+            FileNotFoundError, ValueError: nothing readable at `root`, no such split, a subset larger than its split, a
+                class folder without an image to train on.
         """
         for part in ("train", "val") if stage in ("fit", None) else ("val",):
             if part not in self._images:
@@ -207,6 +226,9 @@ class ClassificationData(lightning.LightningDataModule):
         train = _choose_split(self.train_split, TRAIN_SPLITS, found)
         if part == "train":
             split = train or TRAIN_SPLITS[0]
-            return open_images(self.root, split), split
+            images = open_images(self.root, split)
+            if isinstance(images, ImageFolder):
+                _refuse_empty_classes(images, Path(self.root) / split)
+            return images, split
         split = _choose_split(self.val_split, VAL_SPLITS, found) or VAL_SPLITS[0]
         return open_images(self.root, split, _folder_classes(self.root, train)), split
