@@ -107,9 +107,8 @@ class CentroidState(nn.Module):
         """Add the statistics of (B, H, L, D) queries and their (B, H, L) groups to those of the current step."""
         groups = self.centroids.shape[1]
         with torch.no_grad():
-            if (
-                resolve_backend(backend, query) == "triton" and groups <= 128
-            ):  # index_add would be slow, and not bit-equal
+            on_triton = resolve_backend(backend, query) == "triton"
+            if on_triton and load_triton().can_count(groups, query.shape[3]):  # index_add: slow there, not bit-equal
                 _, sums, counts = load_triton().group_statistics(query, self.unit_centroids(), key_mask)
             else:
                 sums, counts = group_statistics(query, group_ids, groups)
