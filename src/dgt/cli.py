@@ -112,11 +112,13 @@ def _add_evaluate(commands: Commands) -> None:
 
 
 def _add_predict(commands: Commands) -> None:
-    command = _add(commands, "predict", run_predict, "print the most probable classes of image files")
+    about = "print the most probable classes of image files, or draw their label maps, boxes and masks"
+    command = _add(commands, "predict", run_predict, about)
     command.add_argument("checkpoint", metavar="CHECKPOINT", help=MODEL_HELP)
     command.add_argument("images", nargs="+", metavar="IMAGE", help="image file")
     command.add_argument("--top-k", type=int, default=5, metavar="N", help="classes for each image (default: 5)")
-    command.add_argument("--json", action="store_true", help="print a list of {image, classes, error} as JSON")
+    command.add_argument("--out", default="predictions", metavar="DIR", help="folder of the drawings (%(default)s)")
+    command.add_argument("--json", action="store_true", help="print a list of {image, error, classes or files} as JSON")
 
 
 def _add_visualize(commands: Commands) -> None:
@@ -177,6 +179,7 @@ def run_train(options: argparse.Namespace, overrides: list[str]) -> int:
     """`dgt train`: prints the help, or trains and prints where the results are."""
     from lightning.pytorch.utilities import rank_zero_only
 
+    from dgt.tasks import TASKS
     from dgt.training import fit, load_recipe, shipped_recipes
     from dgt.training.recipe import help_text
 
@@ -186,14 +189,15 @@ def run_train(options: argparse.Namespace, overrides: list[str]) -> int:
     if options.recipe is None:
         raise ValueError(f"name a recipe, one of {', '.join(shipped_recipes())}, or the path of a YAML file")
     _quiet()
-    result = fit(load_recipe(options.recipe, overrides))
-    found = result.metrics
-    rank_zero_only(print)(f"top-1 {100 * found['top1']:.2f} %  top-5 {100 * found['top5']:.2f} %  in {result.folder}")
+    recipe = load_recipe(options.recipe, overrides)
+    result = fit(recipe)
+    rank_zero_only(print)(f"{TASKS[recipe.task].summary(result.metrics)}  in {result.folder}")
     return 0
 
 
 def run_evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
     """`dgt evaluate`: prints the metrics."""
+    from dgt.tasks import TASKS
     from dgt.training import evaluate
 
     _quiet()
@@ -201,27 +205,34 @@ def run_evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
     if options.json:
         print(json.dumps(metrics))
     else:
-        print(f"top-1 {100 * metrics['top1']:.2f} %  top-5 {100 * metrics['top5']:.2f} %  loss {metrics['loss']:.4f}")
+        shown = [summary for row in TASKS.values() if (summary := row.summary(metrics))]
+        print("  ".join([*shown, *([f"loss {metrics['loss']:.4f}"] if "loss" in metrics else [])]))
         print(f"{metrics['images']} images, {metrics['broken_images']} unreadable")
     return 0
 
 
 def run_predict(options: argparse.Namespace, _: list[str]) -> int:
-    """`dgt predict`: prints the classes of each image; exit status 1 where one could not be read."""
+    """`dgt predict`: prints what is in each image; exit status 1 where one could not be read."""
     from dataclasses import asdict
 
-    from dgt.training import predict
+    from dgt.figures.predictions import write_predictions
+    from dgt.training import load_run, predict
 
-    predictions = predict(options.checkpoint, options.images, options.top_k)
+    run = load_run(options.checkpoint)
+    if run.recipe.task == "classify":
+        found = [asdict(prediction) for prediction in predict(run, options.images, options.top_k)]
+    else:
+        found = write_predictions(run, options.images, options.out)
     if options.json:
-        print(json.dumps([asdict(prediction) for prediction in predictions], indent=2))
-    for prediction in predictions:
-        if prediction.error is not None:
-            print(f"dgt: error: {prediction.error}", file=sys.stderr)
+        print(json.dumps(found, indent=2))
+    for prediction in found:
+        if prediction["error"] is not None:
+            print(f"dgt: error: {prediction['error']}", file=sys.stderr)
         elif not options.json:
-            print(prediction.image)
-            print("\n".join(f"  {100 * score:6.2f} %  {name}" for name, score in prediction.classes))
-    return int(any(prediction.error is not None for prediction in predictions))
+            print(prediction["image"])
+            print("\n".join(f"  {100 * score:6.2f} %  {name}" for name, score in prediction.get("classes", ())), end="")
+            print("\n".join(f"  {path}" for path in prediction.get("files", ())))
+    return int(any(prediction["error"] is not None for prediction in found))
 
 
 def run_visualize(options: argparse.Namespace, _: list[str]) -> int:

@@ -18,7 +18,7 @@ from fastapi.testclient import TestClient
 from dgt.data.shapes import KINDS
 from dgt.explorer import Album, Explorer, create_app
 from dgt.explorer.launch import listen
-from dgt.tasks.network import build_network
+from dgt.tasks.network import build_classifier
 from dgt.training import LoadedRun, load_recipe
 
 
@@ -35,7 +35,7 @@ def make_run(name: str = "dgt_nano", image_size: int = 64) -> LoadedRun:
     """A run as `load_run` returns it, of a model with random weights and centroids seeded on noise."""
     torch.manual_seed(0)
     recipe = load_recipe("scenes", ["--model.name", name, "--data.image_size", str(image_size)])
-    network = build_network(recipe.model, len(KINDS), image_size).train()
+    network = build_classifier(recipe.model, len(KINDS), image_size).train()
     with torch.no_grad():
         network(torch.randn(4, 3, image_size, image_size))
     return LoadedRun(network.eval(), recipe, list(KINDS), Path("nowhere.safetensors"))

@@ -18,7 +18,7 @@ from fastapi.testclient import TestClient
 from dgt.cli import main
 from dgt.explorer import Album, Explorer, create_app, launch, serve
 from dgt.explorer.views import shown_blocks
-from dgt.tasks.network import build_network
+from dgt.tasks.network import build_classifier
 from dgt.training import LoadedRun, load_recipe
 from dgt.training.recipe import Recipe
 from dgt.training.runs import export_model, make_record
@@ -127,7 +127,7 @@ def own_addresses() -> list[tuple[object, ...]]:
 
 def test_a_model_without_groups_is_refused(explorer: Explorer) -> None:
     recipe = load_recipe("scenes", ["--model.name", "test_resnet"])
-    network = build_network(recipe.model, 8, 64)
+    network = build_classifier(recipe.model, 8, 64)
     assert shown_blocks(network) == []
     with pytest.raises(ValueError, match="'test_resnet' has no dynamic group attention to explore"):
         Explorer(LoadedRun(network, recipe, explorer.run.class_names, Path("nowhere")), Album())
@@ -135,7 +135,7 @@ def test_a_model_without_groups_is_refused(explorer: Explorer) -> None:
 
 def test_dgt_tiny_at_224_takes_less_than_a_second() -> None:
     recipe = load_recipe("scenes", ["--model.name", "dgt_tiny", "--data.image_size", "224"])
-    network = build_network(recipe.model, 8, 224).eval()
+    network = build_classifier(recipe.model, 8, 224).eval()
     explorer = Explorer(LoadedRun(network, recipe, [f"class {i}" for i in range(8)], Path("nowhere")), Album())
     assert explorer.describe()["sizes"] == [224, 448]
     threads = torch.get_num_threads()

@@ -13,7 +13,7 @@ from PIL import Image
 
 from dgt.data.shapes import KINDS
 from dgt.figures.visualize import visualize
-from dgt.tasks.network import build_network
+from dgt.tasks.network import build_classifier
 from dgt.training import LoadedRun, load_recipe
 
 
@@ -21,7 +21,7 @@ def make_run(seed: int, name: str = "dgt_nano") -> LoadedRun:
     """A run as `load_run` returns it, of a model with random weights."""
     torch.manual_seed(seed)
     recipe = load_recipe("scenes", ["--model.name", name])
-    network = build_network(recipe.model, len(KINDS), 64).eval()
+    network = build_classifier(recipe.model, len(KINDS), 64).eval()
     return LoadedRun(network, recipe, list(KINDS), Path(f"checkpoints/epoch{seed}.ckpt"))
 
 

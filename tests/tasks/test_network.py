@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dgt.tasks.network import ModelSettings, build_network, model_arguments
+from dgt.tasks.network import ModelSettings, build_classifier, model_arguments
 
 PEERS = ("dgt_nano", "dgt_tiny", "swin_tiny_patch4_window7_224", "deit_small_patch16_224", "convnext_tiny", "resnet50")
 
@@ -14,14 +14,14 @@ PEERS = ("dgt_nano", "dgt_tiny", "swin_tiny_patch4_window7_224", "deit_small_pat
 @pytest.mark.parametrize("image_size", [64, 128])
 def test_peers_are_built_for_the_recipes_size(name: str, image_size: int) -> None:
     with torch.device("meta"):
-        network = build_network(ModelSettings(name, drop_path_rate=0.1), 10, image_size)
+        network = build_classifier(ModelSettings(name, drop_path_rate=0.1), 10, image_size)
     assert "img_size" not in model_arguments(ModelSettings("resnet50"), image_size)
     assert sum(parameter.numel() for parameter in network.parameters()) > 0
 
 
 @pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "test_vit", "test_resnet"])
 def test_peers_run_at_the_recipes_size(name: str) -> None:
-    network = build_network(ModelSettings(name), 7, 96).eval()
+    network = build_classifier(ModelSettings(name), 7, 96).eval()
     assert network(torch.zeros(1, 3, 96, 96)).shape == (1, 7)
 
 
@@ -33,12 +33,12 @@ def test_an_unknown_model_is_told_with_near_names() -> None:
     with pytest.raises(
         ValueError, match=r"model\.name must be a model that timm knows, got 'resnet5O'; did you mean resnet50"
     ):
-        build_network(ModelSettings("resnet5O"), 10, 64)
+        build_classifier(ModelSettings("resnet5O"), 10, 64)
 
 
 def test_an_argument_that_the_model_does_not_take_is_told() -> None:
     with pytest.raises(ValueError, match=r"model 'resnet50' cannot be built with \{'stem_stride': 1\}: .*stem_stride"):
-        build_network(ModelSettings("resnet50", args={"stem_stride": 1}), 10, 64)
+        build_classifier(ModelSettings("resnet50", args={"stem_stride": 1}), 10, 64)
 
 
 def test_drop_path_rate_has_a_range() -> None:

@@ -64,9 +64,9 @@ class _Trainer:
 
 def test_a_loss_that_is_no_number_stops_the_training_with_advice() -> None:
     with pytest.raises(FloatingPointError, match=r"the training loss became nan in epoch 3: lower optimizer\.lr"):
-        EpochReport().on_train_epoch_end(_Trainer(float("nan")), LightningModule())  # type: ignore[arg-type]
+        EpochReport(str).on_train_epoch_end(_Trainer(float("nan")), LightningModule())  # type: ignore[arg-type]
 
 
 def test_each_epoch_gives_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    EpochReport().on_train_epoch_end(_Trainer(0.5), LightningModule())  # type: ignore[arg-type]
+    EpochReport(str).on_train_epoch_end(_Trainer(0.5), LightningModule())  # type: ignore[arg-type]
     assert capsys.readouterr().out.startswith("epoch 3/5  loss 0.5000  lr 1.00e-03")

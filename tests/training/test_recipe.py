@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from dgt.tasks.network import build_network
+from dgt.tasks.network import build_classifier
 from dgt.training.recipe import help_text, load_recipe, parse_recipe, shipped_recipes
 
 IMAGENET = {
@@ -27,7 +27,7 @@ def test_all_recipes_are_shipped() -> None:
 def test_every_shipped_recipe_parses_and_builds_its_model(name: str) -> None:
     recipe = load_recipe(name)
     with torch.device("meta"):
-        network = build_network(recipe.model, 10, recipe.data["image_size"])
+        network = build_classifier(recipe.model, 10, recipe.data["image_size"])
     assert recipe.name == name
     assert sum(parameter.numel() for parameter in network.parameters()) > 0
 

@@ -1,19 +1,12 @@
 """The Lightning data module of classification: any set that `dgt.data.images` reads, or the built-in scenes.
 
 Batches are `(images, targets)`: float images (B, 3, S, S), normalised; int64 labels (B,), or soft targets (B, classes)
-summing to one where mixup, cutmix or label smoothing is on in training. The loaders share the work among the processes
-of a distributed run by themselves; Lightning's `use_distributed_sampler` is harmless with them, on or off. Unreadable
-images are left out, counted and listed.
+summing to one where mixup, cutmix or label smoothing is on in training.
 """
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import lightning
-import torch.distributed
-
-from dgt.data.decoding import BrokenImages, write_broken_images
 from dgt.data.images import (
     SUFFIXES,
     ImageFolder,
@@ -23,8 +16,8 @@ from dgt.data.images import (
     folder_names,
     open_images,
 )
-from dgt.data.loading import CachedImages, Collate, EpochBatches, Loader, SubsetImages, TransformedImages
-from dgt.data.seeding import generator
+from dgt.data.loading import CachedImages, Collate, SubsetImages, TransformedImages
+from dgt.data.module import ImageData, check_at_least, process, subset_indices
 from dgt.data.transforms import (
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -40,12 +33,6 @@ SCENES_SIZE = {"train": 5000, "val": 1000}
 TRAIN_SPLITS = ("train", "training")
 VAL_SPLITS = ("val", "validation", "valid", "test")
 NO_ROOT = "root: expected the folder or .npz file of the images, got none (only 'scenes' needs none)"
-
-
-def _check_at_least(lowest: int, **values: int | None) -> None:
-    for name, value in values.items():
-        if value is not None and value < lowest:
-            raise ValueError(f"{name} must be at least {lowest}, got {value}")
 
 
 def _choose_split(wanted: str | None, usual: Sequence[str], found: Sequence[str]) -> str | None:
@@ -69,14 +56,7 @@ def _refuse_empty_classes(images: ImageFolder, folder: Path) -> None:
         )
 
 
-def _process() -> tuple[int, int]:
-    """Rank and number of processes of a distributed run; (0, 1) outside one."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return 0, 1
-
-
-class ClassificationData(lightning.LightningDataModule):
+class ClassificationData(ImageData):
     """Images and labels for training and validation.
 
     Args:
@@ -102,6 +82,10 @@ class ClassificationData(lightning.LightningDataModule):
         ValueError: a value out of its range; nothing to choose a data set by.
     """
 
+    root_holds = (
+        "a folder with train/CLASS/ and val/CLASS/ folders of images, a packed .npz file, or the folder of CIFAR-10"
+    )
+
     def __init__(
         self,
         root: str | None = None,
@@ -121,7 +105,7 @@ class ClassificationData(lightning.LightningDataModule):
         val_split: str | None = None,
         cache: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(batch_size, num_workers, seed, max_broken_share)
         if dataset not in DATASETS:
             raise ValueError(f"dataset must be one of {', '.join(DATASETS)}, got {dataset!r}")
         if dataset == "auto" and root is None:
@@ -130,91 +114,37 @@ class ClassificationData(lightning.LightningDataModule):
             raise ValueError(
                 f"root must be left out for dataset 'scenes', got {root!r}; for a folder set --data.dataset auto"
             )
-        _check_at_least(32, image_size=image_size)
-        _check_at_least(1, batch_size=batch_size, train_size=train_size, val_size=val_size)
-        _check_at_least(0, num_workers=num_workers, seed=seed)
-        if not 0 <= max_broken_share <= 1:
-            raise ValueError(f"max_broken_share must lie in [0, 1], got {max_broken_share}")
+        check_at_least(32, image_size=image_size)
+        check_at_least(1, train_size=train_size, val_size=val_size)
         if not all(value > 0 for value in std):
             raise ValueError(f"std must be numbers above 0, got {', '.join(map(str, std))}")
         if augmentation.mixes and batch_size % 2:
             raise ValueError(f"batch_size must be even where mixup or cutmix is on, got {batch_size}")
         self.root, self.dataset = root, dataset
-        self.image_size, self.batch_size, self.num_workers, self.seed = image_size, batch_size, num_workers, seed
-        self.train_size, self.val_size = train_size, val_size
-        self.max_broken_share, self.cache, self.augmentation = max_broken_share, cache, augmentation
+        self.image_size, self.train_size, self.val_size = image_size, train_size, val_size
+        self.cache, self.augmentation = cache, augmentation
         self.train_split, self.val_split = train_split, val_split
         self.train_transform = training_transform(image_size, augmentation, mean, std)
         self.val_transform = evaluation_transform(image_size, crop_ratio, mean, std, augmentation.interpolation)
-        self.ledgers: dict[str, BrokenImages] = {}
-        self._images: dict[str, LabelledImages] = {}
 
-    def setup(self, stage: str | None = None) -> None:
-        """Open the splits that `stage` needs: both for "fit" or None, else the validation split.
+    def collate(self, part: str) -> Collate:
+        """Stacks images and labels; in training, mixes and smooths them as the augmentation says."""
+        targets = BatchTargets(self.augmentation, self.num_classes) if part == "train" else None
+        return Collate(targets, self.seed, process()[0])
+
+    def open_part(self, part: str) -> tuple[TransformedImages, str]:
+        """Open "train" or "val", cut it to its size and cache it.
 
         Raises:
             FileNotFoundError, ValueError: nothing readable at `root`, no such split, a subset larger than its split, a
                 class folder without an image to train on.
         """
-        for part in ("train", "val") if stage in ("fit", None) else ("val",):
-            if part not in self._images:
-                self._open(part)
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        """Class names in the order of their labels; after `setup`."""
-        if not self._images:
-            raise RuntimeError("call setup() first: the classes are known once the data is open")
-        return next(iter(self._images.values())).class_names
-
-    @property
-    def num_classes(self) -> int:
-        """Number of classes; after `setup`."""
-        return len(self.class_names)
-
-    def train_dataloader(self) -> Loader:
-        """Shuffled, augmented, full batches; another order in each epoch.
-
-        Raises:
-            ValueError: fewer images than one batch of all processes.
-        """
-        targets = BatchTargets(self.augmentation, self.num_classes)
-        loader = self._loader("train", targets)
-        if len(loader) == 0:
-            world_size = loader.sampler.world_size
-            raise ValueError(
-                f"batch_size: {len(self._images['train'])} training images do not fill one batch of {self.batch_size} "
-                f"on each of {world_size} processes"
-            )
-        return loader
-
-    def val_dataloader(self) -> Loader:
-        """Every validation image once, in order."""
-        return self._loader("val", None)
-
-    def write_broken_images(self, path: str | os.PathLike[str]) -> int:
-        """List the unreadable images met so far in a file, a line each; return how many there are."""
-        return write_broken_images(path, self.ledgers.values())
-
-    def _loader(self, part: str, targets: BatchTargets | None) -> Loader:
-        rank, world_size = _process()
-        transform = self.train_transform if part == "train" else self.val_transform
-        dataset = TransformedImages(self._images[part], transform, self.seed)
-        sampler = EpochBatches(
-            len(dataset), self.batch_size, self.seed, training=part == "train", rank=rank, world_size=world_size
-        )
-        return Loader(dataset, sampler, Collate(targets, self.seed, rank), self.ledgers[part], self.num_workers)
-
-    def _open(self, part: str) -> None:
-        """Open "train" or "val", cut it to its size and cache it; give it a ledger."""
         size = self.train_size if part == "train" else self.val_size
         images, split = self._read(part, size)
-        if size is not None and size > len(images):
-            raise ValueError(f"{part}_size: expected at most {len(images)}, the images of split {split!r}, got {size}")
-        if size is not None and size < len(images):
-            images = SubsetImages(images, generator("subset", split).permutation(len(images))[:size].tolist())
-        self._images[part] = CachedImages(images) if self.cache else images
-        self.ledgers[part] = BrokenImages(split, len(images), self.max_broken_share)
+        indices = subset_indices(part, split, len(images), size)
+        images = images if indices is None else SubsetImages(images, indices)
+        transform = self.train_transform if part == "train" else self.val_transform
+        return TransformedImages(CachedImages(images) if self.cache else images, transform, self.seed), split
 
     def _read(self, part: str, size: int | None) -> tuple[LabelledImages, str]:
         """The reader of one part, and the name of its split."""

@@ -5,7 +5,7 @@ they augment for. The same keys let a run resume in the middle of an epoch witho
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,10 +37,14 @@ class Sample(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What a worker sends: images (B, 3, S, S), targets (B,) or (B, classes), and what could not be read."""
+    """What a worker sends: images, their targets, and what could not be read.
 
-    images: Tensor
-    targets: Tensor
+    In classification (B, 3, S, S) with (B,) labels or (B, classes) distributions; other tasks have their own, a list of
+    images of several sizes among them. `len(images)` is 0 where nothing could be read.
+    """
+
+    images: Any
+    targets: Any
     broken: list[BrokenImage]
 
 
@@ -81,6 +85,7 @@ class TransformedImages(Dataset[Sample | BrokenImage]):
 
     def __init__(self, images: LabelledImages, transform: Transform, seed: int) -> None:
         self.images, self.transform, self.seed = images, transform, seed
+        self.class_names = images.class_names
 
     def __len__(self) -> int:
         return len(self.images)
@@ -163,9 +168,9 @@ class Loader:
 
     def __init__(
         self,
-        dataset: TransformedImages,
+        dataset: Any,
         sampler: EpochBatches,
-        collate: Collate,
+        collate: Callable[[list[Any]], Batch],
         ledger: BrokenImages,
         num_workers: int,
     ) -> None:
@@ -185,7 +190,7 @@ class Loader:
     def __len__(self) -> int:
         return len(self.sampler)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
         self._epoch, self._batch = self.sampler.epoch, self.sampler.first_batch
         for batch in self._batches:
             self._batch += 1

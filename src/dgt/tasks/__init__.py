@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from dgt.data.classification import ClassificationData
-from dgt.tasks.classify import ClassificationTask
+from torch import nn
 
-__all__ = ["TASKS", "ClassificationTask", "TaskRow"]
+from dgt.data.classification import ClassificationData
+from dgt.data.module import ImageData
+from dgt.tasks.base import TrainingTask
+from dgt.tasks.classify import ClassificationTask
+from dgt.tasks.network import ModelSettings, build_classifier
+
+__all__ = ["TASKS", "ClassificationTask", "TaskRow", "TrainingTask"]
 
 
 @dataclass(frozen=True)
@@ -15,14 +21,35 @@ class TaskRow:
     """One task that a recipe can name.
 
     Args:
-        task: the Lightning module with loss, metrics, optimizer and schedule.
+        task: the Lightning module with loss and metrics.
         data: the Lightning data module; its constructor's arguments are the recipe's section `data`.
-        monitor: the logged metric, the larger the better, that chooses the best checkpoint.
+        build: makes the network from the recipe's model, the number of classes and the side of the training images in
+            pixels; a network with a backbone has it as its attribute `backbone`, a `FeatureBackbone`.
+        headline: the metrics that are printed, with their names for people. The first, the larger the better, chooses
+            the best checkpoint.
     """
 
-    task: type[ClassificationTask]
-    data: type[ClassificationData]
-    monitor: str
+    task: type[TrainingTask]
+    data: type[ImageData]
+    build: Callable[[ModelSettings, int, int], nn.Module]
+    headline: Mapping[str, str]
+
+    @property
+    def monitor(self) -> str:
+        """The logged name of the metric that chooses the best checkpoint."""
+        return f"val/{next(iter(self.headline))}"
+
+    def summary(self, metrics: Mapping[str, float]) -> str:
+        """The headline metrics in percent, as far as they are there: `top-1 81.20 %  top-5 95.00 %`."""
+        shown = [f"{label} {100 * metrics[key]:.2f} %" for key, label in self.headline.items() if key in metrics]
+        return "  ".join(shown)
 
 
-TASKS = {"classify": TaskRow(task=ClassificationTask, data=ClassificationData, monitor="val/top1")}
+TASKS = {
+    "classify": TaskRow(
+        task=ClassificationTask,
+        data=ClassificationData,
+        build=build_classifier,
+        headline={"top1": "top-1", "top5": "top-5"},
+    )
+}

@@ -7,14 +7,12 @@ Mixup, CutMix and label smoothing are the data's matter: under them a target is 
 from __future__ import annotations
 
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from dgt.tasks.optim import OptimizerSettings, ScheduleSettings, build_optimizer, schedule_factor
+from dgt.tasks.base import TrainingTask
+from dgt.tasks.optim import OptimizerSettings, ScheduleSettings
 
 
 def classification_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -30,15 +28,12 @@ def classification_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), targets.float() if targets.is_floating_point() else targets)
 
 
-class ClassificationTask(LightningModule):
-    """A network with the loss, metrics, optimizer and schedule of image classification.
+class ClassificationTask(TrainingTask):
+    """Loss and metrics of image classification.
 
     Args:
         network: images (B, 3, H, W) -> logits (B, num_classes).
-        num_classes: number of classes.
-        optimizer: AdamW's settings.
-        schedule: length and learning rates.
-        global_batch: images per optimizer step over all devices and accumulated batches; scales the learning rate.
+        num_classes, optimizer, schedule, global_batch: as in `TrainingTask`.
     """
 
     def __init__(
@@ -49,11 +44,7 @@ class ClassificationTask(LightningModule):
         schedule: ScheduleSettings,
         global_batch: int,
     ) -> None:
-        super().__init__()
-        self.network = network
-        self.optimizer_settings = optimizer
-        self.schedule_settings = schedule
-        self.global_batch = global_batch
+        super().__init__(network, num_classes, optimizer, schedule, global_batch)
         self.val_loss = MeanMetric()
         self.val_top1 = MulticlassAccuracy(num_classes, top_k=1, average="micro")
         self.val_top5 = MulticlassAccuracy(num_classes, top_k=min(5, num_classes), average="micro")
@@ -67,9 +58,7 @@ class ClassificationTask(LightningModule):
         """Loss of one batch of images (B, 3, H, W) and targets, (B,) or (B, classes)."""
         images, targets = batch
         loss = classification_loss(self(images), targets)
-        self.log("train/loss_step", loss, on_step=True, prog_bar=True)
-        self.log("train/loss_epoch", loss, on_step=False, on_epoch=True, batch_size=len(images), sync_dist=True)
-        self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"], prog_bar=True)
+        self.log_losses(loss, len(images))
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
@@ -86,10 +75,3 @@ class ClassificationTask(LightningModule):
             metric = getattr(self, f"val_{name}")
             self.log(f"val/{name}", metric.compute(), prog_bar=name == "top1", sync_dist=True)
             metric.reset()
-
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        """AdamW and its learning rate, stepped once per optimizer step."""
-        optimizer = build_optimizer(self.network, self.optimizer_settings, self.global_batch)
-        total_steps = int(self.trainer.estimated_stepping_batches)
-        factor = schedule_factor(total_steps, self.optimizer_settings, self.schedule_settings)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}

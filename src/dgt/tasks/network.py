@@ -1,4 +1,4 @@
-"""Any timm model by name, at the recipe's image size and with the data's classes.
+"""The recipe's model: any timm model by name, as the classifier itself or as the backbone of another task.
 
 Models of the Dynamic Group Transformer take every image size. Many others are built for one size (Swin, DeiT, ViT,
 MaxViT): those are told the recipe's, so that a peer trains on the same recipe by naming it and nothing else.
@@ -23,12 +23,14 @@ class ModelSettings:
         drop_path_rate: stochastic depth; null for models that do not take it.
         args: further keyword arguments of the model. They belong to the recipe's model: naming another one on the
             command line drops them.
+        head: keyword arguments of the head that the task puts on the model; classification has none.
         init_from: a checkpoint, run folder or model folder to take the first weights from; null for random weights.
     """
 
     name: str = "dgt_tiny"
     drop_path_rate: float | None = None
     args: dict[str, Any] = field(default_factory=dict)
+    head: dict[str, Any] = field(default_factory=dict)
     init_from: str | None = None
 
     def __post_init__(self) -> None:
@@ -60,8 +62,8 @@ def model_arguments(settings: ModelSettings, image_size: int) -> dict[str, Any]:
     return arguments
 
 
-def build_network(settings: ModelSettings, num_classes: int, image_size: int) -> nn.Module:
-    """Build the recipe's model.
+def build_classifier(settings: ModelSettings, num_classes: int, image_size: int) -> nn.Module:
+    """Build the recipe's model as a classifier.
 
     Args:
         settings: the recipe's model.
@@ -72,8 +74,10 @@ def build_network(settings: ModelSettings, num_classes: int, image_size: int) ->
         The model: (B, 3, image_size, image_size) -> (B, num_classes).
 
     Raises:
-        ValueError: timm knows no such model, or it does not take these arguments.
+        ValueError: timm knows no such model, it does not take these arguments, or arguments of a head are given.
     """
+    if settings.head:
+        raise ValueError(f"model.head must be empty for classification, got {settings.head}")
     arguments = model_arguments(settings, image_size)
     try:
         return timm.create_model(settings.name, num_classes=num_classes, **arguments)

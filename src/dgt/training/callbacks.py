@@ -81,9 +81,14 @@ class CheckpointRecord(Callback):
 
 
 class EpochReport(Callback):
-    """Print one line per epoch, and stop with a clear error when the loss is no longer a number."""
+    """Print one line per epoch, and stop with a clear error when the loss is no longer a number.
 
-    def __init__(self) -> None:
+    Args:
+        summary: the metrics of a validation, without the prefix `val/`, as text.
+    """
+
+    def __init__(self, summary: Callable[[dict[str, float]], str]) -> None:
+        self.summary = summary
         self._start = 0.0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -91,7 +96,7 @@ class EpochReport(Callback):
         self._start = time.perf_counter()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print loss, accuracy, learning rate and seconds of the epoch.
+        """Print loss, metrics, learning rate and seconds of the epoch.
 
         Raises:
             FloatingPointError: the mean training loss is NaN or infinite.
@@ -105,14 +110,24 @@ class EpochReport(Callback):
             )
         if trainer.is_global_zero:
             seconds = time.perf_counter() - self._start
-            parts = [f"epoch {epoch}/{trainer.max_epochs}", f"loss {loss:.4f}"]
-            validated = "val/top1" in metrics and epoch % (trainer.check_val_every_n_epoch or 1) == 0
-            parts += [f"top-1 {100 * metrics['val/top1']:.2f} %"] if validated else []
+            measured = {key.removeprefix("val/"): value for key, value in metrics.items() if key.startswith("val/")}
+            validated = measured and epoch % (trainer.check_val_every_n_epoch or 1) == 0
+            parts = [f"epoch {epoch}/{_epochs(trainer)}", f"loss {loss:.4f}"]
+            parts += [self.summary(measured)] if validated else []
             print("  ".join([*parts, f"lr {metrics.get('lr', math.nan):.2e}", f"{seconds:.1f} s"]), flush=True)
 
 
-def progress_callbacks() -> list[Callback]:
-    """A progress bar where someone watches a terminal; the line of each epoch, always."""
+def _epochs(trainer: Trainer) -> int:
+    """Epochs of the whole training, where its length is given in steps too."""
+    if trainer.max_steps < 0:
+        return trainer.max_epochs or 0
+    batches = int(trainer.num_training_batches)
+    return math.ceil(trainer.max_steps * trainer.accumulate_grad_batches / batches)
+
+
+def progress_callbacks(summary: Callable[[dict[str, float]], str]) -> list[Callback]:
+    """A progress bar where someone watches a terminal; the line of each epoch, always, with the metrics' `summary`."""
     from lightning.pytorch.callbacks import RichProgressBar
 
-    return [EpochReport(), RichProgressBar()] if sys.stdout.isatty() else [EpochReport()]
+    report = EpochReport(summary)
+    return [report, RichProgressBar()] if sys.stdout.isatty() else [report]

@@ -20,7 +20,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from dgt.tasks.network import build_network
+from dgt.models.backbone import FeatureBackbone
+from dgt.tasks import TASKS
 from dgt.training.callbacks import RECORD_KEY
 from dgt.training.recipe import Recipe, parse_recipe
 from dgt.training.runs import RECORD_FORMAT
@@ -65,7 +66,7 @@ def load_run(path: str | Path) -> LoadedRun:
     recipe = parse_recipe(record["recipe"])
     arguments = {key: value for key, value in recipe.model.args.items() if key != "pretrained"}
     settings = replace(recipe.model, args=arguments)
-    network = build_network(settings, len(record["class_names"]), recipe.data["image_size"])
+    network = TASKS[recipe.task].build(settings, len(record["class_names"]), recipe.data["image_size"])
     load_weights(network, weights, f"model {recipe.model.name!r}", source)
     return LoadedRun(network.eval(), recipe, record["class_names"], source)
 
@@ -91,8 +92,10 @@ def find_weights(path: str | Path) -> Path:
 def initialize(network: nn.Module, path: str | Path) -> None:
     """Take the weights of another run as first weights; a classifier with another number of classes stays as it is.
 
+    A network with a backbone takes those of a classifier of the backbone's architecture, or of a network like itself.
+
     Args:
-        network: a timm model, changed in place.
+        network: a timm model, or a network with a `FeatureBackbone` as its attribute `backbone`; changed in place.
         path: as in `load_run`.
 
     Raises:
@@ -100,7 +103,18 @@ def initialize(network: nn.Module, path: str | Path) -> None:
         ValueError: unreadable, or the weights are of another model.
     """
     source = find_weights(path)
-    weights, _ = _read_weights(source)
+    weights, record = _read_weights(source)
+    recipe = record.get("recipe")
+    of_classifier = isinstance(recipe, dict) and recipe.get("task", "classify") == "classify"
+    backbone = getattr(network, "backbone", None)
+    if isinstance(backbone, FeatureBackbone) and of_classifier:
+        missing, _ = backbone.load_classifier(weights)
+        if missing:
+            raise ValueError(
+                f"model.init_from: {source} holds the weights of another model than the recipe's backbone: "
+                f"{len(missing)} tensors are missing or have another shape, the first: {missing[0]}"
+            )
+        return
     own = network.state_dict()
     classifier = _classifier_names(network)
     for key in list(weights):

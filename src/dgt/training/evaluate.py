@@ -45,7 +45,8 @@ def evaluate(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
             `["--data.root", "images"]`. The rest of the recipe is the model's past.
 
     Returns:
-        `loss`, `top1`, `top5` (shares in [0, 1]), the number of `images` and of `broken_images`.
+        The task's metrics (for classification `loss`, `top1`, `top5`; shares in [0, 1]), the number of `images` and of
+        `broken_images`.
 
     Raises:
         FileNotFoundError, ValueError: as `load_run` and the data do; where the data has other classes, the machine

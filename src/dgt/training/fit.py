@@ -20,7 +20,6 @@ from torch import nn
 
 from dgt.data.decoding import BrokenImagesError
 from dgt.tasks import TASKS
-from dgt.tasks.network import build_network
 from dgt.tasks.optim import batch_scale
 from dgt.training.callbacks import CheckpointRecord, WeightEma, ema_decay, progress_callbacks
 from dgt.training.checkpoints import initialize
@@ -37,7 +36,7 @@ class Result:
 
     Args:
         folder: the run's folder.
-        metrics: of the final model on the validation images: `loss`, `top1`, `top5`; accuracies in [0, 1].
+        metrics: of the final model on the validation images, without the prefix `val/`; shares in [0, 1].
         epochs: epochs trained.
         seconds: wall time of the training.
     """
@@ -67,7 +66,7 @@ def fit(recipe: Recipe) -> Result:
     pl.seed_everything(recipe.seed, workers=True, verbose=False)
     data = build_data(recipe)
     data.setup("fit")
-    network = build_network(recipe.model, data.num_classes, data.image_size)
+    network = row.build(recipe.model, data.num_classes, recipe.data["image_size"])
     if recipe.model.init_from is not None:
         initialize(network, recipe.model.init_from)
     record = make_record(recipe, data.class_names)
@@ -84,11 +83,11 @@ def fit(recipe: Recipe) -> Result:
         with _telling_divergence(), _listing_broken_images(data, folder if trainer.is_global_zero else None):
             trainer.fit(task, datamodule=data)
             seconds = time.perf_counter() - start
-            if recipe.schedule.epochs % recipe.trainer.check_val_every:
+            if trainer.current_epoch % recipe.trainer.check_val_every or recipe.schedule.steps is not None:
                 trainer.validate(task, datamodule=data, verbose=False)
     logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
     metrics = {key.removeprefix("val/"): value for key, value in logged.items() if key.startswith("val/")}
-    result = Result(trainer.strategy.broadcast(folder), metrics, recipe.schedule.epochs, seconds)
+    result = Result(trainer.strategy.broadcast(folder), metrics, trainer.current_epoch, seconds)
     if trainer.is_global_zero:
         export_model(folder / "model", network, record)
         write_json(folder / "results.json", _results(result, recipe, trainer, global_batch, network, data))
@@ -110,7 +109,8 @@ def build_trainer(recipe: Recipe, folder: Path, record: dict[str, Any], data: An
         ValueError: devices, strategy or precision that this machine does not have; fewer images than one batch.
     """
     settings = recipe.trainer
-    callbacks = [*progress_callbacks(), CheckpointRecord(record), *_checkpoints(folder, TASKS[recipe.task].monitor)]
+    row = TASKS[recipe.task]
+    callbacks = [*progress_callbacks(row.summary), CheckpointRecord(record), *_checkpoints(folder, row.monitor)]
     trainer = make_trainer(
         settings,
         devices=settings.devices,
@@ -121,7 +121,8 @@ def build_trainer(recipe: Recipe, folder: Path, record: dict[str, Any], data: An
         deterministic=settings.deterministic,
         benchmark=not settings.deterministic,
         gradient_clip_val=recipe.optimizer.clip_grad,
-        max_epochs=recipe.schedule.epochs,
+        max_epochs=recipe.schedule.epochs if recipe.schedule.steps is None else -1,
+        max_steps=recipe.schedule.steps or -1,
         logger=[CSVLogger(folder, "", ""), TensorBoardLogger(folder, "", "", default_hp_metric=False)],
         callbacks=callbacks,
         log_every_n_steps=min(20, len(data.train_dataloader())),

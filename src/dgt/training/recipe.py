@@ -228,11 +228,8 @@ def build_data(recipe: Recipe) -> Any:
     Raises:
         ValueError: an argument of the data module is out of range, or the images' place is not given.
     """
-    if recipe.data["root"] is None and recipe.data["dataset"] == "auto":
-        raise ValueError(
-            f"recipe {recipe.name!r} needs images: give --data.root, a folder with train/CLASS/ and val/CLASS/ "
-            "folders of images, a packed .npz file, or the folder of CIFAR-10"
-        )
+    if recipe.data["root"] is None and recipe.data.get("dataset", "auto") == "auto":
+        raise ValueError(f"recipe {recipe.name!r} needs images: give --data.root, {TASKS[recipe.task].data.root_holds}")
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(TASKS[recipe.task].data, "data")
     return parser.instantiate(parser.parse_object({"data": {**recipe.data, "seed": recipe.seed}}))["data"]

@@ -4,7 +4,7 @@
 RUN/recipe.yaml           the complete recipe, written before training starts
 RUN/metrics.csv           loss, learning rate and accuracy by step; events.* hold the same for TensorBoard
 RUN/checkpoints/          best.ckpt and last.ckpt
-RUN/model/                model.safetensors and config.json: timm.create_model("local-dir:RUN/model", pretrained=True)
+RUN/model/                model.safetensors and config.json; a classifier's: timm.create_model("local-dir:RUN/model")
 RUN/broken_images.txt     images that could not be read, if there were any
 RUN/results.json          metrics, epochs, seconds, seed, versions and the command
 ```
@@ -81,13 +81,24 @@ def make_record(recipe: Recipe, class_names: Sequence[str]) -> dict[str, Any]:
 
 
 def export_model(folder: Path, network: nn.Module, record: dict[str, Any]) -> None:
-    """Write a trained network as a folder that timm opens with `create_model("local-dir:FOLDER", pretrained=True)`.
+    """Write a trained network as `model.safetensors` and `config.json`.
+
+    timm opens the folder of a classifier: `create_model("local-dir:FOLDER", pretrained=True)`.
 
     Args:
-        folder: where `model.safetensors` and `config.json` go.
+        folder: where the two files go.
         network: the trained network.
         record: from `make_record`; kept in the file under "dgt".
     """
+    classifier = record["recipe"]["task"] == "classify"
+    config = {**(_timm_config(network, record) if classifier else {}), "dgt": record}
+    tensors = {key: value.detach().cpu().contiguous() for key, value in network.state_dict().items()}
+    write_whole(folder / "model.safetensors", safetensors.torch.save(tensors, metadata={"format": "pt"}))
+    write_json(folder / "config.json", config)
+
+
+def _timm_config(network: nn.Module, record: dict[str, Any]) -> dict[str, Any]:
+    """What timm's `config.json` says of a classifier."""
     settings = ModelSettings(**record["recipe"]["model"])
     data = record["recipe"]["data"]
     arguments = model_arguments(settings, data["image_size"])
@@ -95,7 +106,7 @@ def export_model(folder: Path, network: nn.Module, record: dict[str, Any]) -> No
         arguments.pop(training_only, None)
     known = dict(getattr(network, "pretrained_cfg", None) or {})
     kept = {key: known[key] for key in ("first_conv", "classifier", "fixed_input_size") if known.get(key) is not None}
-    config = {
+    return {
         "architecture": settings.name.partition(".")[0],
         "num_classes": len(record["class_names"]),
         "num_features": getattr(network, "num_features", None),
@@ -110,11 +121,7 @@ def export_model(folder: Path, network: nn.Module, record: dict[str, Any]) -> No
             "mean": data["mean"],
             "std": data["std"],
         },
-        "dgt": record,
     }
-    tensors = {key: value.detach().cpu().contiguous() for key, value in network.state_dict().items()}
-    write_whole(folder / "model.safetensors", safetensors.torch.save(tensors, metadata={"format": "pt"}))
-    write_json(folder / "config.json", config)
 
 
 def environment() -> dict[str, Any]:

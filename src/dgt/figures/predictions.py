@@ -1,0 +1,44 @@
+"""What `dgt predict` writes for models whose answer is a picture: one row for each task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dgt.training import LoadedRun
+
+DRAWERS: dict[str, Callable[[LoadedRun, Path, Path], dict[str, Any]]] = {}
+"""Task -> function of a trained model, an image file and the folder to write into; returns plain values for JSON."""
+
+
+def write_predictions(run: LoadedRun, images: Sequence[str | Path], out: str | Path) -> list[dict[str, Any]]:
+    """Predict image files and write what was found into a folder.
+
+    Args:
+        run: the trained model, of a task in `DRAWERS`.
+        images: image files.
+        out: folder to write; made where it is missing.
+
+    Returns:
+        For each file, in order, plain values: `image`, `error` (None, or why it could not be read), and what the task
+        tells, the `files` written among it.
+
+    Raises:
+        NotADirectoryError: `out` is a file.
+        OSError: `out` cannot be written to.
+    """
+    folder = Path(out)
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"out must be a folder, {folder} is a file")
+    folder.mkdir(parents=True, exist_ok=True)
+    return [_predict(run, Path(image), folder) for image in images]
+
+
+def _predict(run: LoadedRun, image: Path, folder: Path) -> dict[str, Any]:
+    try:
+        if not image.is_file():
+            raise FileNotFoundError(f"there is no image file {str(image)!r}")
+        return {"image": str(image), "error": None, **DRAWERS[run.recipe.task](run, image, folder)}
+    except (FileNotFoundError, ValueError) as error:
+        return {"image": str(image), "error": str(error)}

@@ -1,0 +1,120 @@
+"""Any hierarchical timm model as the backbone of segmentation and detection: four maps of an image of any size.
+
+What heads such as UperNet and FPN ask of a backbone, and no more: maps at strides 4, 8, 16 and 32 whose sizes follow
+from the image's alone, and a mask of real pixels that reaches the attention of the models which know padding.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import timm
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+STRIDES = (4, 8, 16, 32)
+
+
+class FeatureBackbone(nn.Module):
+    """A timm model that returns the maps of its last four stages.
+
+    Models that need it see the image padded with zeros on the right and below to a multiple of 32 pixels; the maps are
+    cut again, so that every model gives maps of ``ceil(H / stride)`` x ``ceil(W / stride)``.
+
+    Args:
+        getter: what ``timm.create_model(name, features_only=True, feature_cls="getter", out_indices=4)`` returns.
+
+    Raises:
+        ValueError: the model's last four maps are not at strides 4, 8, 16 and 32.
+    """
+
+    model: Any
+
+    def __init__(self, getter: Any) -> None:
+        super().__init__()
+        strides = tuple(getter.feature_info.reduction())
+        if strides != STRIDES:
+            name = type(getter.model).__name__
+            raise ValueError(f"backbone must have maps at strides {STRIDES}, got {strides} from {name}")
+        self.model = getter.model
+        self.indices = list(getter.out_indices)
+        self.channels: list[int] = list(getter.feature_info.channels())
+        self.strides: list[int] = list(strides)
+        self.takes_mask = "mask" in inspect.signature(self.model.forward_intermediates).parameters
+
+    def forward(self, images: Tensor, mask: Tensor | None = None) -> list[Tensor]:
+        """Map images to the maps of the four stages.
+
+        Args:
+            images: (B, 3, H, W), at least 32 x 32 pixels.
+            mask: optional bool (B, H, W), True where a pixel is real. Models that take none see padding as it is.
+
+        Returns:
+            Four maps (B, ``channels[i]``, ceil(H / ``strides[i]``), ceil(W / ``strides[i]``)).
+        """
+        options: dict[str, Any] = {"indices": self.indices, "intermediates_only": True, "output_fmt": "NCHW"}
+        if self.takes_mask:
+            maps: list[Tensor] = self.model.forward_intermediates(images, mask=mask, **options)
+            return maps
+        height, width = images.shape[-2:]
+        padded = F.pad(images, (0, -width % STRIDES[-1], 0, -height % STRIDES[-1]))
+        maps = self.model.forward_intermediates(padded, **options)
+        return [x[..., : -(-height // s), : -(-width // s)] for x, s in zip(maps, self.strides, strict=True)]
+
+    def load_classifier(self, weights: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
+        """Take the weights of a classifier of the same architecture; its head is not needed and left out.
+
+        Args:
+            weights: the classifier's ``state_dict``.
+
+        Returns:
+            Names of the tensors that this model has and ``weights`` lacks or holds in another shape, and of those that
+            it was given and does not have. Nothing is loaded unless the first list is empty.
+        """
+        own = self.model.state_dict()
+        missing = [name for name in own if name not in weights or weights[name].shape != own[name].shape]
+        if not missing:
+            self.model.load_state_dict({name: weights[name] for name in own})
+        return missing, [name for name in weights if name not in own]
+
+
+def build_backbone(backbone: str | nn.Module, image_size: int | None = None, **arguments: Any) -> FeatureBackbone:
+    """Build the backbone of a segmentation or detection model.
+
+    Args:
+        backbone: name of a timm model with a pyramid of stages: dgt_tiny, swin_tiny_patch4_window7_224, resnet50, ...;
+            or a :class:`FeatureBackbone`, returned as it is.
+        image_size: side of the training images, for models that are built for one size and cannot be told to take any.
+        arguments: further keyword arguments of the model, e.g. ``top_k=512, drop_path_rate=0.2``.
+
+    Raises:
+        TypeError: ``backbone`` is neither, or arguments come with a finished one.
+        ValueError: timm knows no such model, it does not take the arguments, or it has no four maps at strides 4 to 32.
+    """
+    if isinstance(backbone, FeatureBackbone):
+        if arguments:
+            raise TypeError(f"arguments belong to the name of a model, got {arguments} with a finished backbone")
+        return backbone
+    if not isinstance(backbone, str):
+        raise TypeError(
+            f"backbone must be the name of a timm model or a FeatureBackbone, got {type(backbone).__name__}"
+        )
+    if not timm.is_model(backbone):
+        raise ValueError(f"backbone must be a model that timm knows, got {backbone!r}; timm.list_models() lists them")
+    config = timm.get_pretrained_cfg(backbone)
+    fixed = config is not None and config.fixed_input_size
+    size = {} if image_size is None else {"img_size": image_size}
+    attempts: list[dict[str, Any]] = [{"strict_img_size": False}, size] if fixed else [{}]
+    for attempt in attempts:
+        try:
+            getter = timm.create_model(
+                backbone, features_only=True, feature_cls="getter", out_indices=4, **attempt, **arguments
+            )
+            return FeatureBackbone(getter)
+        except (TypeError, AssertionError, RuntimeError, AttributeError) as error:
+            problem: Exception = error
+            if not isinstance(error, TypeError):
+                break
+    raise ValueError(f"backbone {backbone!r} cannot be built with {arguments}: {problem}") from problem

@@ -1,0 +1,60 @@
+"""What every task shares: the network, the optimizer and its schedule, and the names under which losses are logged."""
+
+from __future__ import annotations
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from dgt.tasks.optim import OptimizerSettings, ScheduleSettings, build_optimizer, schedule_factor
+
+
+class TrainingTask(LightningModule):
+    """A network with the optimizer and schedule of its training; a subclass adds loss and metrics.
+
+    A subclass logs its metrics as ``val/NAME`` at the end of a validation, shares in [0, 1].
+
+    Args:
+        network: what is trained.
+        num_classes: number of classes.
+        optimizer: AdamW's settings.
+        schedule: length and learning rates.
+        global_batch: images per optimizer step over all devices and accumulated batches; scales the learning rate.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        num_classes: int,
+        optimizer: OptimizerSettings,
+        schedule: ScheduleSettings,
+        global_batch: int,
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self.num_classes = num_classes
+        self.optimizer_settings = optimizer
+        self.schedule_settings = schedule
+        self.global_batch = global_batch
+
+    def log_losses(self, loss: Tensor, batch_size: int, **parts: Tensor) -> None:
+        """Log the loss of one training step, its mean over the epoch and the learning rate.
+
+        Args:
+            loss: scalar that is minimised.
+            batch_size: images in the batch.
+            parts: terms of the loss, logged as ``train/NAME`` for each step.
+        """
+        self.log("train/loss_step", loss, on_step=True, prog_bar=True, batch_size=batch_size)
+        self.log("train/loss_epoch", loss, on_step=False, on_epoch=True, batch_size=batch_size, sync_dist=True)
+        for name, value in parts.items():
+            self.log(f"train/{name}", value, on_step=True, batch_size=batch_size)
+        self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"], prog_bar=True, batch_size=batch_size)
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """AdamW and its learning rate, stepped once per optimizer step."""
+        optimizer = build_optimizer(self.network, self.optimizer_settings, self.global_batch)
+        total_steps = int(self.trainer.estimated_stepping_batches)
+        factor = schedule_factor(total_steps, self.optimizer_settings, self.schedule_settings)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
