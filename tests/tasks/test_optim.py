@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import timm
@@ -94,3 +95,51 @@ def test_biases_norms_and_what_the_model_names_go_without_decay() -> None:
 def test_values_out_of_range_are_told_by_their_key(settings: type, values: dict[str, object], key: str) -> None:
     with pytest.raises(ValueError, match=f"^{key} must be"):
         settings(**values)
+
+
+def test_linear_decay_is_a_line_from_the_warmup_to_the_end() -> None:
+    optimizer = OptimizerSettings(lr=6e-5, lr_batch=16)
+    schedule = ScheduleSettings(steps=1000, warmup_steps=100, warmup_lr=0.0, min_lr=0.0, decay="linear")
+    rates = [learning_rate(step, 1000, optimizer, schedule) for step in (0, 50, 100, 550, 1000, 2000)]
+    assert rates == pytest.approx([0.0, 3e-5, 6e-5, 3e-5, 0.0, 0.0])
+
+
+def test_step_decay_takes_a_tenth_at_each_milestone() -> None:
+    optimizer = OptimizerSettings(lr=1e-4, lr_batch=16)
+    schedule = ScheduleSettings(epochs=12, warmup_steps=5, warmup_lr=0.0, decay="step", milestones=(8, 11))
+    rates = [learning_rate(step, 120, optimizer, schedule) for step in (5, 79, 80, 109, 110, 119)]
+    assert rates == pytest.approx([1e-4, 1e-4, 1e-5, 1e-5, 1e-6, 1e-6])
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"steps": 100}, "schedule.warmup_steps must be given where schedule.steps is"),
+        ({"steps": 100, "warmup_steps": 100}, "schedule.steps must be null or above schedule.warmup_steps"),
+        ({"warmup_steps": -1}, "schedule.warmup_steps must be null or at least 0, got -1"),
+        ({"decay": "step"}, "schedule.milestones must be epochs in rising order"),
+        ({"decay": "step", "milestones": (11, 8)}, "schedule.milestones must be epochs in rising order"),
+        ({"decay": "step", "milestones": (8, 400)}, "schedule.milestones must be epochs in rising order"),
+        ({"milestones": (8,)}, "schedule.milestones must be epochs in rising order"),
+        ({"decay": "step", "steps": 9, "warmup_steps": 0}, "schedule.decay must be cosine or linear with"),
+    ],
+)
+def test_schedules_that_make_no_sense_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ScheduleSettings(**values)
+
+
+def test_models_inside_a_network_name_what_does_not_decay() -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept, self.free = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
+
+        def no_weight_decay(self) -> set[str]:
+            return {"free"}
+
+    network = nn.Sequential(nn.Linear(2, 2), Inner())
+    groups = build_optimizer(network, OptimizerSettings(lr_batch=None, weight_decay=0.1), 1).param_groups
+    free = [p for group in groups if group["weight_decay"] == 0 for p in group["params"]]
+    assert any(p is network[1].free for p in free)
+    assert not any(p is network[1].kept or p is network[0].weight for p in free)

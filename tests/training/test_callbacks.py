@@ -55,6 +55,7 @@ def test_a_trained_average_differs_and_keeps_centroids_of_unit_norm(tmp_path: Pa
 class _Trainer:
     current_epoch = 2
     max_epochs = 5
+    max_steps = -1
     check_val_every_n_epoch = 1
     is_global_zero = True
 

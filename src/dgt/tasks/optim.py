@@ -137,15 +137,20 @@ def batch_scale(settings: OptimizerSettings, global_batch: int) -> float:
 def build_optimizer(model: nn.Module, settings: OptimizerSettings, global_batch: int) -> AdamW:
     """AdamW over the parameters of `model`, in a group with weight decay and one without.
 
-    Without decay: biases, parameters of one dimension, and those that `model.no_weight_decay()` names, as in timm.
+    Without decay: biases, parameters of one dimension, and those that `no_weight_decay()`, of the model or of one inside
+    it, names, as in timm.
 
     Args:
         model: a timm model, or any module.
         settings: learning rate (scaled by `batch_scale`), decay and betas.
         global_batch: images per optimizer step.
     """
-    names = getattr(model, "no_weight_decay", None)
-    exempt = tuple(names()) if callable(names) else ()
+    exempt = [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        if callable(names := getattr(module, "no_weight_decay", None))
+        for name in names()
+    ]
     groups = param_groups_weight_decay(model, settings.weight_decay, no_weight_decay_list=exempt)
     return AdamW(groups, lr=settings.lr * batch_scale(settings, global_batch), betas=settings.betas)
 

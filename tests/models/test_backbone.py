@@ -1,0 +1,77 @@
+"""Backbones of segmentation and detection: four maps at any size, masks where they are understood, first weights."""
+
+from __future__ import annotations
+
+import pytest
+import timm
+import torch
+
+from dgt.models.backbone import build_backbone
+
+SMALL_SWIN = {"embed_dim": 24, "depths": (1, 1, 1, 1), "num_heads": (1, 2, 2, 2)}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("dgt_nano", {}),
+        ("resnet10t", {}),
+        ("pvt_v2_b0", {}),
+        ("swin_tiny_patch4_window7_224", SMALL_SWIN),
+    ],
+)
+@pytest.mark.parametrize("size", [(64, 64), (97, 161), (33, 40)])
+def test_maps_of_any_model_have_the_sizes_that_the_strides_say(
+    name: str, arguments: dict[str, object], size: tuple[int, int]
+) -> None:
+    backbone = build_backbone(name, **arguments).eval()
+    with torch.no_grad():
+        maps = backbone(torch.randn(2, 3, *size))
+    expected = [
+        (2, c, -(-size[0] // s), -(-size[1] // s)) for c, s in zip(backbone.channels, (4, 8, 16, 32), strict=True)
+    ]
+    assert [tuple(x.shape) for x in maps] == expected
+    assert backbone.strides == [4, 8, 16, 32]
+
+
+def test_a_padded_image_gives_the_maps_it_gives_alone() -> None:
+    backbone = build_backbone("dgt_nano").eval()
+    image = torch.randn(1, 3, 64, 96)
+    padded = torch.nn.functional.pad(image, (0, 32, 0, 64))
+    mask = torch.zeros(1, 128, 128, dtype=torch.bool)
+    mask[:, :64, :96] = True
+    with torch.no_grad():
+        alone, together = backbone(image), backbone(padded, mask)
+    for one, other in zip(alone, together, strict=True):
+        torch.testing.assert_close(other[..., : one.shape[-2], : one.shape[-1]], one, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["dgt_nano", "resnet10t"])
+def test_weights_of_a_classifier_are_taken_whole_or_not_at_all(name: str) -> None:
+    classifier = timm.create_model(name, num_classes=3)
+    backbone = build_backbone(name)
+    missing, surplus = backbone.load_classifier(classifier.state_dict())
+    assert not missing
+    assert all(key.startswith(("head.", "fc.")) for key in surplus)
+    for key, value in backbone.model.state_dict().items():
+        assert torch.equal(value, classifier.state_dict()[key]), key
+    fresh = build_backbone(name)
+    before = {key: value.clone() for key, value in fresh.model.state_dict().items()}
+    weights = dict(classifier.state_dict())
+    dropped = next(iter(before))
+    del weights[dropped]
+    assert fresh.load_classifier(weights)[0] == [dropped]
+    assert all(torch.equal(value, before[key]) for key, value in fresh.model.state_dict().items())
+
+
+def test_what_is_no_pyramid_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"maps at strides \(4, 8, 16, 32\), got \(16, 16, 16, 16\) from VisionTrans"):
+        build_backbone("vit_tiny_patch16_224")
+    with pytest.raises(ValueError, match="backbone must be a model that timm knows, got 'resnet5O'"):
+        build_backbone("resnet5O")
+    with pytest.raises(ValueError, match=r"backbone 'resnet10t' cannot be built with \{'top_k': 3\}"):
+        build_backbone("resnet10t", top_k=3)
+    with pytest.raises(TypeError, match="FeatureBackbone, got int"):
+        build_backbone(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="arguments belong to the name of a model"):
+        build_backbone(build_backbone("dgt_nano"), top_k=3)
