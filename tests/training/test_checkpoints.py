@@ -10,7 +10,9 @@ import pytest
 import safetensors.torch
 import timm
 import torch
+from torch import nn
 
+from dgt.models.backbone import build_backbone
 from dgt.training import Result, load_run
 from dgt.training.checkpoints import initialize
 
@@ -98,3 +100,18 @@ def test_first_weights_skip_a_classifier_of_other_classes_only(finished: Result)
     assert all(torch.equal(loaded[key], source[key]) for key in source if not key.startswith("fc."))
     with pytest.raises(ValueError, match="holds the weights of another model than the recipe's model"):
         initialize(timm.create_model("test_vit", num_classes=8), finished.folder)
+
+
+def test_a_backbone_starts_from_a_classifier_of_its_architecture(finished: Result) -> None:
+    source = load_run(finished.folder).network.state_dict()
+    network = nn.Module()
+    network.backbone = build_backbone("test_resnet")
+    initialize(network, finished.folder)
+    loaded = network.backbone.model.state_dict()
+    assert loaded
+    assert all(torch.equal(value, source[key]) for key, value in loaded.items())
+    network.backbone = build_backbone("resnet10t")
+    with pytest.raises(
+        ValueError, match=r"model\.init_from: .* of another model than the recipe's backbone: .* missing"
+    ):
+        initialize(network, finished.folder)

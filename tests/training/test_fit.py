@@ -180,3 +180,16 @@ def test_predictions_are_sorted_and_sum_to_one(finished: Result, tmp_path: Path)
     assert read_image(load_run(finished.folder), tmp_path / "red.png").shape == (1, 3, 32, 32)
     with pytest.raises(ValueError, match="top_k must be at least 1, got 0"):
         predict(finished.folder, [], top_k=0)
+
+
+def test_a_length_in_steps_ends_in_the_middle_of_an_epoch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = [
+        "--schedule.steps=6",
+        "--schedule.warmup_steps=2",
+        "--schedule.decay=linear",
+        "--trainer.check_val_every=2",
+    ]
+    result = fit(load_recipe("scenes", [*SMALL, *steps, f"--out={tmp_path / 'run'}"]))
+    assert json.loads((result.folder / "results.json").read_text())["steps"] == 6
+    assert {"top1", "loss"} <= set(result.metrics)
+    assert "epoch 2/2" in capsys.readouterr().out
