@@ -50,7 +50,17 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="`dgt COMMAND --help` tells more. Start with `dgt demo`.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    adders = (_add_demo, _add_train, _add_evaluate, _add_predict, _add_visualize, _add_explore, _add_info, _add_bench)
+    adders = (
+        _add_demo,
+        _add_train,
+        _add_ablate,
+        _add_evaluate,
+        _add_predict,
+        _add_visualize,
+        _add_explore,
+        _add_info,
+        _add_bench,
+    )
     for add in adders:
         add(commands)
     return parser
@@ -95,6 +105,16 @@ def _add_train(commands: Commands) -> None:
     )
     command.add_argument("-h", "--help", action="store_true", help="show this text, the recipes and all their keys")
     command.add_argument("recipe", nargs="?", metavar="RECIPE", help="name of a shipped recipe, or path of a YAML file")
+
+
+def _add_ablate(commands: Commands) -> None:
+    about = "train the rows of a table with several seeds and write it beside the paper's numbers"
+    usage = "dgt ablate TABLE [--seeds N] [--size NAME] [--out DIR] [--data.root DIR] [--section.key value ...]"
+    command = _add(commands, "ablate", run_ablate, about, takes_keys=True, usage=usage)
+    command.add_argument("table", nargs="?", metavar="TABLE", help="a shipped table (none: list them), or a YAML file")
+    command.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds of each row (default: %(default)s)")
+    command.add_argument("--size", metavar="NAME", help="size of the models (default: the table's first)")
+    command.add_argument("--out", metavar="DIR", help="folder (default: runs/ablate-TABLE-SIZE); goes on where it was")
 
 
 def _add_evaluate(commands: Commands) -> None:
@@ -192,6 +212,20 @@ def run_train(options: argparse.Namespace, overrides: list[str]) -> int:
     recipe = load_recipe(options.recipe, overrides)
     result = fit(recipe)
     rank_zero_only(print)(f"{TASKS[recipe.task].summary(result.metrics)}  in {result.folder}")
+    return 0
+
+
+def run_ablate(options: argparse.Namespace, overrides: list[str]) -> int:
+    """`dgt ablate`: trains what is missing and prints the table; without one, which there are."""
+    from dgt.training.ablate import ablate
+    from dgt.training.tables import tables_text
+
+    if options.table is None:
+        print(tables_text())
+        return 0
+    _quiet()
+    folder = ablate(options.table, overrides, options.seeds, options.out, options.size)
+    print((folder / "table.md").read_text(encoding="utf-8") + f"\n{folder / 'table.json'}")
     return 0
 
 

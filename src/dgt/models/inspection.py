@@ -1,6 +1,7 @@
 """The attention of a whole model: settings of all its layers, and what each of them grouped and selected."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -8,7 +9,8 @@ from torch import Tensor, nn
 
 from dgt.layers import Block, DGAttention, keep_real_pixels
 from dgt.layers.centroids import check_tau, check_tau_weighs
-from dgt.models.dgt import DynamicGroupTransformer, Stage, check_images
+from dgt.models.dgt import DynamicGroupTransformer, check_images
+from dgt.models.stages import Stage
 from dgt.ops import DynamicGroupAttentionOutput
 from dgt.ops.attention import resolve_backend
 from dgt.ops.checks import check_count
@@ -80,6 +82,18 @@ class BlockVisit(NamedTuple):
     """bool (B, H, W), True where a token is real."""
 
 
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, and every module back into its own mode at the end."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
 @torch.no_grad()
 def visit_blocks(model: DynamicGroupTransformer, images: Tensor, mask: Tensor | None = None) -> Iterator[BlockVisit]:
     """Run images through a model in evaluation mode and stop before every block, to look at it.
@@ -95,20 +109,16 @@ def visit_blocks(model: DynamicGroupTransformer, images: Tensor, mask: Tensor | 
     """
     if not isinstance(model, DynamicGroupTransformer):
         raise TypeError(f"model must be a DynamicGroupTransformer, got {type(model).__name__}")
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
+    with evaluation_mode(model):
         images = check_images(images, model.in_chans, mask)
         masks = model.masks(mask)
         x = model.stem(keep_real_pixels(images, mask), masks[0])
         for i, stage in enumerate(cast(list[Stage], model.stages)):
             x = stage.merge(x)
+            position = stage.positions(x)
             for j, block in enumerate(cast(list[Block], stage.blocks)):
                 yield BlockVisit(f"stages.{i}.blocks.{j}", block, x, masks[i + 1])
-                x = block(x, masks[i + 1])
-    finally:
-        for module, training in modes:
-            module.training = training
+                x = block(x, masks[i + 1], position)
 
 
 @torch.no_grad()

@@ -106,6 +106,64 @@ def attention_mass_curve(
     return (total / (group_ids >= 0).sum(-1, keepdim=True).clamp(min=1)).clamp(max=1.0)
 
 
+@torch.no_grad()
+def attention_mass_of_choices(
+    query: Tensor,
+    key: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    scale: float | None = None,
+    grid: tuple[int, int] | None = None,
+) -> dict[str, Tensor]:
+    """Share of every query's global attention on the selected keys, beside other choices of as many keys.
+
+    Args:
+        query, key, group_ids, key_ids, scale: as in :func:`diagnose_selection`. ``key_ids`` tells how many keys: K, or
+            all that are not padding where an image has fewer.
+        grid: rows and columns of the tokens, row by row; None leaves the window out.
+
+    Returns:
+        (B, H, L) float32 each, 0 at padding: ``selected``; ``random``, the expectation for keys drawn at random;
+        ``window``, the keys in a square around the query; ``best_for_group``, the keys that hold most for the queries
+        of a group together; ``best_for_query``, every query's own strongest keys.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
+    _check(query, key, group_ids, key_ids)
+    tokens, groups, count = key.shape[2], *key_ids.shape[2:]
+    if grid is not None and grid[0] * grid[1] != tokens:
+        raise ValueError(f"grid must hold the {tokens} tokens, got {grid}")
+    real = group_ids >= 0
+    looks = query.new_zeros(*query.shape[:2], groups, tokens, dtype=torch.float32)  # of a group's queries, together
+    window: list[Tensor] = []
+    best: list[Tensor] = []
+    for scores, ids in _score_slices(query, key, group_ids, scale):
+        weights = scores.softmax(-1).masked_fill(~(ids >= 0)[..., None], 0.0)  # (B, H, l, L)
+        looks.scatter_add_(2, ids.clamp(min=0)[..., None].expand_as(weights), weights)
+        best.append(weights.topk(count).values.sum(-1))
+        if grid is not None:
+            near = _distances(grid, sum(part.shape[2] for part in window), weights.shape[2], key.device)
+            near = near.masked_fill(~real[:, :, None], torch.inf).topk(count, largest=False).indices
+            window.append(torch.take_along_dim(weights, near, dim=3).sum(-1))
+    best_ids = looks.topk(count).indices.masked_fill(key_ids < 0, -1)
+    shares = {
+        "selected": attention_mass(query, key, group_ids, key_ids, scale),
+        "random": ((count / real.sum(-1, keepdim=True).clamp(min=1)).clamp(max=1.0) * real).float(),
+        "best_for_group": attention_mass(query, key, group_ids, best_ids, scale),
+        "best_for_query": torch.cat(best, dim=2).clamp(max=1.0),
+    }
+    return shares if grid is None else {**shares, "window": torch.cat(window, dim=2).clamp(max=1.0)}
+
+
+def _distances(grid: tuple[int, int], start: int, count: int, device: torch.device) -> Tensor:
+    """(count, L): how far every token lies from tokens ``start`` on, in rows or columns, whichever is more."""
+    rows, columns = (axis.flatten() for axis in torch.meshgrid(*map(torch.arange, grid), indexing="ij"))
+    place = slice(start, start + count)
+    down, across = (rows - rows[place, None]).abs(), (columns - columns[place, None]).abs()
+    return (torch.maximum(down, across) + torch.minimum(down, across) / (2 * sum(grid))).float().to(device)
+
+
 def _score_slices(
     query: Tensor, key: Tensor, group_ids: Tensor, scale: float | None
 ) -> Iterator[tuple[Tensor, Tensor]]:

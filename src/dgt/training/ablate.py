@@ -1,0 +1,216 @@
+"""Ablations: every row of a table trained with several seeds by one recipe, and the table they make.
+
+```
+OUT/runs/ROW/seed-N/      the run of one row and seed, as `dgt.training.fit` writes it
+OUT/table.json, .md       what is trained so far; both written anew after every run
+```
+
+A run is finished when its `results.json` is there, or `diverged.json`, which keeps the error of a training whose loss
+was no longer a number. The same command started again, after any end of the first one, keeps finished runs, begins the
+unfinished one anew and ends with the same table.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dgt.models import diagnose
+from dgt.tasks import TASKS
+from dgt.training.checkpoints import load_run
+from dgt.training.files import write_json
+from dgt.training.fit import fit
+from dgt.training.recipe import Recipe, build_data, load_recipe
+from dgt.training.runs import check_folder
+from dgt.training.tables import Row, Table, load_table
+from dgt.training.tabulate import write_table
+
+RESULTS, DIVERGED, DIAGNOSIS = "results.json", "diverged.json", "diagnosis.json"
+DIAGNOSED_IMAGES = 256
+CHOSEN_HERE = {
+    "seed": "--seeds chooses the seeds",
+    "out": "--out is the table's folder",
+    "name": "the table names them",
+}
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One row with one seed.
+
+    Args:
+        row: the row.
+        recipe: complete; its `out` is the run's folder, its `seed` the seed.
+    """
+
+    row: Row
+    recipe: Recipe
+
+    @property
+    def folder(self) -> Path:
+        """Where the run goes."""
+        return Path(str(self.recipe.out))
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to train."""
+        return (self.folder / RESULTS).is_file() or (self.folder / DIVERGED).is_file()
+
+
+def ablate(
+    table: str | Path,
+    overrides: Sequence[str] = (),
+    seeds: int = 3,
+    out: str | Path | None = None,
+    size: str | None = None,
+) -> Path:
+    """Train the rows of a table, as far as that is not done yet, and write the table.
+
+    All rows are trained with the first seed before any is with the second, so that the table is whole early.
+
+    Args:
+        table: name of a shipped table, or path of a YAML file.
+        overrides: changes of the recipe for all rows, as on the command line: `["--data.root", "images"]`.
+        seeds: number of seeds, from 0 on.
+        out: the table's folder; None for runs/ablate-TABLE-SIZE.
+        size: which of the table's sizes; None for its first.
+
+    Returns:
+        The table's folder.
+
+    Raises:
+        FileNotFoundError: no such table, or the data is not there.
+        FileExistsError: the folder holds runs with other settings, or files of something else, or another process is
+            at work in it.
+        NotADirectoryError: the folder is a file.
+        ValueError: a number of seeds below 1, a key that the table sets, or what `load_table` and `fit` refuse.
+        BrokenImagesError: as `fit`.
+    """
+    if seeds < 1:
+        raise ValueError(f"seeds must be at least 1, got {seeds}")
+    chosen = load_table(table, size)
+    folder = Path(out) if out is not None else Path("runs") / f"ablate-{chosen.name}-{chosen.size}"
+    check_folder(folder)
+    runs = plan(chosen, overrides, seeds, folder)
+    _check_runs(folder, runs)
+    with _alone(folder):
+        for number, run in enumerate(runs, 1):
+            if not run.finished:
+                print(f"[{number}/{len(runs)}] {run.row.name}, seed {run.recipe.seed}", flush=True)
+                _train(run)
+            if chosen.diagnose and not (run.folder / DIVERGED).exists():
+                _diagnose(run.folder)
+            write_table(folder, chosen, [(each.row, each.folder) for each in runs if each.finished])
+    return folder
+
+
+def plan(table: Table, overrides: Sequence[str], seeds: int, folder: Path) -> list[PlannedRun]:
+    """The runs of a table in their order, each with its complete recipe; every model is built once, to see that it can.
+
+    Args:
+        table: the table.
+        overrides: changes of the recipe for all rows.
+        seeds: number of seeds.
+        folder: the table's folder.
+
+    Raises:
+        FileNotFoundError, ValueError: as `load_recipe` and the task's `build`; a key that the table sets itself.
+    """
+    _check_overrides(table, overrides)
+    runs = []
+    for seed in range(seeds):
+        for row in table.rows:
+            recipe = load_recipe(table.recipe, [*overrides, *table.overrides(row)])
+            place = folder / "runs" / row.slug / f"seed-{seed}"
+            runs.append(PlannedRun(row, replace(recipe, seed=seed, out=str(place))))
+    for run in runs[: len(table.rows)]:
+        TASKS[run.recipe.task].build(run.recipe.model, 2, run.recipe.data["image_size"])
+    return runs
+
+
+def _check_overrides(table: Table, overrides: Sequence[str]) -> None:
+    """Raise ValueError for a key that the table, or this command, sets itself."""
+    own = {key for row in table.rows for key in (*table.common, *row.changes)}
+    for key in (word[2:].partition("=")[0] for word in overrides if word.startswith("--")):
+        if key in CHOSEN_HERE:
+            raise ValueError(f"recipe key {key!r} cannot be changed for a table: {CHOSEN_HERE[key]}")
+        if key in own:
+            raise ValueError(f"recipe key {key!r} cannot be changed for table {table.name!r}: its rows set it")
+
+
+def _check_runs(folder: Path, runs: Sequence[PlannedRun]) -> None:
+    """Raise FileExistsError for a folder of something else, or finished runs that other settings made."""
+    if folder.exists() and any(folder.iterdir()) and not (folder / "runs").is_dir():
+        raise FileExistsError(f"{folder} holds files that are not a table's: give another folder with --out")
+    for run in runs:
+        if not run.finished:
+            continue
+        there, asked = _settings(load_recipe(run.folder / "recipe.yaml")), _settings(run.recipe)
+        differing = [key for key in asked if there.get(key) != asked[key]]
+        if differing:
+            key = differing[0]
+            raise FileExistsError(
+                f"{run.folder} was trained with {key} {there.get(key)!r}, now {asked[key]!r} is asked for: give the "
+                "same settings, or another folder with --out"
+            )
+
+
+def _settings(recipe: Recipe) -> dict[str, Any]:
+    """The recipe's values by their keys with dots, without those that only say where the run lies."""
+
+    def leaves(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+        for key, value in values.items():
+            yield from leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
+
+    return {key: value for key, value in leaves(recipe.to_dict(), "") if key not in ("name", "out")}
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keep a second process out of the folder, whose unfinished runs it would take for left over.
+
+    Raises:
+        FileExistsError: another process is in it.
+    """
+    import fcntl
+
+    (folder / "runs").mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go of it however the process ends
+        except BlockingIOError as error:
+            raise FileExistsError(f"another process trains a table in {folder}") from error
+        yield
+
+
+def _train(run: PlannedRun) -> None:
+    """Train one run from its beginning; a divergence is its result."""
+    if run.folder.exists():
+        shutil.rmtree(run.folder)  # of a process that was stopped
+    try:
+        fit(run.recipe)
+    except FloatingPointError as error:
+        write_json(run.folder / DIVERGED, {"error": str(error)})
+
+
+def _diagnose(folder: Path) -> None:
+    """Measure groups and selection of a finished run on its first validation images, unless that is done."""
+    if (folder / DIAGNOSIS).is_file():
+        return
+    run = load_run(folder)
+    data = build_data(run.recipe)
+    data.setup("validate")
+    batches, count = [], 0
+    for batch in data.val_dataloader():
+        batches.append(batch[0])
+        count += len(batch[0])
+        if count >= DIAGNOSED_IMAGES:
+            break
+    blocks = diagnose(run.network, torch.cat(batches)[:DIAGNOSED_IMAGES])
+    write_json(folder / DIAGNOSIS, [block._asdict() for block in blocks])
