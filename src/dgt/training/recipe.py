@@ -228,7 +228,7 @@ def build_data(recipe: Recipe) -> Any:
     Raises:
         ValueError: an argument of the data module is out of range, or the images' place is not given.
     """
-    if recipe.data["root"] is None and recipe.data.get("dataset", "auto") == "auto":
+    if recipe.data["root"] is None and recipe.data.get("dataset") != "scenes":
         raise ValueError(f"recipe {recipe.name!r} needs images: give --data.root, {TASKS[recipe.task].data.root_holds}")
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(TASKS[recipe.task].data, "data")

@@ -1,0 +1,244 @@
+"""Mask R-CNN with a feature pyramid over any timm backbone: the paper's detector, its parts torchvision's.
+
+The network is torchvision's `MaskRCNN`, called and trained like it, with one difference: images of a batch differ in
+size and are padded, and the true sizes reach the backbone as a mask, so that padding never becomes a key and never
+counts in the statistics of centroids. Backbones that know no masks see the padding, as everywhere.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchvision.models.detection import MaskRCNN
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
+from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
+from torchvision.ops import FeaturePyramidNetwork
+from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
+
+from dgt.layers import DGAttention
+from dgt.models.backbone import FeatureBackbone, build_backbone
+from dgt.models.cost import Cost, cost
+from dgt.models.inspection import set_attention
+
+TOP_K = 500  # the paper's k for detection
+LONG_OVER_SHORT = 1333 / 800
+COUNTED_BOXES, COUNTED_MASKS = 1000, 100  # regions that go through the heads when FLOPs are counted
+POOLED_BOX, POOLED_MASK = 7, 14
+
+Target = dict[str, Tensor]
+OPTIONS = frozenset(inspect.signature(MaskRCNN.__init__).parameters) - {"self", "backbone", "num_classes", "kwargs"}
+
+
+class Pyramid(FeaturePyramidNetwork):
+    """Feature pyramid of five levels of equal channels: one for each map of the backbone, and a coarser one by pooling.
+
+    Args:
+        in_channels: channels of the backbone's maps.
+        out_channels: channels of every level.
+    """
+
+    def __init__(self, in_channels: Sequence[int], out_channels: int) -> None:
+        super().__init__(list(in_channels), out_channels, extra_blocks=LastLevelMaxPool())
+        self.out_channels = out_channels
+
+
+class PaddedMaskRCNN(MaskRCNN):
+    """torchvision's Mask R-CNN whose backbone is told which pixels of a padded batch are real.
+
+    Args:
+        backbone: four maps of an image.
+        pyramid: what the heads see of them.
+        num_classes: classes, background (class 0) among them.
+        options: keyword arguments of torchvision's `MaskRCNN`.
+    """
+
+    def __init__(self, backbone: FeatureBackbone, pyramid: Pyramid, num_classes: int | None, **options: Any) -> None:
+        super().__init__(pyramid, num_classes, **options)
+        self.backbone = backbone
+        self.pyramid = pyramid
+
+    def features(self, images: Tensor, image_sizes: Sequence[tuple[int, int]]) -> OrderedDict[str, Tensor]:
+        """Map a padded batch (B, 3, H, W) of images of the given (height, width) to the levels of the pyramid."""
+        mask = pixel_mask(image_sizes, (images.shape[-2], images.shape[-1]), images.device)
+        maps = self.backbone(images, mask)
+        levels: OrderedDict[str, Tensor] = self.pyramid(OrderedDict((str(i), x) for i, x in enumerate(maps)))
+        return levels
+
+    def forward(self, images: Sequence[Tensor], targets: Sequence[Target] | None = None) -> Any:
+        """Losses of a batch in training, detections in evaluation.
+
+        Args:
+            images: (3, H, W) tensors with values in [0, 1], each of its own size; they are resized and normalised here.
+            targets: for each image `boxes` (N, 4) x0 y0 x1 y1 in its pixels, `labels` int64 (N,) from 1 on, `masks`
+                uint8 (N, H, W). Needed in training.
+
+        Returns:
+            In training a dict of scalar losses. In evaluation for each image `boxes`, `labels`, `scores` (N,) and `masks`
+            (N, 1, H, W), the probability that a pixel belongs to the object, all at the image's own size.
+
+        Raises:
+            ValueError: no targets in training, or a box without width or height.
+        """
+        if self.training and targets is None:
+            raise ValueError("targets must be given in training, got None")
+        _check_boxes(targets or ())
+        sizes = [(int(image.shape[-2]), int(image.shape[-1])) for image in images]
+        batch, resized = self.transform(list(images), None if targets is None else list(targets))
+        levels = self.features(batch.tensors, batch.image_sizes)
+        proposals, proposal_losses = self.rpn(batch, levels, resized)
+        detections, box_losses = self.roi_heads(levels, proposals, batch.image_sizes, resized)
+        if self.training:
+            return {**box_losses, **proposal_losses}
+        return self.transform.postprocess(detections, batch.image_sizes, sizes)
+
+
+def pixel_mask(
+    image_sizes: Sequence[tuple[int, int]], padded: tuple[int, int], device: torch.device | None = None
+) -> Tensor | None:
+    """Which pixels of a padded batch are real.
+
+    Args:
+        image_sizes: (height, width) of each image; images lie at the top left.
+        padded: height and width of the batch.
+        device: of the mask.
+
+    Returns:
+        bool (B, H, W), True where a pixel is real, or None where all are.
+    """
+    if all(size == padded for size in image_sizes):
+        return None
+    heights, widths = torch.tensor(image_sizes, device=device).unbind(1)
+    rows, columns = (torch.arange(length, device=device) for length in padded)
+    return (rows < heights[:, None])[:, :, None] & (columns < widths[:, None])[:, None, :]
+
+
+def build_mask_rcnn(
+    backbone: str | nn.Module,
+    num_classes: int,
+    *,
+    image_size: int = 800,
+    max_size: int | None = None,
+    fpn_channels: int = 256,
+    box_channels: int = 1024,
+    mask_channels: Sequence[int] = (256, 256, 256, 256),
+    anchor_sizes: Sequence[int] = (32, 64, 128, 256, 512),
+    options: Mapping[str, Any] | None = None,
+    **arguments: Any,
+) -> PaddedMaskRCNN:
+    """Mask R-CNN with a feature pyramid over any timm backbone with maps at strides 4, 8, 16 and 32.
+
+    ``build_mask_rcnn("dgt_tiny", 91)`` is the paper's detector for COCO's 91 category numbers, ready for torchvision's
+    training and evaluation code. The remaining defaults are torchvision's and the paper's.
+
+    Args:
+        backbone: name of a timm model, or a :class:`FeatureBackbone`.
+        num_classes: classes, background (class 0) among them, as torchvision counts.
+        image_size: length that an image's shorter side is resized to.
+        max_size: largest length of its longer side, where that would exceed it; None for 1333 / 800 of `image_size`.
+        fpn_channels: channels of the pyramid.
+        box_channels: width of the two linears of the box head.
+        mask_channels: channels of the mask head's convolutions.
+        anchor_sizes: side of the anchors of each of the five levels, in pixels of the resized image.
+        options: further keyword arguments of torchvision's `MaskRCNN`, such as ``{"box_score_thresh": 0.01}``.
+        arguments: of the backbone. For a DGT by name ``top_k`` is 500 unless given.
+
+    Raises:
+        TypeError, ValueError: as :func:`build_backbone`; a number out of range; an option that torchvision lacks.
+    """
+    _check_settings(num_classes, image_size, fpn_channels, box_channels, mask_channels, anchor_sizes, options)
+    built = build_backbone(backbone, image_size=image_size, **arguments)
+    grouped = any(isinstance(module, DGAttention) for module in built.modules())
+    if isinstance(backbone, str) and grouped and "top_k" not in arguments:
+        set_attention(built, top_k=TOP_K)
+    heads: dict[str, Any] = {
+        "min_size": image_size,
+        "max_size": max_size or round(image_size * LONG_OVER_SHORT),
+        "rpn_anchor_generator": AnchorGenerator(
+            tuple((size,) for size in anchor_sizes), ((0.5, 1.0, 2.0),) * len(anchor_sizes)
+        ),
+        "box_head": TwoMLPHead(fpn_channels * POOLED_BOX**2, box_channels),
+        "box_predictor": FastRCNNPredictor(box_channels, num_classes),
+        "mask_head": MaskRCNNHeads(fpn_channels, list(mask_channels), 1),
+        "mask_predictor": MaskRCNNPredictor(mask_channels[-1], mask_channels[-1], num_classes),
+    }
+    return PaddedMaskRCNN(built, Pyramid(built.channels, fpn_channels), None, **{**heads, **(options or {})})
+
+
+class DenseParts(nn.Module):
+    """What of a Mask R-CNN has a fixed cost, for counting: backbone, pyramid, and the heads on a fixed number of regions.
+
+    As in mmdetection's count, 1000 regions go through the box head and 100 through the mask head.
+    """
+
+    def __init__(self, model: PaddedMaskRCNN) -> None:
+        super().__init__()
+        self.backbone, self.pyramid, self.rpn_head = model.backbone, model.pyramid, model.rpn.head
+        heads = model.roi_heads
+        self.box_head = nn.Sequential(heads.box_head, heads.box_predictor)
+        self.mask_head = nn.Sequential(heads.mask_head, heads.mask_predictor)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        """Run all parts on images (B, 3, H, W) and regions of zeros."""
+        maps = self.backbone(images)
+        levels = list(self.pyramid(OrderedDict((str(i), x) for i, x in enumerate(maps))).values())
+        self.rpn_head(levels)
+        channels = self.pyramid.out_channels
+        scores, boxes = self.box_head(images.new_zeros(COUNTED_BOXES, channels, POOLED_BOX, POOLED_BOX))
+        return scores, boxes, self.mask_head(images.new_zeros(COUNTED_MASKS, channels, POOLED_MASK, POOLED_MASK))
+
+
+def mask_rcnn_cost(backbone: str, num_classes: int = 81, image_size: tuple[int, int] = (800, 1280)) -> Cost:
+    """Parameters and FLOPs of a Mask R-CNN by part, in the convention of :func:`dgt.cost`.
+
+    Args:
+        backbone: name of a timm model.
+        num_classes: classes with background; COCO's 80 by default.
+        image_size: height and width in pixels.
+
+    Raises:
+        ValueError: as :func:`build_backbone`.
+    """
+    with torch.device("meta"):
+        model = build_mask_rcnn(backbone, num_classes)
+    return cost(DenseParts(model), image_size)
+
+
+def _check_settings(
+    num_classes: int,
+    image_size: int,
+    fpn_channels: int,
+    box_channels: int,
+    mask_channels: Sequence[int],
+    anchor_sizes: Sequence[int],
+    options: Mapping[str, Any] | None,
+) -> None:
+    """Raise ValueError for a number out of range, TypeError for an option that torchvision's Mask R-CNN lacks."""
+    if num_classes < 2:
+        raise ValueError(f"num_classes must be at least 2, background among them, got {num_classes}")
+    if image_size < 32:
+        raise ValueError(f"image_size must be at least 32, got {image_size}")
+    for name, numbers in (("fpn_channels", [fpn_channels]), ("box_channels", [box_channels])):
+        if numbers[0] < 1:
+            raise ValueError(f"{name} must be at least 1, got {numbers[0]}")
+    if not mask_channels or min(mask_channels) < 1:
+        raise ValueError(f"mask_channels must be numbers of at least 1, got {list(mask_channels)}")
+    if len(anchor_sizes) != 5 or min(anchor_sizes) < 1:
+        raise ValueError(f"anchor_sizes must be 5 numbers of at least 1, got {list(anchor_sizes)}")
+    unknown = sorted(set(options or ()) - OPTIONS)
+    if unknown:
+        raise TypeError(f"options must be keyword arguments of torchvision's MaskRCNN, got {', '.join(unknown)}")
+
+
+def _check_boxes(targets: Sequence[Target]) -> None:
+    """Raise ValueError for a box that has no area: neither torchvision nor COCO has a use for it in training."""
+    for place, target in enumerate(targets):
+        boxes = target["boxes"]
+        empty = (boxes[:, 2:] <= boxes[:, :2]).any(dim=1)
+        if empty.any():
+            raise ValueError(f"boxes must have width and height, got {boxes[empty][0].tolist()} in targets[{place}]")

@@ -1,0 +1,95 @@
+"""Object detection and instance segmentation: the losses of Mask R-CNN, COCO's average precision of boxes and masks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dgt.models.mask_rcnn import PaddedMaskRCNN, build_mask_rcnn
+from dgt.tasks.average_precision import Entry, average_precision, coco_results
+from dgt.tasks.base import TrainingTask
+from dgt.tasks.network import ModelSettings
+
+HEADLINE = {"box_ap": "box AP", "box_ap50": "box AP50", "mask_ap": "mask AP", "mask_ap50": "mask AP50"}
+
+
+class DetectionTask(TrainingTask):
+    """A Mask R-CNN with its losses and metrics. Batches and ground truth are those of `dgt.data.detection`.
+
+    The network is in training mode images, targets -> dict of losses, and in evaluation images -> detections.
+    """
+
+    detections: list[Entry]
+    """Of the last validation, in the format of COCO's results; of all processes after its end."""
+
+    def on_validation_epoch_start(self) -> None:
+        """Forget the detections of an earlier validation."""
+        self.detections = []
+        self._image_ids: list[int] = []
+
+    def training_step(self, batch: tuple[list[Tensor], list[dict[str, Tensor]]], batch_idx: int) -> Tensor:
+        """Sum of the losses of proposals, classes, boxes and masks of one batch."""
+        images, targets = batch
+        parts: dict[str, Tensor] = self.network(images, targets)
+        loss = torch.stack([part.float() for part in parts.values()]).sum()
+        self.log_losses(loss, len(images), **parts)
+        return loss
+
+    def validation_step(self, batch: tuple[list[Tensor], list[dict[str, Tensor]]], batch_idx: int) -> None:
+        """Add the detections of one batch."""
+        images, targets = batch
+        numbers = [int(target["image_id"]) for target in targets]
+        self._image_ids += numbers
+        self.detections += coco_results(self.network(images), numbers, self._data.category_ids)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log COCO's twelve averages of precision, `val/box_ap` to `val/mask_ap_large`, over all processes' images.
+
+        Images that could not be read are left out; -1 stands for a size of which there is no object.
+        """
+        self.detections, seen = self._of_all_processes(self.detections), self._of_all_processes(self._image_ids)
+        for name, value in average_precision(self._data.ground_truth(), self.detections, seen).items():
+            self.log(f"val/{name}", value, prog_bar=name == "box_ap")
+
+    @property
+    def _data(self) -> Any:
+        """The data module, which knows the ground truth."""
+        return self.trainer.datamodule  # type: ignore[attr-defined]
+
+    def _of_all_processes(self, mine: list[Any]) -> list[Any]:
+        if self.trainer.world_size == 1:
+            return mine
+        gathered: list[list[Any]] = [[] for _ in range(self.trainer.world_size)]
+        torch.distributed.all_gather_object(gathered, mine)
+        return [entry for part in gathered for entry in part]
+
+
+def build_detector(settings: ModelSettings, num_classes: int, image_size: int) -> nn.Module:
+    """Build the recipe's model as the backbone of a Mask R-CNN.
+
+    Args:
+        settings: the recipe's model; `head` holds keyword arguments of `dgt.build_mask_rcnn`.
+        num_classes: classes of the data, without background.
+        image_size: length that an image's shorter side is resized to.
+
+    Raises:
+        ValueError: no such model, or it or the head does not take these arguments.
+    """
+    arguments = dict(settings.args)
+    if settings.drop_path_rate is not None:
+        arguments.setdefault("drop_path_rate", settings.drop_path_rate)
+    unknown = sorted(set(settings.head) - set(HEAD_KEYS))
+    if unknown:
+        raise ValueError(f"model.head must hold keys among {', '.join(HEAD_KEYS)}, got {', '.join(unknown)}")
+    try:
+        detector: PaddedMaskRCNN = build_mask_rcnn(
+            settings.name, num_classes + 1, image_size=image_size, **settings.head, **arguments
+        )
+    except TypeError as error:
+        raise ValueError(f"model.head of the recipe: {error}") from error
+    return detector
+
+
+HEAD_KEYS = ("max_size", "fpn_channels", "box_channels", "mask_channels", "anchor_sizes", "options")
