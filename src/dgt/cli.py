@@ -58,6 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
         _add_predict,
         _add_visualize,
         _add_explore,
+        _add_shard,
         _add_info,
         _add_bench,
     )
@@ -165,6 +166,16 @@ def _add_explore(commands: Commands) -> None:
     command.add_argument("--image", metavar="PATH", help="image file, or folder of them, to show besides the scenes")
     command.add_argument("--host", default="127.0.0.1", metavar="HOST", help="address (default: %(default)s)")
     command.add_argument("--port", type=int, default=7860, metavar="N", help="0 for a free one (default: %(default)s)")
+
+
+def _add_shard(commands: Commands) -> None:
+    command = _add(commands, "shard", run_shard, "pack folders of images into checksummed tar files, or check those")
+    command.add_argument("source", metavar="DIR", help="folder with SPLIT/CLASS/ folders; with --verify, of the shards")
+    command.add_argument("out", nargs="?", metavar="OUT", help="folder of the shards; a second run goes on there")
+    command.add_argument("--samples", type=int, default=4096, metavar="N", help="images a shard (default: %(default)s)")
+    command.add_argument("--workers", type=int, metavar="N", help="shards written at a time (default: one a core)")
+    command.add_argument("--no-check", action="store_true", help="do not try to decode the images on the way")
+    command.add_argument("--verify", action="store_true", help="read all shards and compare their checksums")
 
 
 def _add_info(commands: Commands) -> None:
@@ -285,6 +296,20 @@ def run_explore(options: argparse.Namespace, _: list[str]) -> int:
 
     _quiet()
     serve(options.checkpoint, options.image, options.host, options.port)
+    return 0
+
+
+def run_shard(options: argparse.Namespace, _: list[str]) -> int:
+    """`dgt shard`: writes shards, or checks them; prints a line for each that was written or is damaged."""
+    from dgt.data.sharding import verify_shards, write_shards
+
+    if options.verify:
+        damaged = verify_shards(options.source)
+        print(f"{len(damaged)} damaged: delete them and run `dgt shard` again" if damaged else "all checksums fit")
+        return 1 if damaged else 0
+    if options.out is None:
+        raise ValueError("name the folder of the shards: dgt shard DIR OUT")
+    print(write_shards(options.source, options.out, options.samples, options.workers, not options.no_check).text())
     return 0
 
 

@@ -16,6 +16,7 @@ from PIL import Image
 
 from dgt.data.decoding import BrokenImage, try_decode
 from dgt.data.scenes import Scenes
+from dgt.data.shards import ShardImages, is_sharded, shard_splits
 
 Labelled = tuple[Image.Image | BrokenImage, int]
 
@@ -38,7 +39,7 @@ def folder_names(parent: str | os.PathLike[str]) -> tuple[str, ...]:
     return tuple(sorted(entry.name for entry in os.scandir(parent) if entry.is_dir() and entry.name[0] != "."))
 
 
-def _files(folder: Path) -> list[str]:
+def image_files(folder: Path) -> list[str]:
     """Every image file below `folder`, sorted."""
     return sorted(
         os.path.join(parent, name)
@@ -79,7 +80,7 @@ class ImageFolder:
         if unknown:
             raise ValueError(f"{folder} has classes that the training split lacks: {', '.join(unknown[:5])}")
         labels = {name: label for label, name in enumerate(self.class_names)}
-        self.samples = [(path, labels[name]) for name in found_classes for path in _files(folder / name)]
+        self.samples = [(path, labels[name]) for name in found_classes for path in image_files(folder / name)]
         if not self.samples:
             raise ValueError(
                 f"no image in any of the {len(found_classes)} class folders of {folder} "
@@ -210,9 +211,11 @@ def available_splits(root: str | os.PathLike[str]) -> tuple[str, ...]:
 
     Raises:
         FileNotFoundError: nothing is there.
-        ValueError: an unreadable packed file.
+        ValueError: an unreadable packed file, or shards that are unfinished.
     """
     root = Path(root)
+    if is_sharded(root):
+        return shard_splits(root)
     packed = _packed_file(root)
     if packed is not None:
         with _open_npz(packed) as arrays:
@@ -226,9 +229,9 @@ def available_splits(root: str | os.PathLike[str]) -> tuple[str, ...]:
 
 def open_images(
     root: str | os.PathLike[str], split: str, class_names: Sequence[str] | None = None
-) -> ImageFolder | PackedImages | CifarImages:
-    """The reader for what lies at `root`: a packed `.npz` (or a folder with just one), a folder that is or holds
-    `cifar-10-batches-py`, or else `<root>/<split>/<class>/` folders.
+) -> ImageFolder | PackedImages | CifarImages | ShardImages:
+    """The reader for what lies at `root`: shards of `dgt shard`, a packed `.npz` (or a folder with just one), a folder
+    that is or holds `cifar-10-batches-py`, or else `<root>/<split>/<class>/` folders.
 
     Args:
         root: file or folder.
@@ -239,6 +242,8 @@ def open_images(
         FileNotFoundError, ValueError: as the readers do.
     """
     root = Path(root)
+    if is_sharded(root):
+        return ShardImages(root, split)
     packed, cifar = _packed_file(root), _cifar_parent(root)
     if packed is not None:
         return PackedImages(packed, split)
