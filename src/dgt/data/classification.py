@@ -35,7 +35,7 @@ VAL_SPLITS = ("val", "validation", "valid", "test")
 NO_ROOT = "root: expected the folder or .npz file of the images, got none (only 'scenes' needs none)"
 
 
-def _choose_split(wanted: str | None, usual: Sequence[str], found: Sequence[str]) -> str | None:
+def choose_split(wanted: str | None, usual: Sequence[str], found: Sequence[str]) -> str | None:
     """The split the user named, or the first usual one that was found, or none."""
     return wanted or next((name for name in usual if name in found), None)
 
@@ -153,12 +153,12 @@ class ClassificationData(ImageData):
         if self.root is None:
             raise ValueError(NO_ROOT)
         found = available_splits(self.root)
-        train = _choose_split(self.train_split, TRAIN_SPLITS, found)
+        train = choose_split(self.train_split, TRAIN_SPLITS, found)
         if part == "train":
             split = train or TRAIN_SPLITS[0]
             images = open_images(self.root, split)
             if isinstance(images, ImageFolder):
                 _refuse_empty_classes(images, Path(self.root) / split)
             return images, split
-        split = _choose_split(self.val_split, VAL_SPLITS, found) or VAL_SPLITS[0]
+        split = choose_split(self.val_split, VAL_SPLITS, found) or VAL_SPLITS[0]
         return open_images(self.root, split, _folder_classes(self.root, train)), split

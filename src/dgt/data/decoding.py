@@ -23,6 +23,10 @@ class BrokenImage(NamedTuple):
     reason: str
 
 
+class WrongLabels(BrokenImage):
+    """Stands in for a sample whose labels can be read but are wrong: such a file stops the run, it is not left out."""
+
+
 class BrokenImagesError(RuntimeError):
     """Too many images of a data set cannot be read."""
 
@@ -83,15 +87,20 @@ class BrokenImages:
         split: its name, for messages.
         total: images in the split.
         max_share: the largest share of broken images to put up with, 0 to 1.
+        things: what is counted, for messages: images, or annotations.
+        fault: what is wrong with the broken ones, for messages.
 
     Raises:
         ValueError: `max_share` outside [0, 1].
     """
 
-    def __init__(self, split: str, total: int, max_share: float) -> None:
+    def __init__(
+        self, split: str, total: int, max_share: float, things: str = "images", fault: str = "cannot be read"
+    ) -> None:
         if not 0 <= max_share <= 1:
             raise ValueError(f"max_broken_share must lie in [0, 1], got {max_share}")
         self.split, self.total, self.max_share = split, total, max_share
+        self.things, self.fault = things, fault
         self.broken: dict[str, str] = {}
 
     def __len__(self) -> int:
@@ -102,13 +111,16 @@ class BrokenImages:
 
         Raises:
             BrokenImagesError: their share is now above the limit.
+            ValueError: wrong labels are among them; naming the file.
         """
         for item in broken:
+            if isinstance(item, WrongLabels):
+                raise ValueError(f"{item.path}: {item.reason}")
             self.broken.setdefault(item.path, item.reason)
         if len(self) > self.max_share * self.total:
             first = "\n".join(f"  {path}: {reason}" for path, reason in list(self.broken.items())[:5])
             raise BrokenImagesError(
-                f"{len(self)} of the {self.total} images of split {self.split!r} cannot be read "
+                f"{len(self)} of the {self.total} {self.things} of split {self.split!r} {self.fault} "
                 f"({len(self) / max(self.total, 1):.2%}, above max_broken_share = {self.max_share:.2%}); "
                 f"the first:\n{first}"
             )

@@ -8,10 +8,14 @@ from dataclasses import dataclass
 from torch import nn
 
 from dgt.data.classification import ClassificationData
+from dgt.data.detection import DetectionData
 from dgt.data.module import ImageData
+from dgt.data.segmentation import SegmentationData
 from dgt.tasks.base import TrainingTask
 from dgt.tasks.classify import ClassificationTask
+from dgt.tasks.detect import HEADLINE, DetectionTask, build_detector
 from dgt.tasks.network import ModelSettings, build_classifier
+from dgt.tasks.segment import SegmentationTask, build_segmenter
 
 __all__ = ["TASKS", "ClassificationTask", "TaskRow", "TrainingTask"]
 
@@ -51,5 +55,12 @@ TASKS = {
         data=ClassificationData,
         build=build_classifier,
         headline={"top1": "top-1", "top5": "top-5"},
-    )
+    ),
+    "segment": TaskRow(
+        task=SegmentationTask,
+        data=SegmentationData,
+        build=build_segmenter,
+        headline={"miou": "mIoU", "accuracy": "pixel accuracy"},
+    ),
+    "detect": TaskRow(task=DetectionTask, data=DetectionData, build=build_detector, headline=HEADLINE),
 }

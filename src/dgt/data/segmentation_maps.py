@@ -1,0 +1,217 @@
+"""Readers of pictures with label maps: ADE20K's layout, a plain one, and the built-in scenes.
+
+```
+ROOT/images/<split>/NAME.jpg  ROOT/annotations/<split>/NAME.png     ADE20K: label 0 is ignored, c + 1 is class c
+ROOT/images/<split>/NAME.jpg  ROOT/labels/<split>/NAME.png          plain: label c is class c
+```
+
+A label map is an 8-bit picture of one channel (grey or palette), of its picture's size; 255 is ignored in both layouts.
+What cannot be decoded is a `BrokenImage`, left out and counted; a label map that can be read but is wrong would teach
+the model something wrong, so it stops the run: a `WrongLabels`, which names the file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError
+
+from dgt.data.decoding import BrokenImage, WrongLabels, try_decode
+from dgt.data.images import folder_names, image_files
+from dgt.data.scenes import Scenes
+
+IGNORED = 255
+CLASS_FILES = ("classes.txt", "objectInfo150.txt")
+LABEL_FOLDERS = {"annotations": True, "labels": False}
+"""Folder of the label maps -> whether label 0 is ignored there."""
+
+LabelMap = NDArray[np.uint8]
+
+
+class MappedPicture(NamedTuple):
+    """An RGB picture and its label map (H, W): class numbers from 0, `IGNORED` where there is none."""
+
+    picture: Image.Image
+    labels: LabelMap
+
+
+class MappedPictures(Protocol):
+    """What every reader offers."""
+
+    class_names: tuple[str, ...]
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> MappedPicture | BrokenImage: ...
+
+
+class LabelMapFolder:
+    """Pictures in `<root>/images/<split>/` with label maps of the same names in `<root>/labels/<split>/`, or in
+    `<root>/annotations/<split>/` as ADE20K has them. Sub-folders are fine where both have the same.
+
+    Args:
+        root: the data set's folder.
+        split: the split's folder name.
+        class_names: the classes in the order of their labels, 255 at most.
+        zero_is_ignored: whether label 0 means "none of the classes" and label c + 1 class c; None: in `annotations/`.
+
+    Raises:
+        FileNotFoundError: the root, the folders or the split do not exist.
+        ValueError: no pictures, pictures without a label map or the other way round, or two of one name.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        split: str,
+        class_names: Sequence[str],
+        zero_is_ignored: bool | None = None,
+    ) -> None:
+        if not 1 <= len(class_names) <= IGNORED:
+            raise ValueError(f"classes must be 1 to {IGNORED} names, got {len(class_names)}")
+        place = label_folder(root)
+        images, maps = Path(root) / "images" / split, place / split
+        for folder in (images, maps):
+            if not folder.is_dir():
+                found = ", ".join(folder_names(folder.parent)) or "none"
+                raise FileNotFoundError(
+                    f"split: {split!r} is not a folder in {folder.parent}; folders found there: {found}"
+                )
+        self.class_names = tuple(class_names)
+        self.zero_is_ignored = LABEL_FOLDERS[place.name] if zero_is_ignored is None else zero_is_ignored
+        self.samples = _pairs(images, maps)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> MappedPicture | BrokenImage:
+        image, path = self.samples[index]
+        picture, stored = try_decode(image, image), _read_label_map(path)
+        if isinstance(picture, BrokenImage):
+            return picture
+        if isinstance(stored, BrokenImage):
+            return stored
+        if picture.size != stored.shape[::-1]:
+            return WrongLabels(
+                path,
+                f"the label map has {stored.shape[1]} x {stored.shape[0]} pixels, "
+                f"its picture {image} has {picture.size[0]} x {picture.size[1]}",
+            )
+        labels = stored - np.uint8(1) if self.zero_is_ignored else stored  # 0 becomes 255
+        if self.zero_is_ignored:
+            labels[stored == IGNORED] = IGNORED
+        found = np.flatnonzero(np.bincount(labels.ravel(), minlength=IGNORED + 1)[:IGNORED])
+        if len(found) and found[-1] >= len(self.class_names):
+            first, last = (1, len(self.class_names)) if self.zero_is_ignored else (0, len(self.class_names) - 1)
+            also = "0 and 255" if self.zero_is_ignored else "255"
+            return WrongLabels(
+                path, f"expected labels {first} to {last}, {also} for none, got {found[-1] + int(self.zero_is_ignored)}"
+            )
+        return MappedPicture(picture, labels)
+
+
+class SceneMaps:
+    """The built-in scenes with their label maps: background, and the kinds of shapes."""
+
+    def __init__(self, split: str, length: int, image_size: int) -> None:
+        self.scenes = Scenes(split, length, image_size)
+        self.class_names = ("background", *self.scenes.class_names)
+
+    def __len__(self) -> int:
+        return len(self.scenes)
+
+    def __getitem__(self, index: int) -> MappedPicture:
+        scene = self.scenes[index]
+        labels = scene.label_map.numpy().astype(np.uint8)
+        return MappedPicture(Image.fromarray(scene.image.permute(1, 2, 0).numpy()), labels)
+
+
+def label_folder(root: str | os.PathLike[str]) -> Path:
+    """The folder with the label maps of all splits.
+
+    Raises:
+        FileNotFoundError: `root` is no folder, or has not just one of `annotations` and `labels` beside `images`.
+    """
+    root = Path(root)
+    if not root.is_dir():
+        raise FileNotFoundError(f"root: there is no folder {root}")
+    found = [root / name for name in LABEL_FOLDERS if (root / name).is_dir()]
+    if len(found) != 1 or not (root / "images").is_dir():
+        expected = f"images and one of {' and '.join(LABEL_FOLDERS)}"
+        raise FileNotFoundError(
+            f"root: expected the folders {expected} in {root}, found {', '.join(folder_names(root)) or 'no folder'}"
+        )
+    return found[0]
+
+
+def read_class_names(root: str | os.PathLike[str]) -> tuple[str, ...]:
+    """The classes that a file beside the pictures lists: `classes.txt`, a name a line, or ADE20K's `objectInfo150.txt`.
+
+    Raises:
+        FileNotFoundError: there is neither.
+        ValueError: a file without names, or not in UTF-8.
+    """
+    for name in CLASS_FILES:
+        path = Path(root) / name
+        if not path.is_file():
+            continue
+        try:
+            lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not a text in UTF-8: {error}") from error
+        if name != CLASS_FILES[0]:  # a table whose last column holds synonyms, the usual one first
+            lines = [line.split("\t")[-1].split(",")[0].strip() for line in lines[1:]]
+        if not lines:
+            raise ValueError(f"{path} lists no classes")
+        return tuple(lines)
+    raise FileNotFoundError(
+        f"the classes of {root} are not known: name them in data.classes, or in {root}/{CLASS_FILES[0]}, one a line"
+    )
+
+
+def _pairs(images: Path, maps: Path) -> list[tuple[str, str]]:
+    """Picture and label map of each name, in the order of names."""
+    pictures, labels = _by_name(images), _by_name(maps)
+    if not pictures and not labels:
+        raise ValueError(f"no image in {images}")
+    for here, there, what in (
+        (pictures, labels, f"images without a label map in {maps}"),
+        (labels, pictures, f"label maps without an image in {images}"),
+    ):
+        alone = [path for name, path in here.items() if name not in there]
+        if alone:
+            shown = ", ".join(alone[:3]) + (", ..." if len(alone) > 3 else "")
+            raise ValueError(f"{len(alone)} {what}: {shown}")
+    return [(pictures[name], labels[name]) for name in sorted(pictures)]
+
+
+def _by_name(folder: Path) -> dict[str, str]:
+    """Image files below a folder by their path in it without suffix."""
+    found: dict[str, str] = {}
+    for path in image_files(folder):
+        name = os.path.splitext(os.path.relpath(path, folder))[0]
+        if name in found:
+            raise ValueError(f"two files of one name: {found[name]} and {path}")
+        found[name] = path
+    return found
+
+
+def _read_label_map(path: str) -> LabelMap | BrokenImage:
+    """The numbers in a label map as they are stored, (H, W)."""
+    try:
+        with Image.open(path) as opened:
+            if opened.mode not in ("L", "P"):
+                kind = "16-bit" if opened.mode.startswith("I") else opened.mode
+                return WrongLabels(path, f"expected a label map of one 8-bit channel (grey or palette), got {kind}")
+            if opened.format == "JPEG":
+                return WrongLabels(path, "expected a lossless label map such as PNG, got JPEG, which blurs labels")
+            return np.array(opened, dtype=np.uint8)
+    except UnidentifiedImageError:
+        return BrokenImage(path, "not an image in any format that Pillow knows")
+    except (OSError, SyntaxError, ValueError) as error:  # cut off or damaged
+        return BrokenImage(path, f"{type(error).__name__}: {error}")

@@ -1,0 +1,171 @@
+"""UperNet for semantic segmentation (section 4.2): any hierarchical backbone under the head of transformers.
+
+The head of Hugging Face is mmsegmentation's, parameter for parameter: pyramid pooling at scales 1, 2, 3 and 6 over the
+last map, a feature pyramid over all four, and an auxiliary fully convolutional head on the third map for training. In
+evaluation a ``mask`` of real pixels makes every image of a padded batch give what it gives alone: DGT's attention leaves
+padding out, and the head, whose pooling and interpolation know nothing of padding, runs on each image's own part of the
+maps. Training pads in the same way but keeps the batch whole, for the sake of BatchNorm's statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dgt.models.backbone import FeatureBackbone, build_backbone
+from dgt.models.dgt import DynamicGroupTransformer
+from dgt.models.inspection import set_attention
+
+TOP_K = 512
+"""Keys a group chooses in the paper's segmentation models."""
+
+
+class UperNetLogits(NamedTuple):
+    """What training needs: logits of the main head and of the auxiliary one, both (B, num_classes, H, W)."""
+
+    main: Tensor
+    auxiliary: Tensor
+
+
+class UperNet(nn.Module):
+    """A backbone, UperNet's head and its auxiliary head.
+
+    Args:
+        backbone: gives four maps.
+        num_classes: classes of the label maps, 1 to 255.
+        channels: width of the head; 512 in the paper's models.
+        auxiliary_channels: width of the auxiliary head.
+
+    Raises:
+        ValueError: a number out of its range.
+    """
+
+    def __init__(
+        self, backbone: FeatureBackbone, num_classes: int, channels: int = 512, auxiliary_channels: int = 256
+    ) -> None:
+        from transformers.models.upernet.configuration_upernet import UperNetConfig
+        from transformers.models.upernet.modeling_upernet import UperNetFCNHead, UperNetHead
+
+        super().__init__()
+        if not 1 <= num_classes <= 255:
+            raise ValueError(f"num_classes must lie in 1 to 255, got {num_classes}")
+        for name, value in (("channels", channels), ("auxiliary_channels", auxiliary_channels)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        config = UperNetConfig(hidden_size=channels, auxiliary_channels=auxiliary_channels, num_labels=num_classes)  # type: ignore[call-arg]
+        self.num_classes = num_classes
+        self.backbone = backbone
+        self.decode_head = UperNetHead(config, in_channels=backbone.channels)
+        self.auxiliary_head = UperNetFCNHead(config, in_channels=backbone.channels)
+        self._init_heads()
+
+    def _init_heads(self) -> None:
+        """Kaiming's normal for what a ReLU follows, a small normal for the classifiers."""
+        for head in (self.decode_head, self.auxiliary_head):
+            for module in head.modules():
+                if isinstance(module, nn.Conv2d):
+                    nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            nn.init.normal_(head.classifier.weight, std=0.01)
+            if head.classifier.bias is not None:
+                nn.init.zeros_(head.classifier.bias)
+
+    def forward(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Map images to logits of the same height and width.
+
+        Args:
+            images: (B, 3, H, W), normalised, at least 32 x 32 pixels.
+            mask: optional bool (B, H, W), True where a pixel is real. Each image's real part must be a rectangle in its
+                upper left corner, and in evaluation of at least 32 x 32 pixels.
+
+        Returns:
+            (B, num_classes, H, W) logits; in evaluation they are 0 where a pixel is padding.
+
+        Raises:
+            ValueError: images or a mask of another shape.
+        """
+        if mask is None or self.training:
+            return self._decode(self.backbone(images, mask), images)
+        takes_mask = self.backbone.takes_mask
+        maps = self.backbone(images, mask) if takes_mask else []
+        logits = images.new_zeros(len(images), self.num_classes, *images.shape[2:])
+        for (height, width), members in _by_size(mask, images):
+            alone = images[members, :, :height, :width]
+            if takes_mask:
+                own = [
+                    x[members, :, : -(-height // stride), : -(-width // stride)]
+                    for x, stride in zip(maps, self.backbone.strides, strict=True)
+                ]
+            else:
+                own = self.backbone(alone)
+            logits[members, :, :height, :width] = self._decode(own, alone).to(logits.dtype)
+        return logits
+
+    def forward_both(self, images: Tensor, mask: Tensor | None = None) -> UperNetLogits:
+        """Map images to the logits of both heads, for training; arguments as in :meth:`forward`."""
+        maps = self.backbone(images, mask)
+        return UperNetLogits(self._decode(maps, images), _to_size_of(images, self.auxiliary_head(maps)))
+
+    def _decode(self, maps: list[Tensor], images: Tensor) -> Tensor:
+        return _to_size_of(images, self.decode_head(maps))
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the backbone and both heads in place, so that every way through the model is compiled."""
+        for part in (self.backbone, self.decode_head, self.auxiliary_head):
+            part.compile(*args, **kwargs)
+
+
+def build_upernet(
+    backbone: str | nn.Module,
+    num_classes: int,
+    channels: int = 512,
+    auxiliary_channels: int = 256,
+    image_size: int | None = None,
+    **arguments: Any,
+) -> UperNet:
+    """Build UperNet over a backbone: ``build_upernet("dgt_tiny", num_classes=150)`` is the paper's.
+
+    A DGT named here chooses 512 keys, as in the paper, unless ``top_k`` says otherwise.
+
+    Args:
+        backbone: name of a timm model with maps at strides 4, 8, 16 and 32, or a finished
+            :class:`dgt.models.backbone.FeatureBackbone`.
+        num_classes: classes of the label maps, 1 to 255.
+        channels: width of the head.
+        auxiliary_channels: width of the auxiliary head.
+        image_size: side of the training images, for models that are built for one size.
+        arguments: further keyword arguments of the backbone, e.g. ``drop_path_rate=0.2``.
+
+    Raises:
+        TypeError, ValueError: naming the argument; for the backbone as :func:`dgt.models.backbone.build_backbone`.
+    """
+    network = build_backbone(backbone, image_size, **arguments)
+    is_dgt = isinstance(network.model, DynamicGroupTransformer)
+    if is_dgt and isinstance(backbone, str) and "top_k" not in arguments:
+        set_attention(network.model, top_k=TOP_K)
+    return UperNet(network, num_classes, channels, auxiliary_channels)
+
+
+def _to_size_of(images: Tensor, logits: Tensor) -> Tensor:
+    return F.interpolate(logits, size=images.shape[2:], mode="bilinear", align_corners=False)
+
+
+def _by_size(mask: Tensor, images: Tensor) -> Iterator[tuple[tuple[int, int], list[int]]]:
+    """Each size of a real part, with the images that have it.
+
+    Raises:
+        ValueError: a mask of another shape or type, or a real part that is no rectangle in the upper left corner.
+    """
+    if mask.dtype != torch.bool or mask.shape != (len(images), *images.shape[2:]):
+        raise ValueError(f"mask must be bool of the images' shape (B, H, W), got {mask.dtype} {tuple(mask.shape)}")
+    heights, widths = mask.any(dim=2).sum(dim=1), mask.any(dim=1).sum(dim=1)
+    rows, columns = (torch.arange(side, device=mask.device) for side in mask.shape[1:])
+    rectangles = (rows[None, :, None] < heights[:, None, None]) & (columns < widths[:, None, None])
+    if not torch.equal(mask, rectangles):
+        raise ValueError("mask must be a rectangle of real pixels in the upper left corner of each image")
+    sizes = list(zip(heights.tolist(), widths.tolist(), strict=True))
+    for size in dict.fromkeys(sizes):
+        yield size, [index for index, other in enumerate(sizes) if other == size]

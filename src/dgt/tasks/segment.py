@@ -1,0 +1,121 @@
+"""Semantic segmentation: cross entropy of UperNet, 0.4 times that of its auxiliary head, mean intersection over union.
+
+As in the paper's ADE20K experiments. Pixels without a label are left out of the loss and of the measures; padding is
+kept out of the attention too, through the mask of real pixels.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchmetrics.classification import MulticlassConfusionMatrix
+
+from dgt.data.segmentation import LabelMaps, SegmentationData
+from dgt.data.segmentation_maps import IGNORED
+from dgt.models.upernet import UperNet, build_upernet
+from dgt.tasks.base import TrainingTask
+from dgt.tasks.confusion import segmentation_scores
+from dgt.tasks.network import ModelSettings
+from dgt.tasks.optim import OptimizerSettings, ScheduleSettings
+from dgt.tasks.scanning import predict_labels
+
+AUXILIARY_WEIGHT = 0.4
+
+
+def segmentation_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross entropy of the labelled pixels, computed in float32; 0 where no pixel has a label.
+
+    Args:
+        logits: (B, classes, H, W).
+        labels: int64 (B, H, W), 255 where there is none.
+
+    Returns:
+        A scalar.
+    """
+    total = F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
+    return total / (labels != IGNORED).sum().clamp(min=1)
+
+
+def real_pixels(targets: LabelMaps) -> Tensor | None:
+    """The mask of a padded batch, bool (B, S, S), True where a pixel is a picture's; None where nothing is padded."""
+    rows, columns = (torch.arange(side, device=targets.sizes.device) for side in targets.labels.shape[1:])
+    if bool((targets.sizes == targets.sizes.new_tensor(targets.labels.shape[1:])).all()):
+        return None
+    heights, widths = targets.sizes[:, 0, None, None], targets.sizes[:, 1, None, None]
+    return (rows[:, None] < heights) & (columns < widths)
+
+
+class SegmentationTask(TrainingTask):
+    """A UperNet with the loss and metrics of semantic segmentation; arguments as in :class:`TrainingTask`."""
+
+    network: UperNet
+
+    def __init__(
+        self,
+        network: nn.Module,
+        num_classes: int,
+        optimizer: OptimizerSettings,
+        schedule: ScheduleSettings,
+        global_batch: int,
+    ) -> None:
+        super().__init__(network, num_classes, optimizer, schedule, global_batch)
+        self.confusion = MulticlassConfusionMatrix(num_classes, ignore_index=IGNORED, validate_args=False)
+
+    def forward(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Images (B, 3, H, W) and the mask of their real pixels -> logits (B, classes, H, W)."""
+        logits: Tensor = self.network(images, mask)
+        return logits
+
+    def training_step(self, batch: tuple[Tensor, LabelMaps], batch_idx: int) -> Tensor:
+        """Loss of one batch of padded crops (B, 3, S, S)."""
+        images, targets = batch
+        labels = targets.labels.long()
+        logits = self.network.forward_both(images, real_pixels(targets))
+        main, auxiliary = (segmentation_loss(part, labels) for part in logits)
+        loss = main + AUXILIARY_WEIGHT * auxiliary
+        self.log_losses(loss, len(images), loss_main=main, loss_auxiliary=auxiliary)
+        return loss
+
+    def validation_step(self, batch: tuple[list[Tensor], list[Tensor]], batch_idx: int) -> None:
+        """Add pictures (3, H, W) and their labels (H, W) to the confusion matrix; torchmetrics sums it over ranks."""
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(data, SegmentationData):
+            raise TypeError(
+                f"validation needs the trainer's datamodule to be SegmentationData, got {type(data).__name__}"
+            )
+        images, labels = batch
+        for size in dict.fromkeys(image.shape for image in images):
+            alike = [index for index, image in enumerate(images) if image.shape == size]
+            stacked = torch.stack([images[index] for index in alike])
+            found = predict_labels(self.network, stacked, data.scale, data.test)
+            self.confusion.update(found, torch.stack([labels[index] for index in alike]).long())
+
+    def on_validation_epoch_end(self) -> None:
+        """Log `val/miou`, `val/mean_accuracy` and `val/accuracy`, shares in [0, 1]."""
+        scores = segmentation_scores(self.confusion.compute())
+        self.confusion.reset()
+        self.log("val/miou", scores.miou.float(), prog_bar=True)
+        self.log("val/mean_accuracy", scores.mean_accuracy.float())
+        self.log("val/accuracy", scores.accuracy.float())
+
+
+def build_segmenter(settings: ModelSettings, num_classes: int, image_size: int) -> nn.Module:
+    """Build UperNet over the recipe's model.
+
+    Args:
+        settings: the recipe's model; `head` may have `channels` and `auxiliary_channels`.
+        num_classes: classes of the label maps.
+        image_size: side of the training crops in pixels.
+
+    Raises:
+        ValueError: timm knows no such model, it is no backbone of four stages, or it or the head does not take these
+            arguments.
+    """
+    unknown = sorted(set(settings.head) - {"channels", "auxiliary_channels"})
+    if unknown:
+        raise ValueError(f"model.head takes channels and auxiliary_channels for segmentation, got {', '.join(unknown)}")
+    arguments = dict(settings.args)
+    if settings.drop_path_rate is not None:
+        arguments.setdefault("drop_path_rate", settings.drop_path_rate)
+    return build_upernet(settings.name, num_classes, image_size=image_size, **settings.head, **arguments)
