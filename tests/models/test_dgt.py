@@ -33,7 +33,8 @@ def test_parameters_are_those_of_the_paper(name) -> None:
 
 
 def test_the_models_are_registered() -> None:
-    assert set(timm.list_models("dgt_*")) == {"dgt_nano", *PARAMETERS}
+    blocks = {f"{size}_{block}_block" for size in ("dgt_nano", "dgt_tiny") for block in ("swin", "cswin", "cmt")}
+    assert set(timm.list_models("dgt_*")) == {"dgt_nano", *PARAMETERS} | blocks
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -111,8 +112,8 @@ def test_options_of_the_constructor(small) -> None:
     rates = [getattr(block.drop_path1, "drop_prob", 0.0) for stage in model.stages for block in stage.blocks]
     assert rates == pytest.approx([0.0, 0.06, 0.12, 0.18, 0.24, 0.3])
     assert small(dtype=torch.bfloat16)(torch.randn(1, 3, 32, 32).bfloat16()).dtype == torch.bfloat16
-    with pytest.raises(ValueError, match=r"attention must be 'group' or 'global' for every stage, got 'window'"):
-        small(attention=("group", "group", "window", "global"))
+    with pytest.raises(ValueError, match=r"attention must be one of group, global, .* for every stage, got 'local'"):
+        small(attention=("group", "group", "local", "global"))
     with pytest.raises(ValueError, match=r"must be equally long"):
         small(depths=(1, 1))
 

@@ -1,7 +1,7 @@
 """The modules a Dynamic Group Transformer is made of (Eqs. 8-10), in channels-last layout: (B, H, W, C) in and out."""
 
 from dgt.layers.attention import DGAttention, GlobalAttention
-from dgt.layers.block import Block
+from dgt.layers.block import Block, FeedForward
 from dgt.layers.centroids import renormalize_centroids
 from dgt.layers.convolution import (
     ConditionalPositionEncoding,
@@ -12,16 +12,26 @@ from dgt.layers.convolution import (
     keep_real_pixels,
 )
 from dgt.layers.head import Head
+from dgt.layers.patches import PatchConcatenation, PatchStem
+from dgt.layers.reduced import PositionTable, ReducedAttention
+from dgt.layers.windows import StripeAttention, WindowAttention
 
 __all__ = [
     "Block",
     "ConditionalPositionEncoding",
     "ConvStem",
     "DGAttention",
+    "FeedForward",
     "GlobalAttention",
     "Head",
     "InvertedResidualFFN",
+    "PatchConcatenation",
     "PatchMerging",
+    "PatchStem",
+    "PositionTable",
+    "ReducedAttention",
+    "StripeAttention",
+    "WindowAttention",
     "keep_real",
     "keep_real_pixels",
     "renormalize_centroids",

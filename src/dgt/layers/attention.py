@@ -52,11 +52,16 @@ class SelfAttention(nn.Module):
         qkv = self.qkv(x).flatten(1, -2)  # (B, L, 3 C)
         qkv = qkv.unflatten(-1, [3, self.num_heads, qkv.shape[-1] // (3 * self.num_heads)])
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        query, key = self.comparable(query, key)
+        return query, key, value
+
+    def comparable(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (B, H, L, D) queries and keys ready for their dot products: by cosine, normalised and scaled."""
         if self.cosine:
             scale = self.logit_scale.exp().clamp(max=100.0)
-            query = (F.normalize(query, dim=-1) * scale).to(value.dtype)
-            key = F.normalize(key, dim=-1).to(value.dtype)
-        return query, key, value
+            query = (F.normalize(query, dim=-1) * scale).to(key.dtype)
+            key = F.normalize(key, dim=-1).to(key.dtype)
+        return query, key
 
     def merge_heads(self, attended: Tensor, x: Tensor) -> Tensor:
         """Project (B, H, L, D) back to the shape of ``x``."""
@@ -75,6 +80,18 @@ def check_tokens_in(x: Tensor, dim: int) -> None:
         raise TypeError(f"{expected}, got {describe(x)}")
     if x.dim() not in (3, 4) or x.shape[-1] != dim:
         raise ValueError(f"{expected}, got {describe(x)}")
+
+
+def check_map_in(x: Tensor, dim: int) -> None:
+    """Check that a layer's input is a floating point (B, H, W, C) map of ``dim`` channels: windows need rows.
+
+    Raises:
+        TypeError: for another type.
+        ValueError: for another number of dimensions or channels.
+    """
+    check_tokens_in(x, dim)
+    if x.dim() != 4:
+        raise ValueError(f"x must be a (B, H, W, {dim}) map, got {describe(x)}")
 
 
 def check_mask(mask: Tensor | None, x: Tensor) -> None:

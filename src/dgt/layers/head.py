@@ -1,9 +1,12 @@
-"""The classifier head: CMT's 1x1 convolution to a wide layer, pooling, and a linear classifier."""
+"""The classifier head: CMT's 1x1 convolution to a wide layer, pooling, and a linear classifier.
+
+Without the wide layer it is the head of Swin and CSWin: LayerNorm, pooling, linear classifier.
+"""
 
 from typing import Any
 
 import torch
-from timm.layers import SelectAdaptivePool2d
+from timm.layers import LayerNorm2d, SelectAdaptivePool2d
 from torch import Tensor, nn
 
 
@@ -12,20 +15,23 @@ class Head(nn.Module):
 
     Args:
         in_dim: channels in.
-        hidden: channels of the convolution.
+        hidden: channels of the convolution; None for LayerNorm in place of convolution, BatchNorm and SiLU.
         num_classes: classes; 0 leaves the classifier out.
         pool: timm's name of the pooling; "" leaves it out, and the classifier becomes a 1x1 convolution.
         drop: dropout rate before the classifier.
     """
 
     def __init__(
-        self, in_dim: int, hidden: int, num_classes: int, pool: str = "avg", drop: float = 0.0, **factory: Any
+        self, in_dim: int, hidden: int | None, num_classes: int, pool: str = "avg", drop: float = 0.0, **factory: Any
     ) -> None:
         super().__init__()
-        self.num_features = hidden
-        self.conv: nn.Module = nn.Conv2d(in_dim, hidden, 1, **factory)
-        self.norm: nn.Module = nn.BatchNorm2d(hidden, **factory)
-        self.act: nn.Module = nn.SiLU()
+        self.num_features = in_dim if hidden is None else hidden
+        self.conv: nn.Module = nn.Identity()
+        self.norm: nn.Module = LayerNorm2d(in_dim, **factory)
+        self.act: nn.Module = nn.Identity()
+        if hidden is not None:
+            self.conv, self.norm = nn.Conv2d(in_dim, hidden, 1, **factory), nn.BatchNorm2d(hidden, **factory)
+            self.act = nn.SiLU()
         self.drop = nn.Dropout(drop)
         self.reset(num_classes, pool, **factory)
 

@@ -2,20 +2,31 @@
 
 from dgt.models.cost import Cost, cost
 from dgt.models.dgt import DynamicGroupTransformer
+from dgt.models.diagnose import BlockDiagnosis, diagnose
+from dgt.models.hybrids import cswin_tiny, cswin_tiny_dga, swin_tiny, swin_tiny_dga
 from dgt.models.inspection import BlockVisit, GroupRecord, group_records, set_attention, visit_blocks
+from dgt.models.upernet import UperNet, build_upernet
 from dgt.models.variants import dgt_base, dgt_nano, dgt_small, dgt_tiny
 
 __all__ = [
+    "BlockDiagnosis",
     "BlockVisit",
     "Cost",
     "DynamicGroupTransformer",
     "GroupRecord",
+    "UperNet",
+    "build_upernet",
     "cost",
+    "cswin_tiny",
+    "cswin_tiny_dga",
     "dgt_base",
     "dgt_nano",
     "dgt_small",
     "dgt_tiny",
+    "diagnose",
     "group_records",
     "set_attention",
+    "swin_tiny",
+    "swin_tiny_dga",
     "visit_blocks",
 ]

@@ -5,26 +5,16 @@ The first three stages attend inside dynamic groups, the last globally; :mod:`dg
 become keys, never count in centroid statistics, and look to every convolution like its own padding.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, cast
 
 import torch
 from timm.layers import trunc_normal_
-from timm.models import checkpoint, register_notrace_function
+from timm.models import register_notrace_function
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from dgt.layers import (
-    Block,
-    ConvStem,
-    DGAttention,
-    GlobalAttention,
-    Head,
-    PatchMerging,
-    keep_real,
-    keep_real_pixels,
-)
+from dgt.layers import Block, Head, keep_real_pixels
+from dgt.models.stages import Layout, Stage
 
 
 @register_notrace_function
@@ -49,32 +39,6 @@ def check_images(x: Tensor, in_chans: int, mask: Tensor | None = None) -> Tensor
     return x
 
 
-class Stage(nn.Module):
-    """Patch merging, then blocks.
-
-    Args:
-        in_dim: channels in.
-        dim: channels out.
-        blocks: the blocks.
-    """
-
-    def __init__(self, in_dim: int, dim: int, blocks: list[Block], **factory: Any) -> None:
-        super().__init__()
-        self.merge = PatchMerging(in_dim, dim, **factory)
-        self.blocks = nn.ModuleList(blocks)
-        self.grad_checkpointing = False
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Map (B, H, W, in_dim) to (B, ceil(H / 2), ceil(W / 2), dim); ``mask`` is at the resolution of the result."""
-        x = self.merge(x)
-        for block in self.blocks:
-            if self.grad_checkpointing and not torch.jit.is_scripting():
-                x = checkpoint(block, x, mask)
-            else:
-                x = block(x, mask)
-        return keep_real(x, mask)
-
-
 class DynamicGroupTransformer(nn.Module):
     """Dynamic Group Transformer for images of any size from 32 x 32 pixels on, without being told the size.
 
@@ -86,7 +50,14 @@ class DynamicGroupTransformer(nn.Module):
         stem_stride: stride of the stem's first convolution: 2, or 1 for very small images (all strides halve).
         dims, depths, num_heads: channels, blocks and heads of the four stages.
         num_groups, top_k: G and k of the stages that attend in groups.
-        attention: kind of attention of each stage, ``"group"`` or ``"global"``.
+        attention: kind of attention of each stage: ``"group"``, ``"global"``, ``"window"`` (Swin's), ``"stripe"``
+            (CSWin's) or ``"reduced"`` (CMT's).
+        extents: of each stage, the side of a window, the width of a stripe (0: the whole map) or the ratio of
+            reduction, in tokens; the other kinds need none.
+        table_side: side of the first stage's map, in tokens, that CMT's position tables are made for.
+        cpe, ffn: the position encoding and feed-forward network of the blocks, as in :class:`dgt.layers.Block`.
+        skeleton: stem, patch merging and head around the blocks: ``"dgt"``, ``"swin"`` or ``"cswin"``; the latter two
+            have patches of 2 ``stem_stride`` pixels, no ``stem_width`` and no ``head_width``.
         mlp_ratio: expansion R of the feed-forward networks.
         post_norm: residual post-norm and cosine attention (DGT-S and -B).
         head_width: channels of the head's 1x1 convolution.
@@ -110,6 +81,11 @@ class DynamicGroupTransformer(nn.Module):
         num_groups: int = 48,
         top_k: int = 98,
         attention: tuple[str, ...] = ("group", "group", "group", "global"),
+        extents: tuple[int, ...] = (0, 0, 0, 0),
+        table_side: int = 56,
+        cpe: bool = True,
+        ffn: str = "irffn",
+        skeleton: str = "dgt",
         mlp_ratio: float = 4.0,
         post_norm: bool = False,
         head_width: int = 1280,
@@ -123,38 +99,25 @@ class DynamicGroupTransformer(nn.Module):
         dtype: Any = None,
     ) -> None:
         super().__init__()
-        _check_layout(stem_stride, dims, depths, num_heads, attention)
         factory = {"device": device, "dtype": dtype}
-        self.in_chans, self.num_classes = in_chans, num_classes
+        groups = {"num_groups": num_groups, "top_k": top_k, "tau": tau, "tau_weighs": tau_weighs, "backend": backend}
+        block = {"mlp_ratio": mlp_ratio, "post_norm": post_norm, "drop": proj_drop_rate, "cpe": cpe, "ffn": ffn}
+        sizes = (dims, depths, num_heads, attention, extents, table_side)
+        layout = Layout(skeleton, *sizes, groups, block, drop_path_rate, factory)
+        self.in_chans, self.num_classes, self.skeleton = in_chans, num_classes, skeleton
         self.grad_checkpointing = False
-        self.strides = [stem_stride * 2**i for i in range(len(dims) + 1)]  # of the stem and of every stage
-        self.feature_info = [
+        self.strides = layout.strides(stem_stride)  # of the stem and of every stage
+        self.feature_info: list[dict[str, Any]] = [
             {"num_chs": dim, "reduction": stride, "module": f"stages.{i}"}
             for i, (dim, stride) in enumerate(zip(dims, self.strides[1:], strict=True))
         ]
-        groups: dict[str, Any] = {
-            "num_groups": num_groups,
-            "top_k": top_k,
-            "tau": tau,
-            "tau_weighs": tau_weighs,
-            "backend": backend,
-        }
-        kinds: dict[str, Callable[..., nn.Module]] = {
-            "group": partial(DGAttention, **groups),
-            "global": GlobalAttention,
-        }
-        drop_paths = torch.linspace(0, drop_path_rate, sum(depths), device="cpu").split(list(depths))
-        self.stem = ConvStem(in_chans, stem_width, stem_stride, **factory)
-        self.stages = nn.ModuleList()
-        for i, dim in enumerate(dims):
-            attend = partial(kinds[attention[i]], dim, num_heads[i], cosine=post_norm, **factory)
-            rates = drop_paths[i].tolist()
-            blocks = [Block(dim, attend(), mlp_ratio, post_norm, proj_drop_rate, p, **factory) for p in rates]
-            self.stages.append(Stage((stem_width, *dims)[i], dim, blocks, **factory))
+        self.stem = layout.stem(in_chans, stem_width, self.strides[0])
+        self.stages = nn.ModuleList(layout.stages(stem_width))
         self.num_features = dims[-1]
-        self.head = Head(dims[-1], head_width, num_classes, global_pool, drop_rate, **factory)
+        hidden = head_width if skeleton == "dgt" else None
+        self.head = Head(dims[-1], hidden, num_classes, global_pool, drop_rate, **factory)
         self.head_hidden_size = self.head.num_features * self.head.global_pool.feat_mult()
-        if self.head.conv.weight.device.type != "meta":
+        if next(self.parameters()).device.type != "meta":
             self.init_weights()
 
     @torch.jit.ignore
@@ -163,7 +126,7 @@ class DynamicGroupTransformer(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 trunc_normal_(module.weight, std=0.02)
-            elif isinstance(module, nn.Conv2d):
+            elif isinstance(module, nn.Conv2d) and self.skeleton == "dgt":  # Swin and CSWin leave PyTorch's
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
             if isinstance(module, nn.Linear | nn.Conv2d) and module.bias is not None:
                 nn.init.zeros_(module.bias)
@@ -174,8 +137,9 @@ class DynamicGroupTransformer(nn.Module):
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        """Names of the parameters that are not to decay: position encodings and logit scales."""
-        return {name for name, _ in self.named_parameters() if ".cpe." in name or name.endswith("logit_scale")}
+        """Names of the parameters that are not to decay: position encodings and tables, and logit scales."""
+        free = (".cpe.", "logit_scale", "position_table", "relative_position_bias_table")
+        return {name for name, _ in self.named_parameters() if any(part in name for part in free)}
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
@@ -296,21 +260,3 @@ class DynamicGroupTransformer(nn.Module):
             self.head.remove_hidden(self.num_features)
             self.reset_classifier(0, "")
         return list(take)
-
-
-def _check_layout(
-    stem_stride: int,
-    dims: tuple[int, ...],
-    depths: tuple[int, ...],
-    num_heads: tuple[int, ...],
-    attention: tuple[str, ...],
-) -> None:
-    """Check the constructor's arguments that describe stages."""
-    if stem_stride not in (1, 2):
-        raise ValueError(f"stem_stride must be 1 or 2, got {stem_stride}")
-    if not len(dims) == len(depths) == len(num_heads) == len(attention):
-        came = f"{dims}, {depths}, {num_heads}, {attention}"
-        raise ValueError(f"dims, depths, num_heads and attention must be equally long, got {came}")
-    for kind in attention:
-        if kind not in ("group", "global"):
-            raise ValueError(f"attention must be 'group' or 'global' for every stage, got {kind!r}")

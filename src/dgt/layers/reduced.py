@@ -1,0 +1,111 @@
+"""CMT's attention, which the paper compares itself with: every query sees a map reduced by a strided convolution.
+
+Its position table has a score for every pair of query and key place, shared by the blocks of a stage. It is made for
+one size of the map and stretched (bilinear in both places) to any other.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.models import register_notrace_module
+from torch import Tensor, nn
+
+from dgt.layers.attention import SelfAttention, check_map_in, check_mask
+from dgt.layers.convolution import keep_real
+from dgt.layers.windows import pad_map
+from dgt.ops.checks import check_count
+
+
+@register_notrace_module
+class ReducedAttention(SelfAttention):
+    """CMT's attention: queries from all tokens, keys and values from a map ``ratio`` times smaller.
+
+    Args:
+        dim: channels C.
+        num_heads: H; divides ``dim``.
+        ratio: side of the square of tokens that one key stands for; 1 is global attention.
+        qkv_bias, cosine: as in :class:`SelfAttention`.
+
+    Raises:
+        TypeError, ValueError: for a count below 1, or as in :class:`SelfAttention`.
+    """
+
+    def __init__(
+        self, dim: int, num_heads: int, ratio: int = 1, qkv_bias: bool = True, cosine: bool = False, **factory: Any
+    ) -> None:
+        super().__init__(dim, num_heads, qkv_bias, cosine, **factory)
+        check_count("ratio", ratio)
+        self.ratio = ratio
+        self.reduce: nn.Module = nn.Identity()
+        if ratio > 1:
+            self.reduce = nn.Sequential(
+                nn.Conv2d(dim, dim, ratio, ratio, groups=dim, **factory), nn.BatchNorm2d(dim, **factory)
+            )
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, position: Tensor | None = None) -> Tensor:
+        """Map (B, H, W, C) to the same shape.
+
+        Args:
+            x: the map.
+            mask: optional bool (B, H, W), True where a token is real; a key is real where its first token is.
+            position: optional (H, L, K) scores to add, from :class:`PositionTable`.
+        """
+        if not torch.jit.is_scripting():
+            check_map_in(x, self.qkv.in_features)
+            check_mask(mask, x)
+        dim = x.shape[-1]
+        mask = None if mask is None else mask.view(x.shape[:-1])
+        reduced = pad_map(keep_real(x, mask), self.ratio, self.ratio).permute(0, 3, 1, 2)
+        reduced = self.reduce(reduced).flatten(2).transpose(1, 2)
+        weight, bias = self.qkv.weight, self.qkv.bias
+        query = F.linear(x, weight[:dim], None if bias is None else bias[:dim])
+        key_value = F.linear(reduced, weight[dim:], None if bias is None else bias[dim:])
+        shape = [self.num_heads, dim // self.num_heads]
+        query = query.flatten(1, 2).unflatten(-1, shape).transpose(1, 2)
+        key, value = key_value.unflatten(-1, [2, shape[0], shape[1]]).permute(2, 0, 3, 1, 4).unbind(0)
+        query, key = self.comparable(query, key)
+        scores = None if position is None else position.unsqueeze(0).to(query.dtype)
+        if mask is not None:
+            real = mask[:, :: self.ratio, :: self.ratio].flatten(1)[:, None, None, :]
+            scores = torch.zeros_like(real, dtype=query.dtype) if scores is None else scores
+            # Without a real key in an image (nothing but padding) no row of the softmax may be empty.
+            scores = scores.masked_fill(~(real | ~real.any(-1, keepdim=True)), float("-inf"))
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=scores, scale=self.scale)
+        return self.merge_heads(attended, x)
+
+    def extra_repr(self) -> str:
+        return f"heads={self.num_heads}, ratio={self.ratio}"
+
+
+@register_notrace_module
+class PositionTable(nn.Module):
+    """CMT's learned score between every place of a map and every place of the reduced map.
+
+    Args:
+        num_heads: H.
+        side: of the square map, in tokens, that the table is made for.
+        ratio: how many times smaller the map of keys is.
+    """
+
+    def __init__(self, num_heads: int, side: int, ratio: int, **factory: Any) -> None:
+        super().__init__()
+        self.side, self.ratio = side, ratio
+        self.position_table = nn.Parameter(torch.empty(num_heads, side**2, (-(-side // ratio)) ** 2, **factory))
+        nn.init.normal_(self.position_table)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the (H, L, K) scores for a (B, H, W, C) map."""
+        table: Tensor = self.position_table
+        ratio = self.ratio
+        rows, columns = x.shape[1], x.shape[2]
+        if rows == self.side and columns == self.side:
+            return table
+        keys = [(rows + ratio - 1) // ratio, (columns + ratio - 1) // ratio]
+        small = (self.side + ratio - 1) // ratio
+        table = F.interpolate(table.unflatten(2, [small, small]), keys, mode="bilinear")  # (H, side^2, K)
+        table = table.flatten(2).transpose(1, 2).unflatten(2, [self.side, self.side])
+        return F.interpolate(table, [rows, columns], mode="bilinear").flatten(2).transpose(1, 2)
+
+    def extra_repr(self) -> str:
+        return f"side={self.side}, ratio={self.ratio}"
