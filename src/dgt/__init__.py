@@ -4,7 +4,7 @@ Importing the package registers its models with timm: ``timm.create_model("dgt_t
 """
 
 from dgt.layers import DGAttention, GlobalAttention
-from dgt.models import DynamicGroupTransformer, cost, group_records, set_attention
+from dgt.models import DynamicGroupTransformer, build_upernet, cost, diagnose, group_records, set_attention
 from dgt.ops import (
     DynamicGroupAttentionOutput,
     attend,
@@ -24,7 +24,9 @@ __all__ = [
     "DynamicGroupTransformer",
     "GlobalAttention",
     "attend",
+    "build_upernet",
     "cost",
+    "diagnose",
     "dynamic_group_attention",
     "group_matmul",
     "group_queries",

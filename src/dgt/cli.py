@@ -181,7 +181,8 @@ def _add_shard(commands: Commands) -> None:
 def _add_info(commands: Commands) -> None:
     command = _add(commands, "info", run_info, "print parameters and FLOPs of models beside the paper's")
     command.add_argument("model", nargs="?", metavar="MODEL", help="any timm model (default: all of this package)")
-    command.add_argument("--size", type=int, nargs=2, default=(224, 224), metavar=("H", "W"), help="default: 224 224")
+    command.add_argument("--task", default="classify", metavar="TASK", help="classify (default), segment, ...")
+    command.add_argument("--size", type=int, nargs=2, metavar=("H", "W"), help="default: that of the paper's FLOPs")
     command.add_argument("--json", action="store_true", help="print a list of rows as JSON")
 
 
@@ -317,7 +318,7 @@ def run_info(options: argparse.Namespace, _: list[str]) -> int:
     """`dgt info`: prints the table."""
     from dgt.models.info import model_rows, model_table
 
-    rows = model_rows(options.model, tuple(options.size))
+    rows = model_rows(options.model, tuple(options.size) if options.size else None, options.task)
     print(json.dumps(rows, indent=2) if options.json else model_table(rows))
     return 0
 

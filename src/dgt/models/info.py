@@ -1,40 +1,90 @@
-"""Rows of ``dgt info``: parameters and FLOPs of the models beside the paper's."""
+"""Rows of ``dgt info``: parameters and FLOPs of the models beside the paper's, for each of the paper's tasks."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from dgt.models.cost import PAPER, Cost, cost
+from dgt.models.upernet import build_upernet
 
 MODELS = ("dgt_tiny", "dgt_small", "dgt_base", "dgt_nano")
 
 
-def model_rows(model: str | None = None, image_size: tuple[int, int] = (224, 224)) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class CountedTask:
+    """How the models of one task are counted.
+
+    Args:
+        count: cost of the task's network over a timm model, at a height and width.
+        models: those that are listed when none is named.
+        image_size: height and width of the paper's FLOPs.
+        paper: model -> parameters in millions and GFLOPs as printed.
+    """
+
+    count: Callable[[str, tuple[int, int]], Cost]
+    models: tuple[str, ...]
+    image_size: tuple[int, int]
+    paper: Mapping[str, tuple[float, float]]
+
+
+def _count_upernet(name: str, image_size: tuple[int, int]) -> Cost:
+    """UperNet with ADE20K's 150 classes; the auxiliary head has parameters but does not run."""
+    return cost(build_upernet(name, num_classes=150, image_size=max(image_size)), image_size)
+
+
+TASKS = {
+    "classify": CountedTask(cost, MODELS, (224, 224), PAPER),
+    "segment": CountedTask(
+        _count_upernet,
+        ("dgt_tiny", "dgt_small", "dgt_base"),
+        (512, 2048),
+        {"dgt_tiny": (52.5, 954), "dgt_small": (81.9, 1074), "dgt_base": (122.2, 1234)},
+    ),
+}
+
+
+def model_rows(
+    model: str | None = None, image_size: tuple[int, int] | None = None, task: str = "classify"
+) -> list[dict[str, Any]]:
     """Return one row a model, ready for JSON.
 
     Args:
-        model: the name of any timm model; None for all of ours.
-        image_size: height and width in pixels.
+        model: the name of any timm model (for another task than classification one that can be its backbone); None for
+            all of ours.
+        image_size: height and width in pixels; None for those of the paper's FLOPs.
+        task: a key of `TASKS`.
 
     Returns:
-        Rows with ``model``, ``params``, ``flops`` (multiply-adds of one image), ``paper_params``, ``paper_flops``
-        (in units, None where the paper has none: other models, or other sizes for FLOPs), ``image_size`` and
-        ``stages`` (name, params, flops).
+        Rows with ``model``, ``task``, ``params``, ``flops`` (multiply-adds of one image), ``paper_params``,
+        ``paper_flops`` (in units, None where the paper has none: other models, or other sizes for FLOPs),
+        ``image_size`` and ``stages`` (name, params, flops).
 
     Raises:
-        ValueError: for an unknown name.
+        ValueError: for an unknown name or task.
     """
-    return [_row(name, cost(name, image_size), image_size) for name in (MODELS if model is None else (model,))]
+    if task not in TASKS:
+        raise ValueError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
+    counted = TASKS[task]
+    names = counted.models if model is None else (model,)
+    return [_row(name, task, image_size or counted.image_size) for name in names]
 
 
-def _row(name: str, counted: Cost, image_size: tuple[int, int]) -> dict[str, Any]:
-    paper_params, paper_flops = PAPER.get(name, (None, None))
+def _row(name: str, task: str, image_size: tuple[int, int]) -> dict[str, Any]:
+    counted = TASKS[task]
+    total = counted.count(name, image_size)
+    paper_params, paper_flops = counted.paper.get(name, (None, None))
+    same_size = image_size == counted.image_size
     return {
         "model": name,
-        "params": counted.params,
-        "flops": counted.flops,
+        "task": task,
+        "params": total.params,
+        "flops": total.flops,
         "paper_params": None if paper_params is None else round(paper_params * 1e6),
-        "paper_flops": round(paper_flops * 1e9) if paper_flops is not None and image_size == (224, 224) else None,
+        "paper_flops": round(paper_flops * 1e9) if paper_flops is not None and same_size else None,
         "image_size": list(image_size),
-        "stages": [stage._asdict() for stage in counted.stages],
+        "stages": [stage._asdict() for stage in total.stages],
     }
 
 

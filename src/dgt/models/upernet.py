@@ -2,7 +2,7 @@
 
 The head of Hugging Face is mmsegmentation's, parameter for parameter: pyramid pooling at scales 1, 2, 3 and 6 over the
 last map, a feature pyramid over all four, and an auxiliary fully convolutional head on the third map for training. In
-evaluation a ``mask`` of real pixels makes every image of a padded batch give what it gives alone: DGT's attention leaves
+evaluation a ``mask`` of real pixels makes every image of a padded batch give what it gives alone: DGT leaves
 padding out, and the head, whose pooling and interpolation know nothing of padding, runs on each image's own part of the
 maps. Training pads in the same way but keeps the batch whole, for the sake of BatchNorm's statistics.
 """
