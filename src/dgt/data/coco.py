@@ -94,7 +94,9 @@ def _section(content: Any, name: str, path: str | os.PathLike[str]) -> list[Entr
         if entry["id"] in seen:
             raise ValueError(f"{path}: two entries of {name!r} have the id {entry['id']!r}")
         seen.add(entry["id"])
-        if name == "images" and not all(isinstance(entry[side], int) and entry[side] > 0 for side in ("width", "height")):
+        if name == "images" and not all(
+            isinstance(entry[side], int) and entry[side] > 0 for side in ("width", "height")
+        ):
             raise ValueError(f"{path}: image {entry['id']!r} is {entry['width']!r} x {entry['height']!r} pixels")
     if name != "annotations" and not found:
         raise ValueError(f"{path}: the list {name!r} is empty")
@@ -198,9 +200,7 @@ def encode_masks(masks: NDArray[np.uint8]) -> list[Entry]:
     if not len(masks):
         return []
     codes = coco_mask.encode(np.asfortranarray(masks.transpose(1, 2, 0)))
-    return [
-        {"size": [int(side) for side in code["size"]], "counts": _text(code["counts"])} for code in codes
-    ]
+    return [{"size": [int(side) for side in code["size"]], "counts": _text(code["counts"])} for code in codes]
 
 
 def _text(counts: bytes | str) -> str:

@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from dgt.figures.detections import predict_objects
+from dgt.figures import label_map
 from dgt.training import LoadedRun
 
-DRAWERS: dict[str, Callable[[LoadedRun, Path, Path], dict[str, Any]]] = {}
+DRAWERS: dict[str, Callable[[LoadedRun, Path, Path], dict[str, Any]]] = {"segment": label_map.draw_prediction}
 """Task -> function of a trained model, an image file and the folder to write into; returns plain values for JSON."""
 
 
