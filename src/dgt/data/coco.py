@@ -94,9 +94,8 @@ def _section(content: Any, name: str, path: str | os.PathLike[str]) -> list[Entr
         if entry["id"] in seen:
             raise ValueError(f"{path}: two entries of {name!r} have the id {entry['id']!r}")
         seen.add(entry["id"])
-        if name == "images" and not all(
-            isinstance(entry[side], int) and entry[side] > 0 for side in ("width", "height")
-        ):
+        sides = (entry["width"], entry["height"]) if name == "images" else ()
+        if not all(isinstance(side, int) and side > 0 for side in sides):
             raise ValueError(f"{path}: image {entry['id']!r} is {entry['width']!r} x {entry['height']!r} pixels")
     if name != "annotations" and not found:
         raise ValueError(f"{path}: the list {name!r} is empty")
@@ -149,7 +148,7 @@ def _run_length_problem(code: Entry, height: int, width: int) -> str | None:
     if list(code.get("size", [])) != [height, width]:
         return f"has a run-length code of size {code.get('size')!r} in an image of {[height, width]}"
     counts = code.get("counts")
-    runs = decode_counts(counts) if isinstance(counts, str) else counts
+    runs: Any = decode_counts(counts) if isinstance(counts, str) else counts
     if not _numbers(runs) or any(run < 0 or run != int(run) for run in runs):
         return "has a run-length code whose counts are no integers of at least 0"
     return None if sum(runs) == height * width else f"has a run-length code of {sum(runs)} pixels for {height * width}"

@@ -33,8 +33,9 @@ SCENES_SIZE = {"train": 4000, "val": 500}
 
 
 class Objects(NamedTuple):
-    """The objects of one picture to train on: `boxes` float32 (N, 4) x0 y0 x1 y1, `labels` int64 (N,) from 1 on, `masks`
-    uint8 (N, H, W).
+    """The objects of one picture to train on.
+
+    `boxes` float32 (N, 4) x0 y0 x1 y1; `labels` int64 (N,) from 1 on; `masks` uint8 (N, H, W).
     """
 
     boxes: NDArray[np.float32]

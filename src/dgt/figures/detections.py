@@ -1,4 +1,4 @@
-"""Detections drawn over their picture: a wash of colour on every mask, a box, and the category's name with its score."""
+"""Detections drawn over their picture: a wash of colour on every mask, a box, the category's name and its score."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ WASH, OUTLINE = 0.5, 1.0
 
 
 class Detections(NamedTuple):
-    """Objects in one picture: `boxes` (N, 4) x0 y0 x1 y1 in pixels, `labels` (N,) from 0 on, `scores` (N,), `masks` bool
-    (N, H, W); by falling score.
+    """Objects in one picture, by falling score.
+
+    `boxes` (N, 4) x0 y0 x1 y1 in pixels; `labels` (N,) from 0 on; `scores` (N,); `masks` bool (N, H, W).
     """
 
     boxes: Array
@@ -83,9 +84,9 @@ def predict_objects(run: LoadedRun, image: Path, out: Path) -> dict[str, Any]:
         out: existing folder to write into.
 
     Returns:
-        `objects`, one {category, score, box (x0, y0, x1, y1)} for each detection, by falling score, and `files`. The JSON
-        file holds them as COCO's results do, with `bbox` (x, y, width, height) and `segmentation`, and the category's name
-        in place of a data set's number.
+        `objects`, one {category, score, box (x0, y0, x1, y1)} for each detection, by falling score, and `files`. The
+        JSON file holds them as COCO's results do, with `bbox` (x, y, width, height) and `segmentation`, and the
+        category's name in place of a data set's number.
 
     Raises:
         ValueError: the file cannot be read as an image.

@@ -35,7 +35,7 @@ Target = dict[str, Tensor]
 OPTIONS = frozenset(inspect.signature(MaskRCNN.__init__).parameters) - {"self", "backbone", "num_classes", "kwargs"}
 
 
-class Pyramid(FeaturePyramidNetwork):
+class Pyramid(FeaturePyramidNetwork):  # type: ignore[misc]  # torchvision is not typed
     """Feature pyramid of five levels of equal channels: one for each map of the backbone, and a coarser one by pooling.
 
     Args:
@@ -48,7 +48,7 @@ class Pyramid(FeaturePyramidNetwork):
         self.out_channels = out_channels
 
 
-class PaddedMaskRCNN(MaskRCNN):
+class PaddedMaskRCNN(MaskRCNN):  # type: ignore[misc]
     """torchvision's Mask R-CNN whose backbone is told which pixels of a padded batch are real.
 
     Args:
@@ -79,8 +79,8 @@ class PaddedMaskRCNN(MaskRCNN):
                 uint8 (N, H, W). Needed in training.
 
         Returns:
-            In training a dict of scalar losses. In evaluation for each image `boxes`, `labels`, `scores` (N,) and `masks`
-            (N, 1, H, W), the probability that a pixel belongs to the object, all at the image's own size.
+            In training a dict of scalar losses. In evaluation for each image `boxes`, `labels`, `scores` (N,) and
+            `masks` (N, 1, H, W), the probability that a pixel belongs to the object, all at the image's own size.
 
         Raises:
             ValueError: no targets in training, or a box without width or height.
@@ -171,7 +171,7 @@ def build_mask_rcnn(
 
 
 class DenseParts(nn.Module):
-    """What of a Mask R-CNN has a fixed cost, for counting: backbone, pyramid, and the heads on a fixed number of regions.
+    """What of a Mask R-CNN has a fixed cost, for counting: backbone, pyramid, and the heads on so many regions.
 
     As in mmdetection's count, 1000 regions go through the box head and 100 through the mask head.
     """

@@ -54,7 +54,7 @@ def _evaluate(
     """AP, AP50, AP75, and AP of small, medium and large objects."""
     from faster_coco_eval import COCO, COCOeval_faster
 
-    # The library writes into its entries; and where it finds a box beside a mask, it takes the box's area for the mask's.
+    # The library writes into its entries; and where it finds a box beside a mask, the box's area becomes the mask's.
     left_out = {"bbox"} if kind == "segm" else set()
     given = [{key: value for key, value in entry.items() if key not in left_out} for entry in detections]
     truth = COCO({name: [dict(entry) for entry in entries] for name, entries in ground_truth.items()})
