@@ -6,17 +6,13 @@ told in a sentence that names the file: missing, cut off, not of this package, w
 
 from __future__ import annotations
 
-import io
 import json
-import pickle
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
@@ -25,6 +21,7 @@ from dgt.tasks import TASKS
 from dgt.training.callbacks import RECORD_KEY
 from dgt.training.recipe import Recipe, parse_recipe
 from dgt.training.runs import RECORD_FORMAT
+from dgt.training.storage import read_checkpoint
 
 NETWORK_PREFIX = "network."
 
@@ -172,17 +169,8 @@ def _read_model_folder(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]
 
 
 def _read_checkpoint(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    content = io.BytesIO(source.read_bytes())  # read first: torch.load's OSError would look like a missing permission
-    try:
-        stored = torch.load(content, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        reason = "it is cut off or damaged" if not zipfile.is_zipfile(source) else "it holds Python objects"
-        raise ValueError(
-            f"{source} ({source.stat().st_size} bytes) is not a checkpoint of `dgt train`: {reason}"
-        ) from error
-    except (RuntimeError, EOFError, OSError, ValueError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{source} is cut off or damaged ({source.stat().st_size} bytes)") from error
-    if not isinstance(stored, dict) or not isinstance(stored.get(RECORD_KEY), dict):
+    stored = read_checkpoint(source)
+    if not isinstance(stored.get(RECORD_KEY), dict):
         raise ValueError(f"{source} was not written by `dgt train`: it has no entry 'dgt' with the recipe")
     if not isinstance(stored.get("state_dict"), dict):
         raise ValueError(f"{source} is cut off or damaged: it holds no weights")
