@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from dgt.figures.detections import predict_objects
-from dgt.figures import label_map
+from dgt.figures.label_map import draw_prediction
 from dgt.training import LoadedRun
 
-DRAWERS: dict[str, Callable[[LoadedRun, Path, Path], dict[str, Any]]] = {"segment": label_map.draw_prediction}
+DRAWERS: dict[str, Callable[[LoadedRun, Path, Path], dict[str, Any]]] = {
+    "segment": draw_prediction,
+    "detect": predict_objects,
+}
 """Task -> function of a trained model, an image file and the folder to write into; returns plain values for JSON."""
 
 
