@@ -93,7 +93,7 @@ def read_manifest(root: Path) -> dict[str, Any]:
     """
     path = root / MANIFEST
     if not path.is_file():
-        raise ValueError(f"{root} holds shards that are not finished, without {MANIFEST}: run `dgt shard` again")
+        raise ValueError(f"there is no {path}: no folder of shards, or one that `dgt shard` has yet to finish")
     try:
         manifest = json.loads(path.read_bytes())
         version, splits, names = manifest["format"], manifest["splits"], manifest["class_names"]

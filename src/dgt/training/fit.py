@@ -24,6 +24,14 @@ from dgt.tasks.optim import batch_scale
 from dgt.training.callbacks import CheckpointRecord, WeightEma, ema_decay, progress_callbacks
 from dgt.training.checkpoints import initialize
 from dgt.training.files import write_json, write_whole
+from dgt.training.parallel import (
+    BrokenImagesOfAll,
+    build_strategy,
+    full_weights,
+    synchronise_batchnorm,
+    task_class,
+    telling_lost_processes,
+)
 from dgt.training.recipe import Recipe, TrainerSettings, build_data
 from dgt.training.runs import choose_run_folder, environment, export_model, make_record
 
@@ -71,7 +79,10 @@ def fit(recipe: Recipe) -> Result:
         initialize(network, recipe.model.init_from)
     record = make_record(recipe, data.class_names)
     trainer, global_batch = build_trainer(recipe, folder, record, data)
-    task = row.task(network, data.num_classes, recipe.optimizer, recipe.schedule, global_batch)
+    if recipe.trainer.sync_batchnorm:
+        network = synchronise_batchnorm(network, trainer.strategy.root_device)
+    task_type = task_class(row.task, recipe.trainer.strategy)
+    task = task_type(network, data.num_classes, recipe.optimizer, recipe.schedule, global_batch)
     if recipe.trainer.compile:
         network.compile()
     if trainer.is_global_zero:
@@ -80,16 +91,17 @@ def fit(recipe: Recipe) -> Result:
     start = time.perf_counter()
     with warnings.catch_warnings():
         _ignore_expected_warnings()
-        with _telling_divergence(), _listing_broken_images(data, folder if trainer.is_global_zero else None):
+        with _telling_divergence(), telling_lost_processes(), _listing_broken_images(data, folder, trainer.global_rank):
             trainer.fit(task, datamodule=data)
             seconds = time.perf_counter() - start
             if trainer.current_epoch % recipe.trainer.check_val_every or recipe.schedule.steps is not None:
                 trainer.validate(task, datamodule=data, verbose=False)
     logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
     metrics = {key.removeprefix("val/"): value for key, value in logged.items() if key.startswith("val/")}
+    weights = full_weights(network)
     result = Result(trainer.strategy.broadcast(folder), metrics, trainer.current_epoch, seconds)
     if trainer.is_global_zero:
-        export_model(folder / "model", network, record)
+        export_model(folder / "model", network, record, weights)
         write_json(folder / "results.json", _results(result, recipe, trainer, global_batch, network, data))
         if any(data.ledgers.values()):
             data.write_broken_images(folder / BROKEN_IMAGES)
@@ -110,12 +122,17 @@ def build_trainer(recipe: Recipe, folder: Path, record: dict[str, Any], data: An
     """
     settings = recipe.trainer
     row = TASKS[recipe.task]
-    callbacks = [*progress_callbacks(row.summary), CheckpointRecord(record), *_checkpoints(folder, row.monitor)]
+    callbacks = [
+        *progress_callbacks(row.summary),
+        BrokenImagesOfAll(),
+        CheckpointRecord(record),
+        *_checkpoints(folder, row.monitor),
+    ]
     trainer = make_trainer(
         settings,
         devices=settings.devices,
         num_nodes=settings.num_nodes,
-        strategy=settings.strategy,
+        strategy=build_strategy(settings.strategy),
         accumulate_grad_batches=settings.accumulate,
         check_val_every_n_epoch=settings.check_val_every,
         deterministic=settings.deterministic,
@@ -186,8 +203,10 @@ def _telling_divergence() -> Iterator[None]:
 
 
 @contextmanager
-def _listing_broken_images(data: Any, folder: Path | None) -> Iterator[None]:
-    """Where unreadable images stop the run, list them in its folder first; `folder` is None beside the first process.
+def _listing_broken_images(data: Any, folder: Path, rank: int) -> Iterator[None]:
+    """Where unreadable images stop the run, list them in its folder first.
+
+    Another process than the first writes under a name of its own, and into `recipe.out`, all it knows.
 
     Raises:
         BrokenImagesError: as it came.
@@ -195,8 +214,9 @@ def _listing_broken_images(data: Any, folder: Path | None) -> Iterator[None]:
     try:
         yield
     except BrokenImagesError:
-        if folder is not None:
-            data.write_broken_images(folder / BROKEN_IMAGES)
+        name = BROKEN_IMAGES if rank == 0 else f"{Path(BROKEN_IMAGES).stem}.{rank}.txt"
+        if folder.is_dir():
+            data.write_broken_images(folder / name)
         raise
 
 

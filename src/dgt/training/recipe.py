@@ -1,7 +1,7 @@
 """Recipes: one YAML file per experiment, checked key by key before anything runs.
 
-A recipe has the sections `model`, `data`, `optimizer`, `schedule`, `ema` and `trainer` and the keys `task`, `seed` and
-`out`. Whatever it leaves out has the default written here; `data` takes the arguments of the task's data module. Every
+A recipe has the sections `model`, `data`, `optimizer`, `schedule`, `ema`, `trainer` and `checkpoint` and the keys
+`task`, `seed` and `out`. Whatever it leaves out has the default written here; `data` takes the arguments of the task's data module. Every
 key can be set on the command line as `--section.key value`. An unknown key or a wrong type is one sentence that names
 the key, as a `ValueError`.
 """
@@ -52,11 +52,15 @@ class TrainerSettings:
         devices: number of devices on each machine, or auto for all.
         num_nodes: number of machines.
         precision: auto is bf16-mixed on a GPU that has it and 32-true elsewhere.
-        strategy: Lightning's strategy, such as auto or ddp.
+        strategy: auto; ddp, every process holds the whole network; fsdp2, the weights are shared out among the
+            processes; or another that Lightning knows.
+        sync_batchnorm: let BatchNorm count over the batches of all processes, not of each alone.
         accumulate: batches per optimizer step.
         check_val_every: epochs between two validations; the last epoch is always validated.
         deterministic: use deterministic algorithms alone.
         compile: run the network through torch.compile.
+        max_skipped: steps in a row that may be skipped as their loss or gradient is not finite; null looks at nothing.
+        pictures_every: epochs between two drawings of predictions and groups for TensorBoard; null draws none.
     """
 
     accelerator: str = "auto"
@@ -64,16 +68,49 @@ class TrainerSettings:
     num_nodes: int = 1
     precision: Precision = "auto"
     strategy: str = "auto"
+    sync_batchnorm: bool = False
     accumulate: int = 1
     check_val_every: int = 1
     deterministic: bool = False
     compile: bool = False
+    max_skipped: int | None = 10
+    pictures_every: int | None = 10
 
     def __post_init__(self) -> None:
         """Raise ValueError, naming the recipe's key, for a value out of range."""
         for key in ("num_nodes", "accumulate", "check_val_every"):
             if getattr(self, key) < 1:
                 raise ValueError(f"trainer.{key} must be at least 1, got {getattr(self, key)!r}")
+        if self.max_skipped is not None and self.max_skipped < 0:
+            raise ValueError(f"trainer.max_skipped must be null or at least 0, got {self.max_skipped!r}")
+        if self.pictures_every is not None and self.pictures_every < 1:
+            raise ValueError(f"trainer.pictures_every must be null or at least 1, got {self.pictures_every!r}")
+
+
+@dataclass(frozen=True)
+class CheckpointSettings:
+    """How often the state of the training is saved. The best validation and the end are saved always.
+
+    Args:
+        every_epochs: epochs between two checkpoints; null for none at the end of epochs.
+        every_steps: optimizer steps between two; null for none.
+        every_minutes: minutes between two, at the next step that ends; null for none.
+        keep: how many are kept, the newest; where the newest is damaged the one before serves.
+    """
+
+    every_epochs: int | None = 1
+    every_steps: int | None = None
+    every_minutes: float | None = 30.0
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        """Raise ValueError, naming the recipe's key, for a value out of range."""
+        for key in ("every_epochs", "every_steps", "every_minutes"):
+            value = getattr(self, key)
+            if value is not None and value <= 0:
+                raise ValueError(f"checkpoint.{key} must be null or above 0, got {value!r}")
+        if self.keep < 1:
+            raise ValueError(f"checkpoint.keep must be at least 1, got {self.keep!r}")
 
 
 @dataclass(frozen=True)
@@ -91,6 +128,7 @@ class Recipe:
         schedule: length and learning rates.
         ema: average of the weights.
         trainer: devices and precision.
+        checkpoint: how often the training is saved.
     """
 
     name: str = "recipe"
@@ -103,12 +141,17 @@ class Recipe:
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     ema: EmaSettings = field(default_factory=EmaSettings)
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
 
     def __post_init__(self) -> None:
         """Raise ValueError, naming the recipe's key, for a value out of range."""
         _check_task(self.task)
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must be at least 0 and less than 2**32, got {self.seed!r}")
+        if self.trainer.strategy == "fsdp2" and self.ema.decay is not None:
+            raise ValueError(
+                "ema.decay must be null under trainer.strategy fsdp2: shared-out weights have no average"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as nested plain values, ready for YAML or JSON."""
@@ -130,7 +173,7 @@ def help_text(task: str = "classify") -> str:
     """What `dgt train --help` prints: the shipped recipes, each with the first line of its header, and all keys."""
     folder = resources.files("dgt.recipes")
     lines = [
-        "usage: dgt train RECIPE [--data.root DIR] [--section.key value ...]\n",
+        "usage: dgt train RECIPE [--resume auto] [--data.root DIR] [--section.key value ...]\n",
         "Train a recipe, shipped by name or the path of a YAML file, and write its run folder (runs/NAME).\n",
         "recipes:",
     ]
@@ -162,6 +205,7 @@ def recipe_parser(task: str = "classify") -> jsonargparse.ArgumentParser:
     parser.add_class_arguments(ScheduleSettings, "schedule")
     parser.add_class_arguments(EmaSettings, "ema")
     parser.add_class_arguments(TrainerSettings, "trainer")
+    parser.add_class_arguments(CheckpointSettings, "checkpoint")
     return parser
 
 
@@ -219,6 +263,7 @@ def parse_recipe(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Re
         schedule=ScheduleSettings(**settings["schedule"]),
         ema=EmaSettings(**settings["ema"]),
         trainer=TrainerSettings(**settings["trainer"]),
+        checkpoint=CheckpointSettings(**settings["checkpoint"]),
     )
 
 

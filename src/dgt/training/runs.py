@@ -15,7 +15,7 @@ from __future__ import annotations
 import platform
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dgt.tasks.network import ModelSettings, model_arguments
 from dgt.training.files import write_json, write_whole
@@ -80,7 +80,9 @@ def make_record(recipe: Recipe, class_names: Sequence[str]) -> dict[str, Any]:
     return {"format": RECORD_FORMAT, "recipe": recipe.to_dict(), "class_names": list(class_names)}
 
 
-def export_model(folder: Path, network: nn.Module, record: dict[str, Any]) -> None:
+def export_model(
+    folder: Path, network: nn.Module, record: dict[str, Any], weights: Mapping[str, Tensor] | None = None
+) -> None:
     """Write a trained network as `model.safetensors` and `config.json`.
 
     timm opens the folder of a classifier: `create_model("local-dir:FOLDER", pretrained=True)`.
@@ -89,10 +91,12 @@ def export_model(folder: Path, network: nn.Module, record: dict[str, Any]) -> No
         folder: where the two files go.
         network: the trained network.
         record: from `make_record`; kept in the file under "dgt".
+        weights: its whole state, where the network itself holds a share of it.
     """
     classifier = record["recipe"]["task"] == "classify"
     config = {**(_timm_config(network, record) if classifier else {}), "dgt": record}
-    tensors = {key: value.detach().cpu().contiguous() for key, value in network.state_dict().items()}
+    state = network.state_dict() if weights is None else weights
+    tensors = {key: value.detach().cpu().contiguous() for key, value in state.items()}
     write_whole(folder / "model.safetensors", safetensors.torch.save(tensors, metadata={"format": "pt"}))
     write_json(folder / "config.json", config)
 
