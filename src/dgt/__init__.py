@@ -4,7 +4,15 @@ Importing the package registers its models with timm: ``timm.create_model("dgt_t
 """
 
 from dgt.layers import DGAttention, GlobalAttention
-from dgt.models import DynamicGroupTransformer, build_upernet, cost, diagnose, group_records, set_attention
+from dgt.models import (
+    DynamicGroupTransformer,
+    build_upernet,
+    cost,
+    diagnose,
+    group_records,
+    replace_attention,
+    set_attention,
+)
 from dgt.ops import (
     DynamicGroupAttentionOutput,
     attend,
@@ -31,6 +39,7 @@ __all__ = [
     "group_matmul",
     "group_queries",
     "group_records",
+    "replace_attention",
     "seed_centroids",
     "select_keys",
     "set_attention",

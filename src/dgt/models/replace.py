@@ -1,0 +1,235 @@
+"""DG-Attention in models that exist: timm's ViT and DeiT, Swin, and Twins, with the weights they have.
+
+Projections, norms and feed-forward networks stay the very modules they were, under the same names; only what decides
+who attends to whom is new. In a ViT, class and register tokens belong to no group: they attend to all tokens, every
+token attends to them in addition to the k patches its group chose, and centroids are learnt from patches alone. So
+with k of at least the number of patches the model's outputs are what they were. In Swin the windows, their shift, mask
+and table of positions go, and each block gets a CPE at its start in the table's place, as in the paper's appendix; it
+begins at zero. Twins' windows go, its attention over a reduced map is no window and stays, as its position encoding.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from timm.models import register_notrace_module
+from timm.models.swin_transformer import SwinTransformerBlock
+from timm.models.twins import LocallyGroupedAttn
+from timm.models.vision_transformer import Attention
+from torch import Tensor, nn
+
+from dgt.layers import ConditionalPositionEncoding, DGAttention
+from dgt.layers.attention import check_tokens_in
+from dgt.ops import DynamicGroupAttentionOutput, attend, dynamic_group_attention, group_queries, select_keys
+from dgt.ops.checks import check_count
+
+SUPPORTED = "timm's vision_transformer.Attention, swin_transformer.SwinTransformerBlock and twins.LocallyGroupedAttn"
+IS_ATTENTION = re.compile(r"Att(entio)?n(?!.*Pool)")  # names of classes; pooling by attention is none of ours
+KEPT = ("GlobalSubSampleAttn",)
+SETTINGS = ("num_groups", "top_k", "tau", "tau_weighs", "backend")
+
+
+@register_notrace_module
+class SwappedAttention(DGAttention):
+    """DG-Attention made of the parts of another attention: its projections, norms and dropout, and prefix tokens.
+
+    Args:
+        old: an attention of timm with ``qkv`` and ``proj``; its modules are shared, not copied.
+        num_prefix_tokens: class and register tokens before the patches; they belong to no group.
+        settings: ``num_groups``, ``top_k``, ``tau``, ``tau_weighs``, ``backend``, as in :class:`dgt.DGAttention`.
+    """
+
+    def __init__(self, old: Any, num_prefix_tokens: int = 0, **settings: Any) -> None:
+        weight = old.qkv.weight
+        super().__init__(weight.shape[1], old.num_heads, device=weight.device, dtype=weight.dtype, **settings)
+        self.qkv, self.proj, self.scale = old.qkv, old.proj, old.scale
+        self.q_norm = getattr(old, "q_norm", nn.Identity())
+        self.k_norm = getattr(old, "k_norm", nn.Identity())
+        self.norm = getattr(old, "norm", nn.Identity())
+        self.proj_drop = old.proj_drop
+        self.num_prefix_tokens = num_prefix_tokens
+        self.train(old.training)
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """Map (B, L, C) or (B, H, W, C) to the same shape; arguments as timm's attention has them.
+
+        Raises:
+            ValueError: for a mask, which groups cannot honour, or as in :class:`dgt.DGAttention`.
+        """
+        check_tokens_in(x, self.qkv.in_features)
+        if attn_mask is not None or is_causal:
+            raise ValueError("attn_mask must be None and is_causal False: DG-Attention cannot honour a mask of pairs")
+        query, key, value = self._heads(x)
+        patches = query[:, :, self.num_prefix_tokens :]
+        if self.training and not self.seeded:
+            self.seed(patches, None)
+        attention = self._attend(query, key, value)
+        if self.training:
+            self.observe(patches, attention.group_ids, None, self.backend)
+        merged = self.norm(attention.output.transpose(1, 2).flatten(2))
+        return self.proj_drop(self.proj(merged)).view(x.shape)
+
+    def inspect(self, x: Tensor, mask: Tensor | None = None) -> DynamicGroupAttentionOutput:
+        """Return the groups of the patches and the keys of every group, counted with the prefix tokens.
+
+        Raises:
+            ValueError: for a mask.
+        """
+        if mask is not None:
+            raise ValueError("mask must be None: the model was swapped into knows no padding")
+        return self._attend(*self._heads(x))
+
+    def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = self.split_heads(x)
+        return self.q_norm(query), self.k_norm(key), value
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> DynamicGroupAttentionOutput:
+        """Patches attend to the prefix and to the keys of their group, prefix tokens to everything."""
+        prefix, centroids = self.num_prefix_tokens, self.unit_centroids()
+        if prefix == 0:
+            return dynamic_group_attention(query, key, value, centroids, self.top_k, self.scale, backend=self.backend)
+        patches = query[:, :, prefix:]
+        groups = group_queries(patches, centroids)
+        chosen = select_keys(centroids, key[:, :, prefix:], self.top_k) + prefix
+        always = torch.arange(prefix, device=chosen.device).expand(*chosen.shape[:3], prefix)
+        keys = torch.cat([always, chosen], dim=-1)
+        everything = F.scaled_dot_product_attention(query[:, :, :prefix], key, value, scale=self.scale)
+        grouped = attend(patches, key, value, groups, keys, self.scale, self.backend)
+        return DynamicGroupAttentionOutput(torch.cat([everything, grouped], dim=2), groups, keys)
+
+
+class SwappedWindows(SwappedAttention):
+    """The same where Twins had windows: its blocks tell the attention the size of the map."""
+
+    def forward(self, x: Tensor, size: Any = None) -> Tensor:  # type: ignore[override]
+        """Map (B, L, C) to (B, L, C); groups need no ``size``."""
+        return super().forward(x)
+
+
+class SwappedBlock(nn.Module):
+    """A block of timm's Swin with DG-Attention: (B, H, W, C) in and out, of any size.
+
+    Args:
+        old: the block; its modules are shared, not copied.
+        attention: what takes the place of windows, shift, mask and table of positions.
+        cpe: whether the block gets a conditional position encoding, of zeros.
+    """
+
+    def __init__(self, old: Any, attention: SwappedAttention, cpe: bool) -> None:
+        super().__init__()
+        weight = old.norm1.weight
+        self.cpe = None
+        if cpe:
+            self.cpe = ConditionalPositionEncoding(len(weight), device=weight.device, dtype=weight.dtype)
+            nn.init.zeros_(self.cpe.conv.weight)
+            nn.init.zeros_(cast(Tensor, self.cpe.conv.bias))
+        self.norm1, self.attn, self.drop_path1 = old.norm1, attention, old.drop_path1
+        self.norm2, self.mlp, self.drop_path2 = old.norm2, old.mlp, old.drop_path2
+        self.train(old.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, H, W, C) to (B, H, W, C)."""
+        if self.cpe is not None:
+            x = x + self.cpe(x)
+        x = x + self.drop_path1(self.attn(self.norm1(x)))
+        return x + self.drop_path2(self.mlp(self.norm2(x)))
+
+    def set_input_size(self, *_: Any, **__: Any) -> None:
+        """Do nothing: timm calls this to resize windows, and there are none."""
+
+
+def replace_attention(
+    model: nn.Module, num_prefix_tokens: int | None = None, cpe: bool = True, **settings: Any
+) -> list[str]:
+    """Put DG-Attention into a timm model in place, keeping its weights: ``replace_attention(model, top_k=98)``.
+
+    Args:
+        model: ViT, DeiT, Swin or Twins of timm, or any module built of their attention.
+        num_prefix_tokens: class and register tokens before the patches; None asks the model (0 if it does not say).
+        cpe: whether Swin's blocks get a conditional position encoding for the table of positions they lose.
+        settings: ``num_groups``, ``top_k``, ``tau``, ``tau_weighs``, ``backend``, as in :class:`dgt.DGAttention`.
+
+    Returns:
+        The names of the modules replaced, in order.
+
+    Raises:
+        TypeError: if ``model`` is no module, or for an unknown setting or one of a wrong type.
+        ValueError: naming the module, for an attention of another kind, or one with parts that DG-Attention has not
+            (dropout of the attention, gates, heads of another width); for a model without attention; for a setting out
+            of range. The model is then as it was.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, got {type(model).__name__}")
+    if num_prefix_tokens is not None:
+        check_count("num_prefix_tokens", num_prefix_tokens, least=0)
+    for name in settings:
+        if name not in SETTINGS:
+            raise TypeError(f"settings must be among {', '.join(SETTINGS)}, got {name!r}")
+    found = dict(_attentions(model))
+    if not found:
+        raise ValueError(
+            f"model must contain attention to replace ({SUPPORTED}), got a {type(model).__name__} without any"
+        )
+    new: dict[int, nn.Module] = {}  # by identity: a module used in two places is replaced by one
+    for name, old in found.items():
+        prefix = _prefix_of(model, name) if num_prefix_tokens is None else num_prefix_tokens
+        if id(old) not in new:
+            new[id(old)] = _swap(old, prefix, cpe, settings)
+    for name, old in found.items():
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, new[id(old)])
+    return list(found)
+
+
+def _attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield what is to be replaced, by name, having checked that all of it can be."""
+    inside = None  # prefix of the names inside a block that is replaced as a whole
+    for name, module in model.named_modules(remove_duplicate=False):
+        if inside is not None and name.startswith(inside):
+            continue
+        if type(module) in (Attention, LocallyGroupedAttn, SwinTransformerBlock):
+            if not name:
+                raise ValueError(f"model must contain attention, got a bare {type(module).__name__}")
+            _check_parts(name, module.attn if isinstance(module, SwinTransformerBlock) else module)
+            inside = f"{name}."
+            yield name, module
+        elif isinstance(module, DGAttention) or type(module).__name__ in KEPT:
+            inside = f"{name}."
+        elif IS_ATTENTION.search(type(module).__name__):
+            kind = f"{type(module).__module__}.{type(module).__name__}"
+            raise ValueError(
+                f"model must hold only attention that can be swapped ({SUPPORTED}), got {kind} at {name!r}"
+            )
+
+
+def _check_parts(name: str, old: Any) -> None:
+    """Check that an attention has no part that DG-Attention lacks."""
+    dim = old.qkv.in_features
+    if old.qkv.out_features != 3 * dim or old.proj.in_features != dim or old.proj.out_features != dim:
+        raise ValueError(f"attention to swap must be as wide as its input, got {old.qkv} and {old.proj} at {name!r}")
+    if old.attn_drop.p > 0:
+        raise ValueError(
+            f"attention to swap must have no dropout (attn_drop_rate=0), got {old.attn_drop.p} at {name!r}"
+        )
+    if getattr(old, "gate", None) is not None:
+        raise ValueError(f"attention to swap must have no gate, got one at {name!r}")
+
+
+def _prefix_of(model: nn.Module, name: str) -> int:
+    """Class and register tokens of the innermost part around a module that tells their number, or 0."""
+    while name:
+        name = name.rpartition(".")[0]
+        count = getattr(model.get_submodule(name), "num_prefix_tokens", None)
+        if isinstance(count, int):
+            return count
+    return 0
+
+
+def _swap(old: nn.Module, prefix: int, cpe: bool, settings: dict[str, Any]) -> nn.Module:
+    if isinstance(old, SwinTransformerBlock):
+        return SwappedBlock(old, SwappedAttention(old.attn, **settings), cpe)
+    if isinstance(old, LocallyGroupedAttn):
+        return SwappedWindows(old, **settings)
+    return SwappedAttention(old, prefix, **settings)
