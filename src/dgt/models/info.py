@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from dgt.models.cost import PAPER, Cost, cost
 from dgt.models.upernet import build_upernet
 
@@ -31,7 +33,9 @@ class CountedTask:
 
 def _count_upernet(name: str, image_size: tuple[int, int]) -> Cost:
     """UperNet with ADE20K's 150 classes; the auxiliary head has parameters but does not run."""
-    return cost(build_upernet(name, num_classes=150, image_size=max(image_size)), image_size)
+    with torch.device("meta"):
+        network = build_upernet(name, num_classes=150, image_size=max(image_size))
+    return cost(network, image_size)
 
 
 TASKS = {

@@ -1,0 +1,331 @@
+"""Pictures with label maps: both layouts, batches as functions of (seed, epoch, item), wrong files told by name."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torchvision import tv_tensors
+
+from dgt.data.decoding import BrokenImage, BrokenImagesError
+from dgt.data.segmentation import SegmentationData, SegmentationTest
+from dgt.data.segmentation_maps import LabelMapFolder, read_class_names
+from dgt.data.segmentation_transforms import (
+    PhotometricDistortion,
+    RandomClassCrop,
+    SegmentationAugmentation,
+    fitting_size,
+)
+
+CLASSES = ["wall", "floor", "lamp"]
+PLAIN = SegmentationAugmentation.none()
+
+
+def save(folder: Path, split: str, name: str, labels: np.ndarray, maps: str = "labels") -> None:
+    """A picture whose red channel is 60 times its label, as PNG, and its label map."""
+    (folder / "images" / split).mkdir(parents=True, exist_ok=True)
+    (folder / maps / split).mkdir(parents=True, exist_ok=True)
+    pixels = np.zeros((*labels.shape, 3), dtype=np.uint8)
+    pixels[..., 0] = np.where(labels == 255, 0, 60 * labels)
+    Image.fromarray(pixels).save(folder / "images" / split / f"{name}.png")
+    Image.fromarray(labels).save(folder / maps / split / f"{name}.png")
+
+
+def some_labels(rng: np.random.Generator, height: int = 48, width: int = 64) -> np.ndarray:
+    """Rectangles of three classes, and some pixels without."""
+    labels = np.zeros((height, width), dtype=np.uint8)
+    labels[height // 3 :, : width // 2] = 1
+    labels[: height // 4, width // 3 :] = 2
+    labels[rng.integers(height), rng.integers(width)] = 255
+    return labels
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Ten training and three validation pictures in the plain layout."""
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 10), ("val", 3)):
+        for index in range(count):
+            save(tmp_path, split, f"{index:02d}", some_labels(rng))
+    return tmp_path
+
+
+def open_data(root: Path | None, **options: object) -> SegmentationData:
+    """A data module of small crops, set up."""
+    small = {"classes": CLASSES, "image_size": 32, "scale": (64, 48), "batch_size": 4, "num_workers": 0}
+    data = SegmentationData(None if root is None else str(root), **{**small, **options})
+    data.setup()
+    return data
+
+
+class TestReading:
+    def test_the_plain_layout(self, folder: Path) -> None:
+        reader = LabelMapFolder(folder, "train", CLASSES)
+        assert len(reader) == 10
+        picture, labels = reader[3]
+        assert picture.size == (64, 48)
+        assert set(np.unique(labels)) == {0, 1, 2, 255}
+        assert np.array_equal(np.asarray(picture)[..., 0], np.where(labels == 255, 0, 60 * labels))
+
+    def test_in_ade20ks_layout_zero_is_ignored_and_the_rest_moves_down(self, tmp_path: Path) -> None:
+        stored = np.array([[0, 1], [2, 3]], dtype=np.uint8).repeat(20, 0).repeat(20, 1)
+        save(tmp_path, "training", "ADE_train_1", stored, "annotations")
+        labels = LabelMapFolder(tmp_path, "training", CLASSES)[0].labels
+        assert labels[::20, ::20].tolist() == [[255, 0], [1, 2]]
+        kept = LabelMapFolder(tmp_path, "training", [*CLASSES, "door"], zero_is_ignored=False)[0].labels
+        assert np.array_equal(kept, stored)
+
+    def test_255_is_ignored_in_ade20ks_layout_too(self, tmp_path: Path) -> None:
+        save(tmp_path, "training", "a", np.array([[255, 1], [0, 3]], dtype=np.uint8), "annotations")
+        assert LabelMapFolder(tmp_path, "training", CLASSES)[0].labels.tolist() == [[255, 0], [255, 2]]
+
+    def test_a_palette_is_read_by_its_numbers(self, folder: Path) -> None:
+        path = folder / "labels" / "train" / "00.png"
+        numbers = np.asarray(Image.open(path))
+        picture = Image.fromarray(numbers)
+        picture.putpalette([7] * 768)
+        picture.save(path)
+        assert np.array_equal(LabelMapFolder(folder, "train", CLASSES)[0].labels, numbers)
+
+    def test_splits_are_found_by_their_usual_names(self, tmp_path: Path) -> None:
+        rng = np.random.default_rng(0)
+        for split in ("training", "validation"):
+            for name in "abcd":
+                save(tmp_path, split, name, 1 + some_labels(rng).clip(max=2), "annotations")
+        (tmp_path / "classes.txt").write_text("wall\nfloor\n\nlamp\n")
+        data = open_data(tmp_path, classes=None)
+        assert data.class_names == tuple(CLASSES)
+        assert [data.ledgers[part].split for part in ("train", "val")] == ["training", "validation"]
+
+    def test_classes_of_ade20ks_own_list(self, tmp_path: Path) -> None:
+        lines = ["Idx\tRatio\tTrain\tVal\tStuff\tName", "1\t0.2\t1\t1\t1\twall", "2\t0.1\t1\t1\t1\tbuilding, edifice"]
+        (tmp_path / "objectInfo150.txt").write_text("\n".join(lines))
+        assert read_class_names(tmp_path) == ("wall", "building")
+
+    def test_camvid(self, shared_data: Path) -> None:
+        if not (shared_data / "camvid").is_dir():
+            pytest.skip("no CamVid in ../shared/data")
+        data = open_data(shared_data / "camvid", classes=[str(label) for label in range(11)], scale=(480, 360))
+        assert [len(data.datasets[part]) for part in ("train", "val")] == [367, 101]
+        images, targets = next(iter(data.train_dataloader()))
+        assert images.shape == (4, 3, 32, 32)
+        assert set(targets.labels.unique().tolist()) <= {*range(11), 255}
+
+
+def read_all(folder: Path, **options: object) -> None:
+    """Open both splits and read the validation pictures."""
+    list(open_data(folder, **options).val_dataloader())
+
+
+class TestWrongFiles:
+    def fails(self, folder: Path, message: str, **options: object) -> None:
+        """Open and read: a ValueError with the message."""
+        with pytest.raises(ValueError, match=message):
+            read_all(folder, **options)
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_a_label_out_of_range(self, folder: Path, workers: int) -> None:
+        save(folder, "val", "01", np.full((48, 64), 7, dtype=np.uint8))
+        message = r"labels/val/01.png: expected labels 0 to 2, 255 for none, got 7$"
+        self.fails(folder, message, num_workers=workers)
+
+    def test_a_label_out_of_range_in_ade20ks_layout(self, tmp_path: Path) -> None:
+        save(tmp_path, "training", "a", np.full((40, 40), 4, dtype=np.uint8), "annotations")
+        message = r"a\.png: expected labels 1 to 3, 0 and 255 for none, got 4$"
+        self.fails(tmp_path, message, train_split="training", val_split="training")
+
+    def test_another_size_than_the_picture(self, folder: Path) -> None:
+        Image.fromarray(np.zeros((20, 30), dtype=np.uint8)).save(folder / "labels" / "val" / "02.png")
+        message = r"labels/val/02.png: the label map has 30 x 20 pixels, its picture .*images/val/02.png has 64 x 48"
+        self.fails(folder, message)
+
+    @pytest.mark.parametrize(("kind", "told"), [("uint16", "16-bit"), ("rgb", "RGB"), ("rgba", "RGBA"), ("1", "1")])
+    def test_label_maps_of_another_kind(self, folder: Path, kind: str, told: str) -> None:
+        path = folder / "labels" / "val" / "00.png"
+        if kind == "uint16":
+            Image.fromarray(np.zeros((48, 64), dtype=np.uint16)).save(path)
+        else:
+            Image.new(kind.upper(), (64, 48)).save(path)
+        message = rf"labels/val/00.png: expected a label map of one 8-bit channel \(grey or palette\), got {told}$"
+        self.fails(folder, message)
+
+    def test_label_maps_that_lost_their_numbers(self, folder: Path) -> None:
+        (folder / "labels" / "val" / "00.png").unlink()
+        Image.new("L", (64, 48)).save(folder / "labels" / "val" / "00.jpg")
+        self.fails(folder, r"labels/val/00.jpg: expected a lossless label map such as PNG, got JPEG")
+
+    def test_missing_pairs(self, folder: Path) -> None:
+        (folder / "labels" / "train" / "03.png").unlink()
+        self.fails(folder, r"^1 images without a label map in .*labels/train: .*images/train/03.png$")
+        (folder / "images" / "train" / "03.png").rename(folder / "images" / "train" / "33.png")
+        save(folder, "train", "03", np.zeros((48, 64), dtype=np.uint8))
+        (folder / "images" / "train" / "33.png").unlink()
+        (folder / "images" / "train" / "04.png").unlink()
+        self.fails(folder, r"^1 label maps without an image in .*images/train: .*labels/train/04.png$")
+
+    def test_two_pictures_of_one_name(self, folder: Path) -> None:
+        shutil.copy(folder / "images" / "val" / "00.png", folder / "images" / "val" / "00.jpg")
+        self.fails(folder, r"two files of one name: .*00.jpg and .*00.png")
+
+    def test_nothing_there(self, folder: Path, tmp_path: Path) -> None:
+        for place in ("images", "labels"):
+            (folder / place / "empty").mkdir()
+        self.fails(folder, r"no image in .*images/empty", val_split="empty")
+        with pytest.raises(FileNotFoundError, match=r"'test' is not a folder in .*images; .* train, val"):
+            open_data(folder, val_split="test")
+        with pytest.raises(FileNotFoundError, match="root: there is no folder"):
+            open_data(tmp_path / "nowhere")
+        with pytest.raises(FileNotFoundError, match=r"the classes of .* are not known: name them in data.classes"):
+            open_data(folder, classes=None)
+        (folder / "annotations").mkdir()
+        with pytest.raises(FileNotFoundError, match="expected the folders images and one of annotations and labels"):
+            open_data(folder)
+
+    def test_unreadable_files_are_left_out_and_counted(self, folder: Path) -> None:
+        (folder / "labels" / "val" / "00.png").write_bytes(b"\x89PNG\r\n\x1a\n cut off")
+        data = open_data(folder, max_broken_share=0.5)
+        kept = [image for images, _ in data.val_dataloader() for image in images]
+        assert len(kept) == 2
+        assert list(data.ledgers["val"].broken) == [str(folder / "labels" / "val" / "00.png")]
+        with pytest.raises(BrokenImagesError, match="1 of the 3 images of split 'val' cannot be read"):
+            list(open_data(folder).val_dataloader())
+        assert isinstance(LabelMapFolder(folder, "val", CLASSES)[0], BrokenImage)
+
+
+class TestBatches:
+    def test_workers_change_nothing_and_epochs_differ(self, folder: Path) -> None:
+        passes = []
+        for workers in (0, 2):
+            loader = open_data(folder, num_workers=workers).train_dataloader()
+            passes.append([[(images.clone(), targets.labels.clone()) for images, targets in loader] for _ in range(2)])
+        for one, other in zip(passes[0], passes[1], strict=True):
+            for (images, labels), (same_images, same_labels) in zip(one, other, strict=True):
+                assert torch.equal(images, same_images)
+                assert torch.equal(labels, same_labels)
+        assert not torch.equal(passes[0][0][0][0], passes[0][1][0][0])
+
+    def test_small_pictures_are_padded_with_nothing(self, folder: Path) -> None:
+        shrink = SegmentationAugmentation(0.8, 0.8, 1.0, 0.5, 0.0)
+        images, targets = next(iter(open_data(folder, image_size=64, augmentation=shrink).train_dataloader()))
+        assert images.shape == (4, 3, 64, 64)
+        assert targets.sizes.tolist() == [[38, 51]] * 4
+        assert not images[:, :, 38:].any()
+        assert not images[:, :, :, 51:].any()
+        assert (targets.labels[:, 38:] == 255).all()
+        assert (targets.labels[:, :, 51:] == 255).all()
+
+    def test_picture_and_labels_move_together(self, folder: Path) -> None:
+        moved = SegmentationAugmentation(1.0, 1.0, 0.75, 0.5, 0.0)
+        for images, targets in open_data(folder, augmentation=moved, mean=(0, 0, 0), std=(1, 1, 1)).train_dataloader():
+            labels = torch.where(targets.labels == 255, 0, targets.labels)
+            assert torch.equal((images[:, 0] * 255 / 60).round().to(torch.uint8), labels)
+
+    def test_validation_keeps_size_and_order(self, folder: Path) -> None:
+        save(folder, "val", "01", np.zeros((50, 70), dtype=np.uint8))
+        (images, labels), *_ = list(open_data(folder).val_dataloader())
+        assert [tuple(image.shape) for image in images] == [(3, 48, 64), (3, 50, 70), (3, 48, 64)]
+        assert [tuple(x.shape) for x in labels] == [(48, 64), (50, 70), (48, 64)]
+
+    def test_scenes_need_no_files(self) -> None:
+        data = open_data(None, classes=None, dataset="scenes", train_size=8, val_size=3, scale=(32, 32))
+        assert data.class_names[:2] == ("background", "disc")
+        images, targets = next(iter(data.train_dataloader()))
+        assert images.shape == (4, 3, 32, 32)
+        assert targets.labels.max() <= 8
+
+    def test_subsets(self, folder: Path) -> None:
+        assert len(open_data(folder, train_size=6).datasets["train"]) == 6
+        with pytest.raises(ValueError, match="val_size: expected at most 3, the images of split 'val', got 4"):
+            open_data(folder, val_size=4)
+
+    def test_a_batch_of_one_cannot_train(self, folder: Path) -> None:
+        data = open_data(folder, batch_size=1)
+        assert len(list(data.val_dataloader())) == 3
+        with pytest.raises(ValueError, match="batch_size must be at least 2 in training, got 1"):
+            data.train_dataloader()
+
+
+class TestTransforms:
+    @given(st.integers(1, 3000), st.integers(1, 3000), st.floats(0.5, 2.0))
+    @settings(max_examples=60)
+    def test_the_fitting_size_fits_and_keeps_the_shape(self, height: int, width: int, ratio: float) -> None:
+        size = fitting_size((height, width), (2048, 512), ratio)
+        assert min(size) >= 32
+        if min(size) > 32:
+            assert max(size) <= 2048 * ratio
+            assert min(size) <= 512 * ratio
+            assert max(size) >= 2048 * ratio - 2 or min(size) >= 512 * ratio - 2
+            assert size[0] / height == pytest.approx(size[1] / width, abs=1 / min(height, width))
+
+    def test_mmsegmentations_sizes(self) -> None:
+        assert fitting_size((512, 683), (2048, 512)) == (512, 683)
+        assert fitting_size((683, 512), (2048, 512)) == (683, 512)
+        assert fitting_size((600, 3000), (2048, 512)) == (410, 2048)
+        assert fitting_size((256, 256), (2048, 512), 1.75) == (896, 896)
+
+    def test_a_crop_avoids_one_class_alone(self) -> None:
+        labels = torch.zeros(64, 256, dtype=torch.uint8)
+        labels[:, 240:] = 1  # in few places a crop of 32 has a quarter of it
+        shares = []
+        for limit in (0.75, 1.0):
+            crop = RandomClassCrop(32, limit)
+            shares.append([float((crop(tv_tensors.Mask(labels)) == 1).float().mean()) for _ in range(60)])
+        assert np.mean(np.array(shares[0]) > 0.25) > 2.5 * np.mean(np.array(shares[1]) > 0.25)
+
+    def test_distortion_changes_colours_and_nothing_else(self) -> None:
+        image = tv_tensors.Image(torch.randint(0, 256, (3, 8, 9), dtype=torch.uint8))
+        labels = tv_tensors.Mask(torch.randint(0, 3, (8, 9), dtype=torch.uint8))
+        changed, same = PhotometricDistortion(1.0)(image, labels)
+        assert torch.equal(same, labels)
+        assert changed.dtype == torch.uint8
+        assert not torch.equal(changed, image)
+        assert torch.equal(PhotometricDistortion(0.0)(image, labels)[0], image)
+
+    def test_distortion_never_mixes_grey_with_colour(self) -> None:
+        grey = tv_tensors.Image(torch.full((3, 4, 4), 100, dtype=torch.uint8))
+        for _ in range(20):
+            changed = PhotometricDistortion(0.5)(grey)
+            assert int(changed.max()) - int(changed.min()) <= 2  # no channel is favoured, none is moved
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dataset": "ade"}, "dataset must be one of auto, scenes, got 'ade'"),
+        ({"root": None}, "root: expected a folder with images/SPLIT"),
+        ({"dataset": "scenes"}, "root and classes must be left out for dataset 'scenes'"),
+        ({"image_size": 16}, "image_size must be at least 32, got 16"),
+        ({"scale": (512, 16)}, "scale must be at least 32, got 16"),
+        ({"std": (0.2, 0.2, 0.0)}, "std must be numbers above 0"),
+    ],
+)
+def test_bad_arguments(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SegmentationData(**{"root": "somewhere", **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scales": ()}, "test.scales must be at least one number above 0"),
+        ({"scales": (1.0, -1.0)}, "test.scales must be at least one number above 0"),
+        ({"window": 16}, "test.window must be null or at least 32, got 16"),
+        ({"stride": 16}, "test.stride must be null or lie in 1 to test.window"),
+        ({"window": 64, "stride": 65}, "test.stride must be null or lie in 1 to test.window"),
+    ],
+)
+def test_bad_tests(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SegmentationTest(**options)
+
+
+@pytest.mark.parametrize("options", [{"min_ratio": 0.0}, {"min_ratio": 2.0, "max_ratio": 1.0}, {"flip": 1.5}])
+def test_bad_augmentation(options: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"ratio|flip"):
+        SegmentationAugmentation(**options)

@@ -1,0 +1,103 @@
+"""Label maps of whole pictures: the mean over scales and mirroring is the mean of its parts, windows cover all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import dgt
+from dgt.data.segmentation import SegmentationTest
+from dgt.data.segmentation_transforms import fitting_size
+from dgt.tasks.scanning import predict_labels, predict_probabilities
+
+FRAME = (80, 64)
+
+
+class Recorder(nn.Module):
+    """Logits that depend on place and neighbours, and the sizes of what it was shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 5, padding=2)
+        self.sizes: list[tuple[int, ...]] = []
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.sizes.append(tuple(images.shape[2:]))
+        ramp = torch.linspace(0, 1, images.shape[3]).expand(images.shape[2:])
+        return self.conv(images) * (1 + ramp)
+
+
+class Pointwise(nn.Module):
+    """Logits of each pixel alone."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return torch.cat([images, images.sum(dim=1, keepdim=True)], dim=1)
+
+
+@pytest.fixture
+def images() -> Tensor:
+    """Two pictures of an odd size."""
+    return torch.randn(2, 3, 53, 71)
+
+
+@torch.no_grad()
+def test_the_whole_is_the_mean_of_its_parts(images: Tensor) -> None:
+    network = Recorder()
+    scales = (0.5, 1.0, 1.75)
+    together = predict_probabilities(network, images, FRAME, SegmentationTest(scales, flip=True))
+    assert network.sizes == [fitting_size((53, 71), FRAME, scale) for scale in scales for _ in range(2)]
+    parts = []
+    for scale in scales:
+        one = SegmentationTest((scale,))
+        parts.append(predict_probabilities(network, images, FRAME, one))
+        parts.append(predict_probabilities(network, images.flip(-1), FRAME, one).flip(-1))
+    assert torch.allclose(together, torch.stack(parts).mean(dim=0), atol=1e-6)
+    assert torch.allclose(together.sum(dim=1), torch.ones(2, 53, 71), atol=1e-5)
+    labels = predict_labels(network, images, FRAME, SegmentationTest(scales, flip=True))
+    assert torch.equal(labels, together.argmax(dim=1))
+
+
+@torch.no_grad()
+def test_one_part_is_the_softmax_of_the_resized_logits(images: Tensor) -> None:
+    network = Recorder()
+    scaled = F.interpolate(images, size=fitting_size((53, 71), FRAME), mode="bilinear", align_corners=False)
+    logits = F.interpolate(network(scaled), size=(53, 71), mode="bilinear", align_corners=False, antialias=True)
+    found = predict_probabilities(network, images, FRAME, SegmentationTest())
+    assert torch.allclose(found, logits.softmax(dim=1), atol=1e-6)
+    with torch.enable_grad():
+        assert torch.allclose(predict_probabilities(network, images, FRAME, SegmentationTest()), found, atol=1e-6)
+
+
+@given(st.integers(33, 100), st.integers(33, 100), st.integers(32, 60), st.integers(1, 60))
+@settings(max_examples=25)
+@torch.no_grad()
+def test_windows_cover_every_pixel(height: int, width: int, window: int, stride: int) -> None:
+    images = torch.randn(1, 3, height, width)
+    test = SegmentationTest(window=window, stride=min(stride, window))
+    frame = (max(height, width), min(height, width))
+    whole = predict_probabilities(Pointwise(), images, frame, SegmentationTest())
+    assert torch.allclose(predict_probabilities(Pointwise(), images, frame, test), whole, atol=1e-5)
+
+
+@torch.no_grad()
+def test_windows_overlap_and_stay_inside() -> None:
+    network = Recorder()
+    images = torch.randn(1, 3, 64, 80)
+    predict_probabilities(network, images, FRAME, SegmentationTest(window=48))
+    assert network.sizes == [(48, 48)] * 4  # at 0 and 16 in height, 0 and 32 in width
+    network.sizes.clear()
+    predict_probabilities(network, images, FRAME, SegmentationTest(window=80))
+    assert network.sizes == [(64, 80)]
+
+
+@pytest.mark.parametrize("size", [(33, 200), (47, 47), (5, 9)])
+def test_any_picture_one_at_a_time(size: tuple[int, int]) -> None:
+    model = dgt.build_upernet("dgt_nano", 5, channels=16, auxiliary_channels=8, top_k=20).eval()
+    with torch.inference_mode():
+        labels = predict_labels(model, torch.randn(1, 3, *size), FRAME, SegmentationTest((0.5, 1.0), flip=True))
+    assert labels.shape == (1, *size)
+    assert labels.max() < 5
