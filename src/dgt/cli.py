@@ -57,6 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
         _add_evaluate,
         _add_predict,
         _add_visualize,
+        _add_diagnose,
         _add_explore,
         _add_shard,
         _add_info,
@@ -158,6 +159,15 @@ def _add_visualize(commands: Commands) -> None:
     command.add_argument("--map", action="store_true", help="colour all groups at once instead")
     command.add_argument("--all-blocks", action="store_true", help="one sheet with the map of every block")
     command.add_argument("--out", default="groups.png", metavar="FIG", help="PNG, SVG, PDF, GIF (default: %(default)s)")
+
+
+def _add_diagnose(commands: Commands) -> None:
+    about = "measure and draw how much of global attention a model's selected keys hold, and how balanced groups are"
+    command = _add(commands, "diagnose", run_diagnose, about)
+    command.add_argument("checkpoint", metavar="CHECKPOINT", help=MODEL_HELP)
+    command.add_argument("images", nargs="+", metavar="IMAGE", help="image file")
+    command.add_argument("--out", default="diagnosis.png", metavar="FIG", help="PNG, SVG, PDF (default: %(default)s)")
+    command.add_argument("--json", action="store_true", help="print a list of blocks as JSON")
 
 
 def _add_explore(commands: Commands) -> None:
@@ -288,6 +298,16 @@ def run_visualize(options: argparse.Namespace, _: list[str]) -> int:
     choice = (options.block, options.head, options.groups, options.map, options.all_blocks)
     visualize(options.checkpoints, [options.image], options.out, *choice)
     print(options.out)
+    return 0
+
+
+def run_diagnose(options: argparse.Namespace, _: list[str]) -> int:
+    """`dgt diagnose`: writes the figure and prints the numbers."""
+    from dgt.figures.diagnosis import diagnose_run, diagnosis_table
+
+    blocks = diagnose_run(options.checkpoint, options.images, options.out)
+    rows = [block._asdict() for block in blocks]
+    print(json.dumps(rows, indent=2) if options.json else f"{diagnosis_table(blocks)}\n{options.out}")
     return 0
 
 
