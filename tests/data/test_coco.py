@@ -1,0 +1,133 @@
+"""COCO's annotation files: what is used is what COCO's own code uses, and what cannot be used is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from dgt.data.coco import annotation_problem, decode_counts, draw_masks, encode_masks, read_annotations
+
+from .coco_files import SIZES, crowd, entry, write_coco
+
+IMAGES = {number: {"width": width, "height": height} for number, (width, height) in enumerate(SIZES, start=1)}
+
+
+def test_categories_are_in_the_order_of_their_ids_and_every_valid_entry_is_kept(tmp_path: Path) -> None:
+    found = read_annotations(write_coco(tmp_path) / "annotations" / "instances_train2017.json")
+    assert [category["name"] for category in found.categories] == ["cat", "dog"]
+    assert {number: [item["id"] for item in items] for number, items in found.by_image.items()} == {
+        1: [1, 2],
+        2: [3],
+        3: [4, 5, 6],
+        4: [],
+    }
+    assert (found.bad, found.total) == ([], 6)
+    assert len(found.ground_truth()["annotations"]) == 6
+
+
+POLYGON = [[1, 1, 9, 1, 9, 9]]
+BAD = [
+    ({"image_id": 99}, "is of image 99, which the file does not list"),
+    ({"category_id": 4}, "has category 4, which the file does not list"),
+    ({"segmentation": [[1, 1, 9, 9]]}, "has a polygon of 2 points, fewer than 3"),
+    ({"segmentation": [*POLYGON, [5, 5]]}, "has a polygon of 1 points, fewer than 3"),
+    ({"segmentation": [[1, 1, 9, 1, 9]]}, "has a polygon that is no list of finite x and y"),
+    ({"segmentation": [[1, 1, 9, 1, 9, float("nan")]]}, "has a polygon that is no list of finite x and y"),
+    ({"segmentation": []}, "has neither polygons nor a run-length code"),
+    (
+        {"segmentation": {"size": [9, 9], "counts": [81]}},
+        "has a run-length code of size [9, 9] in an image of [40, 48]",
+    ),
+    ({"segmentation": {"size": [40, 48], "counts": [7]}}, "has a run-length code of 7 pixels for 1920"),
+    ({"segmentation": {"size": [40, 48], "counts": [1921, -1]}}, "whose counts are no integers of at least 0"),
+    ({"segmentation": {"size": [40, 48], "counts": "01"}}, "has a run-length code of 1 pixels for 1920"),
+    ({"segmentation": {"size": [40, 48]}}, "whose counts are no integers of at least 0"),
+    ({"bbox": [1, 2, -3, 4]}, "has no box x, y, width, height of finite numbers, but [1, 2, -3, 4]"),
+    ({"bbox": [1, 2, 3]}, "has no box x, y, width, height of finite numbers, but [1, 2, 3]"),
+    ({"area": None}, "has no number as its area, but None"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), BAD)
+def test_what_cannot_be_used_is_named(change: dict[str, Any], reason: str) -> None:
+    whole = entry(11, 1, (4, 6, 24, 30))
+    assert annotation_problem(whole, IMAGES, {3, 7}) is None
+    assert reason in str(annotation_problem({**whole, **change}, IMAGES, {3, 7}))
+    del whole["bbox"]
+    assert annotation_problem(whole, IMAGES, {3, 7}) == "lacks bbox"
+
+
+def test_bad_entries_are_counted_with_their_file_and_id(tmp_path: Path) -> None:
+    file = write_coco(tmp_path, entry(70, 99, (1, 1, 5, 5)), entry(71, 1, (1, 1, 5, 5), category_id=50))
+    found = read_annotations(file / "annotations" / "instances_val2017.json")
+    assert [Path(item.path).name for item in found.bad] == [
+        "instances_val2017.json: annotation 70",
+        "instances_val2017.json: annotation 71",
+    ]
+    assert found.total == 8
+    assert [item["id"] for item in found.ground_truth()["annotations"]] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "is not in COCO's format: it has no list 'images'"),
+        ('{"images": [{"id": 1}], "annotations": [], "categories": []}', r"images\[0\] lacks file_name, width, height"),
+        (
+            '{"images": [{"id": 1, "file_name": "a", "width": 0, "height": 3}], "annotations": [], "categories": []}',
+            "image 1 is 0 x 3 pixels",
+        ),
+        ('{"images": [], "annotations": [], "categories": []}', "the list 'images' is empty"),
+    ],
+)
+def test_a_file_of_something_else_is_refused(tmp_path: Path, content: str, sentence: str) -> None:
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(ValueError, match=sentence):
+        read_annotations(tmp_path / "a.json")
+
+
+def test_missing_files_and_double_ids_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no annotation file"):
+        read_annotations(tmp_path / "a.json")
+    file = write_coco(tmp_path, entry(1, 1, (1, 1, 5, 5))) / "annotations" / "instances_val2017.json"
+    with pytest.raises(ValueError, match="two entries of 'annotations' have the id 1"):
+        read_annotations(file)
+
+
+@given(hnp.arrays(np.uint8, st.tuples(st.just(2), st.integers(1, 9), st.integers(1, 9)), elements=st.integers(0, 1)))
+def test_masks_survive_their_run_length_codes(masks: np.ndarray) -> None:
+    _, height, width = masks.shape
+    codes = encode_masks(masks)
+    assert json.loads(json.dumps(codes)) == codes
+    assert np.array_equal(draw_masks([{"segmentation": code} for code in codes], height, width), masks)
+    for code, mask in zip(codes, masks, strict=True):
+        runs = decode_counts(code["counts"])
+        assert np.array_equal(np.repeat(np.arange(len(runs)) % 2, runs), mask.flatten("F"))
+        whole = {**entry(1, 1, (0, 0, 1, 1)), "segmentation": code}
+        assert annotation_problem(whole, {1: {"width": width, "height": height}}, {3}) is None
+
+
+def test_masks_are_those_of_pycocotools(shared_data: Path) -> None:
+    coco = pytest.importorskip("pycocotools.mask")
+    found = read_annotations(shared_data / "coco-mini" / "annotations" / "instances_val2017.json")
+    assert found.bad == []
+    for image in found.images[:40]:
+        height, width = image["height"], image["width"]
+        entries = found.by_image[image["id"]]
+        for item, mask in zip(entries, draw_masks(entries, height, width), strict=True):
+            code = coco.frPyObjects(item["segmentation"], height, width)
+            assert np.array_equal(coco.decode(code if isinstance(code, dict) else coco.merge(code)), mask)
+
+
+def test_nothing_to_draw_is_an_empty_stack() -> None:
+    assert draw_masks([], 4, 5).shape == (0, 4, 5)
+    assert encode_masks(np.zeros((0, 4, 5), np.uint8)) == []
+    assert draw_masks([crowd(1, 1)], 40, 48).sum() == 40 * 24
