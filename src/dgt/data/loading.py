@@ -102,8 +102,8 @@ class EpochBatches(Sampler[list[Key]]):
     """The batches of one process, epoch after epoch.
 
     In training, the order is a permutation drawn from (seed, epoch), the same in every process; batch b of
-    all processes together is its b-th stretch of `world_size * batch_size` images, and what does not fill a last batch
-    is left out.
+    all processes together is its b-th stretch of `world_size * batch_size` images, of which each process takes its own
+    stretch, and what does not fill a last batch is left out.
     In evaluation, the order is that of the data, each image is seen by one process, and the last batch may be smaller.
     Every pass moves on to the next epoch; `set_epoch` goes to any.
     """
@@ -131,7 +131,11 @@ class EpochBatches(Sampler[list[Key]]):
         order = np.arange(self.length)
         if self.training:
             order = generator("order", self.seed, epoch).permutation(self.length)
-        mine = order[self.rank :: self.world_size]
+            # The processes' batches, one after another, are the batch of one process with all of them, order and all.
+            order = order[: len(self) * self.world_size * self.batch_size]
+            mine = order.reshape(-1, self.world_size, self.batch_size)[:, self.rank].ravel()
+        else:
+            mine = order[self.rank :: self.world_size]
         for batch in range(first_batch, len(self)):
             chosen = mine[batch * self.batch_size : (batch + 1) * self.batch_size]
             yield [Key(epoch, batch, int(index)) for index in chosen]

@@ -25,7 +25,6 @@ from timm.layers import convert_sync_batchnorm
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.nn.functional import all_reduce
 
 from dgt.data.decoding import BrokenImage, BrokenImages
 from dgt.data.module import process
@@ -95,6 +94,22 @@ def full_weights(network: nn.Module) -> dict[str, Tensor]:
     return cast(dict[str, Tensor], get_model_state_dict(network, options=options))
 
 
+class _SumOverProcesses(torch.autograd.Function):
+    """The sum of a tensor over all processes; so is its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        total = gradients[0].clone()
+        dist.all_reduce(total)
+        return total
+
+
 class SummedBatchNorm(nn.modules.batchnorm._BatchNorm):
     """BatchNorm whose training statistics are those of all processes' batches, on any device: two collectives each.
 
@@ -111,10 +126,10 @@ class SummedBatchNorm(nn.modules.batchnorm._BatchNorm):
         dims = [dim for dim in range(input.dim()) if dim != 1]
         shape = [1, -1, *[1] * (input.dim() - 2)]
         count = input.new_tensor([input.numel() / input.shape[1]])
-        sums = all_reduce(torch.cat([input.sum(dims), count]))
+        sums = _SumOverProcesses.apply(torch.cat([input.sum(dims), count]))
         mean, total = sums[:-1] / sums[-1], sums[-1].detach()
         centred = input - mean.view(shape)
-        variance = all_reduce(centred.square().sum(dims)) / total
+        variance = _SumOverProcesses.apply(centred.square().sum(dims)) / total
         self._follow(mean.detach(), variance.detach() * total / (total - 1))
         normal = centred * torch.rsqrt(variance + self.eps).view(shape)
         return normal if self.weight is None else normal * self.weight.view(shape) + self.bias.view(shape)
