@@ -130,6 +130,7 @@ def _add_evaluate(commands: Commands) -> None:
         epilog="Of the recipe's keys, data.*, trainer.accelerator and trainer.precision can be changed.",
     )
     command.add_argument("checkpoint", metavar="CHECKPOINT", help=MODEL_HELP)
+    command.add_argument("--predictions", metavar="FILE", help="also write a detector's results as COCO's JSON")
     command.add_argument("--json", action="store_true", help="print the metrics as JSON")
 
 
@@ -257,7 +258,7 @@ def run_evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
     from dgt.training import evaluate
 
     _quiet()
-    metrics = evaluate(options.checkpoint, overrides)
+    metrics = evaluate(options.checkpoint, overrides, options.predictions)
     if options.json:
         print(json.dumps(metrics))
     else:

@@ -14,9 +14,11 @@ from torch import Tensor
 from dgt.data.decoding import decode_image
 from dgt.data.transforms import evaluation_transform
 from dgt.tasks import TASKS
+from dgt.tasks.detect import DetectionTask
 from dgt.training.checkpoints import LoadedRun, load_run
-from dgt.training.fit import make_trainer
+from dgt.training.files import write_json
 from dgt.training.recipe import build_data, parse_recipe
+from dgt.training.trainer import make_trainer
 
 TRAINER_KEYS = ("trainer.accelerator", "trainer.precision")
 
@@ -36,13 +38,14 @@ class Prediction:
     error: str | None = None
 
 
-def evaluate(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def evaluate(path: str | Path, overrides: Sequence[str] = (), predictions: str | Path | None = None) -> dict[str, Any]:
     """Measure a trained model on the validation images of its recipe's data, or of other data.
 
     Args:
         path: checkpoint, run folder or model folder.
         overrides: changes to the recipe's `data`, `trainer.accelerator` and `trainer.precision`, such as
             `["--data.root", "images"]`. The rest of the recipe is the model's past.
+        predictions: file for a detector's detections, in the format of COCO's results; None to write none.
 
     Returns:
         The task's metrics (for classification `loss`, `top1`, `top5`; shares in [0, 1]), the number of `images` and of
@@ -50,10 +53,12 @@ def evaluate(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError, ValueError: as `load_run` and the data do; where the data has other classes, the machine
-            lacks what `trainer` asks for, or an override is of another key.
+            lacks what `trainer` asks for, or an override is of another key; `predictions` of a model of another task.
     """
     _check_overrides(overrides)
     run = load_run(path)
+    if predictions is not None and run.recipe.task != "detect":
+        raise ValueError(f"predictions are written of detectors alone, {run.source} is of task {run.recipe.task!r}")
     recipe = parse_recipe(run.recipe.to_dict(), overrides)
     data = build_data(recipe)
     data.setup("validate")
@@ -70,6 +75,8 @@ def evaluate(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")
         logged = trainer.validate(task, datamodule=data, verbose=False)[0]
     metrics: dict[str, Any] = {key.removeprefix("val/"): float(value) for key, value in logged.items()}
+    if isinstance(task, DetectionTask) and predictions is not None:
+        write_json(Path(predictions), task.detections)
     ledger = data.ledgers["val"]
     return {**metrics, "images": ledger.total - len(ledger), "broken_images": len(ledger)}
 

@@ -1,0 +1,163 @@
+"""Detection from end to end, small: a training, its evaluation, its predictions, first weights and bad settings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from dgt.data.detection import SceneObjects
+from dgt.figures.predictions import write_predictions
+from dgt.models.mask_rcnn import PaddedMaskRCNN
+from dgt.tasks.average_precision import average_precision
+from dgt.tasks.detect import DetectionTask, build_detector
+from dgt.tasks.network import ModelSettings
+from dgt.training import Result, evaluate, fit, load_recipe, load_run
+
+from ..data.coco_files import write_coco
+
+SMALL = [
+    "--data.image_size=64",
+    "--data.batch_size=4",
+    "--data.train_size=8",
+    "--data.val_size=5",
+    "--schedule.epochs=1",
+    "--schedule.warmup_epochs=0.5",
+    "--trainer.accelerator=cpu",
+    "--trainer.devices=1",
+]
+SHRUNK = '{"stem_width": 8, "dims": [16, 16, 32, 32], "num_heads": [1, 1, 1, 1], "depths": [1, 1, 1, 1], "top_k": 16}'
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """A detector after two steps."""
+    folder = tmp_path_factory.mktemp("detect") / "run"
+    return fit(load_recipe("scenes_detect", [*SMALL, f"--model.args={SHRUNK}", f"--out={folder}"]))
+
+
+def test_a_training_reports_cocos_twelve_numbers(finished: Result) -> None:
+    sizes = ("", "50", "75", "_small", "_medium", "_large")
+    assert set(finished.metrics) == {f"{kind}_ap{size}" for kind in ("box", "mask") for size in sizes}
+    assert all(0 <= value <= 1 or value == -1 for value in finished.metrics.values())
+    columns = (finished.folder / "metrics.csv").read_text().splitlines()[0]
+    for name in ("train/loss_mask", "train/loss_classifier", "train/loss_objectness", "train/loss_epoch", "val/box_ap"):
+        assert name in columns
+
+
+def test_an_evaluation_finds_the_same_and_writes_cocos_results(finished: Result, tmp_path: Path) -> None:
+    metrics = evaluate(finished.folder, predictions=tmp_path / "results.json")
+    assert {key: metrics[key] for key in finished.metrics} == pytest.approx(finished.metrics)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert all(set(entry) >= {"image_id", "category_id", "bbox", "score", "segmentation"} for entry in results)
+    truth = SceneObjects("val", 5, 64).ground_truth()
+    assert average_precision(truth, results) == pytest.approx(finished.metrics)
+
+
+def test_a_perfect_network_has_precision_one(monkeypatch: pytest.MonkeyPatch, finished: Result) -> None:
+    run = load_run(finished.folder)
+    scenes = SceneObjects("val", 5, 64)
+    place = iter(range(5))
+
+    def perfect(images: list[torch.Tensor], _: Any = None) -> list[dict[str, torch.Tensor]]:
+        found = []
+        for image, index in zip(images, place, strict=False):
+            boxes, labels, masks = (torch.from_numpy(part) for part in scenes.objects(index))
+            assert image.shape[1:] == masks.shape[1:]
+            found.append(
+                {"boxes": boxes, "labels": labels, "scores": torch.ones(len(boxes)), "masks": masks[:, None].float()}
+            )
+        return found
+
+    monkeypatch.setattr(PaddedMaskRCNN, "forward", lambda _, images, targets=None: perfect(images))
+    metrics = evaluate(run.source)
+    assert metrics["box_ap"] == pytest.approx(1)
+    assert metrics["mask_ap"] == pytest.approx(1)
+
+
+def test_predictions_are_drawn_and_listed(finished: Result, tmp_path: Path) -> None:
+    run = load_run(finished.folder)
+    run.network.roi_heads.score_thresh = 0.0
+    Image.new("RGB", (90, 70), "red").save(tmp_path / "red.png")
+    (tmp_path / "broken.jpg").write_bytes(b"no picture")
+    red, broken = write_predictions(run, [tmp_path / "red.png", tmp_path / "broken.jpg"], tmp_path / "out")
+    assert "broken.jpg' cannot be read as an image" in broken["error"]
+    scores = [found["score"] for found in red["objects"]]
+    assert scores == sorted(scores, reverse=True)
+    assert 0 < len(scores) <= 20
+    assert {found["category"] for found in red["objects"]} <= set(run.class_names)
+    drawing, listing = map(Path, red["files"])
+    assert Image.open(drawing).size == (640, 498)
+    entries = json.loads(listing.read_text())
+    assert [entry["score"] for entry in entries] == scores
+    assert entries[0]["segmentation"]["size"] == [70, 90]
+    assert json.loads(json.dumps(red)) == red
+
+
+def test_first_weights_come_from_a_classifier(tmp_path: Path) -> None:
+    keys = [f"--model.args={SHRUNK}", *SMALL[1:]]
+    source = fit(load_recipe("scenes", ["--data.image_size=32", *keys, f"--out={tmp_path / 'classifier'}"]))
+    still = ["--optimizer.lr=1e-12", "--schedule.warmup_lr=0", "--schedule.min_lr=0"]
+    begun = [*SMALL, *still, f"--model.args={SHRUNK}", f"--model.init_from={source.folder}"]
+    tuned = load_run(fit(load_recipe("scenes_detect", [*begun, f"--out={tmp_path / 'detector'}"])).folder)
+    weights = {key: value for key, value in load_run(source.folder).network.state_dict().items() if value.ndim > 1}
+    own = tuned.network.backbone.model.state_dict()
+    shared = [key for key in weights if key in own and "centroids" not in key]
+    assert len(shared) > 20
+    assert all(torch.allclose(own[key], weights[key], atol=1e-6) for key in shared)
+
+
+def test_coco_files_train_any_backbone(tmp_path: Path) -> None:
+    root = write_coco(tmp_path / "coco")
+    keys = [f"--data.root={root}", "--data.dataset=coco", "--model.name=resnet10t", f"--out={tmp_path / 'run'}"]
+    keys += [*SMALL, "--data.batch_size=2", "--data.train_size=null", "--data.val_size=null"]
+    result = fit(load_recipe("scenes_detect", keys))
+    assert load_run(result.folder).class_names == ["cat", "dog"]
+    assert evaluate(result.folder)["images"] == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            ModelSettings("dgt_nano", head={"fpn": 3}),
+            "model.head must hold keys among max_size, fpn_channels, .*, got fpn",
+        ),
+        (ModelSettings("dgt_nano", head={"options": {"nms": 3}}), "model.head of the recipe: options must be keyword"),
+        (ModelSettings("dgt_huge"), "backbone must be a model that timm knows"),
+        (ModelSettings("vit_tiny_patch16_224"), "strides"),
+    ],
+)
+def test_bad_settings_are_one_sentence(settings: ModelSettings, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        build_detector(settings, 8, 64)
+
+
+def test_detections_of_all_processes_are_gathered(monkeypatch: pytest.MonkeyPatch, finished: Result) -> None:
+    recipe = load_recipe("scenes_detect")
+    task = DetectionTask(load_run(finished.folder).network, 8, recipe.optimizer, recipe.schedule, 1)
+    monkeypatch.setattr(task, "_trainer", type("Two", (), {"world_size": 2})())
+
+    def gather(parts: list[Any], mine: Any) -> None:
+        parts[:] = [mine, ["theirs"]]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    assert task._of_all_processes(["mine"]) == ["mine", "theirs"]
+
+
+@pytest.mark.parametrize("name", ["coco_dgt_tiny", "coco_dgt_small", "coco_dgt_base"])
+def test_the_recipes_of_coco_are_the_papers(name: str) -> None:
+    recipe = load_recipe(name)
+    variant = ("coco_dgt_tiny", "coco_dgt_small", "coco_dgt_base").index(name)
+    assert recipe.model.name == name.removeprefix("coco_")
+    assert recipe.model.args == {"top_k": 500}
+    assert recipe.model.drop_path_rate == (0.2, 0.4, 0.5)[variant]
+    assert recipe.optimizer.weight_decay == (0.05, 0.05, 0.1)[variant]
+    assert (recipe.optimizer.lr, recipe.optimizer.lr_batch) == (1e-4, 16)
+    assert (recipe.schedule.epochs, recipe.schedule.decay, tuple(recipe.schedule.milestones)) == (12, "step", (8, 11))
+    assert 500 <= (recipe.schedule.warmup_steps or 0) <= 1000
+    assert (recipe.data["image_size"], recipe.data["flip"]) == (800, 0.5)
