@@ -55,7 +55,10 @@ def test_a_trained_average_differs_and_keeps_centroids_of_unit_norm(tmp_path: Pa
 class _Trainer:
     current_epoch = 2
     max_epochs = 5
-    max_steps = -1
+    num_training_batches = 1
+    accumulate_grad_batches = 1
+    should_stop = False
+    callbacks: tuple[object, ...] = ()
     check_val_every_n_epoch = 1
     is_global_zero = True
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +13,8 @@ from lightning.pytorch.callbacks import Callback, WeightAveraging
 from torch import Tensor
 
 from dgt.layers import renormalize_centroids
+from dgt.training.finite import FiniteSteps
+from dgt.training.progress import Pace, epochs, memory_in_use
 
 RECORD_KEY = "dgt"
 EMA_REFERENCE_BATCH = 1024
@@ -50,16 +51,37 @@ class WeightEma(WeightAveraging):
 
     Args:
         decay: share of the average kept at each optimizer step.
+        steps: the guard of the steps; one that it skipped does not count for the average.
     """
 
-    def __init__(self, decay: float) -> None:
+    def __init__(self, decay: float, steps: FiniteSteps | None = None) -> None:
         super().__init__(multi_avg_fn=_moving_average(decay))
+        self.steps = steps
+        self._swapped = False
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give the network the averaged weights."""
+        super().on_validation_epoch_start(trainer, pl_module)
+        self._swapped = self._average_model is not None
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give the network the weights in training again."""
+        self.unswap(pl_module)
+
+    def unswap(self, pl_module: LightningModule) -> None:
+        """Give the network the weights in training again, where it holds the average for a validation."""
+        if self._swapped:
+            self._swap_models(pl_module)
+        self._swapped = False
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Average the weights after an optimizer step."""
         before = self._latest_update_step
+        if self.steps is not None and self.steps.skips_this_step:
+            self._latest_update_step = trainer.global_step
+            return
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self._average_model is not None and self._latest_update_step > before:
             renormalize_centroids(self._average_model.module)
@@ -85,25 +107,38 @@ class EpochReport(Callback):
 
     Args:
         summary: the metrics of a validation, without the prefix `val/`, as text.
+        say: where the line goes.
+        pace: of the training; None leaves rate and memory out.
     """
 
-    def __init__(self, summary: Callable[[dict[str, float]], str]) -> None:
-        self.summary = summary
-        self._start = 0.0
+    def __init__(
+        self,
+        summary: Callable[[dict[str, float]], str],
+        say: Callable[[str], None] = print,
+        pace: Pace | None = None,
+    ) -> None:
+        self.summary, self.say, self.pace = summary, say, pace
+        self.validated_step: int | None = None
+        self._start = time.perf_counter()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock of the epoch."""
         self._start = time.perf_counter()
 
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remember after how many steps this was."""
+        self.validated_step = trainer.global_step
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print loss, metrics, learning rate and seconds of the epoch.
+        """Print loss, metrics, learning rate, seconds, rate and memory of the epoch.
 
         Raises:
             FloatingPointError: the mean training loss is NaN or infinite.
         """
         epoch = trainer.current_epoch + 1
         metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
-        loss = metrics.get("train/loss_epoch", math.nan)
+        mean = getattr(pl_module, "train_loss", None)  # not yet logged where an epoch goes on from its last step
+        loss = metrics.get("train/loss_epoch", math.nan if mean is None else float(mean.compute()))
         if not math.isfinite(loss):
             raise FloatingPointError(
                 f"the training loss became {loss} in epoch {epoch}: lower optimizer.lr or set optimizer.clip_grad"
@@ -111,23 +146,10 @@ class EpochReport(Callback):
         if trainer.is_global_zero:
             seconds = time.perf_counter() - self._start
             measured = {key.removeprefix("val/"): value for key, value in metrics.items() if key.startswith("val/")}
-            validated = measured and epoch % (trainer.check_val_every_n_epoch or 1) == 0
-            parts = [f"epoch {epoch}/{_epochs(trainer)}", f"loss {loss:.4f}"]
+            validated = measured and (trainer.should_stop or epoch % (trainer.check_val_every_n_epoch or 1) == 0)
+            parts = [f"epoch {epoch}/{epochs(trainer)}", f"loss {loss:.4f}"]
             parts += [self.summary(measured)] if validated else []
-            print("  ".join([*parts, f"lr {metrics.get('lr', math.nan):.2e}", f"{seconds:.1f} s"]), flush=True)
-
-
-def _epochs(trainer: Trainer) -> int:
-    """Epochs of the whole training, where its length is given in steps too."""
-    if trainer.max_steps < 0:
-        return trainer.max_epochs or 0
-    batches = int(trainer.num_training_batches)
-    return math.ceil(trainer.max_steps * trainer.accumulate_grad_batches / batches)
-
-
-def progress_callbacks(summary: Callable[[dict[str, float]], str]) -> list[Callback]:
-    """A progress bar where someone watches a terminal; the line of each epoch, always, with the metrics' `summary`."""
-    from lightning.pytorch.callbacks import RichProgressBar
-
-    report = EpochReport(summary)
-    return [report, RichProgressBar()] if sys.stdout.isatty() else [report]
+            parts += [f"lr {metrics.get('lr', math.nan):.2e}", f"{seconds:.1f} s"]
+            if self.pace is not None:
+                parts += [f"{self.pace.images_per_second:.0f} images/s", f"{memory_in_use() / 2**30:.2f} GiB"]
+            self.say("  ".join(parts))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,29 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from dgt.data.decoding import BrokenImagesError
-from dgt.tasks import TASKS
+from dgt.tasks import TASKS, TrainingTask
 from dgt.tasks.optim import batch_scale
-from dgt.training.callbacks import CheckpointRecord, WeightEma, ema_decay, progress_callbacks
+from dgt.training.callbacks import EpochReport, WeightEma
 from dgt.training.checkpoints import initialize
 from dgt.training.files import write_json, write_whole
-from dgt.training.parallel import (
-    BrokenImagesOfAll,
-    build_strategy,
-    full_weights,
-    synchronise_batchnorm,
-    task_class,
-    telling_lost_processes,
-)
-from dgt.training.recipe import Recipe, TrainerSettings, build_data
+from dgt.training.finite import FiniteSteps, is_refusal
+from dgt.training.parallel import full_weights, synchronise_batchnorm, task_class, telling_lost_processes
+from dgt.training.progress import Journal, Pace, StatusFile
+from dgt.training.recipe import Recipe, build_data
+from dgt.training.resuming import Place, finished_results, go_on, newest_place, run_to_resume
 from dgt.training.runs import choose_run_folder, environment, export_model, make_record
+from dgt.training.saving import RunCheckpoints
+from dgt.training.trainer import build_trainer, callback_of, find_callback
 
 BROKEN_IMAGES = "broken_images.txt"
 
@@ -55,134 +48,82 @@ class Result:
     seconds: float
 
 
-def fit(recipe: Recipe) -> Result:
+def fit(recipe: Recipe, resume: bool = False) -> Result:
     """Train a recipe from its first step to its last and write the run's folder.
 
     Args:
         recipe: complete and checked, from `load_recipe`.
+        resume: go on where a run in the same folder was stopped; what is finished is left as it is.
 
     Raises:
         FileNotFoundError: the data or `model.init_from` is not there.
-        FileExistsError: `out` holds a run that got as far as a checkpoint, or files of something else.
+        FileExistsError: `out` holds a run that got as far as a checkpoint (with `resume`: one of another recipe), or
+            files of something else.
         NotADirectoryError: `out` is a file.
-        ValueError: the model or the data cannot be built as the recipe says.
+        ValueError: the model or the data cannot be built as the recipe says; no checkpoint of the run can be read.
         BrokenImagesError: more images are unreadable than `data.max_broken_share` allows; the run's folder lists them.
-        FloatingPointError: the loss, or what the attention is given, is no longer a number.
+        FloatingPointError: too many steps in a row were not finite.
+        Preempted: a signal asked to stop, and all is saved; ends the process unless it is caught.
     """
-    row = TASKS[recipe.task]
-    folder = choose_run_folder(recipe) if getattr(rank_zero_only, "rank", 0) == 0 else Path(recipe.out or "runs")
+    first = getattr(rank_zero_only, "rank", 0) == 0
+    folder = run_to_resume(recipe) if resume else None
+    if folder is not None and (results := finished_results(folder)) is not None:
+        return Result(folder, results["metrics"], results["epochs"], results["seconds"])
+    place = None if folder is None else newest_place(folder)
+    if folder is None:
+        folder = choose_run_folder(recipe, resume) if first else Path(recipe.out or "runs")
     pl.seed_everything(recipe.seed, workers=True, verbose=False)
     data = build_data(recipe)
     data.setup("fit")
-    network = row.build(recipe.model, data.num_classes, recipe.data["image_size"])
-    if recipe.model.init_from is not None:
-        initialize(network, recipe.model.init_from)
     record = make_record(recipe, data.class_names)
-    trainer, global_batch = build_trainer(recipe, folder, record, data)
-    if recipe.trainer.sync_batchnorm:
-        network = synchronise_batchnorm(network, trainer.strategy.root_device)
-    task_type = task_class(row.task, recipe.trainer.strategy)
-    task = task_type(network, data.num_classes, recipe.optimizer, recipe.schedule, global_batch)
-    if recipe.trainer.compile:
-        network.compile()
+    journal = Journal(folder if first else None)
+    trainer, global_batch = build_trainer(recipe, folder, record, data, journal, place)
+    task = _build_task(recipe, trainer, data, global_batch, place is None)
     if trainer.is_global_zero:
         write_whole(folder / "recipe.yaml", recipe.to_yaml())
         (folder / BROKEN_IMAGES).unlink(missing_ok=True)  # of an earlier try
-    start = time.perf_counter()
-    with warnings.catch_warnings():
-        _ignore_expected_warnings()
-        with _telling_divergence(), telling_lost_processes(), _listing_broken_images(data, folder, trainer.global_rank):
-            trainer.fit(task, datamodule=data)
-            seconds = time.perf_counter() - start
-            if trainer.current_epoch % recipe.trainer.check_val_every or recipe.schedule.steps is not None:
-                trainer.validate(task, datamodule=data, verbose=False)
-    logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
-    metrics = {key.removeprefix("val/"): value for key, value in logged.items() if key.startswith("val/")}
-    weights = full_weights(network)
+    metrics = _train(trainer, task, data, folder, place)
+    weights = full_weights(task.network)
+    seconds = callback_of(trainer, Pace).seconds
     result = Result(trainer.strategy.broadcast(folder), metrics, trainer.current_epoch, seconds)
     if trainer.is_global_zero:
-        export_model(folder / "model", network, record, weights)
-        write_json(folder / "results.json", _results(result, recipe, trainer, global_batch, network, data))
+        export_model(folder / "model", task.network, record, weights)
+        write_json(folder / "results.json", _results(result, recipe, trainer, global_batch, task.network, data))
         if any(data.ledgers.values()):
             data.write_broken_images(folder / BROKEN_IMAGES)
+        callback_of(trainer, StatusFile).write(trainer, "finished")
     return result
 
 
-def build_trainer(recipe: Recipe, folder: Path, record: dict[str, Any], data: Any) -> tuple[pl.Trainer, int]:
-    """The recipe's Trainer with its loggers and callbacks, and the images per optimizer step.
-
-    Args:
-        recipe: the complete recipe.
-        folder: the run's folder.
-        record: put into every checkpoint.
-        data: the data module, set up; its batches are those of one device.
-
-    Raises:
-        ValueError: devices, strategy or precision that this machine does not have; fewer images than one batch.
-    """
-    settings = recipe.trainer
+def _build_task(recipe: Recipe, trainer: pl.Trainer, data: Any, global_batch: int, fresh: bool) -> TrainingTask:
+    """The recipe's network in its task, with its first weights where the training begins."""
     row = TASKS[recipe.task]
-    callbacks = [
-        *progress_callbacks(row.summary),
-        BrokenImagesOfAll(),
-        CheckpointRecord(record),
-        *_checkpoints(folder, row.monitor),
-    ]
-    trainer = make_trainer(
-        settings,
-        devices=settings.devices,
-        num_nodes=settings.num_nodes,
-        strategy=build_strategy(settings.strategy),
-        accumulate_grad_batches=settings.accumulate,
-        check_val_every_n_epoch=settings.check_val_every,
-        deterministic=settings.deterministic,
-        benchmark=not settings.deterministic,
-        gradient_clip_val=recipe.optimizer.clip_grad,
-        max_epochs=recipe.schedule.epochs if recipe.schedule.steps is None else -1,
-        max_steps=recipe.schedule.steps or -1,
-        logger=[CSVLogger(folder, "", ""), TensorBoardLogger(folder, "", "", default_hp_metric=False)],
-        callbacks=callbacks,
-        log_every_n_steps=min(20, len(data.train_dataloader())),
-        num_sanity_val_steps=0,
-        enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
-    )
-    global_batch = data.batch_size * trainer.world_size * settings.accumulate
-    if recipe.ema.decay is not None:
-        trainer.callbacks.insert(0, WeightEma(ema_decay(recipe.ema.decay, global_batch)))  # type: ignore[attr-defined]
-    return trainer, global_batch
+    network = row.build(recipe.model, data.num_classes, recipe.data["image_size"])
+    if recipe.model.init_from is not None and fresh:
+        initialize(network, recipe.model.init_from)
+    if recipe.trainer.sync_batchnorm:
+        network = synchronise_batchnorm(network, trainer.strategy.root_device)
+    if recipe.trainer.compile:
+        network.compile()
+    task_type = task_class(row.task, recipe.trainer.strategy)
+    return task_type(network, data.num_classes, recipe.optimizer, recipe.schedule, global_batch)
 
 
-def make_trainer(settings: TrainerSettings, **options: Any) -> pl.Trainer:
-    """A Trainer on the recipe's accelerator and in its precision.
-
-    Args:
-        settings: the recipe's section `trainer`.
-        options: further arguments of Lightning's Trainer.
-
-    Raises:
-        ValueError: naming the section, where the machine has not what it asks for.
-    """
-    accelerator, precision = settings.accelerator, choose_precision(settings)
-    try:
-        return pl.Trainer(accelerator=accelerator, precision=precision, enable_model_summary=False, **options)
-    except (ValueError, MisconfigurationException) as error:
-        raise ValueError(f"recipe section 'trainer' does not fit this machine: {error}") from error
-
-
-def _checkpoints(folder: Path, monitor: str) -> list[Callback]:
-    """Keep the best epoch and the last one: two callbacks, since `save_last` skips epochs that are not the best."""
-    place: dict[str, Any] = {"dirpath": folder / "checkpoints", "enable_version_counter": False}
-    best = ModelCheckpoint(**place, filename="best", monitor=monitor, mode="max")
-    last = ModelCheckpoint(**place, filename="last", save_on_train_epoch_end=True, save_on_exception=True)
-    return [best, last]
-
-
-def choose_precision(settings: TrainerSettings) -> Any:
-    """Lightning's precision: the recipe's; auto is bf16-mixed on a GPU that has it and 32-true elsewhere."""
-    if settings.precision != "auto":
-        return settings.precision
-    on_gpu = settings.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
-    return "bf16-mixed" if on_gpu and torch.cuda.is_bf16_supported() else "32-true"
+def _train(trainer: pl.Trainer, task: TrainingTask, data: Any, folder: Path, place: Place | None) -> dict[str, float]:
+    """Train to the end, from `place` on, and validate; returns the metrics without the prefix `val/`."""
+    with warnings.catch_warnings():
+        _ignore_expected_warnings()
+        if place is not None:
+            go_on(trainer, place, folder)
+        with _telling_divergence(), telling_lost_processes(), _listing_broken_images(data, folder, trainer.global_rank):
+            checkpoint = None if place is None else place.checkpoint
+            trainer.fit(task, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+            if (average := find_callback(trainer, WeightEma)) is not None:
+                average.on_train_end(trainer, task)  # Lightning leaves it out where no step was left to do
+            if callback_of(trainer, EpochReport).validated_step != trainer.global_step:
+                trainer.validate(task, datamodule=data, verbose=False)
+    logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
+    return {key.removeprefix("val/"): value for key, value in logged.items() if key.startswith("val/")}
 
 
 @contextmanager
@@ -195,7 +136,7 @@ def _telling_divergence() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if not str(error).startswith(("query must be free of NaN", "key must be free of NaN")):
+        if not is_refusal(error):
             raise
         raise FloatingPointError(
             "the training diverged, the attention met NaN: lower optimizer.lr or set optimizer.clip_grad"
@@ -230,14 +171,13 @@ def _results(
     result: Result, recipe: Recipe, trainer: pl.Trainer, global_batch: int, network: nn.Module, data: Any
 ) -> dict[str, Any]:
     """What `results.json` says."""
-    best = getattr(trainer.checkpoint_callback, "best_model_score", None)
     return {
         "recipe": recipe.name,
         "task": recipe.task,
         "model": recipe.model.name,
         "parameters": sum(parameter.numel() for parameter in network.parameters()),
         "metrics": result.metrics,
-        "best": None if best is None else float(best),
+        "best": callback_of(trainer, RunCheckpoints).best,
         "epochs": result.epochs,
         "steps": trainer.global_step,
         "seconds": round(result.seconds, 2),
@@ -245,6 +185,7 @@ def _results(
         "global_batch": global_batch,
         "learning_rate": recipe.optimizer.lr * batch_scale(recipe.optimizer, global_batch),
         "precision": str(trainer.precision),
+        "skipped_steps": callback_of(trainer, FiniteSteps).skipped,
         "broken_images": sum(len(ledger) for ledger in data.ledgers.values()),
         **environment(),
     }

@@ -1,9 +1,9 @@
 """Recipes: one YAML file per experiment, checked key by key before anything runs.
 
 A recipe has the sections `model`, `data`, `optimizer`, `schedule`, `ema`, `trainer` and `checkpoint` and the keys
-`task`, `seed` and `out`. Whatever it leaves out has the default written here; `data` takes the arguments of the task's data module. Every
-key can be set on the command line as `--section.key value`. An unknown key or a wrong type is one sentence that names
-the key, as a `ValueError`.
+`task`, `seed` and `out`. Whatever it leaves out has the default written here; `data` takes the arguments of the task's
+data module. Every key can be set on the command line as `--section.key value`. An unknown key or a wrong type is one
+sentence that names the key, as a `ValueError`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class TrainerSettings:
         check_val_every: epochs between two validations; the last epoch is always validated.
         deterministic: use deterministic algorithms alone.
         compile: run the network through torch.compile.
-        max_skipped: steps in a row that may be skipped as their loss or gradient is not finite; null looks at nothing.
+        max_skipped: steps in a row, less than an epoch's, that may be skipped as their loss or gradient is not finite;
+            null looks at nothing.
         pictures_every: epochs between two drawings of predictions and groups for TensorBoard; null draws none.
     """
 
@@ -149,9 +150,7 @@ class Recipe:
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must be at least 0 and less than 2**32, got {self.seed!r}")
         if self.trainer.strategy == "fsdp2" and self.ema.decay is not None:
-            raise ValueError(
-                "ema.decay must be null under trainer.strategy fsdp2: shared-out weights have no average"
-            )
+            raise ValueError("ema.decay must be null under trainer.strategy fsdp2: shared-out weights have no average")
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as nested plain values, ready for YAML or JSON."""

@@ -3,7 +3,9 @@
 ```
 RUN/recipe.yaml           the complete recipe, written before training starts
 RUN/metrics.csv           loss, learning rate and accuracy by step; events.* hold the same for TensorBoard
-RUN/checkpoints/          best.ckpt and last.ckpt
+RUN/log.txt               a line for each epoch, and for whatever else happened
+RUN/status.json           where the training is: `dgt status RUN`
+RUN/checkpoints/          best.ckpt, last.ckpt and the newest step-*.ckpt, which a stopped training goes on from
 RUN/model/                model.safetensors and config.json; a classifier's: timm.create_model("local-dir:RUN/model")
 RUN/broken_images.txt     images that could not be read, if there were any
 RUN/results.json          metrics, epochs, seconds, seed, versions and the command
@@ -32,16 +34,20 @@ from dgt.training.recipe import Recipe
 RECORD_FORMAT = 1
 
 
-def choose_run_folder(recipe: Recipe) -> Path:
+def choose_run_folder(recipe: Recipe, again: bool = False) -> Path:
     """The folder that a recipe's run goes to: `out`, or the first free one of runs/NAME, runs/NAME-2, ...
+
+    Args:
+        recipe: the complete recipe.
+        again: take runs/NAME, where the same command line will look for the run.
 
     Raises:
         FileExistsError: `out` names a folder that holds a run already, unless that failed before its first checkpoint,
             or files of something else.
         NotADirectoryError: `out` is a file, or lies below one.
     """
-    if recipe.out is not None:
-        folder = Path(recipe.out)
+    if recipe.out is not None or again:
+        folder = Path(recipe.out or f"runs/{recipe.name}")
         check_folder(folder)
         if any((folder / "checkpoints").glob("*.ckpt")) or (folder / "results.json").exists():
             raise FileExistsError(f"{folder} holds a run already: give another folder with --out")
