@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
+from torchmetrics import MeanMetric
 
 from dgt.tasks.optim import OptimizerSettings, ScheduleSettings, build_optimizer, schedule_factor
 
@@ -37,6 +40,7 @@ class TrainingTask(LightningModule):
         self.optimizer_settings = optimizer
         self.schedule_settings = schedule
         self.global_batch = global_batch
+        self.train_loss = MeanMetric(nan_strategy="disable")  # over the epoch, also over one that was interrupted
 
     def log_losses(self, loss: Tensor, batch_size: int, **parts: Tensor) -> None:
         """Log the loss of one training step, its mean over the epoch and the learning rate.
@@ -47,7 +51,9 @@ class TrainingTask(LightningModule):
             parts: terms of the loss, logged as ``train/NAME`` for each step.
         """
         self.log("train/loss_step", loss, on_step=True, prog_bar=True, batch_size=batch_size)
-        self.log("train/loss_epoch", loss, on_step=False, on_epoch=True, batch_size=batch_size, sync_dist=True)
+        counts = loss.detach().isfinite()  # a step whose loss is not finite is skipped
+        self.train_loss.update(loss.detach().nan_to_num(0.0, 0.0, 0.0), batch_size * counts)
+        self.log("train/loss_epoch", self.train_loss, on_step=False, on_epoch=True, batch_size=batch_size)
         for name, value in parts.items():
             self.log(f"train/{name}", value, on_step=True, batch_size=batch_size)
         self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"], prog_bar=True, batch_size=batch_size)
@@ -55,6 +61,19 @@ class TrainingTask(LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW and its learning rate, stepped once per optimizer step."""
         optimizer = build_optimizer(self.network, self.optimizer_settings, self.global_batch)
-        total_steps = int(self.trainer.estimated_stepping_batches)
+        total_steps = self.schedule_settings.steps or int(self.trainer.estimated_stepping_batches)
         factor = schedule_factor(total_steps, self.optimizer_settings, self.schedule_settings)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
+
+    def on_train_epoch_start(self) -> None:
+        """Begin the sum of the epoch's losses; not called in an epoch that goes on from its middle."""
+        self.train_loss.reset()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the sum of the epoch's losses so far."""
+        checkpoint["train_loss"] = {name: getattr(self.train_loss, name) for name in ("mean_value", "weight")}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Go on summing."""
+        for name, value in checkpoint.get("train_loss", {}).items():
+            setattr(self.train_loss, name, value.to(self.train_loss.device))
