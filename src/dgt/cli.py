@@ -103,10 +103,11 @@ def _add_train(commands: Commands) -> None:
         "train a recipe and write its run folder",
         takes_keys=True,
         add_help=False,
-        usage="dgt train RECIPE [--data.root DIR] [--section.key value ...]",
+        usage="dgt train RECIPE [--resume auto] [--data.root DIR] [--section.key value ...]",
     )
     command.add_argument("-h", "--help", action="store_true", help="show this text, the recipes and all their keys")
     command.add_argument("recipe", nargs="?", metavar="RECIPE", help="name of a shipped recipe, or path of a YAML file")
+    command.add_argument("--resume", choices=("never", "auto"), default="never", help="auto: go on where it stopped")
 
 
 def _add_ablate(commands: Commands) -> None:
@@ -233,7 +234,7 @@ def run_train(options: argparse.Namespace, overrides: list[str]) -> int:
         raise ValueError(f"name a recipe, one of {', '.join(shipped_recipes())}, or the path of a YAML file")
     _quiet()
     recipe = load_recipe(options.recipe, overrides)
-    result = fit(recipe)
+    result = fit(recipe, resume=options.resume == "auto")
     rank_zero_only(print)(f"{TASKS[recipe.task].summary(result.metrics)}  in {result.folder}")
     return 0
 
@@ -287,8 +288,8 @@ def run_predict(options: argparse.Namespace, _: list[str]) -> int:
             print(f"dgt: error: {prediction['error']}", file=sys.stderr)
         elif not options.json:
             print(prediction["image"])
-            print("\n".join(f"  {100 * score:6.2f} %  {name}" for name, score in prediction.get("classes", ())), end="")
-            print("\n".join(f"  {path}" for path in prediction.get("files", ())))
+            lines = [f"  {100 * score:6.2f} %  {name}" for name, score in prediction.get("classes", ())]
+            print("\n".join([*lines, *(f"  {path}" for path in prediction.get("files", ()))]))
     return int(any(prediction["error"] is not None for prediction in found))
 
 
