@@ -70,5 +70,10 @@ def test_parts_add_up_and_large_counts_stay_exact() -> None:
     labels, predicted = torch.randint(0, 3, (4, 9)), torch.randint(0, 3, (4, 9))
     whole = confusion(predicted, labels, 3)
     assert torch.equal(whole, sum(confusion(p, t, 3) for p, t in zip(predicted, labels, strict=True)))
+    first, second = (MulticlassConfusionMatrix(3, ignore_index=255, validate_args=False) for _ in range(2))
+    first.update(predicted[:3], labels[:3])
+    second.update(predicted[3:], labels[3:])
+    second.merge_state(first)  # as ranks are joined
+    assert torch.equal(second.compute(), whole)
     counts = torch.tensor([[2**40, 1], [0, 3]])
     assert 1 - float(segmentation_scores(counts).iou[0]) == pytest.approx(2**-40)

@@ -30,7 +30,7 @@ from dgt.training.recipe import build_data
 OPACITY = 0.6
 UNLABELLED = 0.12  # grey of pixels without a label
 LONGEST = 7.0  # inches of a picture's longer side
-LEGEND_ROW, LEGEND_COLUMN = 0.24, 1.75
+LEGEND_ROW = 0.21
 
 
 def class_colours(number: int) -> Array:
@@ -180,8 +180,9 @@ def _figure_with_legend(
         entries.append(Patch(facecolor=colours[IGNORED], edgecolor="0.4", linewidth=0.5))
         names.append("no label")
     gap, header = 0.06, 0.24 if titles else 0.0
-    wide = max(len(rows[0]) * (cell[0] + gap) + gap, LEGEND_COLUMN)
-    columns = max(1, int(wide / LEGEND_COLUMN))
+    legend_column = 0.5 + 0.075 * max((len(name) for name in names), default=0)
+    wide = max(len(rows[0]) * (cell[0] + gap) + gap, legend_column)
+    columns = max(1, min(len(entries), int(wide / legend_column)))
     legend = LEGEND_ROW * -(-len(entries) // columns) + 0.12
     high = header + len(rows) * (cell[1] + gap) + legend
     figure = Figure(figsize=(wide, high), facecolor="white")
@@ -193,7 +194,6 @@ def _figure_with_legend(
             axes.set_axis_off()
             if row == 0 and titles:
                 axes.set_title(titles[column], fontsize=8, color="0.35", pad=3)
-    figure.legend(
-        entries, names, loc="lower left", ncols=columns, fontsize=8, frameon=False, borderaxespad=0.2, handlelength=1.2
-    )
+    look = {"ncols": columns, "fontsize": 8, "frameon": False, "borderaxespad": 0.2, "handlelength": 1.2}
+    figure.legend(entries, names, loc="lower left", columnspacing=1.2, **look)
     return figure

@@ -92,12 +92,16 @@ class SegmentationTask(TrainingTask):
             self.confusion.update(found, torch.stack([labels[index] for index in alike]).long())
 
     def on_validation_epoch_end(self) -> None:
-        """Log `val/miou`, `val/mean_accuracy` and `val/accuracy`, shares in [0, 1]."""
+        """Log `val/miou`, `val/mean_accuracy`, `val/accuracy` and `val/iou/CLASS` of what is there; shares in [0, 1]."""
         scores = segmentation_scores(self.confusion.compute())
         self.confusion.reset()
-        self.log("val/miou", scores.miou.float(), prog_bar=True)
-        self.log("val/mean_accuracy", scores.mean_accuracy.float())
-        self.log("val/accuracy", scores.accuracy.float())
+        self.log("val/miou", scores.miou.float(), prog_bar=True, sync_dist=True)
+        self.log("val/mean_accuracy", scores.mean_accuracy.float(), sync_dist=True)
+        self.log("val/accuracy", scores.accuracy.float(), sync_dist=True)
+        class_names = self.trainer.datamodule.class_names  # type: ignore[attr-defined]
+        for name, iou in zip(class_names, scores.iou.float(), strict=True):
+            if not iou.isnan():
+                self.log(f"val/iou/{name}", iou, sync_dist=True)
 
 
 def build_segmenter(settings: ModelSettings, num_classes: int, image_size: int) -> nn.Module:

@@ -1,0 +1,72 @@
+"""Figures of label maps: colours that tell classes apart, a legend of what is there, numbers that stay numbers."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dgt.figures.label_map import class_colours, figure_comparison, figure_label_map, label_png, overlay
+
+NAMES = ["sky", "road", "car", "tree"]
+
+
+@pytest.fixture
+def image() -> np.ndarray:
+    """A grey picture, 30 by 50."""
+    return np.full((30, 50, 3), 128, dtype=np.uint8)
+
+
+@pytest.fixture
+def labels() -> np.ndarray:
+    """Road below, sky above, one pixel of car, one without a label."""
+    labels = np.ones((30, 50), dtype=np.uint8)
+    labels[:12] = 0
+    labels[20, 20], labels[25, 25] = 2, 255
+    return labels
+
+
+def legend(figure) -> list[str]:
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def test_the_legend_names_what_is_there_the_largest_first(image: np.ndarray, labels: np.ndarray) -> None:
+    assert legend(figure_label_map(image, labels, NAMES)) == ["road", "sky", "car"]
+    rows = [(image, labels, np.full_like(labels, 3)), (image, labels, labels)]
+    compared = figure_comparison(rows, NAMES)
+    assert legend(compared) == ["road", "sky", "tree", "car", "no label"]
+    assert len(compared.axes) == 6
+    assert [axes.get_title() for axes in compared.axes[:3]] == ["image", "truth", "prediction"]
+
+
+def test_a_class_keeps_its_colour(image: np.ndarray, labels: np.ndarray) -> None:
+    colours = class_colours(4)
+    assert len({tuple(colour) for colour in colours[:5].round(3)}) == 5
+    drawn = overlay(image, labels, colours)
+    assert drawn.shape == image.shape
+    assert drawn.min() >= 0
+    assert drawn.max() <= 1
+    assert np.allclose(drawn[28, 5] - 0.4 * 128 / 255, 0.6 * colours[1])
+
+
+def test_label_maps_are_stored_as_numbers(labels: np.ndarray) -> None:
+    with Image.open(io.BytesIO(label_png(labels, 4))) as opened:
+        assert opened.mode == "P"
+        assert np.array_equal(np.asarray(opened), labels)
+        shown = np.asarray(opened.convert("RGB"))[0, 0] / 255
+    assert np.allclose(shown, class_colours(4)[0], atol=0.01)
+
+
+def test_bad_input(image: np.ndarray, labels: np.ndarray) -> None:
+    with pytest.raises(ValueError, match=r"labels must be \(30, 50\) uint8 like the image, got \(29, 50\)"):
+        figure_label_map(image, labels[1:], NAMES)
+    with pytest.raises(ValueError, match="labels must be below 2, the number of class_names, got 2"):
+        figure_label_map(image, labels, NAMES[:2])
+    with pytest.raises(ValueError, match=r"image must be \(H, W, 3\) uint8"):
+        figure_label_map(image[..., 0], labels, NAMES)
+    with pytest.raises(ValueError, match="rows must hold at least one picture"):
+        figure_comparison([], NAMES)
+    with pytest.raises(ValueError, match="number must lie in 1 to 255, got 0"):
+        class_colours(0)
