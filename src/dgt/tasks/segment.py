@@ -92,7 +92,7 @@ class SegmentationTask(TrainingTask):
             self.confusion.update(found, torch.stack([labels[index] for index in alike]).long())
 
     def on_validation_epoch_end(self) -> None:
-        """Log `val/miou`, `val/mean_accuracy`, `val/accuracy` and `val/iou/CLASS` of what is there; shares in [0, 1]."""
+        """Log `val/miou`, `val/mean_accuracy`, `val/accuracy` and `val/iou/CLASS` of what is there, in [0, 1]."""
         scores = segmentation_scores(self.confusion.compute())
         self.confusion.reset()
         self.log("val/miou", scores.miou.float(), prog_bar=True, sync_dist=True)
