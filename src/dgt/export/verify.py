@@ -1,0 +1,86 @@
+"""Whether an exported file computes what its source does, told before anybody relies on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dgt.export.program import Runner
+
+TOLERANCE = 1e-4
+"""Largest difference of equal outputs, relative to the largest output or 1."""
+BATCH = 3
+
+
+@dataclass(frozen=True)
+class Verification:
+    """How an exported file and its source agreed.
+
+    Args:
+        images: how many images both got, one by one and in batches.
+        equal: for how many of them all outputs were within `TOLERANCE`, and the largest of the logits the same.
+        difference: the largest difference of all, relative to the largest output or 1.
+    """
+
+    images: int
+    equal: int
+    difference: float
+
+    def __str__(self) -> str:
+        return f"equal for {self.equal} of {self.images} images, largest difference {self.difference:.1e}"
+
+
+@torch.inference_mode()
+def verify(module: nn.Module, run: Runner, sizes: Sequence[tuple[int, int]], seed: int = 0) -> Verification:
+    """Compare an exported file with its source on random images, in batches of three and one by one.
+
+    Where two groups (or keys) are as near to a query (a centroid) as float32 can tell, rounding decides, and runtimes
+    round differently: such an image may differ in some places. It is counted, and does not make the file wrong; a wrong
+    graph fails for every image of a size.
+
+    Args:
+        module: the source.
+        run: the exported file.
+        sizes: heights and widths of images in pixels.
+        seed: seed of the images.
+
+    Raises:
+        RuntimeError: for less than half of the images of a size the outputs are equal.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    found: list[tuple[bool, float]] = []
+    for height, width in sizes:
+        images = torch.randn(BATCH, 3, height, width, generator=generator)
+        here = [pair for batch in (images, *images.split(1)) for pair in _compare(module, run, batch)]
+        if 2 * sum(equal for equal, _ in here) < len(here):
+            raise RuntimeError(
+                f"the exported model is not equal to its source: images of {height} x {width} pixels differ by up to "
+                f"{max(difference for _, difference in here):.1e}; nothing was written"
+            )
+        found += here
+    return Verification(len(found), sum(equal for equal, _ in found), max(difference for _, difference in found))
+
+
+def _compare(module: nn.Module, run: Runner, images: Tensor) -> list[tuple[bool, float]]:
+    """For each image of a batch: whether the outputs are equal, and their largest relative difference."""
+    expected = module(images)
+    expected = [expected] if isinstance(expected, Tensor) else list(expected)
+    found = run(images)
+    if [output.shape for output in found] != [output.shape for output in expected]:
+        return [(False, float("inf"))] * len(images)
+    pairs = []
+    for index in range(len(images)):
+        outputs = [(ours[index], theirs[index]) for ours, theirs in zip(expected, found, strict=True)]
+        difference = max(_difference(ours, theirs) for ours, theirs in outputs)
+        same = all(ours.dim() > 1 or ours.argmax() == theirs.argmax() for ours, theirs in outputs)
+        pairs.append((same and difference <= TOLERANCE, difference))
+    return pairs
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference, relative to the largest of ``ours`` or 1; infinite where one of them is not a number."""
+    difference = float((ours - theirs).abs().max()) / max(1.0, float(ours.abs().max()))
+    return difference if difference == difference else float("inf")
