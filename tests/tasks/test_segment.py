@@ -75,6 +75,8 @@ def test_evaluate_prints_its_measures(run: Path, capsys: pytest.CaptureFixture[s
     assert "mIoU" in capsys.readouterr().out
     assert main(["evaluate", str(run), "--data.test.scales=[]"]) == 2
     assert "test.scales must be at least one number above 0" in capsys.readouterr().err
+    assert main(["visualize", str(run), "picture.png", "--out", "figure.png"]) == 2
+    assert "only classifiers are looked into" in capsys.readouterr().err
 
 
 def test_predict_writes_numbers_and_colours(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -112,8 +112,10 @@ def read_image(run: LoadedRun, image: str | Path) -> Tensor:
         (1, 3, H, W) float32.
 
     Raises:
-        FileNotFoundError, ValueError: naming the file that is missing or cannot be decoded.
+        FileNotFoundError, ValueError: naming the file that is missing or cannot be decoded; a model of another task.
     """
+    if run.recipe.task != "classify":
+        raise ValueError(f"only classifiers are looked into, {run.source} is of task {run.recipe.task!r}")
     if not Path(image).is_file():
         raise FileNotFoundError(f"there is no image file {str(image)!r}")
     try:
