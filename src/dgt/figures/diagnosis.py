@@ -15,10 +15,10 @@ from dgt.training.evaluate import read_image
 
 # Okabe and Ito's colours; the model's own choice stands out, what it is measured against stays quiet.
 CHOICES = {
-    "random": ("random keys", "#9a9a9a", "|"),
     "window": ("window of as many keys", "#56b4e9", "s"),
     "best_for_query": ("best k of the query", "#6b6b6b", ">"),
     "best_for_group": ("best k of the group", "#009e73", "d"),
+    "random": ("random keys", "#3d3d3d", "|"),  # thin, and drawn over the others
     "selected": ("selected by the group", "#d55e00", "o"),
 }
 HEADS = ("block", "L", "G", "k", "selected", "random", "window", "best/group", "best/query", "perplexity", "an image")
@@ -83,7 +83,7 @@ def figure_diagnosis(blocks: Sequence[BlockDiagnosis]) -> Figure:
         found = [(getattr(block, choice), place) for place, block in enumerate(blocks) if block.top_k < block.tokens]
         points = [(value, place) for value, place in found if value is not None]
         if points:
-            masses.scatter(*zip(*points, strict=True), 46, colour, marker, label=label, linewidths=1.6, zorder=3)
+            masses.scatter(*zip(*points, strict=True), 50, colour, marker=marker, label=label, linewidths=1.4, zorder=3)
     for place, block in enumerate(blocks):
         if block.top_k < block.tokens:
             ends = (min(block.random, block.selected), block.best_for_query)
@@ -91,13 +91,15 @@ def figure_diagnosis(blocks: Sequence[BlockDiagnosis]) -> Figure:
         else:
             text = f"k = {block.top_k} takes all {block.tokens} tokens"
             masses.text(0.5, place, text, ha="center", va="center", fontsize=7.5, color="#9a9a9a")
-    masses.set(xlim=(0, 1), xlabel="share of global attention held", ylim=(len(blocks) - 0.4, -0.6))
+    masses.set(xlim=(0, 1.02), xlabel="share of global attention held", ylim=(len(blocks) - 0.4, -0.6))
     masses.set_yticks(places, [f"{block.name}\nL {block.tokens}, k {block.top_k}" for block in blocks], fontsize=7)
     masses.grid(axis="x", color="#eeeeee")
     balance.barh(places, [block.perplexity / block.groups for block in blocks], 0.5, color="#cfe6f5")
     image = [block.perplexity_per_image / block.groups for block in blocks]
-    balance.scatter(image, places, 26, "#0072b2", "o", zorder=3)
-    balance.set(xlim=(0, 1), xlabel="perplexity of group sizes / G\nbar: all images, dot: in an image")
+    balance.scatter(image, places, 26, "#0072b2", zorder=3)
+    balance.set(
+        xlim=(0, 1), xticks=(0, 0.5, 1), xlabel="perplexity of group sizes / G\nbar: all images, dot: in an image"
+    )
     for axes in (masses, balance):
         axes.tick_params(labelsize=7, length=0)
         axes.xaxis.label.set_size(8)

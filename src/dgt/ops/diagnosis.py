@@ -144,7 +144,7 @@ def attention_mass_of_choices(
         best.append(weights.topk(count).values.sum(-1))
         if grid is not None:
             near = _distances(grid, sum(part.shape[2] for part in window), weights.shape[2], key.device)
-            near = near.masked_fill(~real[:, :, None], torch.inf).topk(count, largest=False).indices
+            near = near.masked_fill(~real[:, :, None], torch.iinfo(torch.int64).max).topk(count, largest=False).indices
             window.append(torch.take_along_dim(weights, near, dim=3).sum(-1))
     best_ids = looks.topk(count).indices.masked_fill(key_ids < 0, -1)
     shares = {
@@ -157,11 +157,15 @@ def attention_mass_of_choices(
 
 
 def _distances(grid: tuple[int, int], start: int, count: int, device: torch.device) -> Tensor:
-    """(count, L): how far every token lies from tokens ``start`` on, in rows or columns, whichever is more."""
+    """(count, L) int64: how far every token lies from tokens ``start`` on, in rows or columns, whichever is more.
+
+    Ties are settled by the other of the two, then by index, so that no two tokens are equally near.
+    """
     rows, columns = (axis.flatten() for axis in torch.meshgrid(*map(torch.arange, grid), indexing="ij"))
     place = slice(start, start + count)
     down, across = (rows - rows[place, None]).abs(), (columns - columns[place, None]).abs()
-    return (torch.maximum(down, across) + torch.minimum(down, across) / (2 * sum(grid))).float().to(device)
+    order = torch.maximum(down, across) * max(grid) + torch.minimum(down, across)
+    return (order * rows.numel() + torch.arange(rows.numel())).to(device)
 
 
 def _score_slices(
