@@ -16,7 +16,19 @@ from dgt.cli import main
 
 TRAIN = ["train", "scenes", "--data.train_size=64", "--data.val_size=24", "--data.batch_size=16"]
 TRAIN += ["--schedule.epochs=2", "--schedule.warmup_epochs=0.5", "--trainer.accelerator=cpu", "--trainer.devices=1"]
-COMMANDS = ("demo", "train", "ablate", "evaluate", "predict", "visualize", "diagnose", "explore", "export", "info", "bench")
+COMMANDS = (
+    "demo",
+    "train",
+    "ablate",
+    "evaluate",
+    "predict",
+    "visualize",
+    "diagnose",
+    "explore",
+    "export",
+    "info",
+    "bench",
+)
 
 
 @pytest.fixture(scope="module")

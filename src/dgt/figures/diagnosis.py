@@ -49,7 +49,7 @@ def diagnose_run(checkpoint: str | Path, images: Sequence[str | Path], out: str 
 
 def diagnosis_table(blocks: Sequence[BlockDiagnosis]) -> str:
     """The numbers as text, a line for each block; masses in percent."""
-    rows = [HEADS]
+    rows: list[tuple[str, ...]] = [HEADS]
     for block in blocks:
         masses = (block.selected, block.random, block.window, block.best_for_group, block.best_for_query)
         shares = ["-" if mass is None else f"{100 * mass:.1f} %" for mass in masses]
