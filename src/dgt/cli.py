@@ -20,14 +20,7 @@ MODEL_HELP = "a checkpoint (.ckpt), a run folder, or a model folder (config.json
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        arguments: words of the command line without the program's name; None for those of this process.
-
-    Returns:
-        The exit status.
-    """
+    """Run one command and return the exit status; `arguments` are its words, None for those of this process."""
     parser = build_parser()
     options, rest = parser.parse_known_args(arguments)
     if rest and not options.takes_keys:
@@ -60,6 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
         _add_diagnose,
         _add_explore,
         _add_shard,
+        _add_export,
         _add_info,
         _add_bench,
     )
@@ -188,6 +182,13 @@ def _add_shard(commands: Commands) -> None:
     command.add_argument("--workers", type=int, metavar="N", help="shards written at a time (default: one a core)")
     command.add_argument("--no-check", action="store_true", help="do not try to decode the images on the way")
     command.add_argument("--verify", action="store_true", help="read all shards and compare their checksums")
+
+
+def _add_export(commands: Commands) -> None:
+    command = _add(commands, "export", run_export, "write a trained model for other programs, and check the result")
+    command.add_argument("checkpoint", metavar="CHECKPOINT", help=MODEL_HELP)
+    command.add_argument("out", metavar="OUT", help="file ending in .onnx or .pt2; without ending, a folder for timm")
+    command.add_argument("--features", action="store_true", help="the backbone's feature maps instead of its task")
 
 
 def _add_info(commands: Commands) -> None:
@@ -333,6 +334,14 @@ def run_shard(options: argparse.Namespace, _: list[str]) -> int:
     if options.out is None:
         raise ValueError("name the folder of the shards: dgt shard DIR OUT")
     print(write_shards(options.source, options.out, options.samples, options.workers, not options.no_check).text())
+    return 0
+
+
+def run_export(options: argparse.Namespace, _: list[str]) -> int:
+    """`dgt export`: writes the file, and prints its size and how it agreed with the checkpoint."""
+    from dgt.export import export
+
+    print(export(options.checkpoint, options.out, options.features))
     return 0
 
 

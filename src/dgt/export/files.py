@@ -40,6 +40,9 @@ class Export:
     size: int
     verification: Verification
 
+    def __str__(self) -> str:
+        return f"{self.path}  {self.size / 2**20:.1f} MiB  {self.verification}"
+
 
 def export(checkpoint: str | Path, out: str | Path, features: bool = False) -> Export:
     """Write a trained model for other programs, and check it against its source before it takes its place.
