@@ -169,9 +169,11 @@ def test_bad_masks() -> None:
     mask = torch.ones(2, 64, 64, dtype=torch.bool)
     with pytest.raises((TypeError, ValueError), match="mask must"):
         model(images, mask[:, :32])
-    mask[0, 10, 10] = False
-    with pytest.raises(ValueError, match="mask must be a rectangle of real pixels in the upper left corner"):
-        model(images, mask)
+    hole, empty = mask.clone(), mask.clone()
+    hole[0, 10, 10], empty[1] = False, False
+    for wrong in (hole, empty):
+        with pytest.raises(ValueError, match="mask must be a rectangle of real pixels in the upper left corner"):
+            model(images, wrong)
 
 
 def test_group_records_know_nothing_of_heads() -> None:

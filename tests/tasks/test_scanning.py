@@ -31,6 +31,13 @@ class Recorder(nn.Module):
         return self.conv(images) * (1 + ramp)
 
 
+class Constant(nn.Module):
+    """The same logits everywhere, two of them the largest."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return torch.tensor([0.0, 2.0, 1.0, 2.0]).view(1, 4, 1, 1).expand(len(images), -1, *images.shape[2:])
+
+
 class Pointwise(nn.Module):
     """Logits of each pixel alone."""
 
@@ -59,6 +66,19 @@ def test_the_whole_is_the_mean_of_its_parts(images: Tensor) -> None:
     assert torch.allclose(together.sum(dim=1), torch.ones(2, 53, 71), atol=1e-5)
     labels = predict_labels(network, images, FRAME, SegmentationTest(scales, flip=True))
     assert torch.equal(labels, together.argmax(dim=1))
+
+
+@pytest.mark.parametrize("at_once", [1, 2 * 53 * 71, 3 * 2 * 53 * 71, 10**9])
+@torch.no_grad()
+def test_labels_of_one_part_take_a_few_classes_at_a_time(
+    images: Tensor, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dgt.tasks.scanning.PIXELS_AT_ONCE", at_once)
+    network = Recorder()
+    expected = predict_probabilities(network, images, FRAME, SegmentationTest()).argmax(dim=1)
+    assert torch.equal(predict_labels(network, images, FRAME, SegmentationTest()), expected)
+    ties = predict_labels(Constant(), images, FRAME, SegmentationTest())
+    assert (ties == 1).all()
 
 
 @torch.no_grad()

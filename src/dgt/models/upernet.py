@@ -44,6 +44,8 @@ class UperNet(nn.Module):
         ValueError: a number out of its range.
     """
 
+    forward_methods = ("forward_both",)  # ways through the model beside `forward`, for what shards its weights
+
     def __init__(
         self, backbone: FeatureBackbone, num_classes: int, channels: int = 512, auxiliary_channels: int = 256
     ) -> None:
@@ -164,7 +166,7 @@ def _by_size(mask: Tensor, images: Tensor) -> Iterator[tuple[tuple[int, int], li
     heights, widths = mask.any(dim=2).sum(dim=1), mask.any(dim=1).sum(dim=1)
     rows, columns = (torch.arange(side, device=mask.device) for side in mask.shape[1:])
     rectangles = (rows[None, :, None] < heights[:, None, None]) & (columns < widths[:, None, None])
-    if not torch.equal(mask, rectangles):
+    if not torch.equal(mask, rectangles) or not heights.all():
         raise ValueError("mask must be a rectangle of real pixels in the upper left corner of each image")
     sizes = list(zip(heights.tolist(), widths.tolist(), strict=True))
     for size in dict.fromkeys(sizes):

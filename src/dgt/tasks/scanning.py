@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from dgt.data.segmentation import SegmentationTest
 from dgt.data.segmentation_transforms import fitting_size
 
+PIXELS_AT_ONCE = 2**26  # logits brought to a picture's size at a time, 256 MiB of them
+
 
 def predict_labels(network: nn.Module, images: Tensor, scale: tuple[int, int], test: SegmentationTest) -> Tensor:
     """The most probable class of every pixel.
@@ -29,28 +31,38 @@ def predict_labels(network: nn.Module, images: Tensor, scale: tuple[int, int], t
     Returns:
         int64 (B, H, W).
     """
+    size = (images.shape[2], images.shape[3])
+    if len(test.scales) == 1 and not test.flip:  # no mean to take: the largest logit is the most probable class
+        return _best(_look(network, images, scale, test, test.scales[0], False), size)
     return predict_probabilities(network, images, scale, test).argmax(dim=1)
 
 
 def predict_probabilities(network: nn.Module, images: Tensor, scale: tuple[int, int], test: SegmentationTest) -> Tensor:
-    """The probability of every class at every pixel, averaged over scales and mirroring; arguments as in
-    :func:`predict_labels`.
+    """The probability of every class at every pixel, averaged over scales and mirroring.
+
+    Arguments as in :func:`predict_labels`.
 
     Returns:
         float32 (B, classes, H, W).
     """
-    parts = [(ratio, flip) for ratio in test.scales for flip in ((False, True) if test.flip else (False,))]
+    size = (images.shape[2], images.shape[3])
     total: Tensor | None = None
-    for ratio, flip in parts:
-        size = fitting_size((images.shape[2], images.shape[3]), scale, ratio)
-        scaled = _resize(images, size)
-        logits = _scan(network, scaled.flip(-1) if flip else scaled, test).float()
-        logits = _resize(logits.flip(-1) if flip else logits, (images.shape[2], images.shape[3]))
-        part = _softmax(logits)
-        total = part if total is None else total.add_(part)
+    for ratio in test.scales:
+        for flip in (False, True) if test.flip else (False,):
+            logits = _resize(_look(network, images, scale, test, ratio, flip), size)
+            part = logits.float().softmax(dim=1)
+            total = part if total is None else total.add_(part)
     if total is None:
         raise ValueError("test.scales must be at least one number above 0, got []")
-    return total if len(parts) == 1 else total.div_(len(parts))
+    return total.div_(len(test.scales) * (1 + test.flip))
+
+
+def _look(
+    network: nn.Module, images: Tensor, scale: tuple[int, int], test: SegmentationTest, ratio: float, flip: bool
+) -> Tensor:
+    """Logits (B, classes, h, w) of the pictures at one scale, the right way round again where they were mirrored."""
+    scaled = _resize(images, fitting_size((images.shape[2], images.shape[3]), scale, ratio))
+    return _scan(network, scaled.flip(-1), test).flip(-1) if flip else _scan(network, scaled, test)
 
 
 def _scan(network: nn.Module, images: Tensor, test: SegmentationTest) -> Tensor:
@@ -91,10 +103,18 @@ def _resize(x: Tensor, size: tuple[int, int]) -> Tensor:
     return F.interpolate(x, size=size, mode="bilinear", align_corners=False, antialias=shrinks)
 
 
-def _softmax(logits: Tensor) -> Tensor:
-    """Softmax over the classes in the memory of the logits, which for a large picture is most of what there is."""
-    if torch.is_grad_enabled():
-        return logits.softmax(dim=1)
-    logits -= logits.amax(dim=1, keepdim=True)
-    logits.exp_()
-    return logits.div_(logits.sum(dim=1, keepdim=True))
+def _best(logits: Tensor, size: tuple[int, int]) -> Tensor:
+    """The class of the largest logit at every pixel of a picture of `size`, the lowest class where several are.
+
+    A few classes at a time: all the logits of a photograph at its own size would fill a memory.
+    """
+    at_once = max(1, PIXELS_AT_ONCE // (len(logits) * size[0] * size[1]))
+    best, classes = None, torch.empty(0)
+    for first in range(0, logits.shape[1], at_once):
+        value, index = _resize(logits[:, first : first + at_once].float(), size).max(dim=1)
+        if best is None:
+            best, classes = value, index
+        else:
+            classes = torch.where(value > best, index + first, classes)
+            best = torch.maximum(best, value)
+    return classes

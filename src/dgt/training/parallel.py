@@ -24,7 +24,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from timm.layers import convert_sync_batchnorm
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
 from dgt.data.decoding import BrokenImage, BrokenImages
 from dgt.data.module import process
@@ -77,13 +77,15 @@ class _Sharding(LightningModule):
     network: nn.Module
 
     def configure_model(self) -> None:
-        """Shard every block, and what is left as one; once."""
+        """Shard every block, and what is left as one; once. A network's `forward_methods` gather weights as `forward`."""
         if self.device_mesh is None or isinstance(self.network, FSDPModule):
             return
         mesh = self.device_mesh["data_parallel"]
         for block in [module for module in self.network.modules() if "Block" in type(module).__name__]:
             fully_shard(block, mesh=mesh)
         fully_shard(self.network, mesh=mesh)
+        for name in getattr(self.network, "forward_methods", ()):
+            register_fsdp_forward_method(self.network, name)
 
 
 def full_weights(network: nn.Module) -> dict[str, Tensor]:
