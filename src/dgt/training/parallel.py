@@ -77,7 +77,7 @@ class _Sharding(LightningModule):
     network: nn.Module
 
     def configure_model(self) -> None:
-        """Shard every block, and what is left as one; once. A network's `forward_methods` gather weights as `forward`."""
+        """Shard every block, and what is left as one; once. A network's `forward_methods` gather weights as well."""
         if self.device_mesh is None or isinstance(self.network, FSDPModule):
             return
         mesh = self.device_mesh["data_parallel"]
