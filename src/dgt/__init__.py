@@ -6,6 +6,7 @@ Importing the package registers its models with timm: ``timm.create_model("dgt_t
 from dgt.layers import DGAttention, GlobalAttention
 from dgt.models import (
     DynamicGroupTransformer,
+    build_mask_rcnn,
     build_upernet,
     cost,
     diagnose,
@@ -32,6 +33,7 @@ __all__ = [
     "DynamicGroupTransformer",
     "GlobalAttention",
     "attend",
+    "build_mask_rcnn",
     "build_upernet",
     "cost",
     "diagnose",

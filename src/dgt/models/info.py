@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dgt.models.cost import PAPER, Cost, cost
+from dgt.models.mask_rcnn import mask_rcnn_cost
 from dgt.models.upernet import build_upernet
 
 MODELS = ("dgt_tiny", "dgt_small", "dgt_base", "dgt_nano")
@@ -45,6 +46,12 @@ TASKS = {
         ("dgt_tiny", "dgt_small", "dgt_base"),
         (512, 2048),
         {"dgt_tiny": (52.5, 954), "dgt_small": (81.9, 1074), "dgt_base": (122.2, 1234)},
+    ),
+    "detect": CountedTask(
+        mask_rcnn_cost,
+        ("dgt_tiny", "dgt_small", "dgt_base"),
+        (800, 1280),
+        {"dgt_tiny": (42, 272), "dgt_small": (70, 386), "dgt_base": (108, 540)},
     ),
 }
 

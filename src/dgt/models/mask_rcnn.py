@@ -193,13 +193,13 @@ class DenseParts(nn.Module):
         return scores, boxes, self.mask_head(images.new_zeros(COUNTED_MASKS, channels, POOLED_MASK, POOLED_MASK))
 
 
-def mask_rcnn_cost(backbone: str, num_classes: int = 81, image_size: tuple[int, int] = (800, 1280)) -> Cost:
+def mask_rcnn_cost(backbone: str, image_size: tuple[int, int] = (800, 1280), num_classes: int = 81) -> Cost:
     """Parameters and FLOPs of a Mask R-CNN by part, in the convention of :func:`dgt.cost`.
 
     Args:
         backbone: name of a timm model.
-        num_classes: classes with background; COCO's 80 by default.
         image_size: height and width in pixels.
+        num_classes: classes with background; by default COCO's 80 and that.
 
     Raises:
         ValueError: as :func:`build_backbone`.

@@ -1,0 +1,32 @@
+"""Cut a COCO annotation file down to its first images with an object, to see a detector learn them by heart.
+
+    python benchmarks/coco_subset.py COCO/annotations/instances_train2017.json 16 sixteen.json
+    dgt train coco_mini_cpu --data.root COCO --data.train_annotations "$PWD/sixteen.json" \
+        --data.val_annotations "$PWD/sixteen.json" --data.val_images train2017 --data.flip 0
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from dgt.data.coco import read_annotations
+from dgt.training.files import write_json
+
+
+def main() -> None:
+    """Write the smaller file and print what it holds."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("annotations", type=Path)
+    parser.add_argument("images", type=int)
+    parser.add_argument("out", type=Path)
+    options = parser.parse_args()
+    whole = read_annotations(options.annotations)
+    images = [image for image in whole.images if whole.by_image[image["id"]]][: options.images]
+    entries = [entry for image in images for entry in whole.by_image[image["id"]]]
+    write_json(options.out, {"images": images, "annotations": entries, "categories": whole.categories})
+    print(f"{len(images)} images, {len(entries)} annotations")
+
+
+if __name__ == "__main__":
+    main()
