@@ -11,6 +11,7 @@ from dgt.models import (
     cost,
     diagnose,
     group_records,
+    optimize_for_inference,
     replace_attention,
     set_attention,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "group_matmul",
     "group_queries",
     "group_records",
+    "optimize_for_inference",
     "replace_attention",
     "seed_centroids",
     "select_keys",

@@ -8,7 +8,7 @@ of linears on processors that the vendor's BLAS does not favour.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -50,8 +50,9 @@ def _bias(conv: nn.Conv2d) -> Tensor:
 
 def _conv_like(conv: nn.Conv2d, weight: Tensor, bias: Tensor) -> nn.Conv2d:
     """A convolution of the same geometry and type with this weight and bias."""
-    shape: tuple[Any, ...] = (conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride, conv.padding)
-    twin = nn.Conv2d(*shape, groups=conv.groups, device="meta")
+    names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "groups")
+    geometry: dict[str, Any] = {name: getattr(conv, name) for name in names}
+    twin = nn.Conv2d(**geometry, device="meta")
     twin.weight, twin.bias = _constant(weight.to(conv.weight.dtype)), _constant(bias.to(conv.weight.dtype))
     return twin
 
@@ -75,6 +76,9 @@ class FoldedConv(nn.Module):
 
     taps: Tensor
     inner_bias: Tensor
+    rows: Tensor
+    columns: Tensor
+    corners: Tensor
 
     def __init__(self, conv: nn.Conv2d, norm: nn.BatchNorm2d | None = None, residual: bool = False) -> None:
         super().__init__()
@@ -90,29 +94,40 @@ class FoldedConv(nn.Module):
             taps = weight[:, 0] * shift[:, None, None] if depthwise else torch.einsum("oikl,i->okl", weight, shift)
             weight = weight * (scale[:, None, None, None] if depthwise else scale[:, None, None])
         self.conv = _conv_like(conv, weight, bias + taps.sum((1, 2)))
-        self.register_buffer("taps", taps.to(conv.weight.dtype), persistent=False)
-        self.register_buffer("inner_bias", bias.to(conv.weight.dtype), persistent=False)
+        outer = taps[:, ::2].permute(1, 2, 0)  # (2, 3, C): the taps above and below
+        constants = {
+            "taps": taps[:, None],
+            "inner_bias": bias,
+            "rows": outer.sum(1, keepdim=True),  # (2, 1, C): what is missing in the first and the last row
+            "columns": taps[:, :, ::2].permute(2, 1, 0).sum(1),  # (2, C)
+            "corners": outer[:, ::2],  # (2, 2, C): what rows and columns both took off
+        }
+        for name, value in constants.items():
+            self.register_buffer(name, value.detach().to(conv.weight.dtype).contiguous(), persistent=False)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, C, H, W) to (B, C', H, W); ``mask`` is bool (B, H, W), True where a token is real."""
         if mask is not None:
             real = mask.unsqueeze(1).to(x.dtype)
             x = F.conv2d(x * real, self.conv.weight, self.inner_bias, padding=1, groups=self.conv.groups)
-            return x + F.conv2d(real, self.taps.unsqueeze(1), padding=1) if self.has_shift else x
+            return x + F.conv2d(real, self.taps, padding=1) if self.has_shift else x
         x = self.conv(x)
         if self.has_shift:
-            self._take_off_outside(x)
+            self._take_off_outside(x.permute(0, 2, 3, 1))
         return x
 
     def _take_off_outside(self, x: Tensor) -> None:
-        """Subtract, in place, what the shift would contribute from outside the image; corners are outside twice."""
-        taps = self.taps
-        edges = ((0, 0), (-1, 2))  # place in the image, row or column of taps that falls outside there
-        for place, outside in edges:
-            x[:, :, place] -= taps[:, outside].sum(-1)[:, None]
-            x[:, :, :, place] -= taps[:, :, outside].sum(-1)[:, None]
-            for across, outside_too in edges:
-                x[:, :, place, across] += taps[:, outside, outside_too]
+        """Subtract from (B, H, W, C), in place, what the shift would contribute from outside the image."""
+        rows, columns, corners = self.rows, self.columns, self.corners
+        height, width = x.shape[1:3]
+        if height == 1:  # the first row is the last one
+            rows, corners = rows.sum(0, keepdim=True), corners.sum(0, keepdim=True)
+        if width == 1:
+            columns, corners = columns.sum(0, keepdim=True), corners.sum(1, keepdim=True)
+        down, across = max(height - 1, 1), max(width - 1, 1)  # steps from the first to the last
+        x[:, ::down] -= rows
+        x[:, :, ::across] -= columns
+        x[:, ::down, ::across] += corners
 
 
 class FoldedStem(nn.Module):
@@ -123,12 +138,12 @@ class FoldedStem(nn.Module):
 
     def __init__(self, stem: ConvStem) -> None:
         super().__init__()
-        first, *others = stem.convs
-        *norms, last = stem.norms
+        convs, norms = cast(list[nn.Conv2d], list(stem.convs)), cast(list[nn.BatchNorm2d], list(stem.norms))
+        first, *others = convs
         self.first = first
-        self.others = nn.ModuleList(FoldedConv(*pair) for pair in zip(others, norms, strict=True))
-        for name, value in zip(("scale", "shift"), affine(last), strict=True):
-            self.register_buffer(name, value[:, None, None].to(first.weight.dtype), persistent=False)
+        self.others = nn.ModuleList(FoldedConv(*pair) for pair in zip(others, norms[:-1], strict=True))
+        for name, value in zip(("scale", "shift"), affine(norms[-1]), strict=True):
+            self.register_buffer(name, value.detach()[:, None, None].to(first.weight.dtype), persistent=False)
 
     def forward(self, image: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, in_chans, H, W) images to (B, H', W', width); ``mask`` is (B, H', W')."""
@@ -188,12 +203,16 @@ class InferenceDGAttention(DGAttention):
         return self.centroids
 
     def split_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Project (B, ..., C) tokens to query, key and value, each (B, H, L, D) and contiguous."""
+        """Project (B, ..., C) tokens to query, key and value, each (B, H, L, D)."""
+        query, key, value = self._project(x).unbind(0)
+        return query, key, value
+
+    def _project(self, x: Tensor) -> Tensor:
+        """Project (B, ..., C) tokens to (3, B, H, L, D)."""
         qkv = self.qkv(x).flatten(1, -2)
         qkv = qkv.unflatten(-1, [3, self.num_heads, qkv.shape[-1] // (3 * self.num_heads)])
-        query, key, value = qkv.permute(2, 0, 3, 1, 4).contiguous().unbind(0)
-        query, key = self.comparable(query, key)
-        return query, key, value
+        qkv = qkv.permute(2, 0, 3, 1, 4).contiguous()
+        return torch.stack([*self.comparable(qkv[0], qkv[1]), qkv[2]]) if self.cosine else qkv
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, H, W, C) or (B, L, C) to the same shape; ``mask`` is bool, True where a token is real."""
@@ -201,9 +220,8 @@ class InferenceDGAttention(DGAttention):
             return super().forward(x, mask)
         check_tokens_in(x, self.qkv.in_features)
         check_mask(mask, x)
-        query, key, value = self.split_heads(x)
         real = None if mask is None else mask.flatten(1)
-        attended = eager_inference.attention(query, key, value, self.centroids, self.top_k, self.scale, real)
+        attended = eager_inference.attention(self._project(x), self.centroids, self.top_k, self.scale, real)
         projected: Tensor = self.proj(attended.view(x.shape))
         return projected
 
@@ -213,7 +231,7 @@ class InferenceBlock(Block):
 
     def __init__(self, source: Block) -> None:
         nn.Module.__init__(self)
-        self.post_norm, self.takes_position = source.post_norm, source.takes_position
+        self.post_norm, self.takes_position = source.post_norm, source.takes_position  # type: ignore[misc]
         encoding = source.cpe
         folded = None if encoding is None else FoldedConv(encoding.conv, residual=True)
         self.cpe = folded  # type: ignore[assignment]

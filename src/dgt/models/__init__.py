@@ -4,6 +4,7 @@ from dgt.models.cost import Cost, cost
 from dgt.models.dgt import DynamicGroupTransformer
 from dgt.models.diagnose import BlockDiagnosis, diagnose
 from dgt.models.hybrids import cswin_tiny, cswin_tiny_dga, swin_tiny, swin_tiny_dga
+from dgt.models.inference import optimize_for_inference
 from dgt.models.inspection import BlockVisit, GroupRecord, group_records, set_attention, visit_blocks
 from dgt.models.mask_rcnn import PaddedMaskRCNN, build_mask_rcnn
 from dgt.models.replace import replace_attention
@@ -29,6 +30,7 @@ __all__ = [
     "dgt_tiny",
     "diagnose",
     "group_records",
+    "optimize_for_inference",
     "replace_attention",
     "set_attention",
     "swin_tiny",

@@ -36,14 +36,34 @@ def attend(query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids
 
 @torch.library.custom_op("dgt::attend", mutates_args=())
 def _attend(query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float) -> Tensor:
+    groups, keys = _by_head(group_ids, key_ids)
+    with full_precision(query.device):
+        if is_few_tokens(query.shape[2], *key_ids.shape[2:]):
+            return _attend_heads(query, key, value, groups, keys, scale)
+        return _attend_tiles(query, key, value, groups, keys, scale)
+
+
+def _attend_heads(query: Tensor, key: Tensor, value: Tensor, groups: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """Few tokens: whole heads, densely under a mask."""
+    q, k, v = (tensor.flatten(0, 1)[:, None] for tensor in (query, key, value))  # (B H, 1, L, D)
+    output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    for part, bias in _heads(groups, keys, k.shape[2], PART):
+        mask = bias.to(q.dtype)[:, None]
+        output[part] = F.scaled_dot_product_attention(q[part], k[part], v[part], attn_mask=mask, scale=scale)
+    if groups.amin() < 0:
+        output[:, 0][groups < 0] = 0.0
+    return output.view(query.shape)
+
+
+def _attend_tiles(query: Tensor, key: Tensor, value: Tensor, groups: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """Many tokens: tiles of queries of one group over the gathered keys of that group."""
     rows = _Rows(query, key, value)
     output = query.new_zeros(query.shape[:3].numel() + 1, query.shape[3])  # the last row takes what empty slots yield
-    with full_precision(query.device):
-        for part in _parts(group_ids, key_ids, key.shape[2]):
-            q, k, v = rows.gather(part)
-            bias = None if part.bias is None else part.bias.to(q.dtype)[:, None]
-            attended = F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], attn_mask=bias, scale=scale)
-            output.index_copy_(0, part.queries.flatten(), attended.flatten(0, 2))
+    for part in _tiled_parts(groups, keys, key.shape[2], PART):
+        q, k, v = rows.gather(part)
+        bias = None if part.bias is None else part.bias.to(q.dtype)[:, None]
+        attended = F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], attn_mask=bias, scale=scale)
+        output.index_copy_(0, part.queries.flatten(), attended.flatten(0, 2))
     return output[:-1].view(query.shape)
 
 
@@ -56,23 +76,45 @@ def _(query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Ten
 def _attend_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    groups, keys = _by_head(group_ids, key_ids)
+    few = is_few_tokens(query.shape[2], *key_ids.shape[2:])
+    with full_precision(query.device):
+        grads = (_backward_of_heads if few else _backward_of_tiles)(grad, query, key, value, groups, keys, scale)
+    grad_q, grad_k, grad_v = (g.view(t.shape).to(t.dtype) for g, t in zip(grads, (query, key, value), strict=True))
+    return grad_q, grad_k, grad_v
+
+
+def _backward_of_heads(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, groups: Tensor, keys: Tensor, scale: float
+) -> tuple[Tensor, ...]:
+    """Few tokens: the gradients of whole heads, (B H, L, D) each."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    q, k, v, g = (tensor.flatten(0, 1).to(wide) for tensor in (query, key, value, grad))
+    if groups.amin() < 0:
+        g = g.masked_fill(groups[..., None] < 0, 0.0)
+    grads = tuple(torch.empty(t.shape, dtype=wide, device=t.device) for t in (q, k, v))
+    # Parts of a quarter: the gradients keep four times the temporaries of the forward.
+    for part, bias in _heads(groups, keys, k.shape[1], PART // 4):
+        for whole, piece in zip(grads, _gradients(g[part], q[part], k[part], v[part], bias, scale), strict=True):
+            whole[part] = piece
+    return grads
+
+
+def _backward_of_tiles(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, groups: Tensor, keys: Tensor, scale: float
+) -> tuple[Tensor, ...]:
+    """Many tokens: the gradients of all tiles, added up for the keys that several of them see, (B H L, D) each."""
     rows, grad_rows = _Rows(query, key, value), _with_empty_row(grad)
     wide = torch.promote_types(query.dtype, torch.float32)
     grad_q, grad_k, grad_v = (torch.zeros_like(r, dtype=wide) for r in (grad_rows, rows.key, rows.value))
-    with full_precision(query.device):
-        # Parts of a quarter: the gradients keep four times the temporaries of the forward.
-        for part in _parts(group_ids, key_ids, key.shape[2], PART // 4):
-            q, k, v = (t.to(wide) for t in rows.gather(part))
-            g = grad_rows.index_select(0, part.queries.flatten()).view(q.shape).to(wide)
-            dq, dk, dv = _gradients(g, q, k, v, part.bias, scale)
-            grad_q.index_copy_(0, part.queries.flatten(), dq.flatten(0, 1))
-            grad_k.index_add_(0, part.keys.flatten(), dk.flatten(0, 1))
-            grad_v.index_add_(0, part.keys.flatten(), dv.flatten(0, 1))
-    return (
-        grad_q[:-1].view(query.shape).to(query.dtype),
-        grad_k.view(key.shape).to(key.dtype),
-        grad_v.view(value.shape).to(value.dtype),
-    )
+    for part in _tiled_parts(groups, keys, key.shape[2], PART // 4):
+        q, k, v = (t.to(wide) for t in rows.gather(part))
+        g = grad_rows.index_select(0, part.queries.flatten()).view(q.shape).to(wide)
+        dq, dk, dv = _gradients(g, q, k, v, part.bias, scale)
+        grad_q.index_copy_(0, part.queries.flatten(), dq.flatten(0, 1))
+        grad_k.index_add_(0, part.keys.flatten(), dk.flatten(0, 1))
+        grad_v.index_add_(0, part.keys.flatten(), dv.flatten(0, 1))
+    return grad_q[:-1], grad_k, grad_v
 
 
 @_attend_backward.register_fake
@@ -109,11 +151,11 @@ _attend.register_autograd(_backward, setup_context=_save)
 
 
 class _Part(NamedTuple):
-    """A batch of P small dense attentions, as rows of the flattened (B H L, D) tensors."""
+    """A batch of P tiles of T queries, as rows of the flattened (B H L, D) tensors."""
 
     queries: Tensor  # (P, T) rows of queries; the number of rows (one past the end) marks an empty slot
-    keys: Tensor  # (P, S) rows of keys
-    bias: Tensor | None  # (P, T or 1, S) float32: HIDDEN where a query must not see a key
+    keys: Tensor  # (P, K) rows of keys
+    bias: Tensor | None  # (P, 1, K) float32: HIDDEN at empty places
 
 
 class _Rows:
@@ -136,33 +178,30 @@ def _with_empty_row(tokens: Tensor) -> Tensor:
     return F.pad(tokens.flatten(0, 2), (0, 0, 0, 1))
 
 
-def _parts(group_ids: Tensor, key_ids: Tensor, tokens: int, size: int = PART) -> Iterator[_Part]:
-    """Cut the work into parts by the regime that suits its size; ``tokens`` keys a head, parts of ``size``."""
-    groups, keys = group_ids.flatten(0, 1), key_ids.flatten(0, 1)  # (B H, L), (B H, G, K)
-    no_keys = (keys < 0).all(-1)
-    if no_keys.any():  # such a group has nothing to attend to: its queries are left out, like padding
+def _by_head(group_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Flatten ids to (B H, L) and (B H, G, K); a group without keys loses its queries: they become padding, -1."""
+    groups, keys = group_ids.flatten(0, 1), key_ids.flatten(0, 1)
+    if keys.amin() < 0:
+        no_keys = (keys < 0).all(-1)
         groups = groups.masked_fill(no_keys.gather(1, groups.clamp(min=0)), -1)
-    if is_few_tokens(groups.shape[1], *keys.shape[1:]):
-        return _dense_parts(groups, keys, tokens, size)
-    return _tiled_parts(groups, keys, tokens, size)
+    return groups, keys
 
 
-def _dense_parts(groups: Tensor, keys: Tensor, tokens: int, size: int) -> Iterator[_Part]:
-    """Few tokens: all queries and keys of a head, under a mask whose rows are picked by group."""
-    heads, queries = groups.shape
-    num_groups = keys.shape[1]
-    query_rows = torch.arange(heads * queries, device=keys.device).view(heads, queries)
-    query_rows = torch.where(groups < 0, heads * queries, query_rows)
-    key_rows = torch.arange(heads * tokens, device=keys.device).view(heads, tokens)
-    places = keys.where(keys >= 0, tokens)
-    for part in _slices(heads, queries * tokens, size):
-        # One column more than there are keys takes the empty places (-1), and is cut off.
-        hidden = torch.full((len(keys[part]), num_groups, tokens + 1), HIDDEN, device=keys.device)
-        hidden.scatter_(-1, places[part], 0.0)
-        first = torch.arange(len(hidden), device=keys.device)[:, None] * num_groups
-        rows = (groups[part].clamp(min=0) + first).flatten()
-        bias = hidden[..., :-1].flatten(0, 1).index_select(0, rows)
-        yield _Part(query_rows[part], key_rows[part], bias.view(-1, queries, tokens))
+def _heads(groups: Tensor, keys: Tensor, tokens: int, size: int) -> Iterator[tuple[slice, Tensor]]:
+    """Cut few-token heads into parts of about ``size`` scores: heads, and their (heads, L, tokens) mask to add."""
+    some_empty = bool(keys.amin() < 0)
+    for part in _slices(len(groups), groups.shape[1] * tokens, size):
+        # Where places are empty (-1), one column more than there are keys takes them, and is cut off.
+        hidden = torch.full((*keys[part].shape[:2], tokens + some_empty), HIDDEN, device=keys.device)
+        hidden.scatter_(-1, keys[part].where(keys[part] >= 0, tokens) if some_empty else keys[part], 0.0)
+        yield part, rows_of_groups(hidden[..., :tokens], groups[part])
+
+
+def rows_of_groups(table: Tensor, groups: Tensor) -> Tensor:
+    """Pick for every query its group's row: (N, G, S) and (N, L) give (N, L, S); padding, -1, gets any row."""
+    first = torch.arange(len(table), device=table.device)[:, None] * table.shape[1]
+    rows = table.flatten(0, 1).index_select(0, (groups.clamp(min=0) + first).flatten())
+    return rows.view(*groups.shape, -1)
 
 
 def _tiled_parts(groups: Tensor, keys: Tensor, tokens: int, size: int) -> Iterator[_Part]:

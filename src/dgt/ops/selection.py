@@ -12,6 +12,8 @@ from dgt.ops.checks import check_count, check_key_mask, check_tokens
 from dgt.ops.grouping import head_parts
 from dgt.ops.precision import full_precision
 
+SORTED = 512  # keys up to which a whole vectorised sort is quicker than looking for one place of it
+
 
 def select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None = None) -> Tensor:
     """Select the ``top_k`` keys with the largest dot product with every group's centroid (Eq. 1).
@@ -75,13 +77,34 @@ def _largest(scores: Tensor, count: int) -> Tensor:
     return places
 
 
+def mark_unselected(scores: Tensor, count: int) -> Tensor:
+    """Return float32 marks of the scores' shape: 0 at the ``count`` largest of every row, 1 elsewhere.
+
+    Ties go to the lowest index, and a score of -inf is never among the largest, as in :func:`select_keys`.
+    """
+    threshold = _kth_largest(scores, count)
+    marks = torch.lt(scores, threshold, out=torch.empty_like(scores))
+    # No row has more marks than it should; ties leave it fewer. (In float64 if float32 could not count them.)
+    wide = torch.float32 if scores.numel() < 1 << 24 else torch.float64
+    total = threshold.numel() * (scores.shape[-1] - count)
+    if marks.sum(dtype=wide) == total and threshold.amin() > -torch.inf:
+        return marks
+    ids = _largest(scores, count)
+    marks = scores.new_ones(*scores.shape[:-1], scores.shape[-1] + 1)
+    return marks.scatter_(-1, ids.where(ids >= 0, scores.shape[-1]), 0.0)[..., :-1].contiguous()
+
+
 def _kth_largest(scores: Tensor, count: int) -> Tensor:
     """Return the ``count``-th largest score of every row, kept as a last dimension of one."""
     if scores.device.type != "cpu":
         return scores.topk(count).values[..., -1:]
-    place = scores.shape[-1] - count  # numpy's vectorised quickselect takes a tenth of the time of torch.topk
-    largest = np.partition(scores.numpy(), place, axis=-1)[..., place:]
-    if np.isnan(largest.max()):  # NaN sorts last, so it is among these if it is anywhere
+    place = scores.shape[-1] - count  # numpy's vectorised sorts take a tenth of the time of torch.topk
+    if scores.shape[-1] <= SORTED:
+        largest = np.sort(scores.numpy(), axis=-1)[..., place:]
+        last = largest[..., -1]
+    else:
+        last = largest = np.partition(scores.numpy(), place, axis=-1)[..., place:]
+    if np.isnan(last.max()):  # NaN sorts last, so it is among these if it is anywhere
         raise ValueError("key must be free of NaN, got NaN (or infinities that cancel)")
     return torch.from_numpy(largest[..., :1])
 

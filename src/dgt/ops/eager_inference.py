@@ -1,0 +1,96 @@
+"""The whole attention in one operator for models that only predict: the fast CPU path without ids and gradients.
+
+Groups and keys are those of :func:`dgt.group_queries` and :func:`dgt.select_keys`, ties included, but with few tokens
+the ids of the keys are never written down: the comparison that finds a group's keys is the mask of its queries. With
+many tokens the three steps run one after another.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dgt.ops.eager import HIDDEN, is_few_tokens, rows_of_groups
+from dgt.ops.grouping import nearest_group
+from dgt.ops.precision import full_precision
+from dgt.ops.selection import mark_unselected
+
+PART = 1 << 22  # elements of the masks of a part; they are read once, so larger parts than for gathered tiles pay
+
+
+def attention(qkv: Tensor, centroids: Tensor, top_k: int, scale: float, key_mask: Tensor | None) -> Tensor:
+    """Attend from every query to the keys of its group (Eqs. 1-2), without gradients.
+
+    Args:
+        qkv: (3, B, H, L, D) float tensor on the CPU, contiguous: query, key and value.
+        centroids: (H, G, D) float tensor, unit norm.
+        top_k: k >= 1, clamped to L.
+        scale: factor on the scores.
+        key_mask: optional bool (B, L), True where a token is real.
+
+    Returns:
+        (B, L, H D): heads side by side, as a projection wants them; zero at padding.
+
+    Raises:
+        ValueError: for NaN in query or key where k < L.
+    """
+    output: Tensor = torch.ops.dgt.attention.default(qkv, centroids, top_k, scale, key_mask)
+    return output
+
+
+# Not torch.library.custom_op: without gradients the bare registration does, at a tenth of the cost of a call.
+torch.library.define(
+    "dgt::attention", "(Tensor qkv, Tensor centroids, SymInt top_k, float scale, Tensor? key_mask) -> Tensor"
+)
+
+
+@torch.library.impl("dgt::attention", "CPU")
+def _attention(qkv: Tensor, centroids: Tensor, top_k: int, scale: float, key_mask: Tensor | None) -> Tensor:
+    _, batch, heads, tokens, _ = qkv.shape
+    groups, count = centroids.shape[1], min(top_k, tokens)
+    with full_precision(qkv.device):
+        if not is_few_tokens(tokens, groups, count):
+            return _merge_heads(_attend_in_steps(qkv, centroids, top_k, scale, key_mask))
+        centroids = centroids.float()
+        images = max(1, PART // (heads * tokens * max(tokens, groups)))
+        if images >= batch:
+            return _merge_heads(_attend_densely(qkv, centroids, count, scale, key_mask))
+        masks = [None] * batch if key_mask is None else key_mask.split(images)
+        parts = [
+            _merge_heads(_attend_densely(part, centroids, count, scale, mask))
+            for part, mask in zip(qkv.split(images, dim=1), masks, strict=False)
+        ]
+        return torch.cat(parts)
+
+
+@torch.library.register_fake("dgt::attention")
+def _(qkv: Tensor, centroids: Tensor, top_k: int, scale: float, key_mask: Tensor | None) -> Tensor:
+    _, batch, heads, tokens, channels = qkv.shape
+    return qkv.new_empty(batch, tokens, heads * channels)
+
+
+def _merge_heads(attended: Tensor) -> Tensor:
+    return attended.transpose(1, 2).reshape(attended.shape[0], attended.shape[2], -1)
+
+
+def _attend_in_steps(qkv: Tensor, centroids: Tensor, top_k: int, scale: float, mask: Tensor | None) -> Tensor:
+    """Many tokens: group, select, attend."""
+    query, key, value = qkv.unbind(0)
+    groups = torch.ops.dgt.group_queries(query, centroids, mask)
+    keys = torch.ops.dgt.select_keys(centroids, key, top_k, mask)
+    attended: Tensor = torch.ops.dgt.attend(query, key, value, groups, keys, scale)
+    return attended
+
+
+def _attend_densely(qkv: Tensor, centroids: Tensor, count: int, scale: float, mask: Tensor | None) -> Tensor:
+    """Few tokens: attention over all keys of a head, under the mask of each query's group."""
+    query, key, value = qkv.unbind(0)
+    if mask is None and count == key.shape[2]:  # every group has every key
+        return F.scaled_dot_product_attention(query, key, value, scale=scale)
+    of_queries, of_keys = torch.matmul(centroids, qkv[:2].float().transpose(-1, -2)).unbind(0)  # (B, H, G, L)
+    if mask is not None:
+        of_keys.masked_fill_(~mask[:, None, None], -torch.inf)
+    groups = nearest_group(of_queries)
+    hidden = mark_unselected(of_keys, count).mul_(HIDDEN).to(query.dtype)
+    bias = rows_of_groups(hidden.flatten(0, 1), groups.flatten(0, 1)).view(*groups.shape, -1)
+    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
+    return attended if mask is None else attended.masked_fill(~mask[:, None, :, None], 0.0)
