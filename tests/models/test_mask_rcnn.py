@@ -32,19 +32,21 @@ def target(*boxes: tuple[int, int, int, int], size: tuple[int, int] = (64, 96)) 
     return {"boxes": places, "labels": torch.ones(len(boxes), dtype=torch.int64), "masks": masks}
 
 
-# Parameters in millions and GFLOPs at 800 x 1280, as the paper prints them. What its count of FLOPs leaves out is not
-# said; without the mask head's last two layers (6.8 G) and one of the two products with centroids it is met to 0.3 %.
+# Parameters in millions and GFLOPs at 800 x 1280, as the paper prints them. ResNet-50 shows that the heads are counted
+# as the paper counts them; why its numbers of DGT are 1.9 to 3.1 % smaller than ours, it does not say.
 @pytest.mark.parametrize(
-    ("name", "params", "flops"), [("dgt_tiny", 42, 272), ("dgt_small", 70, 386), ("dgt_base", 108, 540)]
+    ("name", "params", "flops", "surplus"),
+    [
+        ("resnet50", 44, 260, 0.002),
+        ("dgt_tiny", 42, 272, 0.032),
+        ("dgt_small", 70, 386, 0.026),
+        ("dgt_base", 108, 540, 0.02),
+    ],
 )
-def test_parameters_and_flops_are_the_papers(name: str, params: float, flops: float) -> None:
+def test_parameters_and_flops_beside_the_papers(name: str, params: float, flops: float, surplus: float) -> None:
     counted = mask_rcnn_cost(name)
     assert counted.params / 1e6 == pytest.approx(params, abs=0.5)
-    upsampling = 100 * (14 * 14 * 256 * 256 * 4 + 28 * 28 * 256 * 81)
-    stages = [(200 * 320, 1, 1), (100 * 160, 2, 2), (50 * 80, 4, 17)]  # tokens, channels over the first's, blocks
-    width = {"dgt_tiny": 64, "dgt_small": 96, "dgt_base": 128}[name]
-    centroids = sum(tokens * 48 * factor * width * blocks for tokens, factor, blocks in stages)
-    assert (counted.flops - upsampling - centroids) / 1e9 == pytest.approx(flops, rel=0.004)
+    assert counted.flops / 1e9 == pytest.approx(flops, rel=surplus)
 
 
 def test_k_is_the_papers_for_a_dgt_by_name_and_the_callers_otherwise() -> None:

@@ -55,10 +55,9 @@ def draw_detections(
     """
     if not 0 <= threshold <= 1:
         raise ValueError(f"threshold must lie in [0, 1], got {threshold}")
-    if found.masks.shape[1:] != (picture.height, picture.width):
-        raise ValueError(
-            f"masks must be of the picture's size {(picture.height, picture.width)}, got {found.masks.shape}"
-        )
+    expected = (picture.height, picture.width)
+    if found.masks.shape[1:] != expected:
+        raise ValueError(f"masks must be of the picture's size {expected}, got {found.masks.shape[1:]}")
     scale = max(1.0, LONG_SIDE / max(picture.size))
     size = (round(picture.width * scale), round(picture.height * scale))
     pixels = np.asarray(picture.resize(size, Image.Resampling.BICUBIC), dtype=np.float64)
