@@ -5,9 +5,9 @@ OUT/runs/ROW/seed-N/      the run of one row and seed, as `dgt.training.fit` wri
 OUT/table.json, .md       what is trained so far; both written anew after every run
 ```
 
-A run is finished when its `results.json` is there, or `diverged.json`, which keeps the error of a training whose loss
-was no longer a number. The same command started again, after any end of the first one, keeps finished runs, begins the
-unfinished one anew and ends with the same table.
+A run is finished when its `results.json` is there, or `diverged.json`, which keeps the error of a training whose steps
+were no longer finite. The same command started again, after any end of the first one, keeps finished runs, goes on with
+the unfinished one and ends with the same table.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -27,7 +26,8 @@ from dgt.training.checkpoints import load_run
 from dgt.training.files import write_json
 from dgt.training.fit import fit
 from dgt.training.recipe import Recipe, build_data, load_recipe
-from dgt.training.runs import check_folder
+from dgt.training.resuming import run_to_resume
+from dgt.training.runs import check_folder, is_run
 from dgt.training.tables import Row, Table, load_table
 from dgt.training.tabulate import write_table
 
@@ -145,30 +145,12 @@ def _check_overrides(table: Table, overrides: Sequence[str]) -> None:
 
 
 def _check_runs(folder: Path, runs: Sequence[PlannedRun]) -> None:
-    """Raise FileExistsError for a folder of something else, or finished runs that other settings made."""
+    """Raise FileExistsError for a folder of something else, or runs in it that other settings began."""
     if folder.exists() and any(folder.iterdir()) and not (folder / "runs").is_dir():
         raise FileExistsError(f"{folder} holds files that are not a table's: give another folder with --out")
     for run in runs:
-        if not run.finished:
-            continue
-        there, asked = _settings(load_recipe(run.folder / "recipe.yaml")), _settings(run.recipe)
-        differing = [key for key in asked if there.get(key) != asked[key]]
-        if differing:
-            key = differing[0]
-            raise FileExistsError(
-                f"{run.folder} was trained with {key} {there.get(key)!r}, now {asked[key]!r} is asked for: give the "
-                "same settings, or another folder with --out"
-            )
-
-
-def _settings(recipe: Recipe) -> dict[str, Any]:
-    """The recipe's values by their keys with dots, without those that only say where the run lies."""
-
-    def leaves(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-        for key, value in values.items():
-            yield from leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
-
-    return {key: value for key, value in leaves(recipe.to_dict(), "") if key not in ("name", "out")}
+        if is_run(run.folder):
+            run_to_resume(run.recipe)
 
 
 @contextmanager
@@ -190,11 +172,11 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _train(run: PlannedRun) -> None:
-    """Train one run from its beginning; a divergence is its result."""
-    if run.folder.exists():
-        shutil.rmtree(run.folder)  # of a process that was stopped
+    """Train one run, from where it was stopped on; a divergence is its result."""
+    if run.folder.exists() and not is_run(run.folder):
+        shutil.rmtree(run.folder)  # stopped while its first file was written
     try:
-        fit(run.recipe)
+        fit(run.recipe, resume=True)
     except FloatingPointError as error:
         write_json(run.folder / DIVERGED, {"error": str(error)})
 
