@@ -51,7 +51,7 @@ class DetectionTask(TrainingTask):
         """
         self.detections, seen = self._of_all_processes(self.detections), self._of_all_processes(self._image_ids)
         for name, value in average_precision(self._data.ground_truth(), self.detections, seen).items():
-            self.log(f"val/{name}", value, prog_bar=name == "box_ap")
+            self.log(f"val/{name}", value, prog_bar=name == "box_ap", sync_dist=True)  # the same in all processes
 
     @property
     def _data(self) -> Any:
