@@ -223,7 +223,8 @@ def run_python(code: str) -> str:
 
 def test_import_loads_nothing_heavy() -> None:
     """`import dgt` loads, of the training and drawing libraries, none."""
-    heavy = "lightning", "pytorch_lightning", "torchmetrics", "jsonargparse", "tensorboard", "rich", "matplotlib"
+    training = "lightning", "pytorch_lightning", "torchmetrics", "jsonargparse", "tensorboard", "rich", "transformers"
+    heavy = (*training, "matplotlib")
     assert run_python(f"import dgt; print([name for name in {heavy} if name in sys.modules])") == "[]"
 
 

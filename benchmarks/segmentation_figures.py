@@ -1,0 +1,87 @@
+"""Figures of a segmentation: validation pictures with truth and prediction, and learning curves of several runs.
+
+    python benchmarks/segmentation_figures.py pictures RUN OUT.png [--items 0 1 2 3] [--data.root DIR ...]
+    python benchmarks/segmentation_figures.py curves OUT.png NAME=RUN NAME=RUN
+
+Pictures are drawn as the run's recipe tests them; keys of the recipe's data can be changed as for `dgt evaluate`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from dgt.data.segmentation_maps import MappedPicture
+from dgt.figures import save_figure
+from dgt.figures.label_map import figure_comparison, picture_labels
+from dgt.training import load_run
+from dgt.training.recipe import build_data, parse_recipe
+
+
+def draw_pictures(run_path: str, out: str, items: list[int], overrides: list[str]) -> None:
+    """Rows of picture, truth and prediction for some items of the validation split."""
+    run = load_run(run_path)
+    data = build_data(parse_recipe(run.recipe.to_dict(), overrides))
+    data.setup("validate")
+    rows = []
+    for item in items:
+        dataset = data.datasets["val"]
+        sample = dataset.reader[dataset.indices[item]]
+        if not isinstance(sample, MappedPicture):
+            raise ValueError(f"{sample.path} cannot be read: {sample.reason}")
+        rows.append((np.asarray(sample.picture), sample.labels, picture_labels(run, sample.picture)))
+    save_figure(figure_comparison(rows, run.class_names), out, dpi=120)
+
+
+def read_curve(run: str, name: str) -> tuple[list[int], list[float]]:
+    """Epochs (from 1) and values of a metric in a run's `metrics.csv`."""
+    with (Path(run) / "metrics.csv").open(encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row.get(name)]
+    return [int(row["epoch"]) + 1 for row in rows], [float(row[name]) for row in rows]
+
+
+def draw_curves(out: str, runs: list[str]) -> None:
+    """Training loss and validation mIoU by epoch."""
+    figure = Figure(figsize=(7.2, 2.6), facecolor="white", layout="constrained")
+    loss, miou = figure.subplots(1, 2)
+    for entry, colour in zip(runs, ("#0072b2", "#d55e00", "#009e73", "#cc79a7"), strict=False):
+        name, _, run = entry.partition("=")
+        epochs, losses = read_curve(run, "train/loss_epoch")
+        loss.plot(epochs, losses, color=colour, label=name)
+        epochs, shares = read_curve(run, "val/miou")
+        miou.plot(epochs, [100 * share for share in shares], "o-", color=colour, markersize=3, label=name)
+    for axes, title in ((loss, "training loss"), (miou, "validation mIoU, %")):
+        axes.set_title(title, fontsize=9)
+        axes.set_xlabel("epoch", fontsize=8)
+        axes.tick_params(labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+        axes.set_ylim(bottom=0)
+    miou.legend(fontsize=8, frameon=False, loc="lower right")
+    save_figure(figure, out, dpi=130)
+
+
+def main() -> None:
+    """Parse and draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="what", required=True)
+    pictures = commands.add_parser("pictures")
+    pictures.add_argument("run")
+    pictures.add_argument("out")
+    pictures.add_argument("--items", type=int, nargs="+", default=[0, 1, 2, 3])
+    curves = commands.add_parser("curves")
+    curves.add_argument("out")
+    curves.add_argument("runs", nargs="+", metavar="NAME=RUN")
+    options, overrides = parser.parse_known_args()
+    if options.what == "pictures":
+        draw_pictures(options.run, options.out, options.items, overrides)
+    else:
+        draw_curves(options.out, options.runs)
+
+
+if __name__ == "__main__":
+    main()
