@@ -11,6 +11,7 @@ from torch import Tensor
 from dgt.layers import DGAttention
 from dgt.models import group_records
 from dgt.models.backbone import build_backbone
+from dgt.models.info import model_rows
 from dgt.models.mask_rcnn import PaddedMaskRCNN, build_mask_rcnn, mask_rcnn_cost, pixel_mask
 
 SMALL: dict[str, Any] = {"fpn_channels": 16, "box_channels": 16, "mask_channels": [16]}
@@ -47,6 +48,13 @@ def test_parameters_and_flops_beside_the_papers(name: str, params: float, flops:
     counted = mask_rcnn_cost(name)
     assert counted.params / 1e6 == pytest.approx(params, abs=0.5)
     assert counted.flops / 1e9 == pytest.approx(flops, rel=surplus)
+
+
+def test_info_shows_them() -> None:
+    row = model_rows("dgt_tiny", task="detect")[0]
+    assert (row["paper_params"], row["paper_flops"], row["image_size"]) == (42_000_000, 272_000_000_000, [800, 1280])
+    assert [stage["name"] for stage in row["stages"]] == ["backbone", "pyramid", "rpn_head", "box_head", "mask_head"]
+    assert sum(stage["flops"] for stage in row["stages"]) == pytest.approx(row["flops"], rel=1e-3)
 
 
 def test_k_is_the_papers_for_a_dgt_by_name_and_the_callers_otherwise() -> None:
