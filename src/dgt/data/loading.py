@@ -5,19 +5,24 @@ they augment for. The same keys let a run resume in the middle of an epoch witho
 """
 
 import math
+import signal
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from dgt.data.decoding import BrokenImage, BrokenImages, BrokenImagesError
 from dgt.data.images import Labelled, LabelledImages
-from dgt.data.seeding import generator, seeded
-from dgt.data.transforms import BatchTargets, Transform
+from dgt.data.seeding import generator, reseed, seeded
+from dgt.data.transforms import BatchTargets, Mix, Patch, Transform, mix_images
+
+
+HUGE = 1 << 22  # bytes from which huge pages pay
 
 
 class Key(NamedTuple):
@@ -80,6 +85,60 @@ class CachedImages:
         return (pixels if isinstance(pixels, BrokenImage) else Image.fromarray(pixels)), label
 
 
+class Prepared:
+    """A batch on its way to the main process: bytes instead of floats, every random choice made.
+
+    Args:
+        pixels: uint8 (N, H, W, 3), the images that could be read.
+        patches: for each of them, what random erasing fills.
+        labels: int64 (N,).
+        keys: where they stand.
+        broken: what could not be read.
+        transform: whose second half turns pixels into images.
+    """
+
+    def __init__(
+        self,
+        pixels: Tensor,
+        patches: list[list[Patch]],
+        labels: Tensor,
+        keys: list[Key],
+        broken: list[BrokenImage],
+        transform: Transform,
+    ) -> None:
+        self.pixels, self.patches, self.labels, self.keys = pixels, patches, labels, keys
+        self.broken, self.transform = broken, transform
+        self.targets, self.mix = labels, None
+
+    mix: Mix | None
+
+    def finish(self) -> Batch:
+        """The batch of float images."""
+        pixels = self.pixels[: len(self.targets)]
+        images = empty_images((len(pixels), 3, *pixels.shape[1:3]))
+        for image, one, patches in zip(images, pixels, self.patches, strict=False):
+            self.transform.finish(one, patches, image)
+        if self.mix is not None:
+            mix_images(images, self.mix)
+        return Batch(images, self.targets, self.broken)
+
+    def pin_memory(self) -> Batch:
+        """The batch in pinned memory: what the loader's thread calls where there is a GPU."""
+        images, targets, broken = self.finish()
+        return Batch(images.pin_memory(), targets.pin_memory(), broken)
+
+
+def empty_images(shape: tuple[int, ...]) -> Tensor:
+    """A float32 tensor to fill, where the system has them in huge pages: small ones cost more than filling them."""
+    size = 4 * math.prod(shape)
+    if size < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.float32).view(shape)
+
+
 class TransformedImages(Dataset[Sample | BrokenImage]):
     """A reader's images through a transform whose random choices belong to (seed, epoch, index)."""
 
@@ -91,11 +150,28 @@ class TransformedImages(Dataset[Sample | BrokenImage]):
         return len(self.images)
 
     def __getitem__(self, key: Key) -> Sample | BrokenImage:
-        picture, label = self.images[key.item]
-        if isinstance(picture, BrokenImage):
-            return picture
-        with seeded("augment", self.seed, key.epoch, key.item):
-            return Sample(self.transform(picture), label, key)
+        prepared = self.__getitems__([key])
+        if prepared.broken:
+            return prepared.broken[0]
+        return Sample(prepared.finish().images[0], int(prepared.labels[0]), key)
+
+    def __getitems__(self, keys: Sequence[Key]) -> Prepared:
+        """The images of a batch, as far as they can be read."""
+        pixels, patches, labels, read, broken = [], [], [], [], []
+        with seeded("augment", self.seed):
+            for key in keys:
+                picture, label = self.images[key.item]
+                if isinstance(picture, BrokenImage):
+                    broken.append(picture)
+                    continue
+                reseed("augment", self.seed, key.epoch, key.item)
+                one, erased = self.transform.prepare(picture)
+                pixels.append(one)
+                patches.append(erased)
+                labels.append(label)
+                read.append(key)
+        stacked = default_collate(pixels) if pixels else torch.empty(0)  # into shared memory, in a worker
+        return Prepared(stacked, patches, torch.tensor(labels), read, broken, self.transform)
 
 
 class EpochBatches(Sampler[list[Key]]):
@@ -142,22 +218,18 @@ class EpochBatches(Sampler[list[Key]]):
 
 
 class Collate:
-    """Stacks samples to a `Batch`, leaving out broken images; `targets` mixes and smooths training batches."""
+    """Gives a `Prepared` batch its targets: `targets` smooths them in training, and says how to mix the images."""
 
     def __init__(self, targets: BatchTargets | None, seed: int, rank: int = 0) -> None:
         self.targets, self.seed, self.rank = targets, seed, rank
 
-    def __call__(self, items: list[Sample | BrokenImage]) -> Batch:
-        samples = [item for item in items if isinstance(item, Sample)]
-        broken = [item for item in items if isinstance(item, BrokenImage)]
-        if not samples:
-            return Batch(torch.empty(0), torch.empty(0), broken)
-        images = torch.stack([sample.image for sample in samples])
-        targets = torch.tensor([sample.label for sample in samples])
-        if self.targets is not None:
-            key = samples[0].key
-            images, targets = self.targets(images, targets, (self.seed, key.epoch, key.batch, self.rank))
-        return Batch(images, targets, broken)
+    def __call__(self, prepared: Prepared) -> Prepared:
+        if self.targets is not None and prepared.keys:
+            key, pixels = prepared.keys[0], prepared.pixels
+            shape = (len(pixels), 3, *pixels.shape[1:3])
+            place = (self.seed, key.epoch, key.batch, self.rank)
+            prepared.mix, prepared.targets = self.targets(shape, prepared.labels, place)
+        return prepared
 
 
 class Loader:
@@ -189,6 +261,7 @@ class Loader:
             persistent_workers=num_workers > 0,
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator(),  # its own, so that loading leaves the global random state alone
+            worker_init_fn=_leave_stopping_to_the_main_process,
         )
 
     def __len__(self) -> int:
@@ -196,7 +269,8 @@ class Loader:
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         self._epoch, self._batch = self.sampler.epoch, self.sampler.first_batch
-        for batch in self._batches:
+        for arrived in self._batches:
+            batch = arrived.finish() if isinstance(arrived, Prepared) else arrived
             self._batch += 1
             self.ledger.record(batch.broken)
             if len(batch.images):

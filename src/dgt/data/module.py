@@ -139,6 +139,15 @@ class ImageData(lightning.LightningDataModule, ABC):
         """Every validation image once, in order."""
         return self._loader("val")
 
+    def state_dict(self) -> dict[str, Any]:
+        """What goes into checkpoints: the unreadable images met so far."""
+        return {"broken": {part: dict(ledger.broken) for part, ledger in self.ledgers.items()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the unreadable images of a checkpoint."""
+        for part, broken in state_dict["broken"].items():
+            self.ledgers[part].broken.update(broken)
+
     def write_broken_images(self, path: str | os.PathLike[str]) -> int:
         """List the unreadable images met so far in a file, a line each; return how many there are."""
         return write_broken_images(path, self.ledgers.values())

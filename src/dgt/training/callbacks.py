@@ -137,8 +137,9 @@ class EpochReport(Callback):
         """
         epoch = trainer.current_epoch + 1
         metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
-        mean = getattr(pl_module, "train_loss", None)  # not yet logged where an epoch goes on from its last step
-        loss = metrics.get("train/loss_epoch", math.nan if mean is None else float(mean.compute()))
+        loss = metrics.get("train/loss_epoch")
+        if loss is None:  # not logged where an epoch goes on from its last step
+            loss = float(pl_module.train_loss.mean_value / pl_module.train_loss.weight)
         if not math.isfinite(loss):
             raise FloatingPointError(
                 f"the training loss became {loss} in epoch {epoch}: lower optimizer.lr or set optimizer.clip_grad"

@@ -80,8 +80,9 @@ class RunCheckpoints(Checkpoint):
         self.best = state_dict["best"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Listen to signals, and remove what a killed write left."""
+        """Listen to signals, remove what a killed write left, and let the loader go on at its place."""
         self.wish.listen()
+        trainer.fit_loop._load_combined_loader_states()  # Lightning forgets where the schedule asked for the length
         self._saved_at = time.monotonic()
         if trainer.is_global_zero and self.folder.is_dir():
             remove_leftovers(self.folder)
