@@ -229,7 +229,7 @@ def run_train(options: argparse.Namespace, overrides: list[str]) -> int:
     from dgt.training.recipe import help_text
 
     if options.help:
-        print(help_text())
+        print(help_text(load_recipe(options.recipe).task if options.recipe else "classify"))
         return 0
     if options.recipe is None:
         raise ValueError(f"name a recipe, one of {', '.join(shipped_recipes())}, or the path of a YAML file")

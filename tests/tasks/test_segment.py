@@ -79,6 +79,13 @@ def test_evaluate_prints_its_measures(run: Path, capsys: pytest.CaptureFixture[s
     assert "only classifiers are looked into" in capsys.readouterr().err
 
 
+def test_help_tells_the_keys_of_the_recipes_task(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "camvid", "--help"]) == 0
+    assert "--data.test.window" in capsys.readouterr().out
+    assert main(["train", "--help"]) == 0
+    assert "--data.test.window" not in capsys.readouterr().out
+
+
 def test_predict_writes_numbers_and_colours(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Image.effect_noise((90, 57), 60).convert("RGB").save(tmp_path / "noise.png")
     (tmp_path / "notes.jpg").write_text("no picture")

@@ -179,7 +179,7 @@ def help_text(task: str = "classify") -> str:
     for name in shipped_recipes():
         header = (folder / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
         lines.append(f"  {name:<20} {header.lstrip('# ')}")
-    lines.append("\nkeys, each with its default where the recipe does not say:")
+    lines.append(f"\nkeys of task {task!r} (those of another: `dgt train RECIPE --help`), each with its default:")
     return "\n".join(lines) + "\n" + recipe_parser(task).format_help()
 
 
