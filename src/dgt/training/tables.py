@@ -5,7 +5,8 @@ them; every row has a name and, for each size, the recipe's keys that it changes
 
 ```yaml
 title: Blocks in the skeleton of DGT
-paper: top-1 on ImageNet-1K, 300 epochs
+paper: top-1 on ImageNet-1K, 300 epochs  # what the numbers beside are
+column: paper                            # whose they are: heads their column
 diagnose: false                          # true: measure groups and selection after each training, too
 sizes:
   nano: {recipe: cifar10_ablation, set: {model.args.stem_stride: 1}}
@@ -26,7 +27,7 @@ from typing import Any
 
 import yaml
 
-KEYS = ("title", "paper", "diagnose", "sizes", "rows")
+KEYS = ("title", "paper", "column", "diagnose", "sizes", "rows")
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Table:
         rows: at least one; their names differ.
         common: changes of the recipe that all rows of this size share.
         paper: what the paper's numbers are; None where it has none.
+        column: whose those numbers are: the head of their column.
         diagnose: whether groups and selection are measured after each training.
     """
 
@@ -72,6 +74,7 @@ class Table:
     rows: tuple[Row, ...]
     common: dict[str, Any] = field(default_factory=dict)
     paper: str | None = None
+    column: str = "paper"
     diagnose: bool = False
 
     def overrides(self, row: Row) -> list[str]:
@@ -130,6 +133,7 @@ def load_table(table: str | Path, size: str | None = None) -> Table:
         rows=_rows(name, values.get("rows"), size, set(sizes)),
         common=dict(chosen.get("set") or {}),
         paper=values.get("paper"),
+        column=str(values.get("column", "paper")),
         diagnose=bool(values.get("diagnose", False)),
     )
 

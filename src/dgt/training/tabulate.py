@@ -51,6 +51,7 @@ def write_table(folder: Path, table: Table, runs: Sequence[tuple[Row, Path]]) ->
         "recipe": table.recipe,
         "metric": metric,
         "paper": table.paper,
+        "column": table.column,
         "rows": rows,
     }
     write_json(folder / "table.json", content)
@@ -120,7 +121,7 @@ def markdown(content: dict[str, Any], label: str) -> str:
     measured = [name for name in MEASURES if any(name in (row["measures"] or {}) for row in rows)]
     heads = ["", "parameters, M", "GFLOPs", f"{label}, %", "seeds", "minutes"]
     heads += [MEASURES[name] for name in measured]
-    heads += ["paper, %"] if content["paper"] else []
+    heads += [f"{content['column']}, %"] if content["paper"] else []
     lines = [f"# {content['title']}", "", _caption(content), ""]
     lines += ["| " + " | ".join(heads) + " |", "| --- |" + " ---: |" * (len(heads) - 1)]
     for row in rows:
@@ -141,7 +142,7 @@ def _caption(content: dict[str, Any]) -> str:
         text += f" {runs[0]['epochs']} epochs, {runs[0]['steps']} steps; {runs[0]['device']}; {versions}."
         text += f"\nCommand: `{runs[0]['command']}`."
     if content["paper"]:
-        text += f"\nThe paper's numbers are {content['paper']}: another training, for the order of the rows alone."
+        text += f"\nThe column {content['column']}: {content['paper']}; other trainings than these."
     return text
 
 
