@@ -78,9 +78,8 @@ class LabelMapFolder:
         images, maps = Path(root) / "images" / split, place / split
         for folder in (images, maps):
             if not folder.is_dir():
-                found = ", ".join(folder_names(folder.parent)) or "none"
                 raise FileNotFoundError(
-                    f"split: {split!r} is not a folder in {folder.parent}; folders found there: {found}"
+                    f"split: {split!r} is not a folder in {folder.parent}; found there: {_folders(folder.parent)}"
                 )
         self.class_names = tuple(class_names)
         self.zero_is_ignored = LABEL_FOLDERS[place.name] if zero_is_ignored is None else zero_is_ignored
@@ -143,10 +142,14 @@ def label_folder(root: str | os.PathLike[str]) -> Path:
     found = [root / name for name in LABEL_FOLDERS if (root / name).is_dir()]
     if len(found) != 1 or not (root / "images").is_dir():
         expected = f"images and one of {' and '.join(LABEL_FOLDERS)}"
-        raise FileNotFoundError(
-            f"root: expected the folders {expected} in {root}, found {', '.join(folder_names(root)) or 'no folder'}"
-        )
+        raise FileNotFoundError(f"root: expected the folders {expected} in {root}, found {_folders(root)}")
     return found[0]
+
+
+def _folders(parent: Path) -> str:
+    """The folders in a place, the first five by name, for a message."""
+    names = folder_names(parent) if parent.is_dir() else ()
+    return ", ".join([*names[:5], *(["..."] if len(names) > 5 else [])]) or "none"
 
 
 def read_class_names(root: str | os.PathLike[str]) -> tuple[str, ...]:
