@@ -5,6 +5,7 @@ they augment for. The same keys let a run resume in the middle of an epoch witho
 """
 
 import math
+import mmap
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -20,7 +21,6 @@ from dgt.data.decoding import BrokenImage, BrokenImages, BrokenImagesError
 from dgt.data.images import Labelled, LabelledImages
 from dgt.data.seeding import generator, reseed, seeded
 from dgt.data.transforms import BatchTargets, Mix, Patch, Transform, mix_images
-
 
 HUGE = 1 << 22  # bytes from which huge pages pay
 
@@ -232,6 +232,13 @@ class Collate:
         return prepared
 
 
+def _leave_stopping_to_the_main_process(_: int) -> None:
+    """In a worker: what a scheduler or Ctrl-C tells the whole group is for the main process, which ends its workers."""
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
+        if hasattr(signal, name):  # Windows has no SIGUSR1
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+
+
 class Loader:
     """Iterates batches `(images, targets)` and keeps the ledger of broken images in the main process.
 
@@ -246,7 +253,7 @@ class Loader:
         self,
         dataset: Any,
         sampler: EpochBatches,
-        collate: Callable[[list[Any]], Batch],
+        collate: Callable[[Any], Batch | Prepared],
         ledger: BrokenImages,
         num_workers: int,
     ) -> None:

@@ -15,7 +15,7 @@ import lightning
 import torch.distributed
 
 from dgt.data.decoding import BrokenImages, write_broken_images
-from dgt.data.loading import Batch, EpochBatches, Key, Loader
+from dgt.data.loading import Batch, EpochBatches, Key, Loader, Prepared
 from dgt.data.seeding import generator
 
 
@@ -94,8 +94,11 @@ class ImageData(lightning.LightningDataModule, ABC):
         """
 
     @abstractmethod
-    def collate(self, part: str) -> Callable[[list[Any]], Batch]:
-        """What makes a `Batch` of the samples and `BrokenImage`s of "train" or "val"; it must pickle."""
+    def collate(self, part: str) -> Callable[[Any], Batch | Prepared]:
+        """What makes a `Batch` of the samples and `BrokenImage`s of "train" or "val", or prepares it; it must pickle.
+
+        It gets a list of what the dataset gives for each key, or what the dataset's `__getitems__` gives for all.
+        """
 
     def setup(self, stage: str | None = None) -> None:
         """Open the splits that `stage` needs: both for "fit" or None, else the validation split.

@@ -26,18 +26,23 @@ def generator(*parts: int | str) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(seed_sequence(*parts)))
 
 
+def reseed(*parts: int | str) -> None:
+    """Seed the global generators with `parts` anew; to be called inside of `seeded`, which puts the old states back."""
+    python_seed, numpy_seed, torch_seed = (int(word) for word in seed_sequence(*parts).generate_state(3))
+    random.seed(python_seed)
+    np.random.seed(numpy_seed)  # noqa: NPY002
+    torch.default_generator.manual_seed(torch_seed)
+
+
 @contextmanager
 def seeded(*parts: int | str) -> Iterator[None]:
     """Seed Python's, NumPy's and PyTorch's (CPU) global generators with `parts`; put their old states back at the end.
 
     For library transforms that draw from the global generators; CUDA's are not touched.
     """
-    python_seed, numpy_seed, torch_seed = (int(word) for word in seed_sequence(*parts).generate_state(3))
     python_state, torch_state = random.getstate(), torch.default_generator.get_state()
     numpy_state = np.random.get_state()  # noqa: NPY002  # the global one is what libraries draw from
-    random.seed(python_seed)
-    np.random.seed(numpy_seed)  # noqa: NPY002
-    torch.default_generator.manual_seed(torch_seed)
+    reseed(*parts)
     try:
         yield
     finally:

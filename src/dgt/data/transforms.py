@@ -6,21 +6,22 @@ pieces draw from the global random generators; `dgt.data.loading` seeds these fo
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from PIL import Image
 from timm.data.auto_augment import RandAugment, posterize
-from timm.data.mixup import Mixup, mixup_target
+from timm.data.mixup import Mixup, cutmix_bbox_and_lam, mixup_target
+from timm.data.random_erasing import RandomErasing
 from timm.data.transforms_factory import create_transform
 from torch import Tensor
 from torchvision import transforms
 
 from dgt.data.seeding import seeded
 
-Transform = Callable[[Image.Image], Tensor]
 Triple = tuple[float, float, float]
 
 IMAGENET_MEAN: Triple = (0.485, 0.456, 0.406)
@@ -33,6 +34,66 @@ _MODES = {
     "bicubic": transforms.InterpolationMode.BICUBIC,
     "lanczos": transforms.InterpolationMode.LANCZOS,
 }
+
+
+class Patch(NamedTuple):
+    """A box of a normalised image that random erasing fills: its first row and column, and noise (3, h, w)."""
+
+    top: int
+    left: int
+    noise: Tensor
+
+
+class Transform:
+    """From a PIL picture to a normalised float tensor, in two halves: every random choice falls in the first.
+
+    Args:
+        on_picture: what is done to the picture; the result must be RGB.
+        mean: mean of each channel, in 0 to 1, to subtract.
+        std: standard deviation of each channel, to divide by.
+        erasing: timm's random erasing of the normalised tensor.
+    """
+
+    def __init__(
+        self,
+        on_picture: Callable[[Image.Image], Image.Image],
+        mean: Triple,
+        std: Triple,
+        erasing: RandomErasing | None = None,
+    ) -> None:
+        self.on_picture, self.erasing = on_picture, erasing
+        self.mean, self.std = (torch.tensor(values)[:, None, None] for values in (mean, std))
+
+    def __call__(self, picture: Image.Image) -> Tensor:
+        """A picture to (3, H, W) float32."""
+        pixels, patches = self.prepare(picture)
+        return self.finish(pixels, patches, torch.empty(3, *pixels.shape[:2]))
+
+    def prepare(self, picture: Image.Image) -> tuple[Tensor, list[Patch]]:
+        """A picture to uint8 (H, W, 3), and what will be erased of it."""
+        pixels = torch.from_numpy(np.array(self.on_picture(picture)))
+        erased = _Erased()
+        if self.erasing is not None:
+            height, width, channels = pixels.shape
+            self.erasing._erase(erased, channels, height, width, torch.float32)
+        return pixels, erased.patches
+
+    def finish(self, pixels: Tensor, patches: Sequence[Patch], out: Tensor) -> Tensor:
+        """What `prepare` gave to (3, H, W) float32, written to `out`."""
+        out.copy_(pixels.permute(2, 0, 1)).div_(255).sub_(self.mean).div_(self.std)
+        for top, left, noise in patches:
+            out[:, top : top + noise.shape[1], left : left + noise.shape[2]] = noise
+        return out
+
+
+class _Erased:
+    """Stands in for an image under timm's random erasing, and keeps what is written to it."""
+
+    def __init__(self) -> None:
+        self.patches: list[Patch] = []
+
+    def __setitem__(self, place: tuple[slice, slice, slice], noise: Tensor) -> None:
+        self.patches.append(Patch(place[1].start, place[2].start, noise))
 
 
 @dataclass(frozen=True)
@@ -141,8 +202,8 @@ def training_transform(
                 transforms.RandomHorizontalFlip(augmentation.flip),
             ]
         )
-    composed: Transform = transforms.Compose([crop, colour, finish])
-    return composed
+    erasing = finish.transforms[-1] if augmentation.erasing else None
+    return Transform(transforms.Compose([crop, colour]), mean, std, erasing)
 
 
 def evaluation_transform(
@@ -161,10 +222,46 @@ def evaluation_transform(
     """
     if not 0 < crop_ratio <= 1:
         raise ValueError(f"crop_ratio must lie in (0, 1], got {crop_ratio}")
-    transform: Transform = create_transform(
-        image_size, crop_pct=crop_ratio, crop_mode="center", interpolation=interpolation, mean=mean, std=std
-    )
-    return transform
+    *on_picture, _, _ = create_transform(
+        image_size, crop_pct=crop_ratio, crop_mode="center", interpolation=interpolation
+    ).transforms
+    return Transform(transforms.Compose(on_picture), mean, std)
+
+
+class Mix(NamedTuple):
+    """What image i of a batch takes over from image -1 - i, and the other way round: a share of all, or a box whole."""
+
+    share: float
+    box: tuple[slice, slice] | None
+
+
+class _DrawnMixup(Mixup):
+    """timm's mixup and cutmix, drawn now and done later."""
+
+    def draw(self, shape: tuple[int, ...], labels: Tensor) -> tuple[Mix | None, Tensor]:
+        """How to mix a batch of this shape (B, 3, H, W) with these labels (B,), and the targets (B, classes) then."""
+        share, use_cutmix = self._params_per_batch()
+        mix = None if share == 1.0 else Mix(float(share), None)
+        if mix is not None and use_cutmix:
+            (top, bottom, left, right), share = cutmix_bbox_and_lam(
+                shape, share, ratio_minmax=self.cutmix_minmax, correct_lam=self.correct_lam
+            )
+            mix = Mix(float(share), (slice(top, bottom), slice(left, right)))
+        return mix, mixup_target(labels, self.num_classes, share, self.label_smoothing)
+
+
+def mix_images(images: Tensor, mix: Mix) -> None:
+    """Mix (B, 3, H, W) images in place, two at a time: timm's bits without copies of the whole batch."""
+    rows, columns = mix.box or (slice(None), slice(None))
+    for first in range(len(images) // 2):
+        one, other = images[first, :, rows, columns], images[-1 - first, :, rows, columns]
+        before = one.clone()
+        if mix.box is None:
+            one.mul_(mix.share).add_(other * (1.0 - mix.share))
+            other.mul_(mix.share).add_(before.mul_(1.0 - mix.share))
+        else:
+            one.copy_(other)
+            other.copy_(before)
 
 
 class BatchTargets:
@@ -177,7 +274,7 @@ class BatchTargets:
     def __init__(self, augmentation: Augmentation, num_classes: int) -> None:
         self.smoothing, self.num_classes = augmentation.smoothing, num_classes
         self.mixer = (
-            Mixup(
+            _DrawnMixup(
                 augmentation.mixup,
                 augmentation.cutmix,
                 switch_prob=augmentation.mixup_switch_prob,
@@ -188,15 +285,19 @@ class BatchTargets:
             else None
         )
 
-    def __call__(self, images: Tensor, labels: Tensor, place: tuple[int | str, ...]) -> tuple[Tensor, Tensor]:
-        """Images (B, 3, H, W) and int64 labels (B,) to images and targets; mixing drops the last of an odd number."""
+    def __call__(
+        self, shape: tuple[int, ...], labels: Tensor, place: tuple[int | str, ...]
+    ) -> tuple[Mix | None, Tensor]:
+        """How to mix images of a shape (B, 3, H, W) with int64 labels (B,), and their targets.
+
+        Mixing drops the last of an odd number: there are then as many targets as images that stay.
+        """
         if self.mixer is None:
             if self.smoothing:
                 labels = mixup_target(labels, self.num_classes, smoothing=self.smoothing)
-            return images, labels
+            return None, labels
         even = len(labels) - len(labels) % 2
         if even == 0:
-            return images[:0], torch.zeros(0, self.num_classes)
+            return None, torch.zeros(0, self.num_classes)
         with seeded("mixup", *place):
-            mixed, targets = self.mixer(images[:even].clone(), labels[:even])
-        return mixed, targets
+            return self.mixer.draw((even, *shape[1:]), labels[:even])
