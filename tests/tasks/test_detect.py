@@ -79,6 +79,12 @@ def test_a_perfect_network_has_precision_one(monkeypatch: pytest.MonkeyPatch, fi
     assert metrics["mask_ap"] == pytest.approx(1)
 
 
+def test_precisions_that_the_operators_lack_are_refused(finished: Result) -> None:
+    with pytest.raises(ValueError, match=r"trainer\.precision must not be 'bf16-true' for detection"):
+        evaluate(finished.folder, ["--trainer.precision=bf16-true"])
+    assert 0 <= evaluate(finished.folder, ["--trainer.precision=bf16-mixed"])["box_ap"] <= 1
+
+
 def test_predictions_are_drawn_and_listed(finished: Result, tmp_path: Path) -> None:
     run = load_run(finished.folder)
     run.network.roi_heads.score_thresh = 0.0

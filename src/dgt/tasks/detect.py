@@ -24,6 +24,11 @@ class DetectionTask(TrainingTask):
     detections: list[Entry]
     """Of the last validation, in the format of COCO's results; of all processes after its end."""
 
+    def setup(self, stage: str) -> None:
+        """Raise ValueError for a precision in which torchvision's non-maximum suppression does not exist."""
+        if self.trainer.precision == "bf16-true":
+            raise ValueError("trainer.precision must not be 'bf16-true' for detection; 'bf16-mixed' is possible")
+
     def on_validation_epoch_start(self) -> None:
         """Forget the detections of an earlier validation."""
         self.detections = []

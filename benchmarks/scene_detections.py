@@ -1,0 +1,43 @@
+"""Held-out scenes as a picture: above what is there, below what a trained detector finds.
+
+python benchmarks/scene_detections.py RUN docs/pictures/detections.jpg [--scenes 4] [--first 0]
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from dgt.data.detection import SceneObjects
+from dgt.figures.detections import Detections, detect, draw_detections
+from dgt.training import load_run
+
+SIDE, GAP = 400, 6
+
+
+def main() -> None:
+    """Draw two rows and write them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--scenes", type=int, default=4)
+    parser.add_argument("--first", type=int, default=0)
+    options = parser.parse_args()
+    run = load_run(options.run)
+    scenes = SceneObjects("val", options.first + options.scenes, run.recipe.data["image_size"])
+    sheet = Image.new("RGB", (options.scenes * (SIDE + GAP) - GAP, 2 * SIDE + GAP), "white")
+    for column in range(options.scenes):
+        picture, truth = scenes.picture(options.first + column), scenes.objects(options.first + column)
+        there = Detections(truth.boxes, truth.labels - 1, np.ones(len(truth.labels)), truth.masks.astype(bool))
+        for row, found in enumerate((there, detect(run, picture))):
+            drawn = draw_detections(picture, found, run.class_names)
+            place = (column * (SIDE + GAP), row * (SIDE + GAP))
+            sheet.paste(drawn.resize((SIDE, SIDE), Image.Resampling.LANCZOS), place)
+    sheet.save(options.out, quality=90)
+
+
+if __name__ == "__main__":
+    main()
