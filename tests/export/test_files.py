@@ -1,0 +1,146 @@
+"""`dgt export`: files that other programs run at any size, equal to the checkpoint, whole or not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import timm
+import torch
+
+import dgt.export.files as files
+from dgt.cli import main
+from dgt.export import export
+from dgt.training import load_run
+
+SIZES = [(1, 33, 33), (3, 97, 65), (1, 224, 320), (3, 128, 128)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("exported")
+
+
+@pytest.fixture(scope="module")
+def logits_file(run: Path, folder: Path) -> Path:
+    return export(run, folder / "classes.onnx").path
+
+
+@pytest.mark.parametrize("size", [*SIZES, (2, 32, 32)])
+def test_onnx_gives_the_logits_of_the_checkpoint_at_any_size(run: Path, logits_file: Path, size) -> None:
+    batch, height, width = size
+    images = torch.randn(batch, 3, height, width)
+    with torch.no_grad():
+        expected = load_run(run).network(images).numpy()
+    found = onnxruntime.InferenceSession(logits_file).run(["logits"], {"images": images.numpy()})[0]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+    assert (found.argmax(1) == expected.argmax(1)).all()
+
+
+def test_the_onnx_file_is_one_valid_self_describing_file(run: Path, logits_file: Path) -> None:
+    model = onnx.load(logits_file, load_external_data=False)
+    onnx.checker.check_model(model, full_check=True)
+    assert {entry.domain for entry in model.opset_import} == {""}  # standard operators alone
+    assert [d.dim_param or d.dim_value for d in model.graph.input[0].type.tensor_type.shape.dim] == [
+        *("batch", 3, "height", "width")
+    ]
+    facts = {entry.key: entry.value for entry in model.metadata_props}
+    assert json.loads(facts["classes"]) == load_run(run).class_names
+    assert json.loads(facts["mean"]) == pytest.approx([0.485, 0.456, 0.406])
+    assert str(Path(files.__file__).parents[1]).encode() not in logits_file.read_bytes()  # no paths of this machine
+    assert sorted(path.name for path in logits_file.parent.glob("classes*")) == ["classes.onnx"]
+
+
+def test_feature_maps(run: Path, folder: Path) -> None:
+    path = export(run, folder / "maps.onnx", features=True).path
+    session = onnxruntime.InferenceSession(path)
+    model = timm.create_model(f"local-dir:{run}", pretrained=True, features_only=True).eval()
+    for batch, height, width in SIZES:
+        images = torch.randn(batch, 3, height, width)
+        with torch.no_grad():
+            expected = model(images)
+        found = session.run([f"map_{i}" for i in range(4)], {"images": images.numpy()})
+        for ours, theirs in zip(expected, found, strict=True):
+            np.testing.assert_allclose(theirs, ours.numpy(), rtol=0, atol=1e-4)
+
+
+def test_torch_export_in_a_fresh_process(run: Path, folder: Path) -> None:
+    path = export(run, folder / "classes.pt2").path
+    images = torch.randn(3, 3, 97, 65)
+    torch.save(images, folder / "images.pt")
+    code = (
+        "import sys, torch, dgt; images = torch.load(sys.argv[2]); "
+        "torch.save(torch.export.load(sys.argv[1]).module()(images), sys.argv[3])"
+    )
+    arguments = [str(path), str(folder / "images.pt"), str(folder / "logits.pt")]
+    source = str(Path(files.__file__).parents[2])
+    subprocess.run([sys.executable, "-c", code, *arguments], check=True, env={**os.environ, "PYTHONPATH": source})
+    with torch.no_grad():
+        expected = load_run(run).network(images)
+    torch.testing.assert_close(torch.load(folder / "logits.pt"), expected)
+    assert b"stack_trace" not in path.read_bytes() or str(source).encode() not in path.read_bytes()
+
+
+def test_a_folder_for_timm(run: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(run), str(folder / "timm")]) == 0
+    assert "equal for 18 of 18 images, largest difference 0.0e+00" in capsys.readouterr().out
+    images = torch.randn(2, 3, 64, 96)
+    with torch.no_grad():
+        found = timm.create_model(f"local-dir:{folder / 'timm'}", pretrained=True).eval()(images)
+        torch.testing.assert_close(found, load_run(run).network(images), rtol=0, atol=0)
+
+
+def test_a_model_of_another_kind_too(write_run: Callable[..., Path], tmp_path: Path) -> None:
+    result = export(write_run(tmp_path / "run", "test_resnet"), tmp_path / "resnet.onnx")
+    assert result.verification.equal == result.verification.images == 18
+
+
+def test_an_unequal_file_is_not_written(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "classes.pt2"
+    path.write_bytes(b"the file before")
+    encode, reopen = files.FORMATS[".pt2"]
+
+    def slightly_wrong(content: bytes) -> files.Runner:
+        run = reopen(content)
+        return lambda images: [output * 1.001 for output in run(images)]
+
+    monkeypatch.setitem(files.FORMATS, ".pt2", (encode, slightly_wrong))
+    with pytest.raises(RuntimeError, match=r"not equal to its source: images of 64 x 64 pixels differ by up to"):
+        export(run, path)
+    assert path.read_bytes() == b"the file before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The one line that `dgt export` with a mistake in it prints; it must exit with status 2."""
+    assert main(["export", *map(str, arguments)]) == 2
+    text = capsys.readouterr().err.strip()
+    assert text.startswith("dgt: error: ")
+    assert "\n" not in text
+    return text
+
+
+def test_mistakes_are_one_sentence(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "OUT must end in .onnx or .pt2, or have no ending" in fails(capsys, run, tmp_path / "model.tflite")
+    assert "there is no checkpoint" in fails(capsys, tmp_path / "none", tmp_path / "model.onnx")
+    assert "is where the model comes from" in fails(capsys, run, run)
+    assert "feature maps are exported to a file" in fails(capsys, run, tmp_path / "out", "--features")
+    (tmp_path / "folder.onnx").mkdir()
+    assert "is a folder" in fails(capsys, run, tmp_path / "folder.onnx")
+    (tmp_path / "file").touch()
+    assert "is a file" in fails(capsys, run, tmp_path / "file")
+    assert "is a file" in fails(capsys, run, tmp_path / "file" / "model.onnx")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert "no permission to write" in fails(capsys, run, tmp_path / "model.onnx")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "onnxscript" else name)
+    assert "ONNX needs onnxscript, not installed here: pip install" in fails(capsys, run, tmp_path / "model.onnx")
