@@ -204,10 +204,15 @@ def _add_bench(commands: Commands) -> None:
     command.add_argument("what", choices=("attention", "models"), help="what to time")
     command.add_argument("--device", default="cpu", metavar="NAME", help="cpu or cuda (default: %(default)s)")
     command.add_argument("--rounds", type=int, default=7, metavar="N", help="turns of each candidate (default: 7)")
-    command.add_argument("--models", nargs="+", metavar="NAME", help="models: timm models (default: DGT-T and peers)")
+    forms = "timm models, each NAME[@PIXELS][+inference|+global|+checkpointing] (default: DGT-T and peers)"
+    command.add_argument("--models", nargs="+", metavar="NAME", help=forms)
     command.add_argument("--size", type=int, default=224, metavar="PIXELS", help="models: side of images (224)")
     command.add_argument("--batch", type=int, default=8, metavar="N", help="models: images a batch (default: 8)")
     command.add_argument("--compile", action="store_true", help="models: run them through torch.compile")
+    command.add_argument("--train", action="store_true", help="models: time training steps, not inference")
+    command.add_argument("--memory", action="store_true", help="models: measure peaks of memory as well")
+    command.add_argument("--profile", action="store_true", help="models: tell where the time of each goes instead")
+    command.add_argument("--plot", metavar="FIG", help="models: draw speed against published accuracy as well")
     command.add_argument("--json", action="store_true", help="print the machine and a list of rows as JSON")
 
 
@@ -356,24 +361,11 @@ def run_info(options: argparse.Namespace, _: list[str]) -> int:
 
 def run_bench(options: argparse.Namespace, _: list[str]) -> int:
     """`dgt bench`: prints the table."""
-    from dgt import bench
+    from dgt.bench import report
 
-    if options.rounds < 1:
-        raise ValueError(f"--rounds must be at least 1, got {options.rounds}")
-    if options.what == "attention":
-        rows = bench.bench_attention(device=options.device, rounds=options.rounds)
-        table = bench.attention_table(rows)
-    else:
-        rows = bench.bench_models(
-            names=tuple(options.models or bench.MODELS),
-            image_size=options.size,
-            batch_size=options.batch,
-            device=options.device,
-            rounds=options.rounds,
-            compiled=options.compile,
-        )
-        table = bench.models_table(rows)
-    print(json.dumps({"machine": bench.machine(), "rows": rows}, indent=2) if options.json else table)
+    models = (tuple(options.models or ()) or None, options.size, options.batch, options.profile, options.plot)
+    choices = {"compiled": options.compile, "training": options.train, "memory": options.memory}
+    print(report(options.what, options.rounds, options.device, *models, as_json=options.json, **choices))
     return 0
 
 

@@ -1,26 +1,19 @@
-"""Benchmarks: the attention and the models against what users would pick instead, side by side in one run.
+"""The attention alone, against PyTorch's own over all keys, side by side in one run.
 
-Candidates take turns, and medians are compared, so that a busy machine slows all of them alike: ratios travel, times do
-not. Each attention case is checked against the dense reference before it is timed.
+Each case is checked against the dense reference before it is timed.
 """
 
-import datetime
-import functools
-import os
-import platform
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import timm
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from dgt.bench.measures import medians, memory_peak, quiet_allocator
 from dgt.ops import attend, dynamic_group_attention, group_queries, select_keys
-from dgt.ops.checks import check_count
 
 ATTENTION_CASES = (  # batch, heads, tokens, top_k: DGT-T's stages at 224 px, and larger images
     (1, 2, 3136, 98),
@@ -30,7 +23,6 @@ ATTENTION_CASES = (  # batch, heads, tokens, top_k: DGT-T's stages at 224 px, an
     (1, 2, 16384, 98),
     (1, 2, 25600, 500),
 )
-MODELS = ("dgt_tiny", "swin_tiny_patch4_window7_224", "convnext_tiny", "deit_small_patch16_224")
 
 
 class Inputs(NamedTuple):
@@ -40,19 +32,6 @@ class Inputs(NamedTuple):
     key: Tensor
     value: Tensor
     centroids: Tensor
-
-
-def machine() -> dict[str, Any]:
-    """Describe where and with what a benchmark ran: date, processor or GPU, threads, versions."""
-    return {
-        "date": datetime.date.today().isoformat(),
-        "processor": _processor(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "timm": timm.__version__,
-        "command": " ".join(["dgt", *sys.argv[1:]]),
-    }
 
 
 def bench_attention(
@@ -100,7 +79,7 @@ def _time_attention(inputs: Inputs, top_k: int, rounds: int) -> dict[str, Any]:
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return dynamic_group_attention(q, k, v, centroids, top_k).output
 
-    forward = _medians(
+    forward = medians(
         rounds,
         q.device,
         sdpa=lambda: F.scaled_dot_product_attention(q, k, v),
@@ -109,7 +88,7 @@ def _time_attention(inputs: Inputs, top_k: int, rounds: int) -> dict[str, Any]:
         select=lambda: select_keys(centroids, k, top_k),
         attend=lambda: attend(q, k, v, group_ids, key_ids),
     )
-    backward = _medians(
+    backward = medians(
         max(3, rounds // 3),
         q.device,
         sdpa=lambda: _with_backward(F.scaled_dot_product_attention, q, k, v),
@@ -142,79 +121,12 @@ def attention_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def bench_models(
-    names: tuple[str, ...] = MODELS,
-    image_size: int = 224,
-    batch_size: int = 8,
-    device: str = "cpu",
-    rounds: int = 7,
-    compiled: bool = False,
-) -> list[dict[str, Any]]:
-    """Time the inference of whole models, in turns.
-
-    Args:
-        names: timm models; the times of all are compared to ``swin_tiny_patch4_window7_224`` if it is among them,
-            else to the first.
-        image_size: pixels a side.
-        batch_size: images a batch.
-        device: where to run.
-        rounds: how often the candidates take turns; medians are reported.
-        compiled: run ``torch.compile``d models.
-
-    Returns:
-        One row a model: ``model``, milliseconds per image, images per second, and time relative to the baseline.
-
-    Raises:
-        TypeError, ValueError: for a name timm does not know, or a size or batch out of range.
-    """
-    unknown = [name for name in names if not timm.is_model(name)]
-    if unknown:
-        raise ValueError(f"names must be timm models, got {', '.join(unknown)}")
-    check_count("batch_size", batch_size)
-    check_count("image_size", image_size, least=32)
-    images = torch.randn(batch_size, 3, image_size, image_size, device=device)
-    runs = {}
-    for name in names:
-        model = _create(name, image_size).eval().to(device)
-        runs[name] = functools.partial(torch.compile(model) if compiled else model, images)
-    with torch.inference_mode():
-        times = _medians(rounds, images.device, **runs)
-    baseline = times.get("swin_tiny_patch4_window7_224", times[names[0]])
-    return [
-        {
-            "model": name,
-            "ms_per_image": times[name] / batch_size,
-            "images_per_second": 1e3 * batch_size / times[name],
-            "relative_time": times[name] / baseline,
-            "batch_size": batch_size,
-            "image_size": image_size,
-            "compiled": compiled,
-        }
-        for name in names
-    ]
-
-
-def models_table(rows: list[dict[str, Any]]) -> str:
-    """Lay the rows of :func:`bench_models` out as a Markdown table."""
-    lines = ["| model | ms per image | images/s | time relative to Swin-T |", "| --- | ---: | ---: | ---: |"]
-    lines += [
-        f"| {r['model']} | {r['ms_per_image']:.1f} | {r['images_per_second']:.1f} | **{r['relative_time']:.2f}** |"
-        for r in rows
-    ]
-    return "\n".join(lines)
-
-
 def peak_memory_mib(batch: int, heads: int, tokens: int, top_k: int) -> float | None:
     """Peak memory in MiB that one forward adds, output included, in a fresh process; None where nothing can tell."""
-    script = "import sys; from dgt.bench import _report_peak; _report_peak(*map(int, sys.argv[1:]))"
+    script = "import sys; from dgt.bench.attention import _report_peak; _report_peak(*map(int, sys.argv[1:]))"
     arguments = [sys.executable, "-c", script, *map(str, (batch, heads, tokens, top_k))]
-    done = subprocess.run(arguments, capture_output=True, text=True, env=_quiet_allocator(), check=False)
+    done = subprocess.run(arguments, capture_output=True, text=True, env=quiet_allocator(), check=False)
     return float(done.stdout) if done.returncode == 0 else None
-
-
-def _quiet_allocator() -> dict[str, str]:
-    """An environment in which freed memory goes back to the system at once, so that peaks add up."""
-    return {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_TOP_PAD_": "0"}
 
 
 def _report_peak(batch: int, heads: int, tokens: int, top_k: int) -> None:
@@ -222,16 +134,9 @@ def _report_peak(batch: int, heads: int, tokens: int, top_k: int) -> None:
     inputs = _inputs(batch, heads, tokens, 32, 48, "cpu", torch.float32)
     small = _inputs(1, 1, 2048, 32, 48, "cpu", torch.float32)
     dynamic_group_attention(*small, top_k=min(top_k, 200))  # loads code and starts threads
-    with open("/proc/self/clear_refs", "w") as marks:
-        marks.write("5")
-    before = _status("VmRSS")
-    dynamic_group_attention(*inputs, top_k=top_k)
-    print((_status("VmHWM") - before) / 1024)
-
-
-def _status(field: str) -> int:
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith(field))
+    with memory_peak() as peak:
+        dynamic_group_attention(*inputs, top_k=top_k)
+    print(peak.mib)
 
 
 def _inputs(batch: int, heads: int, tokens: int, channels: int, groups: int, device: str, dtype: torch.dtype) -> Inputs:
@@ -258,35 +163,3 @@ def _check(inputs: Inputs, top_k: int) -> None:
 def _with_backward(run: Callable[..., Tensor], *inputs: Tensor) -> None:
     leaves = [t.detach().requires_grad_() for t in inputs]
     run(*leaves).sum().backward()
-
-
-def _medians(rounds: int, device: torch.device, **candidates: Callable[[], object]) -> dict[str, float]:
-    """Let the candidates take turns and return the median time of each in milliseconds."""
-    times: dict[str, list[float]] = {name: [] for name in candidates}
-    for turn in range(rounds + 1):
-        for name, run in candidates.items():
-            start = time.perf_counter()
-            run()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            if turn:  # the first turn warms up
-                times[name].append(1e3 * (time.perf_counter() - start))
-    return {name: sorted(taken)[len(taken) // 2] for name, taken in times.items()}
-
-
-def _create(name: str, image_size: int) -> nn.Module:
-    """Create a timm model for an image size; some have to be told it."""
-    if timm.get_pretrained_cfg_value(name, "fixed_input_size"):
-        return timm.create_model(name, img_size=image_size)
-    return timm.create_model(name)
-
-
-def _processor() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    try:
-        with open("/proc/cpuinfo") as info:
-            names = [line.split(":")[1].strip() for line in info if line.startswith("model name")]
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()
