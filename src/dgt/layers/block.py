@@ -25,11 +25,11 @@ class FeedForward(nn.Module):
 
     def __init__(self, dim: int, ratio: float = 4.0, drop: float = 0.0, **factory: Any) -> None:
         super().__init__()
-        self.fc1: nn.Module = nn.Linear(dim, int(dim * ratio), **factory)
-        self.act: nn.Module = nn.GELU()
-        self.drop1: nn.Module = nn.Dropout(drop)
-        self.fc2: nn.Module = nn.Linear(int(dim * ratio), dim, **factory)
-        self.drop2: nn.Module = nn.Dropout(drop)
+        self.fc1 = nn.Linear(dim, int(dim * ratio), **factory)
+        self.act = nn.GELU()
+        self.drop1 = nn.Dropout(drop)
+        self.fc2 = nn.Linear(int(dim * ratio), dim, **factory)
+        self.drop2 = nn.Dropout(drop)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, H, W, C) to (B, H, W, C)."""

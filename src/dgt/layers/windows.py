@@ -2,7 +2,8 @@
 
 Both work on maps of any size. A map that windows do not tile is padded after the projections; padding, and whatever a
 ``mask`` calls padding, is in no real token's softmax. A window larger than the map shrinks to it and is not shifted, as
-in the originals, so a map that fits into one window attends globally.
+in the originals, so a map that fits into one window attends globally. What counts there is the map with its padding: an
+image that alone fits into a window is cut by the shift if it shares a wider map with padding.
 """
 
 from typing import Any
@@ -10,13 +11,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from timm.layers import trunc_normal_
-from timm.models import register_notrace_module
+from timm.models import register_notrace_function, register_notrace_module
 from torch import Tensor, nn
 
 from dgt.layers.attention import SelfAttention, check_map_in, check_mask
 from dgt.ops.checks import check_count
 
 
+@register_notrace_function
 def pad_map(x: Tensor, height: int, width: int) -> Tensor:
     """Pad a (B, H, W, C) map with zeros at its lower and right edge to multiples of ``height`` and ``width``."""
     below, right = (height - x.shape[1] % height) % height, (width - x.shape[2] % width) % width

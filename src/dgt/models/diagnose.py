@@ -90,7 +90,9 @@ def diagnose(model: nn.Module, images: Tensor, mask: Tensor | None = None) -> li
     return found
 
 
-def _diagnose_layer(name: str, layer: DGAttention, x: Tensor, mask: Tensor | None = None) -> BlockDiagnosis:
+def _diagnose_layer(
+    name: str, layer: DGAttention, x: Tensor, mask: Tensor | None = None, **_: Any
+) -> BlockDiagnosis:  # what else timm's blocks tell an attention that took the place of theirs decides no group
     query, key, _ = layer.split_heads(x)
     seen = layer.inspect(x, mask)
     grid = (x.shape[1], x.shape[2]) if x.dim() == 4 else None

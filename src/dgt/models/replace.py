@@ -61,28 +61,29 @@ class SwappedAttention(DGAttention):
         check_tokens_in(x, self.qkv.in_features)
         if attn_mask is not None or is_causal:
             raise ValueError("attn_mask must be None and is_causal False: DG-Attention cannot honour a mask of pairs")
-        query, key, value = self._heads(x)
+        query, key, value = self.split_heads(x)
         patches = query[:, :, self.num_prefix_tokens :]
         if self.training and not self.seeded:
             self.seed(patches, None)
         attention = self._attend(query, key, value)
         if self.training:
-            self.observe(patches, attention.group_ids, None, self.backend)
+            self.observe(patches, attention.group_ids[:, :, self.num_prefix_tokens :], None, self.backend)
         merged = self.norm(attention.output.transpose(1, 2).flatten(2))
         return self.proj_drop(self.proj(merged)).view(x.shape)
 
     def inspect(self, x: Tensor, mask: Tensor | None = None) -> DynamicGroupAttentionOutput:
-        """Return the groups of the patches and the keys of every group, counted with the prefix tokens.
+        """Return groups, -1 for prefix tokens, and the keys of every group, prefix first: for figures and measures.
 
         Raises:
             ValueError: for a mask.
         """
         if mask is not None:
-            raise ValueError("mask must be None: the model was swapped into knows no padding")
-        return self._attend(*self._heads(x))
+            raise ValueError("mask must be None: the models that attention is replaced in know no padding")
+        return self._attend(*self.split_heads(x))
 
-    def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value = self.split_heads(x)
+    def split_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Project (B, ..., C) tokens to query, key and value, each (B, H, L, D), and normalise as the model does."""
+        query, key, value = super().split_heads(x)
         return self.q_norm(query), self.k_norm(key), value
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> DynamicGroupAttentionOutput:
@@ -97,7 +98,10 @@ class SwappedAttention(DGAttention):
         keys = torch.cat([always, chosen], dim=-1)
         everything = F.scaled_dot_product_attention(query[:, :, :prefix], key, value, scale=self.scale)
         grouped = attend(patches, key, value, groups, keys, self.scale, self.backend)
-        return DynamicGroupAttentionOutput(torch.cat([everything, grouped], dim=2), groups, keys)
+        no_groups = groups.new_full((*groups.shape[:2], prefix), -1)
+        return DynamicGroupAttentionOutput(
+            torch.cat([everything, grouped], dim=2), torch.cat([no_groups, groups], dim=2), keys
+        )
 
 
 class SwappedWindows(SwappedAttention):
@@ -106,6 +110,10 @@ class SwappedWindows(SwappedAttention):
     def forward(self, x: Tensor, size: Any = None) -> Tensor:  # type: ignore[override]
         """Map (B, L, C) to (B, L, C); groups need no ``size``."""
         return super().forward(x)
+
+    def inspect(self, x: Tensor, size: Any = None) -> DynamicGroupAttentionOutput:  # type: ignore[override]
+        """Return groups and keys, as :meth:`SwappedAttention.inspect`; groups need no ``size``."""
+        return super().inspect(x)
 
 
 class SwappedBlock(nn.Module):

@@ -1,0 +1,264 @@
+"""DG-Attention in timm's models: what stays, what changes, prefix tokens, training, and what is refused."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import dgt
+from dgt.models.replace import SwappedAttention, SwappedBlock
+
+PLAIN = {"num_classes": 5, "embed_dim": 32, "depth": 3, "num_heads": 2}
+SWIN = {"num_classes": 5, "img_size": 64, "window_size": 4, "embed_dim": 16, "depths": (1, 2, 1, 1)}
+SWIN |= {"num_heads": (1, 2, 2, 4)}
+TWINS = {"num_classes": 5, "img_size": 64, "embed_dims": (16, 32, 32, 32), "depths": (2, 2, 2, 2)}
+TWINS |= {"num_heads": (1, 2, 2, 2)}
+MODELS = {
+    "vit": ("vit_tiny_patch16_224", {**PLAIN, "img_size": 64}),
+    "registers": ("vit_base_patch16_224", {**PLAIN, "img_size": 64, "reg_tokens": 4}),
+    "averaged": ("vit_base_patch16_224", {**PLAIN, "img_size": 64, "class_token": False, "global_pool": "avg"}),
+    "norms": ("vit_base_patch16_224", {**PLAIN, "img_size": 64, "qk_norm": True, "scale_attn_norm": True}),
+    "deit": ("deit_tiny_distilled_patch16_224", {**PLAIN, "img_size": 64}),
+    "swin": ("swin_tiny_patch4_window7_224", SWIN),
+    "twins": ("twins_svt_small", TWINS),
+}
+PREFIX = {"vit": 1, "registers": 5, "averaged": 0, "norms": 1, "deit": 2}
+
+
+def make(kind: str) -> nn.Module:
+    """A small timm model whose weights matter, as after training; evaluation mode."""
+    torch.manual_seed(11)
+    name, options = MODELS[kind]
+    model = timm.create_model(name, **options).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 0.0 if parameter.dim() > 1 else 0.4, 0.2)
+    return model
+
+
+@pytest.mark.parametrize("kind", PREFIX)
+def test_with_all_keys_a_vit_gives_what_it_gave(kind) -> None:
+    model, images = make(kind), torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        before = model(images)
+        names = dgt.replace_attention(model, num_groups=3, top_k=16)  # 4 x 4 patches
+        torch.testing.assert_close(model(images), before, rtol=1e-5, atol=1e-5)
+        assert names == ["blocks.0.attn", "blocks.1.attn", "blocks.2.attn"]
+        dgt.set_attention(model, top_k=2)
+        assert not torch.allclose(model(images), before, atol=1e-3)
+    assert {layer.num_prefix_tokens for layer in model.modules() if isinstance(layer, SwappedAttention)} == {
+        PREFIX[kind]
+    }
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_weight_stays_the_parameter_it_was(kind) -> None:
+    model = make(kind)
+    before = dict(model.named_parameters())
+    dgt.replace_attention(model, num_groups=3, top_k=5)
+    after = dict(model.named_parameters())
+    assert {name for name in before if name not in after} == {n for n in before if "relative_position_bias_table" in n}
+    assert all(after[name] is before[name] for name in after if name in before)
+    assert all(".cpe." in name for name in after if name not in before)
+    assert all(".cpe." in name for name in set(after) - set(before))
+
+
+def test_a_token_of_the_prefix_sees_all_and_is_seen_by_all() -> None:
+    """A change of the class token reaches every patch, one of any patch reaches the class token, whatever k."""
+    torch.manual_seed(0)
+    old = timm.models.vision_transformer.Attention(16, 2, qkv_bias=True)
+    layer, x = SwappedAttention(old, 2, num_groups=3, top_k=1).eval(), torch.randn(1, 12, 16, requires_grad=True)
+    reach = torch.autograd.functional.jacobian(layer, x)[0].abs().sum((1, 2, 4))  # (to, from)
+    assert reach[:2].all()  # what reaches the prefix
+    assert reach[:, :2].all()  # what the prefix reaches
+    assert not reach.all()  # patches see the prefix, themselves as queries, and the one key of their group
+
+
+def test_swin_s_blocks_are_those_of_our_hybrid() -> None:
+    """Timm's Swin with DG-Attention is `swin_tiny_dga`, weight by weight."""
+    model = make("swin")
+    names = dgt.replace_attention(model, num_groups=3, top_k=5)
+    assert names == [
+        "layers.0.blocks.0",
+        "layers.1.blocks.0",
+        "layers.1.blocks.1",
+        "layers.2.blocks.0",
+        "layers.3.blocks.0",
+    ]
+    row = {"dims": (16, 32, 64, 128), "depths": (1, 2, 1, 1), "num_heads": (1, 2, 2, 4), "num_classes": 5}
+    ours = timm.create_model("swin_tiny_dga", num_groups=3, top_k=5, **row).eval()
+    renamed = {
+        r"^patch_embed\.proj": "stem.conv",
+        r"^patch_embed\.norm": "stem.norm",
+        r"^layers\.(\d)\.downsample": r"stages.\1.merge",
+        r"^layers": "stages",
+        r"mlp\.": "ffn.",
+        r"^norm": "head.norm",
+    }
+    weights = model.state_dict()
+    for pattern, name in renamed.items():
+        weights = {re.sub(pattern, name, key): tensor for key, tensor in weights.items()}
+    ours.load_state_dict(weights)
+    images = torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(model(images), ours(images), rtol=1e-4, atol=1e-4)  # LayerNorms of another epsilon
+
+
+def test_a_new_position_encoding_starts_at_zero_or_is_left_out() -> None:
+    model, images = make("swin"), torch.randn(1, 3, 64, 64)
+    without = make("swin")
+    dgt.replace_attention(model, num_groups=3, top_k=5)
+    dgt.replace_attention(without, num_groups=3, top_k=5, cpe=False)
+    with torch.no_grad():
+        assert torch.equal(model(images), without(images))
+    assert [m.cpe is None for m in without.modules() if isinstance(m, SwappedBlock)] == [True] * 5
+
+
+def test_swin_may_still_be_given_another_size() -> None:
+    model = make("swin")
+    dgt.replace_attention(model, num_groups=3, top_k=5)
+    model.set_input_size(img_size=(96, 64))
+    assert model(torch.randn(1, 3, 96, 64)).shape == (1, 5)
+
+
+def test_only_the_windows_of_twins_go() -> None:
+    model = make("twins")
+    assert dgt.replace_attention(model, num_groups=3, top_k=5) == [f"blocks.{i}.0.attn" for i in range(4)]
+    assert type(model.blocks[0][1].attn).__name__ == "GlobalSubSampleAttn"
+    assert model(torch.randn(1, 3, 64, 64)).shape == (1, 5)
+
+
+@pytest.mark.parametrize("kind", ["vit", "swin", "twins"])
+def test_training_moves_centroids_and_a_checkpoint_brings_them_back(kind) -> None:
+    model = make(kind).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)  # made before: the weights are the same objects
+    dgt.replace_attention(model, num_groups=3, top_k=5, tau=0.1)
+    layers = [layer for layer in model.modules() if isinstance(layer, SwappedAttention)]
+    start = [layer.centroids.clone() for layer in layers]
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(2, 3, 64, 64)).square().mean().backward()
+        optimizer.step()
+    assert all(layer.seeded and layer.training for layer in layers)
+    assert all(not torch.equal(layer.centroids, old) for layer, old in zip(layers, start, strict=True))
+    assert all(p.grad is not None for name, p in model.named_parameters() if ".cpe." not in name)
+    copy = make(kind)
+    dgt.replace_attention(copy, num_groups=3, top_k=5)
+    copy.load_state_dict(model.state_dict())
+    images = torch.randn(1, 3, 64, 64)
+    assert torch.equal(copy.eval()(images), model.eval()(images))
+
+
+def test_inspecting_counts_patches_and_prefix() -> None:
+    model = make("vit")
+    dgt.replace_attention(model, num_groups=3, top_k=5)
+    seen = model.blocks[0].attn.inspect(torch.randn(2, 17, 32))
+    assert (seen.group_ids[:, :, 0] == -1).all()
+    assert (seen.group_ids[:, :, 1:] >= 0).all()
+    assert seen.key_ids.shape == (2, 2, 3, 6)
+    assert (seen.key_ids[..., 0] == 0).all()
+
+
+@pytest.mark.parametrize("kind", ["norms", "swin", "twins"])
+def test_what_the_selection_is_worth_can_be_measured(kind) -> None:
+    model = make(kind)
+    names = dgt.replace_attention(model, num_groups=3, top_k=5)
+    found = dgt.diagnose(model, torch.randn(1, 3, 64, 64))
+    assert [layer.name.removesuffix(".attn") for layer in found] == [name.removesuffix(".attn") for name in names]
+    assert all(0 < layer.selected <= layer.best_for_query + 1e-6 <= 1 + 2e-6 for layer in found)
+
+
+def test_compiles_without_a_break() -> None:
+    model, images = make("vit"), torch.randn(1, 3, 64, 64)
+    dgt.replace_attention(model, num_groups=3, top_k=5)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(images), model(images), rtol=0, atol=1e-6)
+
+
+def test_a_mask_of_pairs_is_refused() -> None:
+    model = make("vit")
+    dgt.replace_attention(model, num_groups=3, top_k=5)
+    with pytest.raises(ValueError, match="attn_mask must be None and is_causal False"):
+        model.blocks[0].attn(torch.randn(1, 17, 32), is_causal=True)
+    with pytest.raises(ValueError, match="mask must be None"):
+        model.blocks[0].attn.inspect(torch.randn(1, 17, 32), torch.ones(1, 17, dtype=torch.bool))
+
+
+class Mixed(nn.Module):
+    """One attention that can be swapped, then one that cannot."""
+
+    def __init__(self, second: nn.Module) -> None:
+        super().__init__()
+        self.first = timm.models.vision_transformer.Attention(16, 2)
+        self.second = second
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (nn.MultiheadAttention(16, 2), r"only attention that can be swapped .*MultiheadAttention at 'second'"),
+        (timm.models.beit.Attention(16, 2), r"timm's vision_transformer.Attention.*beit\.Attention at 'second'"),
+        (
+            timm.models.vision_transformer.Attention(16, 2, attn_drop=0.1),
+            r"must have no dropout .* got 0.1 at 'second'",
+        ),
+        (
+            timm.models.vision_transformer.Attention(16, 2, attn_head_dim=4),
+            r"must be as wide as its input, got .* at 'second'",
+        ),
+    ],
+)
+def test_what_cannot_be_swapped_is_named_and_nothing_is_swapped(second, message) -> None:
+    model = Mixed(second)
+    with pytest.raises(ValueError, match=message):
+        dgt.replace_attention(model)
+    assert type(model.first) is timm.models.vision_transformer.Attention
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"top_k": 0}, ValueError, "top_k must be at least 1, got 0"),
+        ({"num_groups": 2.5}, TypeError, "num_groups must be an int"),
+        ({"backend": "cuda"}, ValueError, "backend must be one of"),
+        (
+            {"cosine": True},
+            TypeError,
+            "settings must be among num_groups, top_k, tau, tau_weighs, backend, got 'cosine'",
+        ),
+        ({"num_prefix_tokens": -1}, ValueError, "num_prefix_tokens must be at least 0, got -1"),
+    ],
+)
+def test_bad_settings_change_nothing(settings, error, message) -> None:
+    model = Mixed(timm.models.vision_transformer.Attention(16, 2))
+    with pytest.raises(error, match=message):
+        dgt.replace_attention(model, **settings)
+    assert type(model.first) is type(model.second) is timm.models.vision_transformer.Attention
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "message"),
+    [
+        ("vit_tiny_patch16_224", TypeError, "model must be a module, got str"),
+        (nn.Linear(3, 3), ValueError, "model must contain attention to replace .* got a Linear without any"),
+        (
+            timm.models.vision_transformer.Attention(16, 2),
+            ValueError,
+            "model must contain attention, got a bare Attention",
+        ),
+    ],
+)
+def test_what_is_no_model_with_attention(model, error, message) -> None:
+    with pytest.raises(error, match=message):
+        dgt.replace_attention(model)
+
+
+def test_a_module_used_twice_is_replaced_by_one() -> None:
+    model = Mixed(nn.Identity())
+    model.second = model.first
+    assert dgt.replace_attention(model) == ["first", "second"]
+    assert model.first is model.second
