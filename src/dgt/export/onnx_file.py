@@ -49,7 +49,12 @@ def encode_onnx(source: Source) -> bytes:
     ClearMetadataAndDocStringPass()(model)  # among it paths of this machine
     model.opset_imports.pop("dgt", None)  # all functions are inlined
     model.metadata_props.update(source.about)
-    content: bytes = onnx_ir.to_proto(model).SerializeToString()
+    file = onnx_ir.to_proto(model)
+    weights = {tensor.name for tensor in file.graph.initializer}
+    shapes = [value for value in file.graph.value_info if value.name not in weights]
+    del file.graph.value_info[:]  # of weights they say nothing new, and confuse onnxruntime's quantisation
+    file.graph.value_info.extend(shapes)
+    content: bytes = file.SerializeToString()
     return content
 
 
