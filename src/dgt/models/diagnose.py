@@ -91,7 +91,7 @@ def diagnose(model: nn.Module, images: Tensor, mask: Tensor | None = None) -> li
 
 
 def _diagnose_layer(
-    name: str, layer: DGAttention, x: Tensor, mask: Tensor | None = None, **_: Any
+    name: str, layer: DGAttention, x: Tensor, mask: Tensor | None = None, **others: Any
 ) -> BlockDiagnosis:  # what else timm's blocks tell an attention that took the place of theirs decides no group
     query, key, _ = layer.split_heads(x)
     seen = layer.inspect(x, mask)

@@ -111,7 +111,7 @@ class SwappedWindows(SwappedAttention):
         """Map (B, L, C) to (B, L, C); groups need no ``size``."""
         return super().forward(x)
 
-    def inspect(self, x: Tensor, size: Any = None) -> DynamicGroupAttentionOutput:  # type: ignore[override]
+    def inspect(self, x: Tensor, size: Any = None) -> DynamicGroupAttentionOutput:
         """Return groups and keys, as :meth:`SwappedAttention.inspect`; groups need no ``size``."""
         return super().inspect(x)
 
