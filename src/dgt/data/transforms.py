@@ -24,6 +24,8 @@ from dgt.data.seeding import seeded
 
 Triple = tuple[float, float, float]
 
+LONGEST = 16  # a picture's longer side in shorter ones, before its middle is cut out
+
 IMAGENET_MEAN: Triple = (0.485, 0.456, 0.406)
 IMAGENET_STD: Triple = (0.229, 0.224, 0.225)
 # timm skips parts that it does not know, so a slip of the pen would train with something else.
@@ -173,6 +175,20 @@ def _allow_zero_bits(steps: transforms.Compose) -> None:
                 operation.aug_fn = _posterize
 
 
+class CropLong:
+    """Cut a picture longer than `LONGEST` times its width (or height) down to that, around its middle.
+
+    Of such a strip a centre crop shows a small part, which stays; resizing its shorter side would first make gigabytes.
+    """
+
+    def __call__(self, picture: Image.Image) -> Image.Image:
+        width, height = (min(side, LONGEST * min(picture.size)) for side in picture.size)
+        if (width, height) == picture.size:
+            return picture
+        left, top = (picture.width - width) // 2, (picture.height - height) // 2
+        return picture.crop((left, top, left + width, top + height))
+
+
 def training_transform(
     image_size: int, augmentation: Augmentation, mean: Triple = IMAGENET_MEAN, std: Triple = IMAGENET_STD
 ) -> Transform:
@@ -195,6 +211,7 @@ def training_transform(
     if augmentation.pad_crop or augmentation.min_scale == 1:
         crop = transforms.Compose(
             [
+                CropLong(),
                 transforms.Resize(image_size, _MODES[augmentation.interpolation]),
                 transforms.RandomCrop(image_size, padding=augmentation.pad_crop, padding_mode="reflect")
                 if augmentation.pad_crop
@@ -225,7 +242,7 @@ def evaluation_transform(
     *on_picture, _, _ = create_transform(
         image_size, crop_pct=crop_ratio, crop_mode="center", interpolation=interpolation
     ).transforms
-    return Transform(transforms.Compose(on_picture), mean, std)
+    return Transform(transforms.Compose([CropLong(), *on_picture]), mean, std)
 
 
 class Mix(NamedTuple):

@@ -1,0 +1,33 @@
+"""Feed a thousand spoilt images and a thousand spoilt recipes to the package: `python tests/fuzz/run.py [COUNT]`."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from check import check_image, check_recipe
+
+
+def main() -> int:
+    """Print what came of the files, and every one of which the wrong thing came; return how many those are."""
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
+    wrong: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for what, check in (("images", check_image), ("recipes", lambda seed: check_recipe(seed, Path(folder)))):
+            outcomes = []
+            for seed in range(count):
+                outcome, fault = check(seed)
+                outcomes.append("wrong" if fault else outcome)
+                if fault:
+                    wrong.append(fault)
+                    print(fault, flush=True)
+            print(what, dict(Counter(outcomes)), flush=True)
+    return min(len(wrong), 255)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
