@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from dgt.tasks.network import build_classifier
+from dgt.tasks import TASKS
 from dgt.training.recipe import help_text, load_recipe, parse_recipe, shipped_recipes
 
 IMAGENET = {
@@ -20,14 +20,22 @@ IMAGENET = {
 
 
 def test_all_recipes_are_shipped() -> None:
-    assert set(shipped_recipes()) == {*IMAGENET, "imagenette128", "cifar10", "scenes"}
+    assert set(shipped_recipes()) >= {
+        *IMAGENET,
+        "imagenette128",
+        "cifar10",
+        "scenes",
+        "scenes_segment",
+        "scenes_detect",
+    }
+    assert {load_recipe(name).task for name in shipped_recipes()} == set(TASKS)
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_every_shipped_recipe_parses_and_builds_its_model(name: str) -> None:
     recipe = load_recipe(name)
     with torch.device("meta"):
-        network = build_classifier(recipe.model, 10, recipe.data["image_size"])
+        network = TASKS[recipe.task].build(recipe.model, 10, recipe.data["image_size"])
     assert recipe.name == name
     assert sum(parameter.numel() for parameter in network.parameters()) > 0
 
@@ -63,7 +71,7 @@ def test_every_shipped_recipe_opens_with_its_command_and_expectation() -> None:
     folder = Path(__file__).parents[2] / "src" / "dgt" / "recipes"
     for name in shipped_recipes():
         header = (folder / f"{name}.yaml").read_text(encoding="utf-8").split("task:")[0]
-        assert f"dgt train {name}" in header
+        assert f"dgt train {name}" in header or "dgt ablate" in header, name
         for word in ("hardware:", "hours:", "expected:"):
             assert word in header, name
 
@@ -108,7 +116,7 @@ def test_a_recipe_written_out_reads_back_the_same(tmp_path: Path) -> None:
         (["--trainer.precision", "fp8"], "recipe key 'trainer.precision': expected a Literal.*got fp8"),
         (["--trainer.accumulate", "0"], "trainer.accumulate must be at least 1, got 0"),
         (["--ema.decay", "1.5"], r"ema.decay must be null or in \[0, 1\), got 1.5"),
-        (["--task", "detect"], "task must be one of classify, got 'detect'"),
+        (["--task", "detect"], "task must stay the recipe's, 'classify', got 'detect': take a recipe of that task"),
         (["--seed", "-1"], r"seed must be at least 0 and less than 2\*\*32, got -1"),
         (["--seed", "4294967296"], r"seed must be at least 0 and less than 2\*\*32, got 4294967296"),
         (["--seed"], "recipe: argument --seed: expected one argument"),
@@ -129,7 +137,7 @@ def test_a_mistake_on_the_command_line_is_one_sentence(overrides: list[str], sen
         ({"data": {"augmentation": None}}, "recipe key 'data.augmentation' must be a section of keys, got None"),
         ({"data": {"image_size": "large"}}, "recipe key 'data.image_size': expected a int, got large"),
         ({"optimizer": {"betas": [0.9]}}, "recipe key 'optimizer.betas': expected a tuple with 2 elements"),
-        ({"task": "detekt"}, "task must be one of classify, got 'detekt'"),
+        ({"task": "detekt"}, "task must be one of classify, segment, detect, got 'detekt'"),
         ({"data": {"seed": 3}}, "unknown recipe key 'data.seed'"),
     ],
 )

@@ -242,7 +242,8 @@ def parse_recipe(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Re
     Raises:
         ValueError: an unknown key, a wrong type or a value out of range.
     """
-    parser = recipe_parser(str(values.get("task", "classify")))
+    task = str(values.get("task", "classify"))
+    parser = recipe_parser(task)
     known = set(_leaves(parser.get_defaults().as_dict()))
     base = dict(values)
     _check_keys(base, known)
@@ -254,6 +255,8 @@ def parse_recipe(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Re
     except jsonargparse.ArgumentError as error:
         raise ValueError(_sentence(str(error))) from error
     settings = parsed.as_dict()
+    if settings["task"] != task:  # the keys of `data` are the task's
+        raise ValueError(f"task must stay the recipe's, {task!r}, got {settings['task']!r}: take a recipe of that task")
     return Recipe(
         **{key: settings[key] for key in ("name", "task", "seed", "out")},
         data=_plain(settings["data"]),
