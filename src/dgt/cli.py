@@ -46,6 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     adders = (
         _add_demo,
         _add_train,
+        _add_status,
         _add_ablate,
         _add_evaluate,
         _add_predict,
@@ -90,18 +91,18 @@ def _add_demo(commands: Commands) -> None:
 
 
 def _add_train(commands: Commands) -> None:
-    command = _add(
-        commands,
-        "train",
-        run_train,
-        "train a recipe and write its run folder",
-        takes_keys=True,
-        add_help=False,
-        usage="dgt train RECIPE [--resume auto] [--data.root DIR] [--section.key value ...]",
-    )
+    about = "train a recipe and write its run folder"
+    usage = "dgt train RECIPE [--resume auto] [--data.root DIR] [--section.key value ...]"
+    command = _add(commands, "train", run_train, about, takes_keys=True, add_help=False, usage=usage)
     command.add_argument("-h", "--help", action="store_true", help="show this text, the recipes and all their keys")
     command.add_argument("recipe", nargs="?", metavar="RECIPE", help="name of a shipped recipe, or path of a YAML file")
     command.add_argument("--resume", choices=("never", "auto"), default="never", help="auto: go on where it stopped")
+
+
+def _add_status(commands: Commands) -> None:
+    command = _add(commands, "status", run_status, "tell how a training stands: running, stopped, killed, finished")
+    command.add_argument("run", metavar="RUN", help="folder of the run")
+    command.add_argument("--json", action="store_true", help="print it as JSON")
 
 
 def _add_ablate(commands: Commands) -> None:
@@ -242,6 +243,15 @@ def run_train(options: argparse.Namespace, overrides: list[str]) -> int:
     recipe = load_recipe(options.recipe, overrides)
     result = fit(recipe, resume=options.resume == "auto")
     rank_zero_only(print)(f"{TASKS[recipe.task].summary(result.metrics)}  in {result.folder}")
+    return 0
+
+
+def run_status(options: argparse.Namespace, _: list[str]) -> int:
+    """`dgt status`: prints how a run stands."""
+    from dgt.training.status import run_status, status_text
+
+    status = run_status(options.run)
+    print(json.dumps(status, indent=2) if options.json else status_text(status))
     return 0
 
 

@@ -139,7 +139,8 @@ class EpochReport(Callback):
         metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
         loss = metrics.get("train/loss_epoch")
         if loss is None:  # not logged where an epoch goes on from its last step
-            loss = float(pl_module.train_loss.mean_value / pl_module.train_loss.weight)
+            mean: Any = pl_module.train_loss
+            loss = float(mean.mean_value / mean.weight)
         if not math.isfinite(loss):
             raise FloatingPointError(
                 f"the training loss became {loss} in epoch {epoch}: lower optimizer.lr or set optimizer.clip_grad"

@@ -1,0 +1,98 @@
+"""`dgt status`: how a run stands, from the files in its folder alone; the training itself is not asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from dgt.training.progress import LOG, STATUS, duration
+from dgt.training.resuming import finished_results
+from dgt.training.runs import is_run
+from dgt.training.saving import step_checkpoints
+
+SILENT_AFTER = 300.0  # seconds without a sign of life: a step, or a validation's batch, may take long
+
+
+def run_status(folder: str | Path) -> dict[str, Any]:
+    """What is known of a run.
+
+    Args:
+        folder: the run's folder.
+
+    Returns:
+        What `status.json` holds, and `folder`, `age` (seconds since it was written), `checkpoints` (name, age in
+        seconds and bytes, the newest first) and `log` (the last lines). `state` is one of "finished", "training",
+        "validating", "stopped" (asked to, and saved), "failed" (see `error`), "killed" (its process is gone), "silent"
+        (no sign of life) or "begun" (no step yet).
+
+    Raises:
+        FileNotFoundError: not the folder of a run.
+        ValueError: `status.json` is damaged.
+    """
+    folder = Path(folder)
+    if not is_run(folder):
+        raise FileNotFoundError(f"{str(folder)!r} is not the folder of a run: it has no recipe.yaml")
+    path, now = folder / STATUS, time.time()
+    try:
+        status: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"state": "begun"}
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    status = {"folder": str(folder), **status, "age": now - status["time"] if "time" in status else None}
+    if finished_results(folder) is not None:
+        status["state"] = "finished"
+    elif status["state"] in ("training", "validating"):
+        status["state"] = _alive(status)
+    files = [(path.name, path.stat()) for path in step_checkpoints(folder)]
+    status["checkpoints"] = [{"name": name, "age": now - at.st_mtime, "bytes": at.st_size} for name, at in files]
+    log = folder / LOG
+    status["log"] = log.read_text(encoding="utf-8").splitlines()[-3:] if log.is_file() else []
+    return status
+
+
+def status_text(status: dict[str, Any]) -> str:
+    """`run_status` for people.
+
+    Args:
+        status: from `run_status`.
+    """
+    lines = [f"{status['folder']}: {_sentence(status)}"]
+    if "step" in status:
+        place = f"epoch {status['epoch']}/{status['epochs']}, step {status['step']}/{status['steps']}"
+        loss = "" if status["loss"] is None else f", loss {status['loss']:.4f}"
+        speed = f"{status['images_per_second']:.0f} images/s, {status['memory_bytes'] / 2**30:.2f} GiB"
+        lines += [f"  {place}{loss}, {speed}, trained for {duration(status['seconds'])}"]
+        lines += ["  " + "  ".join(f"{name} {value:.4f}" for name, value in status["metrics"].items())]
+    for checkpoint in status["checkpoints"][:1]:
+        size = checkpoint["bytes"] / 2**20
+        lines.append(f"  last checkpoint {checkpoint['name']}, {duration(checkpoint['age'])} ago, {size:.1f} MiB")
+    return "\n".join([line for line in [*lines, *(f"  {line}" for line in status["log"])] if line.strip()])
+
+
+def _sentence(status: dict[str, Any]) -> str:
+    state, age = status["state"], status["age"]
+    if state in ("training", "validating"):
+        left = status.get("seconds_left")
+        return state if left is None else f"{state}, {duration(left)} left"
+    if state == "failed":
+        return f"failed {duration(age)} ago: {status['error']}"
+    since = "" if age is None else f" {duration(age)} ago"
+    again = "; the same command with `--resume auto` goes on" if state in ("stopped", "killed") else ""
+    silent = f"no sign of life for {duration(age)}" if state == "silent" else f"{state}{since}"
+    return silent + again
+
+
+def _alive(status: dict[str, Any]) -> str:
+    """The state, unless its process is gone, which only its own machine knows, or has said nothing for long."""
+    if status["host"] == socket.gethostname():
+        try:
+            os.kill(status["pid"], 0)
+        except ProcessLookupError:
+            return "killed"
+        except PermissionError:  # somebody else's: it is there
+            pass
+    state: str = status["state"]
+    return "silent" if status["age"] > SILENT_AFTER else state

@@ -1,0 +1,77 @@
+"""`dgt status`: what the files of a run tell."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dgt.training import Result
+from dgt.training.progress import duration
+from dgt.training.status import run_status, status_text
+
+
+def a_run(folder: Path, **changes: Any) -> Path:
+    """A run's folder with a status."""
+    status = {"state": "training", "error": None, "time": time.time(), "pid": os.getpid(), "host": socket.gethostname()}
+    status |= {"epoch": 2, "epochs": 5, "step": 120, "steps": 300, "loss": 0.5, "metrics": {"top1": 0.75}}
+    status |= {"images_per_second": 31.5, "memory_bytes": 2**30, "seconds": 75.0, "seconds_left": 7260.0}
+    (folder / "recipe.yaml").write_text("name: mine\n")
+    (folder / "status.json").write_text(json.dumps({**status, **changes}))
+    return folder
+
+
+def test_a_training_that_goes_on(tmp_path: Path) -> None:
+    text = status_text(run_status(a_run(tmp_path)))
+    assert text.splitlines() == [
+        f"{tmp_path}: training, 2 h 01 min left",
+        "  epoch 2/5, step 120/300, loss 0.5000, 32 images/s, 1.00 GiB, trained for 1 min",
+        "  top1 0.7500",
+    ]
+
+
+def test_a_process_that_is_gone(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    status = run_status(a_run(tmp_path, pid=process.pid))
+    assert status["state"] == "killed"
+    assert "--resume auto" in status_text(status)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"host": "elsewhere", "time": 1.0}, "no sign of life for "),
+        ({"state": "stopped"}, "stopped 0 s ago; the same command with `--resume auto` goes on"),
+        ({"state": "failed", "error": "disk on fire"}, "failed 0 s ago: disk on fire"),
+    ],
+)
+def test_other_states(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
+    assert sentence in status_text(run_status(a_run(tmp_path, **changes)))
+
+
+def test_a_finished_run_and_its_log(finished: Result) -> None:
+    status = run_status(finished.folder)
+    assert (status["state"], status["step"], status["epoch"]) == ("finished", 8, 2)
+    assert [each["name"] for each in status["checkpoints"]] == ["step-00000008.ckpt", "step-00000004.ckpt"]
+    assert "epoch 2/2  loss" in status["log"][-1]
+    assert "finished" in status_text(status)
+
+
+def test_what_is_not_a_run(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="is not the folder of a run"):
+        run_status(tmp_path)
+    (a_run(tmp_path) / "status.json").write_text("{")
+    with pytest.raises(ValueError, match=r"status\.json is damaged"):
+        run_status(tmp_path)
+
+
+def test_lengths_of_time() -> None:
+    assert [duration(each) for each in (42, 720, 11100, 187200)] == ["42 s", "12 min", "3 h 05 min", "2 d 4 h"]
