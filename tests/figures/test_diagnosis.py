@@ -15,7 +15,7 @@ from dgt.models import BlockDiagnosis
 
 from .test_visualize import make_run
 
-SOME = BlockDiagnosis("stages.0.blocks.0.attn", 64, 16, 8, 0.4, 0.125, 0.2, 0.5, 0.7, 11.5, 7.25, 16.0)
+SOME = BlockDiagnosis("stages.0.blocks.0.attn", 64, 16, 8, 0.4, 0.125, 0.2, 0.3, 0.5, 0.7, 11.5, 7.25, 16.0)
 NO_GRID = SOME._replace(name="blocks.3.attn", window=None)
 ALL = SOME._replace(name="stages.1.blocks.0.attn", tokens=8)
 
@@ -39,8 +39,8 @@ def test_the_figure_has_a_mark_for_every_choice() -> None:
     masses, balance = figure.axes
     marks = {points.get_label(): points.get_offsets().data.tolist() for points in masses.collections}
     assert marks["selected by the group"] == [[0.4, 0], [0.4, 1]]
-    assert marks["window of as many keys"] == [[0.2, 0]]
-    assert len(marks) == 5
+    assert marks["window around the query"] == [[0.2, 0]]
+    assert len(marks) == 6
     assert [text.get_text() for text in masses.texts] == ["k = 8 takes all 8 tokens"]
     assert [bar.get_width() for bar in balance.patches] == [11.5 / 16] * 3
     assert len(figure_diagnosis([ALL]).axes[0].collections) == 0

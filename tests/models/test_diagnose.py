@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import dgt
 
-CHOICES = ("selected", "random", "window", "best_for_group", "best_for_query")
+CHOICES = ("selected", "random", "window", "best_for_all", "best_for_group", "best_for_query")
 
 
 class Bare(nn.Module):
@@ -55,8 +55,9 @@ def test_a_layer_by_hand(small: Callable[..., dgt.DynamicGroupTransformer]) -> N
                 sums["selected"] += float(mine[record.attention.key_ids[b, h, group]].sum())
                 sums["best_for_query"] += float(mine.topk(7).values.sum())
                 sums["best_for_group"] += float(mine[weights[b, h, groups == group].sum(0).topk(7).indices].sum())
+            sums["best_for_all"] += float(weights[b, h].sum(0).topk(7).values.sum())
     count = batch * heads * tokens
-    for choice in ("selected", "best_for_group", "best_for_query"):
+    for choice in ("selected", "best_for_all", "best_for_group", "best_for_query"):
         assert getattr(found, choice) == pytest.approx(sums[choice] / count, rel=1e-4)
     assert found.random == pytest.approx(7 / tokens)
     sizes = torch.bincount(record.attention.group_ids.flatten(), minlength=5).double()
@@ -70,14 +71,15 @@ def test_the_order_that_must_hold(small: Callable[..., dgt.DynamicGroupTransform
     model = sharpen(small())
     for block in dgt.diagnose(model, torch.randn(3, 3, 64, 64)):
         if block.top_k < block.tokens:
-            assert max(block.selected, block.random) <= block.best_for_group <= block.best_for_query < 1
+            assert block.random <= block.best_for_all <= block.best_for_group
+            assert block.selected <= block.best_for_group <= block.best_for_query < 1
             assert block.window is not None
             assert block.window <= block.best_for_query
         assert 1 <= block.perplexity_per_image <= block.groups
         assert block.perplexity <= block.groups_in_use <= block.groups
     dgt.set_attention(model, top_k=10_000)
     for block in dgt.diagnose(model, torch.randn(1, 3, 64, 64)):
-        assert [getattr(block, choice) for choice in CHOICES] == pytest.approx([1.0] * 5)
+        assert [getattr(block, choice) for choice in CHOICES] == pytest.approx([1.0] * 6)
 
 
 def test_attention_that_looks_near_falls_into_the_window() -> None:

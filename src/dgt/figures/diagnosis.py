@@ -15,13 +15,15 @@ from dgt.training.evaluate import read_image
 
 # Okabe and Ito's colours; the model's own choice stands out, what it is measured against stays quiet.
 CHOICES = {
-    "window": ("window of as many keys", "#56b4e9", "s"),
-    "best_for_query": ("best k of the query", "#6b6b6b", ">"),
-    "best_for_group": ("best k of the group", "#009e73", "d"),
-    "random": ("random keys", "#3d3d3d", "|"),  # thin, and drawn over the others
-    "selected": ("selected by the group", "#d55e00", "o"),
+    "window": ("window around the query", "#56b4e9", "s", 46),
+    "random": ("random keys", "#3d3d3d", "|", 90),
+    "best_for_all": ("best for all queries", "#cc79a7", "X", 60),
+    "best_for_query": ("best for each query", "#9a9a9a", ">", 130),
+    "best_for_group": ("best for each group", "#009e73", "D", 66),
+    "selected": ("selected by the group", "#d55e00", "o", 26),
 }
-HEADS = ("block", "L", "G", "k", "selected", "random", "window", "best/group", "best/query", "perplexity", "an image")
+HEADS = ("block", "L", "G", "k", "selected", "random", "window", "best/all", "best/group", "best/query")
+HEADS += ("perplexity", "an image")
 
 
 def diagnose_run(checkpoint: str | Path, images: Sequence[str | Path], out: str | Path) -> list[BlockDiagnosis]:
@@ -51,7 +53,8 @@ def diagnosis_table(blocks: Sequence[BlockDiagnosis]) -> str:
     """The numbers as text, a line for each block; masses in percent."""
     rows: list[tuple[str, ...]] = [HEADS]
     for block in blocks:
-        masses = (block.selected, block.random, block.window, block.best_for_group, block.best_for_query)
+        masses = (block.selected, block.random, block.window, block.best_for_all, block.best_for_group)
+        masses += (block.best_for_query,)
         shares = ["-" if mass is None else f"{100 * mass:.1f} %" for mass in masses]
         balance = (f"{block.perplexity:.1f}", f"{block.perplexity_per_image:.1f}")
         rows.append((block.name, str(block.tokens), str(block.groups), str(block.top_k), *shares, *balance))
@@ -79,11 +82,19 @@ def figure_diagnosis(blocks: Sequence[BlockDiagnosis]) -> Figure:
     figure = Figure(figsize=(8.6, 1.25 + 0.3 * len(blocks)), layout="constrained", facecolor="white")
     masses, balance = figure.subplots(1, 2, sharey=True, width_ratios=(2.2, 1))
     places = range(len(blocks))
-    for choice, (label, colour, marker) in CHOICES.items():
+    for choice, (label, colour, marker, area) in CHOICES.items():
         found = [(getattr(block, choice), place) for place, block in enumerate(blocks) if block.top_k < block.tokens]
         points = [(value, place) for value, place in found if value is not None]
         if points:
-            masses.scatter(*zip(*points, strict=True), 50, colour, marker=marker, label=label, linewidths=1.4, zorder=3)
+            masses.scatter(
+                *zip(*points, strict=True),
+                area,
+                colour,
+                marker=marker,
+                label=label,
+                linewidths=1.4 if marker == "|" else 0,
+                zorder=3,
+            )
     for place, block in enumerate(blocks):
         if block.top_k < block.tokens:
             ends = (min(block.random, block.selected), block.best_for_query)
@@ -105,5 +116,5 @@ def figure_diagnosis(blocks: Sequence[BlockDiagnosis]) -> Figure:
         axes.xaxis.label.set_size(8)
         axes.spines[["top", "right", "left"]].set_visible(False)
     if masses.get_legend_handles_labels()[0]:
-        figure.legend(loc="outside upper center", ncols=5, fontsize=7.5, frameon=False, handletextpad=0.2)
+        figure.legend(loc="outside upper center", ncols=6, fontsize=7.5, frameon=False, handletextpad=0.2)
     return figure

@@ -1,7 +1,7 @@
 """What the selection of keys is worth in a model: how much of global attention it keeps, and how balanced groups are.
 
 The paper argues that a group's few keys hold most of what global attention would look at, and more than a window near
-the query does. :func:`diagnose` measures that, layer by layer, on any images.
+the query does, or the same keys for all. :func:`diagnose` measures that, layer by layer, on any images.
 """
 
 from collections.abc import Callable
@@ -33,6 +33,8 @@ class BlockDiagnosis(NamedTuple):
     window: float | None
     """Mass on as many keys in a square window around the query (clipped at the border and grown to the same number);
     None where the layer gets tokens without a grid."""
+    best_for_all: float
+    """Mass on the k keys that hold most for all queries of a head together: the most one group could reach."""
     best_for_group: float
     """Mass on the k keys that hold most for the queries of the group together: the most any choice for groups could."""
     best_for_query: float

@@ -124,8 +124,9 @@ def attention_mass_of_choices(
 
     Returns:
         (B, H, L) float32 each, 0 at padding: ``selected``; ``random``, the expectation for keys drawn at random;
-        ``window``, the keys in a square around the query; ``best_for_group``, the keys that hold most for the queries
-        of a group together; ``best_for_query``, every query's own strongest keys.
+        ``window``, the keys in a square around the query; ``best_for_all``, the keys that hold most for all queries of
+        a head together; ``best_for_group``, for the queries of a group together; ``best_for_query``, every query's own
+        strongest keys.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
@@ -146,11 +147,13 @@ def attention_mass_of_choices(
             near = _distances(grid, sum(part.shape[2] for part in window), weights.shape[2], key.device)
             near = near.masked_fill(~real[:, :, None], torch.iinfo(torch.int64).max).topk(count, largest=False).indices
             window.append(torch.take_along_dim(weights, near, dim=3).sum(-1))
-    best_ids = looks.topk(count).indices.masked_fill(key_ids < 0, -1)
+    for_groups = looks.topk(count).indices.masked_fill(key_ids < 0, -1)
+    for_all = looks.sum(2, keepdim=True).topk(count).indices.masked_fill((key_ids < 0).all(2, keepdim=True), -1)
     shares = {
         "selected": attention_mass(query, key, group_ids, key_ids, scale),
         "random": ((count / real.sum(-1, keepdim=True).clamp(min=1)).clamp(max=1.0) * real).float(),
-        "best_for_group": attention_mass(query, key, group_ids, best_ids, scale),
+        "best_for_all": attention_mass(query, key, group_ids, for_all.expand_as(key_ids), scale),
+        "best_for_group": attention_mass(query, key, group_ids, for_groups, scale),
         "best_for_query": torch.cat(best, dim=2).clamp(max=1.0),
     }
     return shares if grid is None else {**shares, "window": torch.cat(window, dim=2).clamp(max=1.0)}

@@ -19,6 +19,7 @@ MEASURES = {  # of `diagnose`, means over the blocks where k is below the number
     "selected": "mass on selected keys",
     "random": "on random keys",
     "window": "on a window",
+    "best_for_all": "best k for all",
     "best_for_group": "best k of the group",
     "best_for_query": "best k of the query",
     "perplexity": "perplexity of groups",
@@ -106,7 +107,7 @@ def _measures(folders: Sequence[Path]) -> dict[str, float] | None:
     return {
         name: statistics.fmean(block[name] for block in blocks)
         for name in MEASURES
-        if all(block[name] is not None for block in blocks)
+        if all(block.get(name) is not None for block in blocks)
     }
 
 
