@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from timm.layers import LayerNorm
+from timm.models import register_notrace_function
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 
 def keep_real(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -29,6 +31,46 @@ def _nchw(x: Tensor) -> Tensor:
 
 def _nhwc(x: Tensor) -> Tensor:
     return x.permute(0, 2, 3, 1)
+
+
+class _Kept(torch.autograd.Function):
+    """The identity, whose input can be asked for again while the backward pass has not reached it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+@register_notrace_function
+def activate_and_norm(x: Tensor, act: nn.Module, norm: nn.Module) -> Tensor:
+    """Return ``norm(act(x))``; in training, what lies between the two is computed again and not kept.
+
+    A normalisation keeps its input for the backward pass, as large as what the activation keeps, of which it is one
+    cheap function: that function is kept in its place. Outputs and gradients stay the same bit for bit.
+    """
+    if not (torch.is_grad_enabled() and x.requires_grad) or torch.compiler.is_compiling():  # a compiler does it itself
+        return norm(act(x))  # type: ignore[no-any-return]
+    kept = _Kept.apply(x)  # type: ignore[no-untyped-call]
+    activated = act(kept)
+    node, place = kept.grad_fn, activated.data_ptr()
+
+    def pack(tensor: Tensor) -> Tensor | None:
+        return None if tensor.data_ptr() == place and tensor.shape == x.shape else tensor
+
+    def unpack(packed: Tensor | None) -> Tensor:
+        if packed is not None:
+            return packed
+        with torch.no_grad():
+            return act(node.saved_tensors[0])  # type: ignore[no-any-return]
+
+    with saved_tensors_hooks(pack, unpack):
+        normed: Tensor = norm(activated)
+    return normed
 
 
 class ConvStem(nn.Module):
@@ -52,7 +94,11 @@ class ConvStem(nn.Module):
         """Map (B, in_chans, H, W) images to (B, H', W', width); ``mask`` is (B, H', W')."""
         x = image.contiguous(memory_format=torch.channels_last)
         for conv, norm in zip(self.convs, self.norms):  # noqa: B905 (TorchScript knows no strict=)
-            x = norm(self.act(conv(x)))
+            x = conv(x)
+            if torch.jit.is_scripting():  # noqa: SIM108 (TorchScript compiles both sides of an expression)
+                x = norm(self.act(x))
+            else:
+                x = activate_and_norm(x, self.act, norm)
             if mask is not None:
                 x = x * mask.unsqueeze(1)
         return _nhwc(x)
@@ -115,8 +161,16 @@ class InvertedResidualFFN(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, H, W, C) to (B, H, W, C)."""
-        x = self.norm1(self.act(self.expand(_nchw(x))))
+        x = self.expand(_nchw(x))
+        if torch.jit.is_scripting():  # noqa: SIM108 (TorchScript compiles both sides of an expression)
+            x = self.norm1(self.act(x))
+        else:
+            x = activate_and_norm(x, self.act, self.norm1)
         if mask is not None:
             x = x * mask.unsqueeze(1)
-        x = self.norm2(self.act(x + self.depthwise(x)))
+        x = x + self.depthwise(x)
+        if torch.jit.is_scripting():  # noqa: SIM108 (TorchScript compiles both sides of an expression)
+            x = self.norm2(self.act(x))
+        else:
+            x = activate_and_norm(x, self.act, self.norm2)
         return _nhwc(self.drop(self.norm3(self.project(x))))

@@ -1,0 +1,70 @@
+"""What lies between activation and normalisation is not kept for the backward pass, and nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from dgt.layers import ConvStem, InvertedResidualFFN, convolution
+
+
+def results(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Output, gradients of input and parameters, and buffers of one training step."""
+    module, x = copy.deepcopy(module).train(), x.clone().requires_grad_()
+    output = module(x)
+    output.square().sum().backward()
+    return [output.detach(), x.grad, *(p.grad for p in module.parameters()), *module.buffers()]
+
+
+@pytest.mark.parametrize(
+    ("build", "shape"), [(lambda: ConvStem(3, 6), (2, 3, 9, 12)), (lambda: InvertedResidualFFN(6), (2, 4, 5, 6))]
+)
+def test_training_is_the_same_bit_for_bit(build, shape, monkeypatch) -> None:
+    torch.manual_seed(0)
+    module, x = build(), torch.randn(shape)
+    economical = results(module, x)
+    monkeypatch.setattr(convolution, "activate_and_norm", lambda x, act, norm: norm(act(x)))
+    for same, plain in zip(economical, results(module, x), strict=True):
+        assert torch.equal(same, plain)
+
+
+def test_second_derivatives() -> None:
+    module = InvertedResidualFFN(3, 2).double().train()
+    x = torch.randn(1, 2, 3, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(module, (x,))
+    assert torch.autograd.gradgradcheck(module, (x,))
+
+
+class CountingGelu(nn.GELU):
+    """GELU that counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_activations_are_computed_again_in_the_backward_pass() -> None:
+    module = InvertedResidualFFN(6).train()
+    module.act = CountingGelu()
+    output = module(torch.randn(2, 4, 5, 6))
+    assert module.act.calls == 2
+    output.sum().backward()
+    assert module.act.calls == 4
+    with torch.no_grad():
+        module(torch.randn(2, 4, 5, 6))
+    assert module.act.calls == 6
+
+
+def test_checkpointing_around_it_gives_the_same() -> None:
+    module, x = InvertedResidualFFN(6).train(), torch.randn(2, 4, 5, 6, requires_grad=True)
+    (plain,) = torch.autograd.grad(module(x).square().sum(), x)
+    again = torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False)
+    (recomputed,) = torch.autograd.grad(again.square().sum(), x)
+    assert torch.equal(plain, recomputed)
