@@ -14,8 +14,9 @@
 #   blocks, hybrids    these tables with DGT-T, Swin-T and CSWin-T: EPOCHS epochs (default 10) of batch 128
 #
 # OUT is the folder of runs (default runs/imagenette); finished tables are copied to RESULTS (default benchmarks/results)
-# as imagenette_NAME.json and .md. PYTHON names the interpreter (default python3); the package need not be installed.
-# SMALL=1 proves the script anywhere in a minute or two: 32 images of 32 px, one epoch a row.
+# as imagenette_NAME.json and .md. PYTHON names the interpreter (default python3); the package need not be installed, but
+# what it depends on must be: torch, torchvision, timm, lightning, torchmetrics, tensorboard, rich, jsonargparse[signatures].
+# SMALL=1 proves the script anywhere in some two minutes: 32 images of 32 px, one epoch a row; tables go to OUT.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 data=${1:?usage: benchmarks/imagenette_gpu.sh DATA [check] [record] [blocks] [hybrids]}
@@ -24,7 +25,7 @@ parts=${*:-check record blocks hybrids}
 python=${PYTHON:-python3}
 out=${OUT:-runs/imagenette}
 limit=${LIMIT:-570}
-results=${RESULTS:-benchmarks/results}
+results=${RESULTS:-$([ "${SMALL:-0}" = 1 ] && echo "$out" || echo benchmarks/results)}
 table_settings=(--schedule.epochs "${EPOCHS:-10}" --schedule.warmup_epochs 1 --data.batch_size 128)
 export PYTHONPATH=src${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 [ -e "$data" ] || { echo "error: there is no data set $data" >&2; exit 2; }

@@ -22,8 +22,10 @@ CHOICES = {
     "best_for_group": ("best for each group", "#009e73", "D", 66),
     "selected": ("selected by the group", "#d55e00", "o", 26),
 }
-HEADS = ("block", "L", "G", "k", "selected", "random", "window", "best/all", "best/group", "best/query")
-HEADS += ("perplexity", "an image")
+HEADS = (
+    *("block", "L", "G", "k", "selected", "random", "window"),
+    *("best/all", "best/group", "best/query", "perplexity", "an image"),
+)
 
 
 def diagnose_run(checkpoint: str | Path, images: Sequence[str | Path], out: str | Path) -> list[BlockDiagnosis]:
@@ -53,8 +55,8 @@ def diagnosis_table(blocks: Sequence[BlockDiagnosis]) -> str:
     """The numbers as text, a line for each block; masses in percent."""
     rows: list[tuple[str, ...]] = [HEADS]
     for block in blocks:
-        masses = (block.selected, block.random, block.window, block.best_for_all, block.best_for_group)
-        masses += (block.best_for_query,)
+        best = (block.best_for_all, block.best_for_group, block.best_for_query)
+        masses = (block.selected, block.random, block.window, *best)
         shares = ["-" if mass is None else f"{100 * mass:.1f} %" for mass in masses]
         balance = (f"{block.perplexity:.1f}", f"{block.perplexity_per_image:.1f}")
         rows.append((block.name, str(block.tokens), str(block.groups), str(block.top_k), *shares, *balance))
@@ -116,5 +118,7 @@ def figure_diagnosis(blocks: Sequence[BlockDiagnosis]) -> Figure:
         axes.xaxis.label.set_size(8)
         axes.spines[["top", "right", "left"]].set_visible(False)
     if masses.get_legend_handles_labels()[0]:
-        figure.legend(loc="outside upper center", ncols=6, fontsize=7.5, frameon=False, handletextpad=0.2)
+        figure.legend(
+            loc="outside upper center", ncols=6, fontsize=7.5, columnspacing=1.1, frameon=False, handletextpad=0.2
+        )
     return figure
