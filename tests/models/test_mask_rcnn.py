@@ -135,6 +135,14 @@ def test_one_step_reaches_every_weight(backbone: str) -> None:
     assert without == []
 
 
+def test_a_batch_without_objects_trains_too() -> None:
+    model = small_detector().train()
+    losses = model([torch.rand(3, 64, 96)] * 2, [target(), target()])
+    torch.stack(list(losses.values())).sum().backward()
+    assert all(torch.isfinite(loss) for loss in losses.values())
+    assert [name for name, weight in model.named_parameters() if weight.grad is None] == []
+
+
 def test_detections_come_at_the_images_own_size() -> None:
     model = small_detector(options={"box_score_thresh": 0.0, "box_detections_per_img": 5}).eval()
     with torch.no_grad():
