@@ -30,6 +30,7 @@ from dgt.training.recipe import build_data
 OPACITY = 0.6
 UNLABELLED = 0.12  # grey of pixels without a label
 LONGEST = 7.0  # inches of a picture's longer side
+CELL = (2.6, 1.95)  # most inches of a picture in a comparison
 LEGEND_ROW = 0.21
 
 
@@ -106,8 +107,11 @@ def figure_comparison(rows: Sequence[tuple[Array, Array, Array]], class_names: S
         _check(image, predicted, class_names)
         drawn.append([image / 255, colours[labels], colours[predicted]])
     height, width = rows[0][1].shape
+    cell = min(CELL[0], CELL[1] * width / height)
     seen = [labels for _, truth, predicted in rows for labels in (truth, predicted)]
-    return _figure_with_legend(drawn, seen, class_names, (2.6, 2.6 * height / width), ("image", "truth", "prediction"))
+    return _figure_with_legend(
+        drawn, seen, class_names, (cell, cell * height / width), ("image", "truth", "prediction")
+    )
 
 
 def draw_prediction(run: LoadedRun, image: Path, out: Path) -> dict[str, Any]:
