@@ -43,6 +43,15 @@ def _eight_bit(picture: Image.Image) -> Image.Image:
     return Image.fromarray((values // 257).astype(np.uint8))
 
 
+def _on_white(picture: Image.Image) -> Image.Image:
+    """A loaded picture in RGB, what is transparent laid on white; the picture itself where it is that already."""
+    if picture.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in picture.info:
+        picture = picture.convert("RGBA")
+        white = Image.new("RGBA", picture.size, "white")
+        picture = Image.alpha_composite(white, picture)
+    return picture if picture.mode == "RGB" else picture.convert("RGB")
+
+
 def decode_image(source: bytes | str | os.PathLike[str]) -> Image.Image:
     """Decode a file, or its bytes, to an upright RGB picture.
 
@@ -54,13 +63,9 @@ def decode_image(source: bytes | str | os.PathLike[str]) -> Image.Image:
     """
     try:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as opened:
-            picture = ImageOps.exif_transpose(opened)
-        picture = _eight_bit(picture)
-        if picture.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in picture.info:
-            picture = picture.convert("RGBA")
-            white = Image.new("RGBA", picture.size, "white")
-            picture = Image.alpha_composite(white, picture)
-        return picture.convert("RGB")
+            ImageOps.exif_transpose(opened, in_place=True)
+            opened.load()
+            return _on_white(_eight_bit(opened))
     except MemoryError:
         raise
     except UnidentifiedImageError:
