@@ -34,7 +34,7 @@ def draw_pictures(run_path: str, out: str, items: list[int], overrides: list[str
         if not isinstance(sample, MappedPicture):
             raise ValueError(f"{sample.path} cannot be read: {sample.reason}")
         rows.append((np.asarray(sample.picture), sample.labels, picture_labels(run, sample.picture)))
-    save_figure(figure_comparison(rows, run.class_names), out, dpi=120)
+    save_figure(figure_comparison(rows, run.class_names), out, dpi=100)
 
 
 def read_curve(run: str, name: str) -> tuple[list[int], list[float]]:
