@@ -165,9 +165,9 @@ def test_bench_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, capsys: py
 
     asked: list[dict[str, object]] = []
     monkeypatch.setattr(bench, "bench_models", lambda **options: asked.append(options) or [])
-    assert main(["bench", "models", "--models", "dgt_nano", "--size", "64", "--rounds", "3", "--json"]) == 0
+    assert main(["bench", "models", "--models", "dgt_nano", "--size", "64", "--rounds", "3", "--memory", "--json"]) == 0
     expected = {"names": ("dgt_nano",), "image_size": 64, "batch_size": 8, "device": "cpu", "rounds": 3}
-    assert asked == [{**expected, "compiled": False}]
+    assert asked == [{**expected, "compiled": False, "training": False, "memory": True}]
     assert json.loads(capsys.readouterr().out)["rows"] == []
     assert "--rounds must be at least 1, got 0" in fails(capsys, "bench", "attention", "--rounds", "0")
 

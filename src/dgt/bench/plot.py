@@ -64,7 +64,7 @@ def draw_accuracy(rows: list[dict[str, Any]], path: str | Path) -> None:
         form = ", inference form" if "inference" in candidate.forms else ""
         label = f"{known.label}{form}" + ("" if known.size == 224 else f" ({known.size} px)")
         axes.scatter(speed, known.top1, s=46, color="#c2410c" if ours else "#475569", zorder=3)
-        place = {"xytext": (0, 7), "textcoords": "offset points", "ha": "center", "fontsize": 8}
+        place: dict[str, Any] = {"xytext": (0, 7), "textcoords": "offset points", "ha": "center", "fontsize": 8}
         axes.annotate(label, (speed, known.top1), color="#c2410c" if ours else "#1e293b", **place)
     batch = rows[0]["batch_size"]
     axes.set_xlabel(f"images per second here, batches of {batch}{', compiled' if rows[0]['compiled'] else ''}")

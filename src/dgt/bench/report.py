@@ -18,7 +18,7 @@ def report(
     profile: bool = False,
     plot: str | None = None,
     as_json: bool = False,
-    **options: bool,
+    **options: Any,
 ) -> str:
     """Run the benchmark that the command line asks for and return its table, or its rows as JSON.
 
