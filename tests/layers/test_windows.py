@@ -44,10 +44,10 @@ def windows_of(place: Tensor, side: int, window: int, shift: int) -> Tensor:
     return (place - shift).div(window, rounding_mode="floor")
 
 
-@given(SIDES, SIDES, st.integers(1, 5), st.data())
+@given(SIDES, SIDES, st.integers(1, 5), st.integers(0, 4))
 @settings(max_examples=20)
-def test_windows_are_masked_attention_with_a_bias_by_offset(rows, columns, window, data) -> None:
-    shift = data.draw(st.integers(0, window - 1))
+def test_windows_are_masked_attention_with_a_bias_by_offset(rows, columns, window, shift) -> None:
+    shift %= window
     attention = lively(WindowAttention(8, 2, window, shift))
     x = torch.randn(2, rows, columns, 8)
     row, column = places(rows, columns)

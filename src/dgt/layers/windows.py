@@ -92,13 +92,10 @@ def attend_in_windows(
         cut.append(cut_windows(x.roll((-down, -right), (1, 2)) if down + right > 0 else x, height, width))
     bias = None if scores is None else scores.flatten(0, 1).to(cut[0].dtype)
     out = F.scaled_dot_product_attention(cut[0], cut[1], cut[2], attn_mask=bias, scale=scale)
-    if down + right > 0:
-        padded_rows, padded_columns = -(-rows // height) * height, -(-columns // width) * width
-        out = join_windows(out, height, width, padded_rows, padded_columns).roll((down, right), (1, 2))
-        out = out[:, :rows, :columns]
-    else:
-        out = join_windows(out, height, width, rows, columns)
-    return out.reshape(batch, num_heads, tokens, channels)
+    padded_rows, padded_columns = -(-rows // height) * height, -(-columns // width) * width
+    out = join_windows(out, height, width, padded_rows, padded_columns)
+    out = out.roll((down, right), (1, 2)) if down + right > 0 else out
+    return out[:, :rows, :columns].reshape(batch, num_heads, tokens, channels)
 
 
 @register_notrace_module
@@ -204,7 +201,8 @@ class StripeAttention(SelfAttention):
         halves: list[Tensor] = []
         for i, lepe in enumerate(self.lepe):
             height, across = (rows, min(width, columns)) if i == 0 else (min(width, rows), columns)
-            q, k, v = query[:, i * half :][:, :half], key[:, i * half :][:, :half], value[:, i * half :][:, :half]
+            own = (i * half, (i + 1) * half)
+            q, k, v = query[:, own[0] : own[1]], key[:, own[0] : own[1]], value[:, own[0] : own[1]]
             scores: Tensor | None = None
             sees = visible(mask, x, height, across)
             if sees is not None:
