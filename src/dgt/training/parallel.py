@@ -212,5 +212,5 @@ def telling_lost_processes() -> Iterator[None]:
         reason = " ".join(str(error).split())[:200]
         raise RuntimeError(
             f"process {rank} of {world_size} lost another one, whose own output says why it ended; "
-            f"the run can go on from its last checkpoint ({reason})"
+            f"started again with `--resume auto` the run goes on from its last checkpoint ({reason})"
         ) from error

@@ -1,0 +1,183 @@
+"""Two processes that train together: as one process, sharded or not; broken images of all; a lost process is told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch import distributed, nn
+
+from dgt.data.decoding import BrokenImage, BrokenImages
+from dgt.training.parallel import SummedBatchNorm, join_ledgers, synchronise_batchnorm, telling_lost_processes
+from dgt.training.recipe import parse_recipe
+
+SCRIPT = Path(__file__).with_name("parallel_run.py")
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+STEPS = 20
+SHORT = {"steps": 12}
+RECIPE = {
+    "model": {"name": "dgt_nano", "args": {"depths": [1, 1, 1, 1], "num_groups": 8, "top_k": 16, "head_width": 64}},
+    "data": {
+        "dataset": "scenes",
+        "image_size": 32,
+        "batch_size": 8,
+        "num_workers": 0,
+        "train_size": 160,
+        "val_size": 16,
+        "augmentation": {"rand_augment": None, "mixup": 0.0, "cutmix": 0.0},
+    },
+    "optimizer": {"lr": 1.0e-3, "lr_batch": 16},
+    "schedule": {"steps": STEPS, "warmup_steps": 2},
+    "trainer": {"accelerator": "cpu", "devices": 2, "strategy": "ddp", "sync_batchnorm": True},
+}
+pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this build of torch has no torch.distributed")
+
+
+def write_recipe(folder: Path, name: str, **changes: dict[str, object]) -> None:
+    """RECIPE with other values in some of its sections."""
+    values = {section: {**RECIPE.get(section, {}), **changes.get(section, {})} for section in {**RECIPE, **changes}}
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
+
+
+def start(folder: Path, names: list[str], rank: int = 0, ranks: int = 1, port: int = 0) -> subprocess.Popen[str]:
+    """One process, in the environment that torchrun would give it."""
+    torchrun = {
+        **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)},
+        **{"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"},
+    }
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(SCRIPT), str(folder), *names]
+    return subprocess.Popen(
+        command,
+        env={**environment, **(torchrun if ranks > 1 else {})},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+def start_two(folder: Path, names: list[str]) -> list[subprocess.Popen[str]]:
+    """Both processes of a training."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return [start(folder, names, rank, 2, port) for rank in range(2)]
+
+
+def weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    """The model at the end of a run."""
+    return load_file(folder / name / "model" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One process in float64 ("alone"), two in float64 ("both"); two in float32 under DDP and FSDP2."""
+    folder = tmp_path_factory.mktemp("parallel")
+    exact = {"precision": "64-true"}
+    one = {"devices": 1, "strategy": "auto", **exact}
+    write_recipe(folder, "alone", data={"batch_size": 16}, trainer=one)
+    write_recipe(folder, "both", trainer=exact)
+    write_recipe(folder, "ddp", schedule=SHORT)
+    write_recipe(folder, "fsdp2", schedule=SHORT, trainer={"strategy": "fsdp2"})
+    processes = [*start_two(folder, ["both", "ddp", "fsdp2"]), start(folder, ["alone"])]
+    try:
+        for process in processes:
+            _, errors = process.communicate(timeout=280)
+            assert process.returncode == 0, errors
+    finally:
+        for process in processes:
+            process.kill()
+    return folder
+
+
+class TestTwoProcesses:
+    def test_are_one_with_their_batches_joined(self, runs: Path) -> None:
+        alone, both = weights(runs, "alone"), weights(runs, "both")
+        moved = 0.0
+        for name, expected in alone.items():
+            torch.testing.assert_close(both[name], expected, rtol=0, atol=1e-5, msg=f"{name} differs")
+            moved = max(moved, float(expected.double().abs().max()))
+        assert moved > 0.1
+        assert int(alone["stages.0.blocks.0.attn.num_updates"]) == STEPS + 1
+
+    def test_shared_out_weights_train_as_whole_ones(self, runs: Path) -> None:
+        whole, shared = weights(runs, "ddp"), weights(runs, "fsdp2")
+        assert whole.keys() == shared.keys()
+        for name, expected in whole.items():
+            torch.testing.assert_close(shared[name], expected, rtol=0, atol=1e-4, msg=f"{name} differs")
+
+    def test_a_sharded_checkpoint_is_a_folder_with_a_file_of_each(self, runs: Path) -> None:
+        folder = max((runs / "fsdp2" / "checkpoints").glob("step-*.ckpt"))
+        assert sorted(path.name for path in folder.glob("*.distcp")) == ["__0_0.distcp", "__1_0.distcp"]
+        assert not list(folder.parent.glob(".*"))
+
+
+def test_a_lost_process_ends_the_training_and_it_goes_on(runs: Path) -> None:
+    write_recipe(runs, "killed", schedule=SHORT, checkpoint={"every_steps": 2})
+    first, second = start_two(runs, ["killed"])
+    again: list[subprocess.Popen[str]] = []
+    try:
+        deadline = time.monotonic() + 200
+        while not list((runs / "killed" / "checkpoints").glob("step-*4.ckpt")):
+            assert first.poll() is None, first.communicate()[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        second.send_signal(signal.SIGKILL)
+        _, errors = first.communicate(timeout=60)
+        assert first.returncode != 0
+        assert "process 0 of 2 lost another one" in errors
+        again = start_two(runs, ["killed"])
+        for process in again:
+            _, errors = process.communicate(timeout=200)
+            assert process.returncode == 0, errors
+    finally:
+        for process in (first, second, *again):
+            process.kill()
+    expected = weights(runs, "ddp")
+    assert all(torch.equal(value, expected[name]) for name, value in weights(runs, "killed").items())
+
+
+def test_a_network_is_converted_in_place_with_the_same_state() -> None:
+    network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    network(torch.randn(2, 3, 5, 5))
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    images = torch.randn(2, 3, 5, 5)
+    expected = network.eval()(images)
+    converted = synchronise_batchnorm(network, torch.device("cpu"))
+    assert isinstance(converted[1], SummedBatchNorm)
+    assert torch.equal(converted(images), expected)
+    assert all(torch.equal(value, before[name]) for name, value in converted.state_dict().items())
+
+
+def test_an_unknown_batchnorm_is_refused() -> None:
+    class Own(nn.BatchNorm2d):
+        pass
+
+    with pytest.raises(ValueError, match=r"trainer.sync_batchnorm: 0 is a Own, not known on cpu"):
+        synchronise_batchnorm(nn.Sequential(Own(3)), torch.device("cpu"))
+
+
+def test_shared_out_weights_have_no_average() -> None:
+    with pytest.raises(ValueError, match=r"ema.decay must be null under trainer.strategy fsdp2"):
+        parse_recipe({"data": {"dataset": "scenes"}, "ema": {"decay": 0.9}, "trainer": {"strategy": "fsdp2"}})
+
+
+def test_one_process_keeps_its_ledgers() -> None:
+    ledger = BrokenImages("train", 10, 1.0)
+    ledger.record([BrokenImage("a", "why")])
+    join_ledgers({"train": ledger})
+    assert ledger.broken == {"a": "why"}
+
+
+def test_other_errors_are_left_alone() -> None:
+    with pytest.raises(RuntimeError, match=r"^gloo is down$"), telling_lost_processes():
+        raise RuntimeError("gloo is down")
