@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-import dgt  # noqa: F401  (registers its models)
 from dgt.bench.candidates import Candidate
 from dgt.bench.measures import memory_peak, milliseconds, quiet_allocator
 from dgt.ops.checks import check_count
