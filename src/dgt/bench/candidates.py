@@ -73,7 +73,7 @@ class Candidate:
             model.set_grad_checkpointing()
         if "inference" in self.forms:
             return optimize_for_inference(model)
-        return model.train(training)  # type: ignore[no-any-return]
+        return model.train(training)
 
     def step(
         self, batch_size: int, device: str = "cpu", training: bool = False, compiled: bool = False
@@ -83,7 +83,7 @@ class Candidate:
         run: Any = torch.compile(model) if compiled else model
         images = torch.randn(batch_size, 3, self.size, self.size, device=device)
         if not training:
-            return torch.inference_mode()(lambda: run(images))  # type: ignore[no-any-return]
+            return torch.inference_mode()(lambda: run(images))
         labels = torch.arange(batch_size, device=device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 

@@ -103,11 +103,11 @@ def _times_of_parts(model: nn.Module, images: torch.Tensor, rounds: int) -> Coun
                     model(images)
     times: Counter[str] = Counter()
     for event in recorded.events() or ():
-        part = _part_of(event)
-        if part is None:
+        own = _part_of(event)
+        if own is None:
             continue
         taken = event.device_time_total if on_gpu else event.cpu_time_total
-        times[part] += taken
+        times[own] += taken
         around = event.cpu_parent
         while around is not None and _part_of(around) is None:
             around = around.cpu_parent

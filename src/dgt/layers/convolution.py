@@ -54,8 +54,8 @@ def activate_and_norm(x: Tensor, act: nn.Module, norm: nn.Module) -> Tensor:
     cheap function: that function is kept in its place. Outputs and gradients stay the same bit for bit.
     """
     if not (torch.is_grad_enabled() and x.requires_grad) or torch.compiler.is_compiling():  # a compiler does it itself
-        return norm(act(x))  # type: ignore[no-any-return]
-    kept = _Kept.apply(x)  # type: ignore[no-untyped-call]
+        return norm(act(x))
+    kept = _Kept.apply(x)
     activated = act(kept)
     node, place = kept.grad_fn, activated.data_ptr()
 
@@ -66,7 +66,7 @@ def activate_and_norm(x: Tensor, act: nn.Module, norm: nn.Module) -> Tensor:
         if packed is not None:
             return packed
         with torch.no_grad():
-            return act(node.saved_tensors[0])  # type: ignore[no-any-return]
+            return act(node.saved_tensors[0])
 
     with saved_tensors_hooks(pack, unpack):
         normed: Tensor = norm(activated)
