@@ -117,7 +117,7 @@ def check_recipe(seed: int, folder: Path) -> tuple[str, str | None]:
     return "refused", None if told else f"recipe {seed} ({about}): status {status}, {sentence!r}"
 
 
-def _prepare(recipe: Recipe, **_: Any) -> Any:
+def _prepare(recipe: Recipe, *_: Any) -> Any:
     """What a training does before it opens its data: build the data module and the network."""
     build_data(recipe)
     with torch.device("meta"):

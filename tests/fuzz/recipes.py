@@ -46,8 +46,9 @@ def _change(values: dict[str, Any], draw: random.Random) -> str:
     if kind == "drop":
         section.pop(key, None)
     elif kind == "misspell":
-        at = draw.randrange(len(key) + 1)
-        section[key[:at] + draw.choice(string.ascii_lowercase) + key[at:]] = section.pop(key, 1)
+        name = str(key)
+        at = draw.randrange(len(name) + 1)
+        section[name[:at] + draw.choice(string.ascii_lowercase) + name[at:]] = section.pop(key, 1)
     elif kind == "add":
         section[draw.choice(["more", "", "a.b", 3, None, "model"])] = draw.choice(VALUES)
     elif kind == "number" and isinstance(section.get(key), int | float):

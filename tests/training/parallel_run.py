@@ -1,7 +1,7 @@
 """Trains recipes one after another, as one of the processes that `test_parallel.py` starts.
 
 Arguments: the folder with the recipes, then their names; each one's run goes to the folder NAME in it. Where the
-environment is that of torchrun, all its processes train together.
+environment is that of torchrun, all its processes train together. At the end they join ledgers of broken images.
 """
 
 from __future__ import annotations
@@ -11,8 +11,12 @@ import warnings
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
+from dgt.data.decoding import BrokenImage, BrokenImages
+from dgt.data.module import process
 from dgt.training import fit, load_recipe
+from dgt.training.parallel import join_ledgers
 
 
 def main() -> None:
@@ -22,6 +26,14 @@ def main() -> None:
     folder = Path(sys.argv[1])
     for name in sys.argv[2:]:
         fit(load_recipe(folder / f"{name}.yaml", [f"--out={folder / name}"]), resume=True)
+    rank = process()[0]
+    ledger = BrokenImages("train", 10, 1.0)
+    ledger.record([BrokenImage(f"met by {rank}", "why")])
+    join_ledgers({"train": ledger})
+    (folder / f"ledger-{rank}.txt").write_text(", ".join(sorted(ledger.broken)))
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -84,11 +84,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("parallel")
     exact = {"precision": "64-true"}
     one = {"devices": 1, "strategy": "auto", **exact}
-    write_recipe(folder, "alone", data={"batch_size": 16}, trainer=one)
     write_recipe(folder, "both", trainer=exact)
     write_recipe(folder, "ddp", schedule=SHORT)
     write_recipe(folder, "fsdp2", schedule=SHORT, trainer={"strategy": "fsdp2"})
-    processes = [*start_two(folder, ["both", "ddp", "fsdp2"]), start(folder, ["alone"])]
+    alone = tmp_path_factory.mktemp("alone")
+    write_recipe(alone, "alone", data={"batch_size": 16}, trainer=one)
+    processes = [*start_two(folder, ["both", "ddp", "fsdp2"]), start(alone, ["alone"])]
     try:
         for process in processes:
             _, errors = process.communicate(timeout=280)
@@ -96,6 +97,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     finally:
         for process in processes:
             process.kill()
+    (alone / "alone").rename(folder / "alone")
     return folder
 
 
@@ -119,6 +121,9 @@ class TestTwoProcesses:
         folder = max((runs / "fsdp2" / "checkpoints").glob("step-*.ckpt"))
         assert sorted(path.name for path in folder.glob("*.distcp")) == ["__0_0.distcp", "__1_0.distcp"]
         assert not list(folder.parent.glob(".*"))
+
+    def test_know_the_broken_images_of_each_other(self, runs: Path) -> None:
+        assert [(runs / f"ledger-{rank}.txt").read_text() for rank in range(2)] == ["met by 0, met by 1"] * 2
 
 
 def test_a_lost_process_ends_the_training_and_it_goes_on(runs: Path) -> None:
