@@ -66,6 +66,12 @@ EVENTS = 3 * (12 * 4 + 4 * 2 + 1)  # of a Bomb, in one of these trainings
 COMPARED = ("state_dict", "current_model_state", "averaging_state", "optimizer_states", "lr_schedulers")
 
 
+HOOKS = (
+    *("on_train_batch_start", "on_before_backward", "on_after_backward", "on_train_batch_end"),
+    *("on_validation_batch_start", "on_validation_batch_end", "on_train_epoch_end"),
+)
+
+
 class Bomb(Callback):
     """Sends this process a signal a moment after a number of events: random, whatever the speed of the machine."""
 
@@ -73,14 +79,13 @@ class Bomb(Callback):
         self.events = event
         self.timer = threading.Timer(delay, os.kill, (os.getpid(), number))
         self.timer.daemon = True
+        for hook in HOOKS:
+            setattr(self, hook, self._count)
 
     def _count(self, *_: Any) -> None:
         if self.events == 0:
             self.timer.start()
         self.events -= 1
-
-    on_train_batch_start = on_before_backward = on_after_backward = on_train_batch_end = _count
-    on_validation_batch_start = on_validation_batch_end = on_train_epoch_end = _count
 
 
 def train(recipe: Any, resume: bool, bomb: tuple[int, float, signal.Signals] | None = None) -> int:

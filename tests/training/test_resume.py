@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
+import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +19,15 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
 from dgt.training import fit, load_recipe
+from dgt.training.resuming import Place, go_on, newest_place, run_to_resume
+from dgt.training.saving import step_checkpoints
 from dgt.training.signals import Preempted
 from dgt.training.trainer import add_callbacks, build_trainer
 
+SMALL_DGT = "{stem_width: 8, dims: [16, 32, 64, 64], num_heads: [1, 2, 2, 2], depths: [1, 1, 1, 1], num_groups: 4}"
 KEYS = (
     "--model.name=dgt_nano",
+    f"--model.args={SMALL_DGT}",
     "--model.drop_path_rate=0.3",
     "--data.image_size=32",
     "--data.batch_size=4",
@@ -51,14 +58,13 @@ class Poke(Callback):
 
 
 def train(
-    out: Path, *keys: str, poke: Poke | None = None, monkeypatch: pytest.MonkeyPatch, resume: bool = False
-) -> dict[str, torch.Tensor]:
-    """Train, or go on, with a callback more; returns what the last checkpoint holds."""
+    out: Path, *keys: str, poke: Sequence[Callback] = (), monkeypatch: pytest.MonkeyPatch, resume: bool = False
+) -> dict[str, Any]:
+    """Train, or go on, with some callbacks more; returns what the last checkpoint holds."""
 
     def build(*arguments: Any) -> Any:
         trainer, batch = build_trainer(*arguments)
-        if poke is not None:
-            add_callbacks(trainer, [poke])
+        add_callbacks(trainer, poke)
         return trainer, batch
 
     with monkeypatch.context() as patch:
@@ -96,24 +102,109 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-STOPS = {
-    "after the first step": ("on_train_batch_end", lambda trainer: trainer.global_step == 1),
-    "in the middle of an epoch": ("on_train_batch_start", lambda trainer: trainer.global_step == 7),
-    "at the last batch of an epoch": ("on_train_batch_start", lambda trainer: trainer.global_step == 4),
-    "in a validation": ("on_validation_batch_end", lambda trainer: True),
-    "at the end of an epoch": ("on_train_epoch_end", lambda trainer: True),
-    "at the very end": ("on_train_epoch_end", lambda trainer: trainer.current_epoch == 1),
+STOPS: dict[str, tuple[str, Callable[[Trainer], bool], tuple[str, ...]]] = {
+    "in the middle of an epoch": ("on_train_batch_end", lambda trainer: trainer.global_step == 7, ()),
+    "with workers": ("on_train_batch_start", lambda trainer: trainer.global_step == 2, ("--data.num_workers=2",)),
+    "in a validation": ("on_validation_batch_end", lambda trainer: True, ()),
+    "at the end of an epoch": ("on_train_epoch_end", lambda trainer: True, ()),
 }
 
 
 @pytest.mark.parametrize("stop", STOPS)
 def test_stopped_by_a_signal(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: str) -> None:
-    hook, when = STOPS[stop]
+    hook, when, keys = STOPS[stop]
     with pytest.raises(Preempted) as raised:
-        train(tmp_path / "run", poke=Poke(hook, when, terminate), monkeypatch=monkeypatch)
+        train(tmp_path / "run", *keys, poke=[Poke(hook, when, terminate)], monkeypatch=monkeypatch)
     assert raised.value.code == 0
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    resumed = train(tmp_path / "run", monkeypatch=monkeypatch, resume=True)
+    resumed = train(tmp_path / "run", *keys, monkeypatch=monkeypatch, resume=True)
     assert same(resumed, state(whole))
-    metrics = [json.loads((out / "results.json").read_text())["metrics"] for out in (whole, tmp_path / "run")]
-    assert metrics[0] == metrics[1]
+    results = [json.loads((out / "results.json").read_text()) for out in (whole, tmp_path / "run")]
+    assert results[0]["metrics"] == results[1]["metrics"]
+    assert results[0]["best"] == results[1]["best"]
+    tables = [list(csv.DictReader((out / "metrics.csv").open())) for out in (whole, tmp_path / "run")]
+    assert [row["train/loss_epoch"] for row in tables[0]] == [row["train/loss_epoch"] for row in tables[1]]
+
+
+def test_killed(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = ["--checkpoint.every_steps=2"]
+    child = os.fork()
+    if child == 0:
+        bomb = Poke("on_after_backward", lambda trainer: trainer.global_step == 8, lambda: os.kill(os.getpid(), 9))
+        try:
+            train(tmp_path / "run", *keys, poke=[bomb], monkeypatch=monkeypatch)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -9
+    assert [path.name for path in step_checkpoints(tmp_path / "run")] == ["step-00000008.ckpt", "step-00000006.ckpt"]
+    assert same(train(tmp_path / "run", *keys, monkeypatch=monkeypatch, resume=True), state(whole))
+
+
+def test_an_error_in_a_step_leaves_the_step_before(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("the device fell off")
+
+    poke = Poke("on_after_backward", lambda trainer: trainer.global_step == 8, fail)
+    with pytest.raises(RuntimeError, match="the device fell off"):
+        train(tmp_path / "run", poke=[poke], monkeypatch=monkeypatch)
+    assert newest_place(tmp_path / "run") == Place(
+        tmp_path / "run" / "checkpoints" / "step-00000008.ckpt", step=8, epoch=1, world_size=1
+    )
+    assert same(train(tmp_path / "run", monkeypatch=monkeypatch, resume=True), state(whole))
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    (tmp_path / "run" / "results.json").unlink()
+    newest, before = step_checkpoints(tmp_path / "run")
+    newest.write_bytes(newest.read_bytes()[:-1000])
+    assert same(train(tmp_path / "run", monkeypatch=monkeypatch, resume=True), state(whole))
+    assert f"{newest.name} cannot be used, trying the one before: {newest} is cut off" in capsys.readouterr().err
+    for path in (newest, before):
+        path.write_bytes(b"")
+    (tmp_path / "run" / "results.json").unlink()
+    with pytest.raises(ValueError, match=r"all 2 checkpoints in .* are damaged: remove that folder to begin again"):
+        train(tmp_path / "run", monkeypatch=monkeypatch, resume=True)
+
+
+def test_resuming_begins_where_nothing_is_and_leaves_alone_what_is_finished(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert newest_place(tmp_path) is None
+    stamp = (whole / "results.json").stat().st_mtime_ns
+    assert train(whole, monkeypatch=monkeypatch, resume=True).keys() == state(whole).keys()
+    assert (whole / "results.json").stat().st_mtime_ns == stamp
+    with pytest.raises(FileExistsError, match="holds a run already"):
+        train(whole, monkeypatch=monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            "--optimizer.lr=0.5",
+            r"was begun with optimizer\.lr 0\.002, now 0\.5 is asked for: give the same",
+        ),
+        ("--seed=3", "was begun with seed 0, now 3 is asked for"),
+        ("--model.drop_path_rate=0.1", r"was begun with model\.drop_path_rate 0\.3"),
+    ],
+)
+def test_another_recipe_is_refused(whole: Path, change: str, sentence: str) -> None:
+    with pytest.raises(FileExistsError, match=sentence):
+        fit(load_recipe("scenes", [*KEYS, f"--out={whole}", change]), resume=True)
+
+
+def test_what_the_weights_do_not_depend_on_may_change(whole: Path) -> None:
+    free = ["--data.num_workers=3", "--checkpoint.keep=7", "--trainer.max_skipped=null", "--name=other"]
+    assert run_to_resume(load_recipe("scenes", [*KEYS, *free, f"--out={whole}"])) == whole
+
+
+def test_another_number_of_processes_is_refused(whole: Path) -> None:
+    place = newest_place(whole)
+    assert place is not None
+    with pytest.raises(ValueError, match="was trained by 8 processes, now there are 1"):
+        go_on(Trainer(accelerator="cpu", devices=1, logger=False), replace(place, world_size=8), whole)

@@ -42,6 +42,9 @@ def first_not_finite(trainer: Trainer, pl_module: LightningModule, batch: Any, b
             return found[0] if found else str(error)
         if not found and not loss.isfinite():
             return "the loss"
+        for name, buffer in pl_module.named_buffers():
+            if not found and buffer.is_floating_point() and not buffer.isfinite().all():
+                return f"the buffer {name}"
         parameters = [parameter for parameter in pl_module.parameters() if parameter.requires_grad]
         gradients = [] if found else torch.autograd.grad(loss, parameters, allow_unused=True)
     if found:

@@ -1,7 +1,8 @@
-"""Steps whose loss or gradient is not finite are skipped, without a trace; too many in a row stop the training.
+"""Steps that are not finite are skipped, without a trace; too many in a row stop the training.
 
-A skipped step leaves everything as it was before its first batch: weights, optimizer, averages, the centroids and their
-statistics, the running statistics of batch norms. Its images are not seen again in that epoch.
+What must be finite is the loss, the gradient, and what BatchNorm keeps of the batch. A skipped step leaves everything
+as it was before its first batch: weights, optimizer, averages, the centroids and their statistics, the running
+statistics of batch norms. Its images are not seen again in that epoch.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class FiniteSteps(Callback):
         self._batches: list[tuple[Any, int]] = []
         self._buffers: list[Tensor] = []
         self._before: list[Tensor] = []
+        self._statistics: list[Tensor] = []  # buffers that are finite, and so must stay
 
     def state_dict(self) -> dict[str, int]:
         """How many steps were skipped, and how many of them just now, one after the other."""
@@ -80,13 +82,13 @@ class FiniteSteps(Callback):
             self._batches.append((batch, batch_idx))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Empty the gradients where they, or a loss, are not finite: the optimizer then leaves everything as it is."""
+        """Empty the gradients of a step that is not finite: the optimizer then leaves everything as it is."""
         self.in_optimizer = True
         if self.max_skipped is None:
             return
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        finite = trainer.strategy.reduce_boolean_decision(all_finite([*self._losses, *gradients]), all=True)
-        if finite:
+        numbers = [*self._losses, *gradients, *self._statistics]
+        if trainer.strategy.reduce_boolean_decision(all_finite(numbers), all=True):
             self.in_a_row = 0
             return
         self.skips_this_step = True
@@ -124,7 +126,7 @@ class FiniteSteps(Callback):
 
     def _tell(self, trainer: Trainer, batch_idx: int, losses: Sequence[float]) -> None:
         if trainer.is_global_zero:
-            kind = "loss" if not all(map(_is_finite, losses)) else "gradient"
+            kind = "loss" if not all(map(_is_finite, losses)) else "gradient, or a running statistic,"
             place = f"epoch {trainer.current_epoch + 1}, batch {batch_idx + 1}"
             print(
                 f"dgt: warning: step {trainer.global_step} ({place}) was skipped, its {kind} is not finite",
@@ -145,6 +147,7 @@ class FiniteSteps(Callback):
         buffers = list(pl_module.buffers())
         if [id(buffer) for buffer in buffers] != [id(buffer) for buffer in self._buffers]:
             self._buffers, self._before = buffers, [buffer.clone() for buffer in buffers]
+            self._statistics = [each for each in buffers if each.is_floating_point() and bool(each.isfinite().all())]
             return
         if buffers:
             torch._foreach_copy_(self._before, buffers)

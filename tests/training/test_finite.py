@@ -1,0 +1,122 @@
+"""Steps that are not finite: skipped without a trace, and a training of nothing else is stopped with a report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from dgt.training.finite import all_finite
+
+from .test_resume import same, state, train
+
+FEW = ("--schedule.epochs=1", "--model.drop_path_rate=0", "--optimizer.clip_grad=1")
+
+
+class Spoil(Callback):
+    """Changes the images or the gradients of some steps."""
+
+    def __init__(self, steps: tuple[int, ...], images: Callable[[Tensor], None] | None, gradient: bool = False) -> None:
+        self.steps, self.images, self.gradient = steps, images, gradient
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step in self.steps and self.images is not None:
+            self.images(batch[0])
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.global_step in self.steps and self.gradient:
+            next(pl_module.parameters()).grad.fill_(torch.inf)  # type: ignore[union-attr]
+
+
+class Snapshot(Callback):
+    """The whole state before a step and after it."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.before, self.after = step, {}, {}
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.step:
+            self.before = look(trainer)
+        if trainer.global_step == self.step + 1:
+            self.after = look(trainer)
+
+
+def look(trainer: Trainer) -> dict[str, Any]:
+    """Copies of weights, buffers, the average, the optimizer's moments and the centroids' statistics."""
+    checkpoint = trainer._checkpoint_connector.dump_checkpoint(False)
+    kept = {
+        key: checkpoint[key] for key in ("state_dict", "current_model_state", "averaging_state", "optimizer_states")
+    }
+    rates = [group.pop("lr") for group in kept["optimizer_states"][0]["param_groups"]]  # the schedule goes by steps
+    for module in trainer.lightning_module.modules():
+        if hasattr(module, "group_counts"):
+            kept[str(id(module))] = (module.group_sums, module.group_counts, module.seeded)
+    leaves, _ = torch.utils._pytree.tree_flatten_with_path(kept)
+    assert rates
+    return {
+        torch.utils._pytree.keystr(path): leaf.clone() if isinstance(leaf, Tensor) else leaf for path, leaf in leaves
+    }
+
+
+def numbers(out: Path) -> list[Tensor]:
+    """All floating-point numbers of a run's end."""
+    return [value for value in state(out).values() if isinstance(value, Tensor) and value.is_floating_point()]
+
+
+SPOILT: dict[str, tuple[int, Callable[[Tensor], Any] | None, bool]] = {
+    "NaN in the first batch": (0, lambda images: images.fill_(torch.nan), False),
+    "NaN in one pixel": (2, lambda images: images[0, 0, 0].fill_(torch.nan), False),
+    "an infinite image": (3, lambda images: images[1].fill_(torch.inf), False),
+    "a gradient": (2, None, True),
+}
+
+
+@pytest.mark.parametrize("case", SPOILT)
+def test_a_step_that_is_not_finite_leaves_no_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
+    step, images, gradient = SPOILT[case]
+    snapshot, spoil = Snapshot(step), Spoil((step,), images, gradient)
+    train(tmp_path / "run", *FEW, poke=[snapshot, spoil], monkeypatch=monkeypatch)
+    assert snapshot.before
+    assert same(snapshot.before, snapshot.after)
+    assert all_finite(numbers(tmp_path / "run"))
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["skipped_steps"] == 1
+    kind = "gradient, or a running statistic," if gradient else "loss"
+    assert (
+        f"step {step + 1} (epoch 1, batch {step + 1}) was skipped, its {kind} is not finite" in capsys.readouterr().err
+    )
+
+
+def test_too_many_in_a_row_stop_the_training_with_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil = Spoil((1, 2, 3), lambda images: images.mul_(1e30))
+    with pytest.raises(
+        FloatingPointError, match=r"3 steps in a row .* The first not finite: the (output of|buffer) network\."
+    ):
+        train(tmp_path / "run", *FEW, "--trainer.max_skipped=2", poke=[spoil], monkeypatch=monkeypatch)
+    report = json.loads((tmp_path / "run" / "nonfinite.json").read_text())
+    assert (report["epoch"], report["step"]) == (0, 4)
+    ((images, *_),) = torch.load(tmp_path / "run" / "nonfinite.pt", weights_only=True)
+    assert images.shape == (4, 3, 32, 32)
+    assert images.abs().max() > 1e29
+
+
+def test_the_guard_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil = Spoil((1,), None, gradient=True)
+    keys = ("--trainer.max_skipped=null", "--optimizer.clip_grad=null")
+    with pytest.raises(FloatingPointError, match="the training diverged, the attention met NaN"):
+        train(tmp_path / "run", *FEW, *keys, poke=[spoil], monkeypatch=monkeypatch)
+
+
+def test_finite_at_any_size() -> None:
+    assert all_finite([torch.full((4,), 3e38), torch.zeros(0), torch.ones(2, dtype=torch.float16)])
+    assert all_finite([])
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        assert not all_finite([torch.zeros(3), torch.tensor([1.0, bad])])
