@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,6 @@ from torch.export import Dim, ExportedProgram
 from dgt.export.source import Source
 
 EXAMPLE = (2, 3, 96, 160)  # sides that differ, and leave more than one token at stride 32
-LEAST_SIDE = 33  # from 32 pixels on a last map of one token would be a graph of its own
 
 Runner = Callable[[Tensor], list[Tensor]]
 
@@ -36,10 +36,10 @@ def trace(source: Source) -> ExportedProgram:
     kinds = {p.dtype for p in source.module.parameters() if p.is_floating_point()}
     if kinds != {torch.float32}:
         raise ValueError(f"the model must be float32, got {', '.join(sorted(map(str, kinds))) or 'no parameters'}")
-    free: dict[int, Dim] = {0: Dim("batch", min=1)}
+    free: dict[int, Any] = {0: Dim("batch", min=1)}
     sides = EXAMPLE[2:] if source.size is None else (source.size, source.size)
     if source.size is None:
-        free |= {2: Dim("height", min=LEAST_SIDE), 3: Dim("width", min=LEAST_SIDE)}
+        free |= {2: Dim.DYNAMIC, 3: Dim.DYNAMIC}  # of at least what leaves the last map more than one token
     try:
         with torch.no_grad():
             return torch.export.export(source.module, (torch.zeros(*EXAMPLE[:2], *sides),), dynamic_shapes=(free,))
