@@ -137,8 +137,8 @@ def batch_scale(settings: OptimizerSettings, global_batch: int) -> float:
 def build_optimizer(model: nn.Module, settings: OptimizerSettings, global_batch: int) -> AdamW:
     """AdamW over the parameters of `model`, in a group with weight decay and one without.
 
-    Without decay: biases, parameters of one dimension, and those that `no_weight_decay()`, of the model or of one inside
-    it, names, as in timm.
+    Without decay: biases, parameters of one dimension, and those that `no_weight_decay()` names, in the model or in one
+    of its modules, as in timm.
 
     Args:
         model: a timm model, or any module.
