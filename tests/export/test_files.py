@@ -15,11 +15,13 @@ import onnxruntime
 import pytest
 import timm
 import torch
+from torch import nn
 
 import dgt.export.files as files
 from dgt.cli import main
-from dgt.export import export
-from dgt.training import load_run
+from dgt.export import Source, export
+from dgt.export.source import source_of_run
+from dgt.training import LoadedRun, load_recipe, load_run
 
 SIZES = [(1, 33, 33), (3, 97, 65), (1, 224, 320), (3, 128, 128)]
 
@@ -106,13 +108,16 @@ def test_a_model_of_another_kind_too(write_run: Callable[..., Path], tmp_path: P
 def test_an_unequal_file_is_not_written(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "classes.pt2"
     path.write_bytes(b"the file before")
-    encode, reopen = files.FORMATS[".pt2"]
+    sources: list[Source] = []
 
-    def slightly_wrong(content: bytes) -> files.Runner:
-        run = reopen(content)
-        return lambda images: [output * 1.001 for output in run(images)]
+    def encode(source: Source) -> bytes:
+        sources.append(source)
+        return b"a new file"
 
-    monkeypatch.setitem(files.FORMATS, ".pt2", (encode, slightly_wrong))
+    def open_slightly_wrong(content: bytes) -> Callable[[torch.Tensor], list[torch.Tensor]]:
+        return lambda images: [sources[0].module(images) * 1.001]
+
+    monkeypatch.setitem(files.FORMATS, ".pt2", (encode, open_slightly_wrong))
     with pytest.raises(RuntimeError, match=r"not equal to its source: images of 64 x 64 pixels differ by up to"):
         export(run, path)
     assert path.read_bytes() == b"the file before"
@@ -144,3 +149,14 @@ def test_mistakes_are_one_sentence(
     assert "no permission to write" in fails(capsys, run, tmp_path / "model.onnx")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "onnxscript" else name)
     assert "ONNX needs onnxscript, not installed here: pip install" in fails(capsys, run, tmp_path / "model.onnx")
+
+
+def test_of_a_detector_only_the_maps_of_its_backbone() -> None:
+    backbone = nn.Conv2d(3, 4, 3)
+    backbone.channels = [4]
+    run = LoadedRun(nn.ModuleDict({"backbone": backbone}), load_recipe("scenes_detect"), ["disc"], Path("run"))
+    with pytest.raises(ValueError, match=r"a detector cannot be exported: .* --features"):
+        source_of_run(run)
+    source = source_of_run(run, features=True)
+    assert source.module is backbone
+    assert source.outputs == ("map_0",)

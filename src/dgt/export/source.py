@@ -65,9 +65,7 @@ def source_of_run(run: LoadedRun, features: bool = False) -> Source:
     about = {
         "model": run.recipe.model.name,
         "task": task,
-        "mean": json.dumps(list(data["mean"])),
-        "std": json.dumps(list(data["std"])),
-        "image_size": json.dumps(data["image_size"]),
+        **{key: json.dumps(data[key]) for key in ("mean", "std", "image_size") if key in data},
     }
     config = timm.get_pretrained_cfg(run.recipe.model.name)
     fixed = task == "classify" and config is not None and config.fixed_input_size
