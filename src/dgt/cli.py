@@ -101,7 +101,7 @@ def _add_train(commands: Commands) -> None:
 
 def _add_status(commands: Commands) -> None:
     command = _add(commands, "status", run_status, "tell how a training stands: running, stopped, killed, finished")
-    command.add_argument("run", metavar="RUN", help="folder of the run")
+    command.add_argument("folder", metavar="RUN", help="folder of the run")
     command.add_argument("--json", action="store_true", help="print it as JSON")
 
 
@@ -230,6 +230,7 @@ def run_train(options: argparse.Namespace, overrides: list[str]) -> int:
     """`dgt train`: prints the help, or trains and prints where the results are."""
     from lightning.pytorch.utilities import rank_zero_only
 
+    from dgt.figures.training import draw_training
     from dgt.tasks import TASKS
     from dgt.training import fit, load_recipe, shipped_recipes
     from dgt.training.recipe import help_text
@@ -241,7 +242,7 @@ def run_train(options: argparse.Namespace, overrides: list[str]) -> int:
         raise ValueError(f"name a recipe, one of {', '.join(shipped_recipes())}, or the path of a YAML file")
     _quiet()
     recipe = load_recipe(options.recipe, overrides)
-    result = fit(recipe, resume=options.resume == "auto")
+    result = fit(recipe, options.resume == "auto", draw_training)
     rank_zero_only(print)(f"{TASKS[recipe.task].summary(result.metrics)}  in {result.folder}")
     return 0
 
@@ -250,7 +251,7 @@ def run_status(options: argparse.Namespace, _: list[str]) -> int:
     """`dgt status`: prints how a run stands."""
     from dgt.training.status import run_status, status_text
 
-    status = run_status(options.run)
+    status = run_status(options.folder)
     print(json.dumps(status, indent=2) if options.json else status_text(status))
     return 0
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from dgt.cli import main
 from dgt.training import Result
 from dgt.training.progress import duration
 from dgt.training.status import run_status, status_text
@@ -63,6 +64,15 @@ def test_a_finished_run_and_its_log(finished: Result) -> None:
     assert [each["name"] for each in status["checkpoints"]] == ["step-00000008.ckpt", "step-00000004.ckpt"]
     assert "epoch 2/2  loss" in status["log"][-1]
     assert "finished" in status_text(status)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", str(a_run(tmp_path))]) == 0
+    assert capsys.readouterr().out.startswith(f"{tmp_path}: training, 2 h 01 min left\n")
+    assert main(["status", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 120
+    assert main(["status", str(tmp_path / "nowhere")]) == 2
+    assert "is not the folder of a run" in capsys.readouterr().err
 
 
 def test_what_is_not_a_run(tmp_path: Path) -> None:
