@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -154,6 +156,15 @@ class TestWrongFiles:
             Image.new(kind.upper(), (64, 48)).save(path)
         message = rf"labels/val/00.png: expected a label map of one 8-bit channel \(grey or palette\), got {told}$"
         self.fails(folder, message)
+
+    def test_grey_of_four_bits(self, folder: Path) -> None:
+        def chunk(kind: bytes, content: bytes) -> bytes:
+            return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+        header = chunk(b"IHDR", struct.pack(">IIBBBBB", 64, 48, 4, 0, 0, 0, 0))
+        pixels = chunk(b"IDAT", zlib.compress(b"\0" * 33 * 48))  # a filter and 32 bytes a row
+        (folder / "labels" / "val" / "00.png").write_bytes(b"\x89PNG\r\n\x1a\n" + header + pixels + chunk(b"IEND", b""))
+        self.fails(folder, r"labels/val/00.png: expected 8 bits a label, got 4 bits of grey, which decoding stretches$")
 
     def test_label_maps_that_lost_their_numbers(self, folder: Path) -> None:
         (folder / "labels" / "val" / "00.png").unlink()

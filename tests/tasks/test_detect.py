@@ -92,6 +92,8 @@ def test_predictions_are_drawn_and_listed(finished: Result, tmp_path: Path) -> N
     (tmp_path / "broken.jpg").write_bytes(b"no picture")
     red, broken = write_predictions(run, [tmp_path / "red.png", tmp_path / "broken.jpg"], tmp_path / "out")
     assert "broken.jpg' cannot be read as an image" in broken["error"]
+    with pytest.raises(ValueError, match=r"images must have different names, .* got 'red' twice"):
+        write_predictions(run, [tmp_path / "red.png", tmp_path / "red.jpg"], tmp_path / "out")
     scores = [found["score"] for found in red["objects"]]
     assert scores == sorted(scores, reverse=True)
     assert 0 < len(scores) <= 20

@@ -213,7 +213,7 @@ class SegmentationData(ImageData):
         found = folder_names(label_folder(self.root))
         usual = TRAIN_SPLITS if part == "train" else VAL_SPLITS
         split = choose_split(self.splits[part], usual, found) or usual[0]
-        classes = self.classes or read_class_names(self.root)
+        classes = read_class_names(self.root) if self.classes is None else self.classes
         return LabelMapFolder(self.root, split, classes, self.zero_is_ignored), split
 
 

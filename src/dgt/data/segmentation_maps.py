@@ -211,6 +211,9 @@ def _read_label_map(path: str) -> LabelMap | BrokenImage:
             if opened.mode not in ("L", "P"):
                 kind = "16-bit" if opened.mode.startswith("I") else opened.mode
                 return WrongLabels(path, f"expected a label map of one 8-bit channel (grey or palette), got {kind}")
+            if opened.mode == "L" and opened.tile and opened.tile[0][3] in ("L;2", "L;4"):
+                bits = opened.tile[0][3][-1]
+                return WrongLabels(path, f"expected 8 bits a label, got {bits} bits of grey, which decoding stretches")
             if opened.format == "JPEG":
                 return WrongLabels(path, "expected a lossless label map such as PNG, got JPEG, which blurs labels")
             return np.array(opened, dtype=np.uint8)

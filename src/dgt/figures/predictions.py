@@ -30,12 +30,17 @@ def write_predictions(run: LoadedRun, images: Sequence[str | Path], out: str | P
         tells, the `files` written among it.
 
     Raises:
+        ValueError: two images of one name, whose drawings would be the same files.
         NotADirectoryError: `out` is a file.
         OSError: `out` cannot be written to.
     """
     folder = Path(out)
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"out must be a folder, {folder} is a file")
+    names = [Path(image).stem for image in images]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"images must have different names, their drawings are named so; got {twice[0]!r} twice")
     folder.mkdir(parents=True, exist_ok=True)
     return [_predict(run, Path(image), folder) for image in images]
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from timm.layers import LayerNorm
-from timm.models import register_notrace_function
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx import Proxy
 
 
 def keep_real(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -46,14 +46,14 @@ class _Kept(torch.autograd.Function):
         return grad
 
 
-@register_notrace_function
 def activate_and_norm(x: Tensor, act: nn.Module, norm: nn.Module) -> Tensor:
     """Return ``norm(act(x))``; in training, what lies between the two is computed again and not kept.
 
     A normalisation keeps its input for the backward pass, as large as what the activation keeps, of which it is one
     cheap function: that function is kept in its place. Outputs and gradients stay the same bit for bit.
     """
-    if not (torch.is_grad_enabled() and x.requires_grad) or torch.compiler.is_compiling():  # a compiler does it itself
+    traced = isinstance(x, Proxy) or torch.compiler.is_compiling()  # a compiler sees to the memory itself
+    if traced or not (torch.is_grad_enabled() and x.requires_grad):
         return norm(act(x))
     kept = _Kept.apply(x)
     activated = act(kept)

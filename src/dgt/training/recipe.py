@@ -341,7 +341,7 @@ def _override_keys(overrides: Sequence[str], known: set[str]) -> set[str]:
     keys = {word[2:].partition("=")[0] for word in overrides if word.startswith("--")}
     for key in sorted(keys):
         section = any(name.startswith(f"{key}.") for name in known)
-        if key not in known and not section and not key.startswith("model.args."):
+        if key not in known and not section and not key.startswith(("model.args.", "model.head.")):
             raise _unknown(key, known)
     return keys
 
