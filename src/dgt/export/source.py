@@ -62,7 +62,7 @@ def source_of_run(run: LoadedRun, features: bool = False) -> Source:
     """
     task, data = run.recipe.task, run.recipe.data
     backbone = run.network if task == "classify" else run.network.get_submodule("backbone")
-    about = {
+    about: dict[str, str] = {
         "model": run.recipe.model.name,
         "task": task,
         **{key: json.dumps(data[key]) for key in ("mean", "std", "image_size") if key in data},
