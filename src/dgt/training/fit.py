@@ -21,12 +21,13 @@ from dgt.training.checkpoints import initialize
 from dgt.training.files import write_json, write_whole
 from dgt.training.finite import FiniteSteps, is_refusal
 from dgt.training.parallel import full_weights, synchronise_batchnorm, task_class, telling_lost_processes
+from dgt.training.pictures import Draw, Pictures
 from dgt.training.progress import Journal, Pace, StatusFile
 from dgt.training.recipe import Recipe, build_data
 from dgt.training.resuming import Place, finished_results, go_on, newest_place, run_to_resume
 from dgt.training.runs import choose_run_folder, environment, export_model, make_record
 from dgt.training.saving import RunCheckpoints
-from dgt.training.trainer import build_trainer, callback_of, find_callback
+from dgt.training.trainer import add_callbacks, build_trainer, callback_of, find_callback
 
 BROKEN_IMAGES = "broken_images.txt"
 
@@ -48,12 +49,13 @@ class Result:
     seconds: float
 
 
-def fit(recipe: Recipe, resume: bool = False) -> Result:
+def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Result:
     """Train a recipe from its first step to its last and write the run's folder.
 
     Args:
         recipe: complete and checked, from `load_recipe`.
         resume: go on where a run in the same folder was stopped; what is finished is left as it is.
+        draw: makes the pictures that `trainer.pictures_every` asks for; None for none.
 
     Raises:
         FileNotFoundError: the data or `model.init_from` is not there.
@@ -79,6 +81,8 @@ def fit(recipe: Recipe, resume: bool = False) -> Result:
     journal = Journal(folder if first else None)
     trainer, global_batch = build_trainer(recipe, folder, record, data, journal, place)
     task = _build_task(recipe, trainer, data, global_batch, place is None)
+    if draw is not None:
+        add_callbacks(trainer, [Pictures(draw, recipe, data, folder)])
     if trainer.is_global_zero:
         write_whole(folder / "recipe.yaml", recipe.to_yaml())
         (folder / BROKEN_IMAGES).unlink(missing_ok=True)  # of an earlier try
