@@ -141,6 +141,7 @@ class EpochReport(Callback):
         if loss is None:  # not logged where an epoch goes on from its last step
             mean: Any = pl_module.train_loss
             loss = float(mean.mean_value / mean.weight)
+            pl_module.log("train/loss_epoch", loss)
         if not math.isfinite(loss):
             raise FloatingPointError(
                 f"the training loss became {loss} in epoch {epoch}: lower optimizer.lr or set optimizer.clip_grad"
