@@ -87,7 +87,7 @@ def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path:
         capsys, *TRAIN, "--optimiser.lr", "1"
     )
     assert "there is no recipe 'scene': did you mean scenes?" in fails(capsys, "train", "scene")
-    assert "name a recipe, one of cifar10" in fails(capsys, "train")
+    assert "name a recipe, one of ade20k_dgt_base" in fails(capsys, "train")
     assert "recipe 'imagenette128' needs images: give --data.root" in fails(capsys, "train", "imagenette128")
     missing = tmp_path / "missing"
     assert f"no folder or .npz file {missing}" in fails(capsys, "train", "imagenette128", f"--data.root={missing}")
