@@ -12,7 +12,7 @@ from PIL import Image
 from dgt.data.classification import ClassificationData
 from dgt.data.decoding import BrokenImagesError
 from dgt.data.loading import EpochBatches
-from dgt.data.transforms import Augmentation, training_transform
+from dgt.data.transforms import Augmentation, CropLong, evaluation_transform, training_transform
 
 SHARED = Path(__file__).parents[2] / "../shared/data"
 PLAIN = Augmentation.none()
@@ -237,6 +237,16 @@ class TestAugmentation:
         picture = Image.new("RGB", (40, 40), (200, 100, 50))
         assert all(torch.isfinite(transform(picture)).all() for _ in range(60))
 
+    def test_of_a_very_long_picture_the_middle_is_seen(self):
+        picture = Image.new("RGB", (20000, 10))
+        picture.paste((255, 255, 255), (9990, 0, 10010, 10))
+        for transform in (evaluation_transform(32), training_transform(32, Augmentation.none())):
+            image = transform(picture)
+            assert image.shape == (3, 32, 32)
+            assert image[:, :, 8:-8].min() > 2
+        wide = Image.new("RGB", (16 * 40, 40))
+        assert CropLong()(wide) is wide
+
     def test_pad_and_crop_only_moves_the_picture(self):
         plain = scenes(augmentation=PLAIN, train_size=8, crop_ratio=1.0).train_dataloader()
         moved = scenes(augmentation=Augmentation(None, 0, 0, 0, 0, 0, 0, 1, 0, pad_crop=2), train_size=8)
@@ -308,8 +318,7 @@ class TestSharingAmongProcesses:
         ]
         assert {len(rank) for rank in ranks} == {len(alone)}
         for number, batch in enumerate(alone):
-            joined = sorted(key.item for rank in ranks for key in rank[number])
-            assert joined == sorted(key.item for key in batch)
+            assert [key.item for rank in ranks for key in rank[number]] == [key.item for key in batch]
 
     def test_validation_images_are_seen_once(self):
         ranks = [EpochBatches(11, 2, seed=1, training=False, rank=rank, world_size=3) for rank in range(3)]
