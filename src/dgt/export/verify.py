@@ -51,7 +51,7 @@ def verify(
         least: share of the images of every size whose outputs must be equal.
 
     Raises:
-        RuntimeError: they are equal for less.
+        RuntimeError: they are equal for less, or the file cannot be run.
     """
     generator = torch.Generator().manual_seed(seed)
     found: list[tuple[bool, float]] = []
@@ -71,7 +71,14 @@ def _compare(module: nn.Module, run: Runner, images: Tensor) -> list[tuple[bool,
     """For each image of a batch: whether the outputs are equal, and their largest relative difference."""
     expected = module(images)
     expected = [expected] if isinstance(expected, Tensor) else list(expected)
-    found = run(images)
+    try:
+        found = run(images)
+    except Exception as error:  # of many kinds: whatever the other runtime raises
+        sides = " x ".join(map(str, images.shape[2:]))
+        reason = str(error).strip().splitlines()[0]
+        raise RuntimeError(
+            f"the exported model fails for images of {sides} pixels: {reason}; nothing was written"
+        ) from error
     if [output.shape for output in found] != [output.shape for output in expected]:
         return [(False, float("inf"))] * len(images)
     pairs = []
