@@ -69,6 +69,7 @@ class RunCheckpoints(Checkpoint):
         self.best: float | None = None
         self.saved_step = 0
         self._saved_at = time.monotonic()
+        self._saved_epoch = 0
         self._place = "step"
 
     def state_dict(self) -> dict[str, Any]:
@@ -126,15 +127,20 @@ class RunCheckpoints(Checkpoint):
             trainer.save_checkpoint(self.folder / "best.ckpt")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save at the end of an epoch, where it is time; always at the end of the training.
-
-        Raises:
-            Preempted: a signal asked to stop.
-        """
+        """Save at the end of an epoch, where it is time; always at the end of the training."""
         every, epoch = self.settings.every_epochs, trainer.current_epoch + 1
         due = epoch == trainer.max_epochs or trainer.should_stop or (every is not None and epoch % every == 0)
         if _any(trainer, due or self._is_due(trainer) or bool(self.wish)):
             self._save(trainer, "epoch")
+            self._saved_epoch = epoch
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop between two epochs, now that the loggers have what the last one came to.
+
+        Raises:
+            Preempted: a signal asked to stop.
+        """
+        if self._saved_epoch == trainer.current_epoch > 0:
             self._stop_if_asked(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
