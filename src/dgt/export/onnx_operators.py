@@ -13,7 +13,7 @@ are nodes, and ``/`` of integers rounds down. Letters as in :mod:`dgt.ops`, and 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -177,9 +177,36 @@ def gelu(x: FLOAT[...], approximate: str = "none") -> FLOAT[...]:
     return op.Mul(op.Mul(x, op.Add(op.Erf(op.Div(x, math.sqrt(2.0))), 1.0)), 0.5)
 
 
+def adaptive_avg_pool2d(x: FLOAT[...], output_size: Sequence[int]) -> FLOAT[...]:
+    """Average pooling to ``output_size``, for any input size: products with the weights of the windows."""
+    rows, columns = (
+        _windows(op.Shape(x, start=axis, end=axis + 1), count) for axis, count in zip((2, 3), output_size, strict=True)
+    )
+    return op.MatMul(op.MatMul(rows, x), op.Transpose(columns, perm=[1, 0]))
+
+
+def _windows(size: INT64[...], count: int) -> FLOAT[...]:
+    """Weights (count, size) of averages over ``count`` windows of ``size`` places, as PyTorch lays them."""
+    begin = [op.Div(op.Mul(size, op.Constant(value_ints=[i])), op.Constant(value_ints=[count])) for i in range(count)]
+    before_end = [
+        op.Div(
+            op.Sub(op.Mul(size, op.Constant(value_ints=[i])), op.Constant(value_ints=[1])),
+            op.Constant(value_ints=[count]),
+        )
+        for i in range(1, count + 1)
+    ]
+    axis = op.Constant(value_ints=[1])
+    first, last = (op.Unsqueeze(op.Concat(*bounds, axis=0), axis) for bounds in (begin, before_end))
+    place = op.Range(op.Constant(value_int=0), op.Squeeze(size), op.Constant(value_int=1))
+    inside = op.And(op.GreaterOrEqual(place, first), op.LessOrEqual(place, last))
+    weights = op.Cast(inside, to=FLOAT.dtype)
+    return op.Div(weights, op.ReduceSum(weights, axis, keepdims=1))
+
+
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.dgt.group_queries.default: group_queries,
     torch.ops.dgt.select_keys.default: select_keys,
     torch.ops.dgt.attend.default: attend,
     torch.ops.aten.gelu.default: gelu,
+    torch.ops.aten.adaptive_avg_pool2d.default: adaptive_avg_pool2d,
 }
