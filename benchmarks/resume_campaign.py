@@ -191,22 +191,19 @@ def kills(count: int, folder: Path, draw: random.Random) -> dict[str, Any]:
 
 def damage(count: int, source: Path, folder: Path, draw: random.Random) -> dict[str, Any]:
     """Cut a checkpoint off, and change single bits of it."""
-    whole, path = source.read_bytes(), folder / "damaged.ckpt"
-    found = {"truncated": 0, "bits": 0}
-    for kind in found:
-        for _ in range(count):
-            offset = draw.randrange(len(whole))
-            changed = bytearray(whole[:offset] if kind == "truncated" else whole)
-            if kind == "bits":
-                changed[offset] ^= 1 << draw.randrange(8)
-            path.write_bytes(changed)
-            try:
-                found[kind] += not equal_content(read_checkpoint(source), read_checkpoint(path)) and -count
-            except ValueError:
-                found[kind] += 1
-            else:
-                found.setdefault("bits_without_meaning", 0)
-                found["bits_without_meaning"] += 1
+    whole, path, sound = source.read_bytes(), folder / "damaged.ckpt", read_checkpoint(source)
+    found = {"truncated_refused": 0, "bits_refused": 0, "bits_without_meaning": 0, "unnoticed": 0}
+    for kind in ("truncated", "bits") * count:
+        offset = draw.randrange(len(whole))
+        changed = bytearray(whole[:offset] if kind == "truncated" else whole)
+        if kind == "bits":
+            changed[offset] ^= 1 << draw.randrange(8)
+        path.write_bytes(changed)
+        try:
+            same = equal_content(sound, read_checkpoint(path))
+            found["bits_without_meaning" if same else "unnoticed"] += 1
+        except ValueError:
+            found[f"{kind}_refused"] += 1
     return {"each": count, "bytes": len(whole), **found}
 
 

@@ -90,3 +90,23 @@ def test_gelu() -> None:
     with torch.no_grad():
         # 1 + erf(x) cancels for negative x: what is left is right to the last place of 1, times x.
         torch.testing.assert_close(found, module(images), rtol=1e-5, atol=6 * 2**-22)
+
+
+class Pools(nn.Module):
+    """UperNet's poolings, and one to unequal sides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Parameter(torch.ones(()))
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        return [F.adaptive_avg_pool2d(images * self.one, size) for size in (1, 2, 3, 6, (4, 5))]
+
+
+def test_adaptive_pooling_of_any_size() -> None:
+    module = Pools().eval()
+    run = open_onnx(encode_onnx(Source(module, tuple("abcde"))))
+    for height, width in ((33, 40), (7, 5), (3, 2), (1, 9), (64, 64)):
+        images = torch.randn(2, 3, height, width)
+        with torch.no_grad():
+            torch.testing.assert_close(run(images), module(images), rtol=1e-5, atol=1e-6)
