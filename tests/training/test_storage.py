@@ -1,0 +1,62 @@
+"""Checkpoint files: whole or not there, and never trusted unread."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dgt.training.storage import SafeCheckpointIO, read_checkpoint
+
+CONTENT = {"weights": torch.arange(4096.0), "step": 3}
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.floats(0, 1, exclude_max=True), st.none() | st.integers(0, 7))
+def test_cut_off_or_changed_in_one_bit(share: float, bit: int | None) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "step.ckpt"
+        SafeCheckpointIO().save_checkpoint(CONTENT, path)
+        whole = bytearray(path.read_bytes())
+        offset = int(share * len(whole))
+        if bit is None:
+            path.write_bytes(whole[:offset])
+            with pytest.raises(ValueError, match=r"step\.ckpt .*cut off or damaged"):
+                read_checkpoint(path)
+            return
+        whole[offset] ^= 1 << bit
+        path.write_bytes(whole)
+        try:
+            stored = read_checkpoint(path)
+        except ValueError:
+            return
+        assert torch.equal(stored["weights"], CONTENT["weights"])  # type: ignore[arg-type]  # a bit without meaning
+        assert stored["step"] == 3
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
+def test_a_write_that_fails_is_told_and_leaves_the_older_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    io = SafeCheckpointIO()
+    io.save_checkpoint(CONTENT, tmp_path / "step.ckpt")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync" if number == errno.ENOSPC else "replace", fail)
+        io.save_checkpoint({"step": 4}, tmp_path / "step.ckpt")
+    assert io.failure is not None
+    assert f"warning: the checkpoint {tmp_path / 'step.ckpt'} could not be written" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["step.ckpt"]
+    assert read_checkpoint(tmp_path / "step.ckpt")["step"] == 3
+    io.save_checkpoint({"step": 5}, tmp_path / "step.ckpt")
+    assert io.failure is None
