@@ -6,7 +6,9 @@ they augment for. The same keys let a run resume in the middle of an epoch witho
 
 import math
 import mmap
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -234,9 +236,19 @@ class Collate:
 
 def _leave_stopping_to_the_main_process(_: int) -> None:
     """In a worker: what a scheduler or Ctrl-C tells the whole group is for the main process, which ends its workers."""
-    for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
+    for name in ("SIGINT", "SIGUSR1"):
         if hasattr(signal, name):  # Windows has no SIGUSR1
             signal.signal(getattr(signal, name), signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):  # macOS tells no sender: there SIGTERM ends a worker, whoever sent it
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_when_told_by_the_main_process, daemon=True).start()
+
+
+def _end_when_told_by_the_main_process() -> None:
+    """End this worker at a SIGTERM of its parent, which at its own exit sends one and waits; ignore any other's."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
 
 
 class Loader:
