@@ -62,6 +62,15 @@ def test_a_folded_convolution_is_exact_everywhere(height, width, kind, residual,
     torch.testing.assert_close(folded, expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("size", [(1, 1), (1, 4), (5, 1), (2, 3)])
+@torch.no_grad()
+def test_a_compiled_folded_convolution_is_exact_at_its_borders(size) -> None:
+    conv, norm, x = nn.Conv2d(5, 5, 3, padding=1, groups=5), norm_of(5), torch.randn(2, 5, *size)
+    torch.compiler.reset()
+    compiled = torch.compile(FoldedConv(conv, norm), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), conv(norm(x)), rtol=1e-5, atol=1e-5)
+
+
 def test_pointwise_convolutions_take_in_norms_on_both_sides() -> None:
     before, conv, after = norm_of(6).double(), nn.Conv2d(6, 4, 1).double(), norm_of(4).double()
     x = torch.randn(2, 6, 3, 5).double()

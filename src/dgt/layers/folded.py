@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from dgt.layers.attention import DGAttention, GlobalAttention, check_mask, check_tokens_in
 from dgt.layers.block import Block
-from dgt.layers.convolution import ConvStem, InvertedResidualFFN
+from dgt.layers.convolution import ConvStem, InvertedResidualFFN, PatchMerging
 from dgt.layers.head import Head
+from dgt.layers.packed import PackedConv
 from dgt.ops import eager_inference
 from dgt.ops.attention import resolve_backend
 
@@ -48,13 +49,9 @@ def _bias(conv: nn.Conv2d) -> Tensor:
     return conv.weight.new_zeros(conv.out_channels).double() if conv.bias is None else conv.bias.double()
 
 
-def _conv_like(conv: nn.Conv2d, weight: Tensor, bias: Tensor) -> nn.Conv2d:
+def _conv_like(conv: nn.Conv2d, weight: Tensor, bias: Tensor) -> PackedConv:
     """A convolution of the same geometry and type with this weight and bias."""
-    names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "groups")
-    geometry: dict[str, Any] = {name: getattr(conv, name) for name in names}
-    twin = nn.Conv2d(**geometry, device="meta")
-    twin.weight, twin.bias = _constant(weight.to(conv.weight.dtype)), _constant(bias.to(conv.weight.dtype))
-    return twin
+    return PackedConv(conv, weight.to(conv.weight.dtype), bias.to(conv.weight.dtype))
 
 
 def _constant(value: Tensor) -> nn.Parameter:
@@ -113,7 +110,10 @@ class FoldedConv(nn.Module):
             return x + F.conv2d(real, self.taps, padding=1) if self.has_shift else x
         x = self.conv(x)
         if self.has_shift:
-            self._take_off_outside(x.permute(0, 2, 3, 1))
+            tokens = x.permute(0, 2, 3, 1)
+            if torch.compiler.is_compiling():
+                return (tokens - self._outside(*tokens.shape[1:3])).permute(0, 3, 1, 2)
+            self._take_off_outside(tokens)
         return x
 
     def _take_off_outside(self, x: Tensor) -> None:
@@ -129,6 +129,24 @@ class FoldedConv(nn.Module):
         x[:, :, ::across] -= columns
         x[:, ::down, ::across] += corners
 
+    def _outside(self, height: int, width: int) -> Tensor:
+        """What `_take_off_outside` subtracts, as a map (H, W, C) that a compiler computes on its way."""
+        row = torch.arange(height, device=self.rows.device)[:, None, None]
+        column = torch.arange(width, device=self.rows.device)[:, None]
+        outside = self.rows.new_zeros(())
+        for i, at_row in enumerate((row == 0, row == height - 1)):
+            outside = outside + at_row * self.rows[i]
+            for j, at_column in enumerate((column == 0, column == width - 1)):
+                outside = outside - (at_row & at_column) * self.corners[i, j]
+        for j, at_column in enumerate((column == 0, column == width - 1)):
+            outside = outside + at_column * self.columns[j]
+        return outside
+
+
+def _gelu(x: Tensor) -> Tensor:
+    """GELU of a tensor that nobody else holds: in place, unless gradients ask for it."""
+    return F.gelu(x) if torch.is_grad_enabled() and x.requires_grad else torch.ops.aten.gelu_(x)
+
 
 class FoldedStem(nn.Module):
     """A :class:`ConvStem` whose first two normalisations are folded into the convolutions after them."""
@@ -140,16 +158,16 @@ class FoldedStem(nn.Module):
         super().__init__()
         convs, norms = cast(list[nn.Conv2d], list(stem.convs)), cast(list[nn.BatchNorm2d], list(stem.norms))
         first, *others = convs
-        self.first = first
+        self.first = PackedConv(first, gelu=True)
         self.others = nn.ModuleList(FoldedConv(*pair) for pair in zip(others, norms[:-1], strict=True))
         for name, value in zip(("scale", "shift"), affine(norms[-1]), strict=True):
             self.register_buffer(name, value.detach()[:, None, None].to(first.weight.dtype), persistent=False)
 
     def forward(self, image: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, in_chans, H, W) images to (B, H', W', width); ``mask`` is (B, H', W')."""
-        x = F.gelu(self.first(image.contiguous(memory_format=torch.channels_last)))
+        x = self.first(image.contiguous(memory_format=torch.channels_last))
         for conv in self.others:
-            x = F.gelu(conv(x, mask))
+            x = _gelu(conv(x, mask))
         x = torch.addcmul(self.shift, x, self.scale)
         return (x if mask is None else x * mask.unsqueeze(1)).permute(0, 2, 3, 1)
 
@@ -159,30 +177,29 @@ class FoldedFFN(nn.Module):
 
     def __init__(self, ffn: InvertedResidualFFN) -> None:
         super().__init__()
-        self.expand = ffn.expand
+        self.expand = PackedConv(ffn.expand, gelu=True)
         self.depthwise = FoldedConv(ffn.depthwise, ffn.norm1, residual=True)
         self.project = fold_after(fold_before(ffn.norm2, ffn.project), ffn.norm3)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, H, W, C) to (B, H, W, C)."""
-        x = self.depthwise(F.gelu(self.expand(x.permute(0, 3, 1, 2))), mask)
-        projected: Tensor = self.project(F.gelu(x))
+        x = self.depthwise(self.expand(x.permute(0, 3, 1, 2)), mask)
+        projected: Tensor = self.project(_gelu(x))
         return projected.permute(0, 2, 3, 1)
 
 
-class TokenLinear(nn.Module):
+class TokenLinear(PackedConv):
     """A linear of channels-last tokens, computed as the 1x1 convolution that it is."""
 
     def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight = _constant(linear.weight[:, :, None, None])
-        self.bias = None if linear.bias is None else _constant(linear.bias)
+        conv = nn.Conv2d(linear.in_features, linear.out_features, 1, bias=linear.bias is not None, device="meta")
+        super().__init__(conv, linear.weight[:, :, None, None], linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, H, W, C) or (B, L, C) to the same shape with other channels."""
         tokens = x if x.dim() == 4 else x.unsqueeze(1)
-        tokens = F.conv2d(tokens.permute(0, 3, 1, 2), self.weight, self.bias).permute(0, 2, 3, 1)
+        tokens = super().forward(tokens.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
         return tokens if x.dim() == 4 else tokens.squeeze(1)
 
 
@@ -275,6 +292,11 @@ def fold_head(head: Head) -> Head:
     return head
 
 
+def _with_packed_conv(merging: PatchMerging) -> PatchMerging:
+    merging.conv = PackedConv(merging.conv)
+    return merging
+
+
 def _with_token_linears(attention: GlobalAttention) -> GlobalAttention:
     attention.qkv, attention.proj = TokenLinear(attention.qkv), TokenLinear(attention.proj)  # type: ignore[assignment]
     return attention
@@ -286,6 +308,7 @@ FORMS: dict[type[nn.Module], Callable[[Any], nn.Module]] = {
     DGAttention: InferenceDGAttention,
     GlobalAttention: _with_token_linears,
     InvertedResidualFFN: FoldedFFN,
+    PatchMerging: _with_packed_conv,
     Head: fold_head,
 }
 
