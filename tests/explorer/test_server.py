@@ -88,9 +88,7 @@ def test_a_view_at_the_models_own_k_is_what_the_model_did(explorer: Explorer, cl
             view = client.get(f"/api/view?image=scene-0&size=64&block={block}&head={head}&k=32").json()
             assert tuple(view["grid"]) == record.grid
             tokens = record.grid[0] * record.grid[1]
-            np.testing.assert_array_equal(
-                unpack(view["group_ids"], "<u2", tokens), record.attention.group_ids[0, head]
-            )
+            np.testing.assert_array_equal(unpack(view["group_ids"], "<u2", tokens), record.attention.group_ids[0, head])
             np.testing.assert_array_equal(
                 unpack(view["key_ids"], "<u2", view["groups"], view["k"]), record.attention.key_ids[0, head]
             )

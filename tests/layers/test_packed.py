@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dgt.layers.packed import PACKABLE, PackedConv
+from dgt.layers.packed import PACKABLE, PackedConv, _packed
 
 needs_packing = pytest.mark.skipif(torch.float32 not in PACKABLE, reason="this PyTorch has no oneDNN")
 
@@ -38,26 +38,37 @@ def test_it_gives_what_a_convolution_and_gelu_give(shape, place, depthwise, bias
 
 
 @needs_packing
-def test_new_weights_are_packed_anew() -> None:
+@torch.no_grad()
+def test_weights_are_packed_once_and_anew_when_they_change() -> None:
     first, second, x = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1), torch.randn(1, 4, 5, 6)
     packed = PackedConv(copy.deepcopy(first))
-    with torch.no_grad():
-        torch.testing.assert_close(packed(x), first(x))
-        kept = packed._packed[1]
-        packed(x)
-        assert packed._packed[1] is kept
-        packed.load_state_dict(second.state_dict())
-        torch.testing.assert_close(packed(x), second(x))
-    assert list(packed.state_dict()) == ["weight", "bias"]
+    before = len(_packed)
+    torch.testing.assert_close(packed(x), first(x))
+    kept = _packed[packed.weight][1]
+    packed(x)
+    assert _packed[packed.weight][1] is kept
+    packed.load_state_dict(second.state_dict())
+    torch.testing.assert_close(packed(x), second(x))
+    assert len(_packed) == before + 1
+    del packed
+    assert len(_packed) == before
 
 
 @torch.no_grad()
-def test_it_is_copied_and_pickled_without_what_it_packed() -> None:
+def test_it_is_copied_and_pickled() -> None:
     packed, x = PackedConv(nn.Conv2d(4, 4, 3, padding=1), gelu=True), torch.randn(1, 4, 5, 6)
     expected = packed(x)
     for twin in (copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
-        assert twin._packed is None
         torch.testing.assert_close(twin(x), expected)
+
+
+@pytest.mark.parametrize("size", [(5, 6), (1, 1)])
+@torch.no_grad()
+def test_a_compiler_takes_it_as_one_operator(size) -> None:
+    conv, x = nn.Conv2d(4, 6, 3, padding=1), torch.randn(2, 4, *size).contiguous(memory_format=torch.channels_last)
+    torch.compiler.reset()
+    compiled = torch.compile(PackedConv(conv, gelu=True), fullgraph=True)
+    torch.testing.assert_close(compiled(x), F.gelu(conv(x)), rtol=1e-5, atol=1e-5)
 
 
 def test_gradients_flow_to_the_input() -> None:

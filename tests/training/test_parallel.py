@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import signal
 import socket
@@ -78,6 +79,12 @@ def weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
     return load_file(folder / name / "model" / "model.safetensors")
 
 
+def epoch_losses(folder: Path, name: str) -> list[float]:
+    """The mean loss of every epoch of a run, over both processes' images."""
+    with (folder / name / "metrics.csv").open(newline="") as file:
+        return [float(row["train/loss_epoch"]) for row in csv.DictReader(file) if row["train/loss_epoch"]]
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One process in float64 ("alone"), two in float64 ("both"); two in float32 under DDP and FSDP2."""
@@ -149,6 +156,7 @@ def test_a_lost_process_ends_the_training_and_it_goes_on(runs: Path) -> None:
             process.kill()
     expected = weights(runs, "ddp")
     assert all(torch.equal(value, expected[name]) for name, value in weights(runs, "killed").items())
+    assert epoch_losses(runs, "killed") == pytest.approx(epoch_losses(runs, "ddp"), rel=1e-5)
 
 
 def test_a_network_is_converted_in_place_with_the_same_state() -> None:

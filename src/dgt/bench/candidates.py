@@ -80,8 +80,7 @@ class Candidate:
     ) -> Callable[[], None]:
         """Return what is timed: one inference, or one training step (forward, backward, AdamW), on random images."""
         model = self.build(device, training)
-        # Weights that nothing changes any more may be frozen: what torch.compile offers for inference.
-        run: Any = torch.compile(model, options=None if training else {"freezing": True}) if compiled else model
+        run: Any = torch.compile(model) if compiled else model
         images = torch.randn(batch_size, 3, self.size, self.size, device=device)
         if not training:
             return torch.inference_mode()(lambda: run(images))

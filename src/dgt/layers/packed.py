@@ -3,7 +3,7 @@
 ``F.conv2d`` brings a weight into that layout at every call, which on few tokens takes a fifth of the time, and GELU
 reads and writes the result once more. oneDNN can keep the one and do the other on its way. PyTorch lends that to its
 own compiler alone, through operators without a promise (``torch.ops.mkldnn``): where they are missing, and for
-everything that they do not take (gradients, other devices, tracing), the convolution is the plain one.
+everything that they do not take (gradients, other devices and types), the convolution is the plain one.
 """
 
 from typing import Any
@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 
 class PackedConv(nn.Conv2d):
     """A convolution that only predicts, followed by GELU if asked to.
 
-    The packed weight is a second copy beside ``weight``, made at the first call and again after ``weight`` changed; it
-    is neither saved nor copied with the module.
+    A second copy of the weight, packed, stands beside it from the first call on, until the weight changes or goes.
 
     Args:
         conv: whose geometry, and with no others, weight and bias it takes.
@@ -35,36 +35,71 @@ class PackedConv(nn.Conv2d):
         self.weight = nn.Parameter(weight.detach(), requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self.gelu = gelu
-        self._packed: tuple[object, Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, C, H, W) to (B, C', H', W')."""
-        if self._can_pack(x):
-            name, algorithm = ("gelu", "none") if self.gelu else ("none", "")
-            place = (self.padding, self.stride, self.dilation, self.groups)
-            convolved: Tensor = torch.ops.mkldnn._convolution_pointwise(
-                x, self._pack(x), self.bias, *place, name, [], algorithm
-            )
-            return convolved
-        return F.gelu(super().forward(x)) if self.gelu else super().forward(x)
+        if not self._can_pack(x):
+            return F.gelu(super().forward(x)) if self.gelu else super().forward(x)
+        convolve: Any = torch.ops.dgt.convolve if torch.compiler.is_compiling() else _convolve
+        place = (self.padding, self.stride, self.dilation, self.groups)
+        convolved: Tensor = convolve(x, self.weight, self.bias, *place, self.gelu)
+        return convolved
 
     def _can_pack(self, x: Tensor) -> bool:
         suits = x.device.type == "cpu" and x.dtype == self.weight.dtype and x.dtype in PACKABLE and x.numel() > 0
-        followed = torch.compiler.is_compiling() or (torch.is_grad_enabled() and x.requires_grad)
-        return suits and not followed and not torch.is_autocast_enabled("cpu") and bool(torch.backends.mkldnn.enabled)
+        watched = torch.is_autocast_enabled("cpu") or (torch.is_grad_enabled() and x.requires_grad)
+        return suits and not watched and bool(torch.backends.mkldnn.enabled)
 
-    def _pack(self, x: Tensor) -> Tensor:
-        weight = self.weight
-        version = (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
-        if self._packed is None or self._packed[0] != version:
-            place = (self.padding, self.stride, self.dilation, self.groups)
-            # The size is a hint: the operator takes any other one too.
-            packed = torch.ops.aten.mkldnn_reorder_conv2d_weight(weight.detach().to_mkldnn(), *place, x.shape)
-            self._packed = (version, packed)
-        return self._packed[1]
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_packed": None}
+def _convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    padding: tuple[int, int],
+    stride: tuple[int, int],
+    dilation: tuple[int, int],
+    groups: int,
+    gelu: bool,
+) -> Tensor:
+    """A convolution with a packed weight, then GELU or nothing."""
+    version = (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
+    kept, packed = _packed.get(weight, (None, None))
+    if kept != version:
+        # The size is a hint: the operator takes any other one too.
+        packed = torch.ops.aten.mkldnn_reorder_conv2d_weight(
+            weight.detach().to_mkldnn(), padding, stride, dilation, groups, x.shape
+        )
+        _packed[weight] = (version, packed)
+    name, algorithm = ("gelu", "none") if gelu else ("none", "")
+    convolved: Tensor = torch.ops.mkldnn._convolution_pointwise(
+        x, packed, bias, padding, stride, dilation, groups, name, [], algorithm
+    )
+    return convolved
+
+
+_packed = WeakIdKeyDictionary()  # weight -> what it was when it was packed, and its packed copy
+
+# A compiler sees one operator, and leaves packing to it.
+torch.library.define(
+    "dgt::convolve",
+    "(Tensor x, Tensor weight, Tensor? bias, int[] padding, int[] stride, int[] dilation, int groups, bool gelu)"
+    " -> Tensor",
+)
+torch.library.impl("dgt::convolve", "CPU", _convolve)
+
+
+@torch.library.register_fake("dgt::convolve")
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    padding: list[int],
+    stride: list[int],
+    dilation: list[int],
+    groups: int,
+    gelu: bool,
+) -> Tensor:
+    return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
 
 
 def _packable() -> tuple[torch.dtype, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
@@ -11,6 +12,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 
 from dgt.tasks.optim import OptimizerSettings, ScheduleSettings, build_optimizer, schedule_factor
+
+LOSS_SUMS = ("mean_value", "weight")  # what torchmetrics' mean consists of
 
 
 class TrainingTask(LightningModule):
@@ -70,10 +73,13 @@ class TrainingTask(LightningModule):
         self.train_loss.reset()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the sum of the epoch's losses so far."""
-        checkpoint["train_loss"] = {name: getattr(self.train_loss, name) for name in ("mean_value", "weight")}
+        """Keep the sum of the epoch's losses so far, over all processes."""
+        sums = torch.stack([getattr(self.train_loss, name) for name in LOSS_SUMS])
+        sums = self.trainer.strategy.reduce(sums, reduce_op="sum")
+        checkpoint["train_loss"] = dict(zip(LOSS_SUMS, sums, strict=True))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Go on summing."""
+        """Go on summing; the first process goes on from the sum of all."""
         for name, value in checkpoint.get("train_loss", {}).items():
-            setattr(self.train_loss, name, value.to(self.train_loss.device))
+            first = self.trainer.is_global_zero
+            setattr(self.train_loss, name, (value if first else 0 * value).to(self.train_loss.device))

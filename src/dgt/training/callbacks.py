@@ -152,7 +152,8 @@ class EpochReport(Callback):
             validated = measured and (trainer.should_stop or epoch % (trainer.check_val_every_n_epoch or 1) == 0)
             parts = [f"epoch {epoch}/{epochs(trainer)}", f"loss {loss:.4f}"]
             parts += [self.summary(measured)] if validated else []
-            parts += [f"lr {metrics.get('lr', math.nan):.2e}", f"{seconds:.1f} s"]
+            lr = metrics.get("lr", trainer.optimizers[0].param_groups[0]["lr"])  # not logged in such an epoch either
+            parts += [f"lr {lr:.2e}", f"{seconds:.1f} s"]
             if self.pace is not None:
                 parts += [f"{self.pace.images_per_second:.0f} images/s", f"{memory_in_use() / 2**30:.2f} GiB"]
             self.say("  ".join(parts))

@@ -167,17 +167,21 @@ def synchronise_batchnorm(network: nn.Module, device: torch.device) -> nn.Module
 
 
 class BrokenImagesOfAll(Callback):
-    """At the end of every epoch, tell all processes which images any of them could not read.
+    """At the end of every epoch, and before a checkpoint, tell all processes which images any of them could not read.
 
     So the first one's list is complete, and the share that stops the run is that of the whole split.
     """
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Join the ledgers after the training images and before the epoch's checkpoint."""
+        """Join the ledgers after the training images."""
         join_ledgers(trainer.datamodule.ledgers)  # type: ignore[attr-defined]
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Join the ledgers after the validation images."""
+        join_ledgers(trainer.datamodule.ledgers)  # type: ignore[attr-defined]
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Join the ledgers that the checkpoint will hold."""
         join_ledgers(trainer.datamodule.ledgers)  # type: ignore[attr-defined]
 
 
