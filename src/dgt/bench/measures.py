@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import timm
@@ -23,8 +24,13 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "timm": timm.__version__,
-        "command": " ".join(["dgt", *sys.argv[1:]]),
+        "command": " ".join([_program(), *sys.argv[1:]]),
     }
+
+
+def _program() -> str:
+    program = Path(sys.argv[0])
+    return f"python {program}" if program.suffix == ".py" and program.stem != "__main__" else "dgt"
 
 
 def _processor() -> str:

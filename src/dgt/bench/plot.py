@@ -32,6 +32,14 @@ PUBLISHED = {
     "resnet50": Published("ResNet-50", 76.1, 224, "Paszke et al., NeurIPS 2019 (torchvision's weights)"),
 }
 
+OURS = "#c2410c"
+PLACES: tuple[dict[str, Any], ...] = (  # of a label: above its point, below, right, left
+    {"xytext": (0, 7), "ha": "center", "va": "bottom"},
+    {"xytext": (0, -7), "ha": "center", "va": "top"},
+    {"xytext": (7, 0), "ha": "left", "va": "center"},
+    {"xytext": (-7, 0), "ha": "right", "va": "center"},
+)
+
 
 def draw_accuracy(rows: list[dict[str, Any]], path: str | Path) -> None:
     """Draw images per second against published accuracy; every model stands at the size its accuracy is for.
@@ -46,6 +54,7 @@ def draw_accuracy(rows: list[dict[str, Any]], path: str | Path) -> None:
         FileNotFoundError: where the folder is missing.
     """
     from matplotlib.figure import Figure
+    from matplotlib.transforms import Bbox
 
     from dgt.figures import save_figure
 
@@ -60,12 +69,7 @@ def draw_accuracy(rows: list[dict[str, Any]], path: str | Path) -> None:
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axes = figure.add_subplot()
     for speed, known, candidate in points:
-        ours = candidate.name.startswith("dgt")
-        form = ", inference form" if "inference" in candidate.forms else ""
-        label = f"{known.label}{form}" + ("" if known.size == 224 else f" ({known.size} px)")
-        axes.scatter(speed, known.top1, s=46, color="#c2410c" if ours else "#475569", zorder=3)
-        place: dict[str, Any] = {"xytext": (0, 7), "textcoords": "offset points", "ha": "center", "fontsize": 8}
-        axes.annotate(label, (speed, known.top1), color="#c2410c" if ours else "#1e293b", **place)
+        axes.scatter(speed, known.top1, s=46, color=OURS if candidate.name.startswith("dgt") else "#475569", zorder=3)
     batch = rows[0]["batch_size"]
     axes.set_xlabel(f"images per second here, batches of {batch}{', compiled' if rows[0]['compiled'] else ''}")
     axes.set_ylabel("published ImageNet top-1, %")
@@ -73,4 +77,18 @@ def draw_accuracy(rows: list[dict[str, Any]], path: str | Path) -> None:
     axes.margins(x=0.16, y=0.12)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
+    figure.draw_without_rendering()  # now places on the page are known
+    centres = axes.transData.transform([(speed, known.top1) for speed, known, _ in points])
+    taken: list[Any] = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in centres]
+    for speed, known, candidate in points:
+        form = ", inference form" if "inference" in candidate.forms else ""
+        label = f"{known.label}{form}" + ("" if known.size == 224 else f" ({known.size} px)")
+        style: dict[str, Any] = {"color": OURS if candidate.name.startswith("dgt") else "#1e293b", "fontsize": 8}
+        for place in PLACES:  # the first where nothing stands
+            text = axes.annotate(label, (speed, known.top1), textcoords="offset points", **style, **place)
+            box = text.get_window_extent()
+            if place == PLACES[-1] or not any(box.overlaps(other) for other in taken):
+                taken.append(box)
+                break
+            text.remove()
     save_figure(figure, path)
