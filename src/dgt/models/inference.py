@@ -12,7 +12,8 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
     """Return a copy of a model in the form that only predicts: faster, equal outputs up to rounding.
 
     BatchNorm moves into the convolutions beside it, borders included; residuals around depthwise convolutions, unit
-    centroids and the choice of keys are folded as told in :mod:`dgt.layers.folded`. The model itself, which is what to
+    centroids and the choice of keys are folded as told in :mod:`dgt.layers.folded`. On a CPU convolutions keep a packed
+    copy of their weights (:mod:`dgt.layers.packed`), from their first call on. The model itself, which is what to
     train, save and export, stays as it is.
 
     Args:
