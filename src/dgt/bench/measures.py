@@ -3,12 +3,10 @@
 import datetime
 import os
 import platform
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import timm
@@ -17,6 +15,8 @@ import torch
 
 def machine() -> dict[str, Any]:
     """Describe where and with what a benchmark ran: date, processor or GPU, threads, versions."""
+    from dgt.training.runs import command_line  # it imports Lightning, which the processes of the models do without
+
     return {
         "date": datetime.date.today().isoformat(),
         "processor": _processor(),
@@ -24,13 +24,8 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "timm": timm.__version__,
-        "command": " ".join([_program(), *sys.argv[1:]]),
+        "command": command_line(),
     }
-
-
-def _program() -> str:
-    program = Path(sys.argv[0])
-    return f"python {program}" if program.suffix == ".py" and program.stem != "__main__" else "dgt"
 
 
 def _processor() -> str:

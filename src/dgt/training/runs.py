@@ -141,8 +141,15 @@ def environment() -> dict[str, Any]:
     return {
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
         "device": gpu or f"cpu, {torch.get_num_threads()} threads",
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command_line(),
     }
+
+
+def command_line() -> str:
+    """The command that started this process, as one would type it again."""
+    program = Path(sys.argv[0])
+    words = ["python", str(program)] if program.suffix == ".py" and program.name != "__main__.py" else ["dgt"]
+    return shlex.join([*words, *sys.argv[1:]])
 
 
 def _version(package: str) -> str | None:
