@@ -52,6 +52,12 @@ BAD = [
     ({"bbox": [1, 2, -3, 4]}, "has no box x, y, width, height of finite numbers, but [1, 2, -3, 4]"),
     ({"bbox": [1, 2, 3]}, "has no box x, y, width, height of finite numbers, but [1, 2, 3]"),
     ({"area": None}, "has no number as its area, but None"),
+    ({"image_id": [1]}, "is of image [1], which the file does not list"),
+    ({"image_id": 1.0}, "is of image 1.0, which the file does not list"),
+    ({"category_id": {}}, "has category {}, which the file does not list"),
+    ({"segmentation": {"size": None, "counts": [1920]}}, "has a run-length code of size None in an image of [40, 48]"),
+    ({"iscrowd": None}, "has neither 0 nor 1 as its iscrowd, but None"),
+    ({"iscrowd": "no"}, "has neither 0 nor 1 as its iscrowd, but 'no'"),
 ]
 
 
@@ -92,6 +98,30 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, content: str, sente
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(ValueError, match=sentence):
         read_annotations(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "sentence"),
+    [
+        ("images", {"id": "a"}, r"images\[0\] must have a 64-bit integer as its id, got 'a'"),
+        ("images", {"id": 1.5}, r"images\[0\] must have a 64-bit integer as its id, got 1\.5"),
+        ("images", {"id": 2**63}, r"images\[0\] must have a 64-bit integer as its id, got 9223372036854775808"),
+        ("images", {"file_name": 7}, "images 1 must have a text as its file_name, got 7"),
+        ("annotations", {"id": [1]}, r"annotations\[0\] must have a 64-bit integer as its id, got \[1\]"),
+        ("categories", {"id": "7"}, r"categories\[0\] must have a 64-bit integer as its id, got '7'"),
+        ("categories", {"name": None}, "categories 7 must have a text as its name, got None"),
+        ("categories", {"name": "cat"}, "two entries of 'categories' have the name 'cat'"),
+    ],
+)
+def test_ids_are_integers_and_names_are_texts_of_their_own(
+    tmp_path: Path, section: str, change: dict[str, Any], sentence: str
+) -> None:
+    file = write_coco(tmp_path) / "annotations" / "instances_val2017.json"
+    content = json.loads(file.read_text())
+    content[section][0].update(change)
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=sentence):
+        read_annotations(file)
 
 
 def test_missing_files_and_double_ids_are_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from dgt.data.decoding import BrokenImagesError
 from dgt.data.detection import DetectionData
 from dgt.data.loading import Key
 
-from .coco_files import entry, write_coco
+from .coco_files import crowd, entry, write_coco
 
 
 def open_data(root: Path | None, **options: Any) -> DetectionData:
@@ -109,7 +109,8 @@ class TestBadData:
             "annotation 72: has a polygon",
         ):
             assert reason in str(raised.value)
-        data = open_data(root, max_broken_share=0.5)
+        with pytest.warns(UserWarning, match=r"3 of 9 annotations in .*val2017\.json cannot be used and are left out"):
+            data = open_data(root, max_broken_share=0.5)
         assert len(data.ledgers["train annotations"]) == 3
         assert len(data.datasets["train"][Key(0, 0, 0)].target["boxes"]) == 2
         assert len(data.ground_truth()["annotations"]) == 6
@@ -146,6 +147,13 @@ class TestBadData:
         file = root / "annotations" / "instances_train2017.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "annotations": []}))
         with pytest.raises(ValueError, match="train holds no picture with an object to train on"):
+            open_data(root)
+
+    def test_nothing_to_compare_with_is_told(self, tmp_path: Path) -> None:
+        root = write_coco(tmp_path)
+        file = root / "annotations" / "instances_val2017.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "annotations": [crowd(5, 3)]}))
+        with pytest.raises(ValueError, match="the 4 pictures of val hold no object to compare detections with"):
             open_data(root)
 
     @pytest.mark.parametrize(

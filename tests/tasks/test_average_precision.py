@@ -118,6 +118,13 @@ def test_ground_truth_has_precision_one_and_nothing_has_none(scenes: Truth) -> N
     assert scenes == before
 
 
+def test_annotations_may_be_numbered_from_zero(scenes: Truth) -> None:
+    numbered = [{**entry, "id": number} for number, entry in enumerate(scenes["annotations"])]
+    found = perturbed(scenes, 3)
+    assert average_precision({**scenes, "annotations": numbered}, found) == average_precision(scenes, found)
+    assert average_precision({**scenes, "annotations": numbered}, perfect(scenes))["box_ap"] == pytest.approx(1)
+
+
 def test_only_the_named_images_count(scenes: Truth) -> None:
     found = [entry for entry in perfect(scenes) if entry["image_id"] < 4]
     assert average_precision(scenes, found)["mask_ap"] < 0.9

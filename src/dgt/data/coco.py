@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,8 +58,9 @@ def read_annotations(path: str | os.PathLike[str]) -> CocoAnnotations:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: not JSON, a list is missing or holds something else than entries with COCO's keys, or two entries of
-            a list have one id. A single annotation that cannot be used raises nothing: it is listed in `bad`.
+        ValueError: not JSON, a list is missing or holds something else than entries with COCO's keys, an id is no
+            64-bit integer, two entries of a list have one id or two categories one name. A single annotation that
+            cannot be used raises nothing: it is listed in `bad`.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no annotation file {os.fspath(path)!r}")
@@ -68,6 +70,7 @@ def read_annotations(path: str | os.PathLike[str]) -> CocoAnnotations:
         raise ValueError(f"{path} is not JSON: {error}") from error
     sections = {name: _section(content, name, path) for name in SECTIONS}
     images = {entry["id"]: entry for entry in sections["images"]}
+    _check_texts(sections, path)
     categories = sorted(sections["categories"], key=lambda entry: entry["id"])
     known = {entry["id"] for entry in categories}
     by_image: dict[int, list[Entry]] = {number: [] for number in images}
@@ -91,6 +94,8 @@ def _section(content: Any, name: str, path: str | os.PathLike[str]) -> list[Entr
         missing = [key for key in SECTIONS[name] if not isinstance(entry, dict) or key not in entry]
         if missing:
             raise ValueError(f"{path}: {name}[{place}] lacks {', '.join(missing)}")
+        if not _is_id(entry["id"]):
+            raise ValueError(f"{path}: {name}[{place}] must have a 64-bit integer as its id, got {entry['id']!r}")
         if entry["id"] in seen:
             raise ValueError(f"{path}: two entries of {name!r} have the id {entry['id']!r}")
         seen.add(entry["id"])
@@ -100,6 +105,24 @@ def _section(content: Any, name: str, path: str | os.PathLike[str]) -> list[Entr
     if name != "annotations" and not found:
         raise ValueError(f"{path}: the list {name!r} is empty")
     return found
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+
+
+def _check_texts(sections: Mapping[str, Sequence[Entry]], path: str | os.PathLike[str]) -> None:
+    """Raise ValueError for a file's or category's name that is no text, and for two categories of one name: what is
+    told by name, as metrics and predictions are, would mean both.
+    """
+    for name, key in (("images", "file_name"), ("categories", "name")):
+        for entry in sections[name]:
+            if not isinstance(entry[key], str) or not entry[key]:
+                raise ValueError(f"{path}: {name} {entry['id']} must have a text as its {key}, got {entry[key]!r}")
+    names = Counter(entry["name"] for entry in sections["categories"])
+    name, times = names.most_common(1)[0]
+    if times > 1:
+        raise ValueError(f"{path}: two entries of 'categories' have the name {name!r}")
 
 
 def annotation_problem(entry: Entry, images: Mapping[int, Entry], categories: set[int]) -> str | None:
@@ -113,14 +136,16 @@ def annotation_problem(entry: Entry, images: Mapping[int, Entry], categories: se
     missing = [key for key in ("image_id", "category_id", "bbox", "area", "segmentation") if key not in entry]
     if missing:
         return f"lacks {', '.join(missing)}"
-    if entry["image_id"] not in images:
+    if not _is_id(entry["image_id"]) or entry["image_id"] not in images:
         return f"is of image {entry['image_id']!r}, which the file does not list"
-    if entry["category_id"] not in categories:
+    if not _is_id(entry["category_id"]) or entry["category_id"] not in categories:
         return f"has category {entry['category_id']!r}, which the file does not list"
     if not _numbers(entry["bbox"]) or len(entry["bbox"]) != 4 or min(entry["bbox"][2:]) < 0:
         return f"has no box x, y, width, height of finite numbers, but {entry['bbox']!r}"
     if not _numbers([entry["area"]]):
         return f"has no number as its area, but {entry['area']!r}"
+    if entry.get("iscrowd", 0) not in (0, 1):
+        return f"has neither 0 nor 1 as its iscrowd, but {entry['iscrowd']!r}"
     image = images[entry["image_id"]]
     if isinstance(entry["segmentation"], dict):
         return _run_length_problem(entry["segmentation"], image["height"], image["width"])
@@ -145,7 +170,7 @@ def _polygon_problem(polygons: Any) -> str | None:
 
 
 def _run_length_problem(code: Entry, height: int, width: int) -> str | None:
-    if list(code.get("size", [])) != [height, width]:
+    if code.get("size") != [height, width]:
         return f"has a run-length code of size {code.get('size')!r} in an image of {[height, width]}"
     counts = code.get("counts")
     runs: Any = decode_counts(counts) if isinstance(counts, str) else counts

@@ -8,6 +8,7 @@ them), and a list of dicts. In training these hold `boxes` float32 (N, 4) x0 y0 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -88,7 +89,10 @@ class CocoImages:
         self._labels = {number: label for label, number in enumerate(self.category_ids, start=1)}
 
     def picture(self, index: int) -> Image.Image | BrokenImage:
-        """Decode one picture; one of another size than annotated is broken: its objects would lie elsewhere."""
+        """Decode one picture, upright where its EXIF data say how to turn it: annotations are of the upright picture.
+
+        One of another size than annotated is broken: its objects would lie elsewhere.
+        """
         entry = self.annotations.images[index]
         path = self.folder / entry["file_name"]
         picture = try_decode(path, str(path))
@@ -305,7 +309,7 @@ class DetectionData(ImageData):
 
         Raises:
             FileNotFoundError, ValueError: as `read_annotations` and `CocoImages` do; another list of categories than
-                training's; a subset larger than its split; nothing to train on.
+                training's; a subset larger than its split; nothing to train on or to compare with.
             BrokenImagesError: more annotations are unusable than `max_broken_share` allows.
         """
         training = part == "train"
@@ -318,6 +322,8 @@ class DetectionData(ImageData):
         chosen = subset_indices(part, split, len(indices), self.sizes[part])
         self.readers[part] = reader
         kept = indices if chosen is None else [indices[place] for place in chosen]
+        if not training and not set(kept).intersection(reader.with_objects()):
+            raise ValueError(f"the {len(kept)} pictures of {split} hold no object to compare detections with")
         return DetectionImages(reader, kept, self.flip, self.seed, training), split
 
     def collate(self, part: str) -> Callable[[list[Any]], Batch]:
@@ -346,4 +352,10 @@ class DetectionData(ImageData):
         ledger = BrokenImages(part, annotations.total, self.max_broken_share, "annotations", "cannot be used")
         self.ledgers[f"{part} annotations"] = ledger
         ledger.record(annotations.bad)
+        if annotations.bad:
+            warnings.warn(
+                f"{len(annotations.bad)} of {annotations.total} annotations in {file} cannot be used and are left out; "
+                f"the first: {Path(annotations.bad[0].path).name}: {annotations.bad[0].reason}",
+                stacklevel=2,
+            )
         return reader, part

@@ -54,10 +54,14 @@ def _evaluate(
     """AP, AP50, AP75, and AP of small, medium and large objects."""
     from faster_coco_eval import COCO, COCOeval_faster
 
-    # The library writes into its entries; and where it finds a box beside a mask, the box's area becomes the mask's.
+    # The library writes into its entries; where it finds a box beside a mask, the box's area becomes the mask's; and it
+    # takes an annotation with the id 0, which many programs count from, for one that no detection has met.
     left_out = {"bbox"} if kind == "segm" else set()
     given = [{key: value for key, value in entry.items() if key not in left_out} for entry in detections]
-    truth = COCO({name: [dict(entry) for entry in entries] for name, entries in ground_truth.items()})
+    copies = {name: [dict(entry) for entry in entries] for name, entries in ground_truth.items()}
+    for number, entry in enumerate(copies["annotations"], start=1):
+        entry["id"] = number
+    truth = COCO(copies)
     evaluation = COCOeval_faster(truth, truth.loadRes(given), kind)
     evaluation.params.imgIds = image_ids
     evaluation.evaluate()
