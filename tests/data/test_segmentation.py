@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import ExifTags, Image
 from torchvision import tv_tensors
 
 from dgt.data.decoding import BrokenImage, BrokenImagesError
@@ -37,6 +37,15 @@ def save(folder: Path, split: str, name: str, labels: np.ndarray, maps: str = "l
     pixels[..., 0] = np.where(labels == 255, 0, 60 * labels)
     Image.fromarray(pixels).save(folder / "images" / split / f"{name}.png")
     Image.fromarray(labels).save(folder / maps / split / f"{name}.png")
+
+
+def turn(path: Path, orientation: int) -> None:
+    """Write an EXIF orientation into a picture, whose pixels stay."""
+    picture = Image.open(path)
+    picture.load()
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    picture.save(path, exif=exif)
 
 
 def some_labels(rng: np.random.Generator, height: int = 48, width: int = 64) -> np.ndarray:
@@ -110,6 +119,10 @@ class TestReading:
         (tmp_path / "objectInfo150.txt").write_text("\n".join(lines))
         assert read_class_names(tmp_path) == ("wall", "building")
 
+    def test_classes_written_with_a_byte_order_mark(self, tmp_path: Path) -> None:
+        (tmp_path / "classes.txt").write_bytes(b"\xef\xbb\xbfwall\r\nfloor\r\n")
+        assert read_class_names(tmp_path) == ("wall", "floor")
+
     def test_camvid(self, shared_data: Path) -> None:
         if not (shared_data / "camvid").is_dir():
             pytest.skip("no CamVid in ../shared/data")
@@ -146,6 +159,28 @@ class TestWrongFiles:
         Image.fromarray(np.zeros((20, 30), dtype=np.uint8)).save(folder / "labels" / "val" / "02.png")
         message = r"labels/val/02.png: the label map has 30 x 20 pixels, its picture .*images/val/02.png has 64 x 48"
         self.fails(folder, message)
+
+    @pytest.mark.parametrize("orientation", [2, 3, 4])
+    def test_a_picture_turned_as_no_size_can_show(self, folder: Path, orientation: int) -> None:
+        turn(folder / "images" / "val" / "02.png", orientation)
+        message = rf"labels/val/02.png: the label map may be of .*val/02.png .* by its EXIF orientation {orientation},"
+        self.fails(folder, message)
+
+    def test_a_picture_turned_to_its_side(self, folder: Path) -> None:
+        picture, path = folder / "images" / "val" / "02.png", folder / "labels" / "val" / "02.png"
+        turn(picture, 6)
+        self.fails(folder, r"labels/val/02.png: .* has 48 x 64 once it is upright, as its EXIF orientation 6 says$")
+        Image.open(path).transpose(Image.Transpose.ROTATE_270).save(path)
+        red = np.asarray(LabelMapFolder(folder, "val", CLASSES)[2].picture)[..., 0]
+        labels = LabelMapFolder(folder, "val", CLASSES)[2].labels
+        assert np.array_equal(red, np.where(labels == 255, 0, 60 * labels))
+        save(folder, "val", "02", np.zeros((48, 48), dtype=np.uint8))
+        turn(picture, 6)
+        self.fails(folder, "by its EXIF orientation 6, nothing tells")
+
+    def test_two_classes_of_one_name(self, folder: Path) -> None:
+        with pytest.raises(ValueError, match="classes must have names of their own, got 'wall' 2 times"):
+            open_data(folder, classes=["wall", "floor", "wall"])
 
     @pytest.mark.parametrize(("kind", "told"), [("uint16", "16-bit"), ("rgb", "RGB"), ("rgba", "RGBA"), ("1", "1")])
     def test_label_maps_of_another_kind(self, folder: Path, kind: str, told: str) -> None:

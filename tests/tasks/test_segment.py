@@ -148,6 +148,18 @@ def test_wrong_label_maps_stop_a_run_with_their_name(tmp_path: Path, capsys: pyt
     assert "\n" not in told
 
 
+def test_a_validation_without_a_labelled_pixel_is_told(
+    tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for place, kind in (("images", "RGB"), ("labels", "L")):
+        (tmp_path / place / "val").mkdir(parents=True)
+        Image.new(kind, (40, 40), "white").save(tmp_path / place / "val" / "a.png")
+    names = ",".join(load_run(run).class_names)
+    place = [f"--data.root={tmp_path}", "--data.dataset=auto", f"--data.classes=[{names}]", "--data.val_size=1"]
+    assert main(["evaluate", str(run), *place]) == 2
+    assert "the validation's label maps hold no labelled pixel" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "name", [name for name in shipped_recipes() if name.startswith(("ade20k", "camvid", "scenes_s"))]
 )

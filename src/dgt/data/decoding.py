@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 
 class BrokenImage(NamedTuple):
@@ -61,11 +61,18 @@ def decode_image(source: bytes | str | os.PathLike[str]) -> Image.Image:
     Raises:
         ValueError: the picture cannot be decoded; the message says why.
     """
+    return decode_turned(source)[0]
+
+
+def decode_turned(source: bytes | str | os.PathLike[str]) -> tuple[Image.Image, int]:
+    """`decode_image`, and the EXIF orientation by which it was turned upright: 1 for not at all, 2 to 8."""
     try:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as opened:
+            found = opened.getexif().get(ExifTags.Base.Orientation)
+            orientation = found if isinstance(found, int) and 2 <= found <= 8 else 1  # Pillow, too, heeds no others
             ImageOps.exif_transpose(opened, in_place=True)
             opened.load()
-            return _on_white(_eight_bit(opened))
+            return _on_white(_eight_bit(opened)), orientation
     except MemoryError:
         raise
     except UnidentifiedImageError:

@@ -6,6 +6,9 @@ ROOT/images/<split>/NAME.jpg  ROOT/labels/<split>/NAME.png          plain: label
 ```
 
 A label map is an 8-bit picture of one channel (grey or palette), of its picture's size; 255 is ignored in both layouts.
+A picture whose EXIF data say how to turn it upright is turned, so its label map must be that of the upright picture: a
+size with the sides exchanged shows that it is, and where none can show it (a half turn, a mirror, a square) the file is
+refused.
 What cannot be decoded is a `BrokenImage`, left out and counted; a label map that can be read but is wrong would teach
 the model something wrong, so it stops the run: a `WrongLabels`, which names the file.
 """
@@ -13,6 +16,7 @@ the model something wrong, so it stops the run: a `WrongLabels`, which names the
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -21,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from dgt.data.decoding import BrokenImage, WrongLabels, try_decode
+from dgt.data.decoding import BrokenImage, WrongLabels, decode_turned
 from dgt.data.images import folder_names, image_files
 from dgt.data.scenes import Scenes
 
@@ -62,7 +66,8 @@ class LabelMapFolder:
 
     Raises:
         FileNotFoundError: the root, the folders or the split do not exist.
-        ValueError: no pictures, pictures without a label map or the other way round, or two of one name.
+        ValueError: no pictures, pictures without a label map or the other way round, or two of one name; two classes
+            of one name, or too many.
     """
 
     def __init__(
@@ -74,6 +79,9 @@ class LabelMapFolder:
     ) -> None:
         if not 1 <= len(class_names) <= IGNORED:
             raise ValueError(f"classes must be 1 to {IGNORED} names, got {len(class_names)}")
+        name, times = Counter(class_names).most_common(1)[0]
+        if times > 1:
+            raise ValueError(f"classes must have names of their own, got {name!r} {times} times")
         place = label_folder(root)
         images, maps = Path(root) / "images" / split, place / split
         for folder in (images, maps):
@@ -90,17 +98,16 @@ class LabelMapFolder:
 
     def __getitem__(self, index: int) -> MappedPicture | BrokenImage:
         image, path = self.samples[index]
-        picture, stored = try_decode(image, image), _read_label_map(path)
-        if isinstance(picture, BrokenImage):
-            return picture
+        try:
+            picture, orientation = decode_turned(image)
+        except ValueError as error:
+            return BrokenImage(image, str(error))
+        stored = _read_label_map(path)
         if isinstance(stored, BrokenImage):
             return stored
-        if picture.size != stored.shape[::-1]:
-            return WrongLabels(
-                path,
-                f"the label map has {stored.shape[1]} x {stored.shape[0]} pixels, "
-                f"its picture {image} has {picture.size[0]} x {picture.size[1]}",
-            )
+        misfit = _misfit(stored, image, picture.size, orientation)
+        if misfit is not None:
+            return WrongLabels(path, f"the label map {misfit}")
         labels = stored - np.uint8(1) if self.zero_is_ignored else stored  # 0 becomes 255
         if self.zero_is_ignored:
             labels[stored == IGNORED] = IGNORED
@@ -164,7 +171,7 @@ def read_class_names(root: str | os.PathLike[str]) -> tuple[str, ...]:
         if not path.is_file():
             continue
         try:
-            lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+            lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not a text in UTF-8: {error}") from error
         if name != CLASS_FILES[0]:  # a table whose last column holds synonyms, the usual one first
@@ -204,6 +211,27 @@ def _by_name(folder: Path) -> dict[str, str]:
     return found
 
 
+def _misfit(labels: LabelMap, image: str, size: tuple[int, int], orientation: int) -> str | None:
+    """Why a label map cannot be taken for that of the upright picture, or None where it can.
+
+    Args:
+        labels: as they are stored, (H, W).
+        image: the picture's name.
+        size: width and height of the upright picture.
+        orientation: the EXIF orientation by which it was turned; above 4 its sides changed places.
+    """
+    height, width = labels.shape
+    if (width, height) != size:
+        turned = "" if orientation == 1 else f" once it is upright, as its EXIF orientation {orientation} says"
+        return f"has {width} x {height} pixels, its picture {image} has {size[0]} x {size[1]}{turned}"
+    if orientation == 1 or (orientation > 4 and width != height):
+        return None
+    return (
+        f"may be of {image} as it is stored or as it is upright by its EXIF orientation {orientation}, nothing tells: "
+        "store the picture's pixels as the label map has them, without an orientation"
+    )
+
+
 def _read_label_map(path: str) -> LabelMap | BrokenImage:
     """The numbers in a label map as they are stored, (H, W)."""
     try:
@@ -217,7 +245,9 @@ def _read_label_map(path: str) -> LabelMap | BrokenImage:
             if opened.format == "JPEG":
                 return WrongLabels(path, "expected a lossless label map such as PNG, got JPEG, which blurs labels")
             return np.array(opened, dtype=np.uint8)
+    except MemoryError:
+        raise
     except UnidentifiedImageError:
         return BrokenImage(path, "not an image in any format that Pillow knows")
-    except (OSError, SyntaxError, ValueError) as error:  # cut off or damaged
+    except Exception as error:  # cut off or damaged: decoders raise nearly everything
         return BrokenImage(path, f"{type(error).__name__}: {error}")

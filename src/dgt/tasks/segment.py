@@ -92,9 +92,16 @@ class SegmentationTask(TrainingTask):
             self.confusion.update(found, torch.stack([labels[index] for index in alike]).long())
 
     def on_validation_epoch_end(self) -> None:
-        """Log `val/miou`, `val/mean_accuracy`, `val/accuracy` and `val/iou/CLASS` of what is there, in [0, 1]."""
-        scores = segmentation_scores(self.confusion.compute())
+        """Log `val/miou`, `val/mean_accuracy`, `val/accuracy` and `val/iou/CLASS` of what is there, in [0, 1].
+
+        Raises:
+            ValueError: no pixel of the validation's pictures has a label.
+        """
+        counts = self.confusion.compute()
         self.confusion.reset()
+        if not counts.any():
+            raise ValueError("the validation's label maps hold no labelled pixel, so there is no mIoU to compute")
+        scores = segmentation_scores(counts)
         self.log("val/miou", scores.miou.float(), prog_bar=True, sync_dist=True)
         self.log("val/mean_accuracy", scores.mean_accuracy.float(), sync_dist=True)
         self.log("val/accuracy", scores.accuracy.float(), sync_dist=True)
