@@ -82,6 +82,15 @@ def test_bad_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixt
     assert "dgt" in capsys.readouterr().err
 
 
+def test_an_interruption_is_a_word(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dgt.training.status.run_status", interrupted)
+    assert main(["status", "anywhere"]) == 130
+    assert capsys.readouterr().err == "dgt: interrupted\n"
+
+
 def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "unknown recipe key 'optimiser.lr'; did you mean optimizer.lr" in fails(
         capsys, *TRAIN, "--optimiser.lr", "1"

@@ -1,7 +1,7 @@
 """The `dgt` command: parses and calls. What the commands do stands in modules that are imported when they are called.
 
 Exit status: 0 done; 1 something failed on the way (an image that cannot be read, a loss that is no longer a number);
-2 bad usage or bad input, told in one sentence on standard error.
+2 bad usage or bad input, told in one sentence on standard error; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"dgt: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError | TypeError | OSError) else 1
+    except KeyboardInterrupt:
+        print("dgt: interrupted", file=sys.stderr)
+        return 130
     return status
 
 

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import Callback
 from dgt.training import fit, load_recipe
 from dgt.training.resuming import Place, go_on, newest_place, run_to_resume
 from dgt.training.saving import step_checkpoints
-from dgt.training.signals import Preempted
+from dgt.training.signals import Interrupted, Preempted
 from dgt.training.trainer import add_callbacks, build_trainer
 
 SMALL_DGT = "{stem_width: 8, dims: [16, 32, 64, 64], num_heads: [1, 2, 2, 2], depths: [1, 1, 1, 1], num_groups: 4}"
@@ -124,6 +124,30 @@ def test_stopped_by_a_signal(whole: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert results[0]["best"] == results[1]["best"]
     tables = [list(csv.DictReader((out / "metrics.csv").open())) for out in (whole, tmp_path / "run")]
     assert [row["train/loss_epoch"] for row in tables[0]] == [row["train/loss_epoch"] for row in tables[1]]
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "stopped by SIGTERM after step" in log
+    assert "resumed after step" in log.partition("stopped by SIGTERM")[2]
+    assert "lr nan" not in log
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def twice() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Interrupted) as raised:
+        train(tmp_path / "run", poke=[Poke("on_after_backward", lambda trainer: True, twice)], monkeypatch=monkeypatch)
+    assert raised.value.code == 130
+    assert "interrupted at once" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_an_error_is_in_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("the roof leaks")
+
+    with pytest.raises(RuntimeError, match="the roof leaks"):
+        train(tmp_path / "run", poke=[Poke("on_after_backward", lambda _: True, fail)], monkeypatch=monkeypatch)
+    assert "failed: the roof leaks" in (tmp_path / "run" / "log.txt").read_text()
 
 
 def test_killed(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,4 +231,4 @@ def test_another_number_of_processes_is_refused(whole: Path) -> None:
     place = newest_place(whole)
     assert place is not None
     with pytest.raises(ValueError, match="was trained by 8 processes, now there are 1"):
-        go_on(Trainer(accelerator="cpu", devices=1, logger=False), replace(place, world_size=8), whole)
+        go_on(Trainer(accelerator="cpu", devices=1, logger=False), replace(place, world_size=8), whole, print)

@@ -152,7 +152,7 @@ class EpochReport(Callback):
             validated = measured and (trainer.should_stop or epoch % (trainer.check_val_every_n_epoch or 1) == 0)
             parts = [f"epoch {epoch}/{epochs(trainer)}", f"loss {loss:.4f}"]
             parts += [self.summary(measured)] if validated else []
-            lr = metrics.get("lr", trainer.optimizers[0].param_groups[0]["lr"])  # not logged in such an epoch either
+            lr = metrics["lr"] if "lr" in metrics else trainer.optimizers[0].param_groups[0]["lr"]  # nor is this there
             parts += [f"lr {lr:.2e}", f"{seconds:.1f} s"]
             if self.pace is not None:
                 parts += [f"{self.pace.images_per_second:.0f} images/s", f"{memory_in_use() / 2**30:.2f} GiB"]

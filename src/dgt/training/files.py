@@ -37,8 +37,10 @@ def write_whole(path: Path, content: str | bytes | memoryview, verify: bool = Fa
             _check_written(Path(temporary), data)
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            raise type(error)(error.errno, error.strerror, str(path)) from error  # else a full disk names no file
         raise
     sync_folder(path.parent)
 

@@ -20,6 +20,7 @@ from dgt.training.callbacks import EpochReport, WeightEma
 from dgt.training.checkpoints import initialize
 from dgt.training.files import write_json, write_whole
 from dgt.training.finite import FiniteSteps, is_refusal
+from dgt.training.loggers import quiet_writer_threads
 from dgt.training.parallel import full_weights, synchronise_batchnorm, task_class, telling_lost_processes
 from dgt.training.pictures import Draw, Pictures
 from dgt.training.progress import Journal, Pace, StatusFile
@@ -65,7 +66,7 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
         ValueError: the model or the data cannot be built as the recipe says; no checkpoint of the run can be read.
         BrokenImagesError: more images are unreadable than `data.max_broken_share` allows; the run's folder lists them.
         FloatingPointError: too many steps in a row were not finite.
-        Preempted: a signal asked to stop, and all is saved; ends the process unless it is caught.
+        Preempted: a signal asked to stop, and all is saved (`Interrupted`: at once); unless caught, ends the process.
     """
     first = getattr(rank_zero_only, "rank", 0) == 0
     folder = run_to_resume(recipe) if resume else None
@@ -86,16 +87,17 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
     if trainer.is_global_zero:
         write_whole(folder / "recipe.yaml", recipe.to_yaml())
         (folder / BROKEN_IMAGES).unlink(missing_ok=True)  # of an earlier try
-    metrics = _train(trainer, task, data, folder, place)
-    weights = full_weights(task.network)
-    seconds = callback_of(trainer, Pace).seconds
-    result = Result(trainer.strategy.broadcast(folder), metrics, trainer.current_epoch, seconds)
-    if trainer.is_global_zero:
-        export_model(folder / "model", task.network, record, weights)
-        write_json(folder / "results.json", _results(result, recipe, trainer, global_batch, task.network, data))
-        if any(data.ledgers.values()):
-            data.write_broken_images(folder / BROKEN_IMAGES)
-        callback_of(trainer, StatusFile).write(trainer, "finished")
+    with journal.noting_failure():
+        metrics = _train(trainer, task, data, folder, place)
+        weights = full_weights(task.network)
+        seconds = callback_of(trainer, Pace).seconds
+        result = Result(trainer.strategy.broadcast(folder), metrics, trainer.current_epoch, seconds)
+        if trainer.is_global_zero:
+            export_model(folder / "model", task.network, record, weights)
+            write_json(folder / "results.json", _results(result, recipe, trainer, global_batch, task.network, data))
+            if any(data.ledgers.values()):
+                data.write_broken_images(folder / BROKEN_IMAGES)
+            callback_of(trainer, StatusFile).write(trainer, "finished")
     return result
 
 
@@ -118,8 +120,9 @@ def _train(trainer: pl.Trainer, task: TrainingTask, data: Any, folder: Path, pla
     with warnings.catch_warnings():
         _ignore_expected_warnings()
         if place is not None:
-            go_on(trainer, place, folder)
-        with _telling_divergence(), telling_lost_processes(), _listing_broken_images(data, folder, trainer.global_rank):
+            go_on(trainer, place, folder, callback_of(trainer, RunCheckpoints).say)
+        listing = _listing_broken_images(data, folder, trainer.global_rank)
+        with _telling_divergence(), telling_lost_processes(), quiet_writer_threads(), listing:
             checkpoint = None if place is None else place.checkpoint
             trainer.fit(task, datamodule=data, ckpt_path=checkpoint, weights_only=True)
             if (average := find_callback(trainer, WeightEma)) is not None:

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import TensorBoardLogger
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
@@ -24,6 +23,7 @@ from torch import Tensor
 from dgt.data.decoding import BrokenImage
 from dgt.data.loading import Key
 from dgt.training.checkpoints import LoadedRun
+from dgt.training.loggers import Board
 from dgt.training.parallel import SHARDED
 from dgt.training.recipe import Recipe
 
@@ -51,7 +51,7 @@ class Pictures(Callback):
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Draw, from the first process, where it is time."""
         every, epoch = self.recipe.trainer.pictures_every, trainer.current_epoch + 1
-        boards = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+        boards = [logger for logger in trainer.loggers if isinstance(logger, Board)]
         due = every is not None and (epoch == 1 or epoch % every == 0 or epoch == trainer.max_epochs)
         if not due or not trainer.is_global_zero or self.recipe.trainer.strategy == SHARDED:
             return
@@ -62,7 +62,7 @@ class Pictures(Callback):
             return
         for board in boards:
             for name, picture in pictures.items():
-                board.experiment.add_image(name, picture, trainer.global_step, dataformats="HWC")
+                board.add_image(name, picture, trainer.global_step)
 
     def _pictures(self, pl_module: LightningModule) -> dict[str, NDArray[np.uint8]]:
         network: Any = pl_module.network

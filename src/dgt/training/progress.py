@@ -1,7 +1,7 @@
 """What a person sees of a training: the bar, a log that needs no tools, and the state that `dgt status` reads.
 
 ```
-RUN/log.txt        a line for each epoch, and for whatever else happened: started, resumed, stopped, skipped steps
+RUN/log.txt        a line for each epoch, and for whatever else happened: resumed, stopped, interrupted, failed
 RUN/status.json    where the training is now, rewritten every few seconds
 ```
 """
@@ -14,7 +14,8 @@ import socket
 import sys
 import time
 from collections import deque
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,6 +25,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, RichProgressBar
 
 from dgt.training.files import write_json
+from dgt.training.signals import Interrupted
 
 STATUS = "status.json"
 LOG = "log.txt"
@@ -48,12 +50,30 @@ class Journal:
         if self.folder is None:
             return
         print(sentence, flush=True)
+        self.note(sentence)
+
+    def note(self, sentence: str) -> None:
+        """Add a sentence to the log without printing it."""
+        if self.folder is None:
+            return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with (self.folder / LOG).open("a", encoding="utf-8") as log:
                 log.write(f"{datetime.now().astimezone().isoformat(' ', 'seconds')}  {sentence}\n")
         except OSError as error:
             print(f"dgt: warning: the log could not be written: {error}", file=sys.stderr, flush=True)
+
+    @contextmanager
+    def noting_failure(self) -> Iterator[None]:
+        """Note what ends the training early: an error, which whoever called shows, or a second Ctrl-C."""
+        try:
+            yield
+        except Interrupted:
+            self.say("interrupted at once; `--resume auto` goes on from the last checkpoint, where there is one")
+            raise
+        except Exception as error:
+            self.note(f"failed: {str(error).partition(chr(10))[0] or type(error).__name__}")
+            raise
 
 
 class Pace(Callback):
@@ -185,6 +205,11 @@ class RunBar(RichProgressBar):
     def __init__(self, pace: Pace) -> None:
         super().__init__()
         self.pace = pace
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        """Where the training is, counted as in the log: Lightning counts from 0, and to -2 for a length in steps."""
+        description = f"Epoch {current_epoch + 1}/{epochs(self.trainer)}"
+        return f"{description:{len(self.validation_description)}}"
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> Shown:
         """What stands at the bar's end."""

@@ -9,9 +9,8 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 
 from dgt.training.files import write_whole
+from dgt.training.loggers import table_text
 from dgt.training.recipe import Recipe, load_recipe
 from dgt.training.runs import check_folder, is_run
 from dgt.training.saving import step_checkpoints
@@ -122,13 +122,14 @@ def finished_results(folder: Path) -> dict[str, Any] | None:
     return results
 
 
-def go_on(trainer: Trainer, place: Place, folder: Path) -> None:
-    """Check that as many processes train as before, and keep what the loggers wrote up to `place`.
+def go_on(trainer: Trainer, place: Place, folder: Path, say: Callable[[str], None]) -> None:
+    """Check that as many processes train as before, tell from where, and keep what the loggers wrote up to `place`.
 
     Args:
         trainer: not used so far.
         place: from `newest_place`.
         folder: the run's folder.
+        say: tells the user a sentence, in the run's log as well.
 
     Raises:
         ValueError: another number of processes, which would share out the images in another way.
@@ -138,6 +139,7 @@ def go_on(trainer: Trainer, place: Place, folder: Path) -> None:
             f"{folder} was trained by {place.world_size} processes, now there are {trainer.world_size}: set "
             "trainer.devices and trainer.num_nodes as before"
         )
+    say(f"resumed after step {place.step} (epochs complete: {place.epoch}) from {place.checkpoint.name}")
     for logger in trainer.loggers if trainer.is_global_zero else ():
         if isinstance(logger, CSVLogger) and (folder / METRICS).is_file():
             _continue_csv(logger, folder / METRICS, place.step)
@@ -150,11 +152,7 @@ def _continue_csv(logger: CSVLogger, path: Path, step: int) -> None:
         names = list(reader.fieldnames or [])
         rows = [row for row in reader if (row.get("step") or "").isdigit() and int(row["step"]) < step]
     writer = logger.experiment  # it removes the file
-    text = StringIO(newline="")
-    table = csv.DictWriter(text, fieldnames=names, extrasaction="ignore")
-    table.writeheader()
-    table.writerows(rows)
-    write_whole(path, text.getvalue())
+    write_whole(path, table_text(names, rows))
     writer.metrics_keys = names
 
 

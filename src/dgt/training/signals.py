@@ -19,8 +19,12 @@ class Preempted(SystemExit):
     """
 
 
+class Interrupted(Preempted):
+    """A second Ctrl-C: the training ended at once, where its state could not be saved."""
+
+
 class StopWish:
-    """Remembers that a signal asked this process to stop. A second Ctrl-C interrupts at once."""
+    """Remembers that a signal asked this process to stop. A second Ctrl-C raises `Interrupted` at once."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -46,7 +50,7 @@ class StopWish:
 
     def _note(self, number: int, _: FrameType | None) -> None:
         if self.signal == signal.SIGINT == number:
-            raise KeyboardInterrupt
+            raise Interrupted(130)  # a KeyboardInterrupt Lightning would end with status 1, without a word
         self.signal = signal.Signals(number)
         again = " (Ctrl-C again: at once)" if number == signal.SIGINT else ""
         print(f"dgt: {self.signal.name}: saving after this step{again}", file=sys.stderr, flush=True)

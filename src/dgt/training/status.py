@@ -26,7 +26,7 @@ def run_status(folder: str | Path) -> dict[str, Any]:
     Returns:
         What `status.json` holds, and `folder`, `age` (seconds since it was written), `checkpoints` (name, age in
         seconds and bytes, the newest first) and `log` (the last lines). `state` is one of "finished", "training",
-        "validating", "stopped" (asked to, and saved), "failed" (see `error`), "killed" (its process is gone), "silent"
+        "validating", "stopped" (asked to), "failed" (see `error`), "killed" (its process is gone), "silent"
         (no sign of life) or "begun" (no step yet).
 
     Raises:

@@ -69,7 +69,11 @@ class SafeCheckpointIO(CheckpointIO):
             self.failure = None
         except OSError as error:
             self.failure = error
-            print(f"dgt: warning: the checkpoint {path} could not be written: {error}", file=sys.stderr, flush=True)
+            print(
+                f"dgt: warning: the checkpoint {path} could not be written: {error.strerror or error}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from dgt.tasks import TASKS
 from dgt.training.callbacks import CheckpointRecord, EpochReport, WeightEma, ema_decay
 from dgt.training.finite import FiniteSteps
+from dgt.training.loggers import Board, MetricsTable
 from dgt.training.parallel import BrokenImagesOfAll, build_strategy
 from dgt.training.progress import Journal, Pace, StepLimit, progress_callbacks
 from dgt.training.randomness import StepSeeds
@@ -57,8 +57,8 @@ def build_trainer(
         gradient_clip_val=recipe.optimizer.clip_grad,
         max_epochs=recipe.schedule.epochs if recipe.schedule.steps is None else -1,
         logger=[
-            CSVLogger(folder, "", ""),
-            TensorBoardLogger(folder, "", "", default_hp_metric=False, purge_step=place and place.step),
+            MetricsTable(folder, "", ""),
+            Board(folder, "", "", default_hp_metric=False, purge_step=place and place.step),
         ],
         callbacks=[],
         enable_checkpointing=False,
