@@ -293,7 +293,7 @@ def run_predict(options: argparse.Namespace, _: list[str]) -> int:
     """`dgt predict`: prints what is in each image; exit status 1 where one could not be read."""
     from dataclasses import asdict
 
-    from dgt.figures.predictions import write_predictions
+    from dgt.figures.predictions import prediction_lines, write_predictions
     from dgt.training import load_run, predict
 
     run = load_run(options.checkpoint)
@@ -308,8 +308,7 @@ def run_predict(options: argparse.Namespace, _: list[str]) -> int:
             print(f"dgt: error: {prediction['error']}", file=sys.stderr)
         elif not options.json:
             print(prediction["image"])
-            lines = [f"  {100 * score:6.2f} %  {name}" for name, score in prediction.get("classes", ())]
-            print("\n".join([*lines, *(f"  {path}" for path in prediction.get("files", ()))]))
+            print("\n".join(prediction_lines(prediction)))
     return int(any(prediction["error"] is not None for prediction in found))
 
 

@@ -133,6 +133,12 @@ def test_a_model_without_groups_is_refused(explorer: Explorer) -> None:
         Explorer(LoadedRun(network, recipe, explorer.run.class_names, Path("nowhere")), Album())
 
 
+def test_a_detector_is_refused(explorer: Explorer) -> None:
+    run = LoadedRun(explorer.run.network, load_recipe("scenes_detect"), explorer.run.class_names, Path("nowhere"))
+    with pytest.raises(ValueError, match="only classifiers are explored, nowhere is of task 'detect'"):
+        Explorer(run, Album())
+
+
 def test_dgt_tiny_at_224_takes_less_than_a_second() -> None:
     recipe = load_recipe("scenes", ["--model.name", "dgt_tiny", "--data.image_size", "224"])
     network = build_classifier(recipe.model, 8, 224).eval()

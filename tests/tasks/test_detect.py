@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from dgt.data.detection import SceneObjects
-from dgt.figures.predictions import write_predictions
+from dgt.figures.predictions import prediction_lines, write_predictions
 from dgt.models.mask_rcnn import PaddedMaskRCNN
 from dgt.tasks.average_precision import average_precision
 from dgt.tasks.detect import DetectionTask, build_detector
@@ -104,6 +104,17 @@ def test_predictions_are_drawn_and_listed(finished: Result, tmp_path: Path) -> N
     assert [entry["score"] for entry in entries] == scores
     assert entries[0]["segmentation"]["size"] == [70, 90]
     assert json.loads(json.dumps(red)) == red
+
+
+def test_what_is_drawn_is_told_in_lines() -> None:
+    box = (3.2, 4.0, 20.6, 31.0)
+    objects = [{"category": name, "score": score, "box": box} for name, score in (("cat", 0.9), ("dog", 0.3))]
+    assert prediction_lines({"objects": objects, "files": ["a.png"]}) == [
+        "   90.00 %  cat  (x 3 to 21, y 4 to 31)",
+        "  1 objects of at least 50 %, 1 below, which are not drawn",
+        "  a.png",
+    ]
+    assert prediction_lines({"classes": [("sky", 0.25)], "files": []}) == ["   25.00 %  sky"]
 
 
 def test_first_weights_come_from_a_classifier(tmp_path: Path) -> None:

@@ -69,10 +69,12 @@ class Explorer:
         album: the pictures.
 
     Raises:
-        ValueError: a model without dynamic group attention.
+        ValueError: a model of another task than "classify", or without dynamic group attention.
     """
 
     def __init__(self, run: LoadedRun, album: Album) -> None:
+        if run.recipe.task != "classify":
+            raise ValueError(f"only classifiers are explored, {run.source} is of task {run.recipe.task!r}")
         self.run, self.album = run, album
         self.blocks = shown_blocks(run.network)
         if not self.blocks:
