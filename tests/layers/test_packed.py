@@ -44,14 +44,39 @@ def test_weights_are_packed_once_and_anew_when_they_change() -> None:
     packed = PackedConv(copy.deepcopy(first))
     before = len(_packed)
     torch.testing.assert_close(packed(x), first(x))
-    kept = _packed[packed.weight][1]
+    kept = _packed[packed.weight]
     packed(x)
-    assert _packed[packed.weight][1] is kept
+    assert _packed[packed.weight] is kept
     packed.load_state_dict(second.state_dict())
     torch.testing.assert_close(packed(x), second(x))
     assert len(_packed) == before + 1
     del packed
     assert len(_packed) == before
+
+
+@needs_packing
+@torch.no_grad()
+def test_rounded_weights_at_the_same_address_are_packed_anew() -> None:
+    x, reused = torch.randn(1, 64, 3, 4), 0
+    for _ in range(20):
+        packed = PackedConv(nn.Conv2d(64, 64, 1))
+        packed(x)
+        address = packed.weight.data_ptr()
+        packed.bfloat16().float()  # the same version, and often the memory that the first weights left
+        reused += packed.weight.data_ptr() == address
+        torch.testing.assert_close(packed(x), F.conv2d(x, packed.weight, packed.bias), rtol=1e-5, atol=1e-5)
+    if not reused:
+        pytest.skip("the allocator never gave an address twice")
+
+
+@torch.no_grad()
+def test_weights_without_a_version_are_not_packed() -> None:
+    with torch.inference_mode():
+        packed, x = PackedConv(copy.deepcopy(nn.Conv2d(4, 4, 1)), gelu=True), torch.randn(1, 4, 5, 6)
+        assert packed.weight.is_inference()
+        packed(x)
+        packed.weight.mul_(2)
+        torch.testing.assert_close(packed(x), F.gelu(F.conv2d(x, packed.weight, packed.bias)))
 
 
 @torch.no_grad()

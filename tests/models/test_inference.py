@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import timm
 import torch
@@ -103,6 +105,44 @@ def test_a_block_compiles_without_a_break(trained) -> None:
     torch.compiler.reset()
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), block(x), rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_its_state_dict_holds_all_of_it(trained) -> None:
+    images = torch.randn(1, 3, 33, 47)
+    other = timm.create_model("dgt_nano", num_classes=7, depths=(1, 1, 2, 1)).eval()
+    fast, other_fast = optimize_for_inference(trained), optimize_for_inference(other)
+    other_fast(images)  # packs the weights that go
+    other_fast.load_state_dict(fast.state_dict())
+    torch.testing.assert_close(other_fast(images), fast(images))
+
+
+@pytest.mark.parametrize("post_norm", [False, True])
+def test_gradients_of_the_input_are_equal(post_norm) -> None:
+    model = timm.create_model("dgt_nano", depths=(1, 1, 1, 1), num_classes=3, post_norm=post_norm).eval()
+    images = torch.randn(1, 3, 64, 48, requires_grad=True)
+    expected, actual = (
+        torch.autograd.grad(form(images)[:, 0].sum(), images)[0] for form in (model, optimize_for_inference(model))
+    )
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["dgt_nano", "dgt_nano_swin_block"])
+@torch.no_grad()
+def test_the_form_of_a_form_is_equal(name) -> None:
+    fast = optimize_for_inference(timm.create_model(name, depths=(1, 1, 1, 1)))
+    images = torch.randn(1, 3, 64, 64)
+    torch.testing.assert_close(optimize_for_inference(fast)(images), fast(images))
+
+
+def test_it_notices_new_weights_in_inference_mode(trained) -> None:
+    images = torch.randn(1, 3, 64, 64)
+    with torch.inference_mode():
+        fast = optimize_for_inference(trained)
+        before = fast(images)
+        fast.stem.first.weight.mul_(2)
+        assert not torch.allclose(fast(images), before, atol=1e-4)
+        torch.testing.assert_close(fast(images), copy.deepcopy(fast)(images), rtol=0, atol=1e-4)
 
 
 def test_it_cannot_be_trained(trained) -> None:

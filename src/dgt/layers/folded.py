@@ -18,7 +18,7 @@ from dgt.layers.attention import DGAttention, GlobalAttention, check_mask, check
 from dgt.layers.block import Block
 from dgt.layers.convolution import ConvStem, InvertedResidualFFN, PatchMerging
 from dgt.layers.head import Head
-from dgt.layers.packed import PackedConv
+from dgt.layers.packed import PackedConv, takes_gradients
 from dgt.ops import eager_inference
 from dgt.ops.attention import resolve_backend
 
@@ -100,7 +100,7 @@ class FoldedConv(nn.Module):
             "corners": outer[:, ::2],  # (2, 2, C): what rows and columns both took off
         }
         for name, value in constants.items():
-            self.register_buffer(name, value.detach().to(conv.weight.dtype).contiguous(), persistent=False)
+            self.register_buffer(name, value.detach().to(conv.weight.dtype).contiguous())
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, C, H, W) to (B, C', H, W); ``mask`` is bool (B, H, W), True where a token is real."""
@@ -145,7 +145,7 @@ class FoldedConv(nn.Module):
 
 def _gelu(x: Tensor) -> Tensor:
     """GELU of a tensor that nobody else holds: in place, unless gradients ask for it."""
-    return F.gelu(x) if torch.is_grad_enabled() and x.requires_grad else torch.ops.aten.gelu_(x)
+    return F.gelu(x) if takes_gradients(x) else torch.ops.aten.gelu_(x)
 
 
 class FoldedStem(nn.Module):
@@ -161,7 +161,7 @@ class FoldedStem(nn.Module):
         self.first = PackedConv(first, gelu=True)
         self.others = nn.ModuleList(FoldedConv(*pair) for pair in zip(others, norms[:-1], strict=True))
         for name, value in zip(("scale", "shift"), affine(norms[-1]), strict=True):
-            self.register_buffer(name, value.detach()[:, None, None].to(first.weight.dtype), persistent=False)
+            self.register_buffer(name, value.detach()[:, None, None].to(first.weight.dtype))
 
     def forward(self, image: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, in_chans, H, W) images to (B, H', W', width); ``mask`` is (B, H', W')."""
@@ -233,7 +233,7 @@ class InferenceDGAttention(DGAttention):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, H, W, C) or (B, L, C) to the same shape; ``mask`` is bool, True where a token is real."""
-        if x.device.type != "cpu" or resolve_backend(self.backend, x) != "eager":
+        if x.device.type != "cpu" or takes_gradients(x) or resolve_backend(self.backend, x) != "eager":
             return super().forward(x, mask)
         check_tokens_in(x, self.qkv.in_features)
         check_mask(mask, x)
@@ -273,9 +273,11 @@ class InferenceBlock(Block):
         x = self.positioned(x, mask)
         attended = self.attend(x if self.post_norm else self.norm1(x), mask, position)
         attended = self.norm1(attended) if self.post_norm else attended
-        x = x + attended if self.cpe is None else x.add_(attended)  # without an encoding x is still the caller's
+        kept = self.cpe is None or takes_gradients(x)  # without an encoding x is still the caller's
+        x = x + attended if kept else x.add_(attended)
         forwarded = self.ffn(x if self.post_norm else self.norm2(x), mask)
-        return x.add_(self.norm2(forwarded) if self.post_norm else forwarded)
+        forwarded = self.norm2(forwarded) if self.post_norm else forwarded
+        return x + forwarded if takes_gradients(x) else x.add_(forwarded)
 
     def positioned(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Apply the position encoding, if there is one (Eq. 8); the result is then a new tensor."""
@@ -298,7 +300,8 @@ def _with_packed_conv(merging: PatchMerging) -> PatchMerging:
 
 
 def _with_token_linears(attention: GlobalAttention) -> GlobalAttention:
-    attention.qkv, attention.proj = TokenLinear(attention.qkv), TokenLinear(attention.proj)  # type: ignore[assignment]
+    if not isinstance(attention.qkv, TokenLinear):
+        attention.qkv, attention.proj = TokenLinear(attention.qkv), TokenLinear(attention.proj)  # type: ignore[assignment]
     return attention
 
 

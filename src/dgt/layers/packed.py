@@ -6,18 +6,25 @@ own compiler alone, through operators without a promise (``torch.ops.mkldnn``): 
 everything that they do not take (gradients, other devices and types), the convolution is the plain one.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
+
+
+def takes_gradients(x: Tensor) -> bool:
+    """Tell whether what is computed from a tensor must be differentiable."""
+    return torch.is_grad_enabled() and x.requires_grad
 
 
 class PackedConv(nn.Conv2d):
     """A convolution that only predicts, followed by GELU if asked to.
 
-    A second copy of the weight, packed, stands beside it from the first call on, until the weight changes or goes.
+    A second copy of the weight, packed, stands beside it from the first call on, until the weight changes or goes. It
+    notices what autograd would notice: not values written through ``weight.data``.
 
     Args:
         conv: whose geometry, and with no others, weight and bias it takes.
@@ -47,7 +54,7 @@ class PackedConv(nn.Conv2d):
 
     def _can_pack(self, x: Tensor) -> bool:
         suits = x.device.type == "cpu" and x.dtype == self.weight.dtype and x.dtype in PACKABLE and x.numel() > 0
-        watched = torch.is_autocast_enabled("cpu") or (torch.is_grad_enabled() and x.requires_grad)
+        watched = torch.is_autocast_enabled("cpu") or takes_gradients(x)
         return suits and not watched and bool(torch.backends.mkldnn.enabled)
 
 
@@ -62,22 +69,41 @@ def _convolve(
     gelu: bool,
 ) -> Tensor:
     """A convolution with a packed weight, then GELU or nothing."""
-    version = (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
-    kept, packed = _packed.get(weight, (None, None))
-    if kept != version:
+    if weight.is_inference():  # nothing tells when it changes
+        convolved = F.conv2d(x, weight, bias, stride, padding, dilation, groups)
+        return F.gelu(convolved) if gelu else convolved
+    kept = _packed.get(weight)
+    if kept is None or not kept.is_of(weight):
         # The size is a hint: the operator takes any other one too.
         packed = torch.ops.aten.mkldnn_reorder_conv2d_weight(
             weight.detach().to_mkldnn(), padding, stride, dilation, groups, x.shape
         )
-        _packed[weight] = (version, packed)
+        kept = _packed[weight] = _Packed.of(weight, packed)
     name, algorithm = ("gelu", "none") if gelu else ("none", "")
-    convolved: Tensor = torch.ops.mkldnn._convolution_pointwise(
-        x, packed, bias, padding, stride, dilation, groups, name, [], algorithm
+    result: Tensor = torch.ops.mkldnn._convolution_pointwise(
+        x, kept.packed, bias, padding, stride, dilation, groups, name, [], algorithm
     )
-    return convolved
+    return result
 
 
-_packed = WeakIdKeyDictionary()  # weight -> what it was when it was packed, and its packed copy
+class _Packed(NamedTuple):
+    """A packed weight, and what the weight was when it was packed."""
+
+    packed: Tensor
+    version: tuple[int, int, torch.dtype]
+    storage: StorageWeakRef  # while it lives no other one has its address
+
+    @classmethod
+    def of(cls, weight: Tensor, packed: Tensor) -> "_Packed":
+        version = (weight.data_ptr(), weight._version, weight.dtype)
+        return cls(packed, version, StorageWeakRef(weight.untyped_storage()))
+
+    def is_of(self, weight: Tensor) -> bool:
+        now = (weight.data_ptr(), weight._version, weight.dtype)
+        return now == self.version and not self.storage.expired()
+
+
+_packed = WeakIdKeyDictionary()  # weight -> _Packed
 
 # A compiler sees one operator, and leaves packing to it.
 torch.library.define(

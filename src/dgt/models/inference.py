@@ -31,9 +31,10 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
         raise TypeError(f"model must be a module, got {type(model).__name__}")
     if not any(type(module) in FORMS for module in model.modules()):
         raise ValueError(f"model must contain parts of a DGT, got a {type(model).__name__} without any")
-    twin = nn.ModuleList([copy.deepcopy(model).eval().requires_grad_(False)])
-    _replace_parts(twin)
-    return twin[0].to(memory_format=torch.channels_last)
+    with torch.inference_mode(False):  # else nobody could tell when its weights change
+        twin = nn.ModuleList([copy.deepcopy(model).eval().requires_grad_(False)])
+        _replace_parts(twin)
+        return twin[0].to(memory_format=torch.channels_last)
 
 
 def _replace_parts(module: nn.Module) -> None:
