@@ -153,6 +153,14 @@ def test_detections_come_at_the_images_own_size() -> None:
         assert (detections["boxes"] <= torch.tensor([width, height, width, height])).all()
 
 
+def test_thin_images_are_looked_at_as_long_as_a_pixel_is_left() -> None:
+    model = small_detector().eval()
+    with torch.no_grad():
+        assert model([torch.rand(3, 10, 1000)])[0]["masks"].shape[2:] == (10, 1000)
+        with pytest.raises(ValueError, match=r"resized to 107, got 3 x 1500 \(height x width\) in images\[1\]"):
+            model([torch.rand(3, 40, 40), torch.rand(3, 3, 1500)])
+
+
 def test_training_wants_targets_with_boxes_that_have_area() -> None:
     model = small_detector().train()
     with pytest.raises(ValueError, match="targets must be given in training"):
@@ -169,8 +177,11 @@ def test_training_wants_targets_with_boxes_that_have_area() -> None:
     [
         ({"num_classes": 1}, ValueError, "num_classes must be at least 2, background among them, got 1"),
         ({"image_size": 16}, ValueError, "image_size must be at least 32, got 16"),
-        ({"fpn_channels": 0}, ValueError, "fpn_channels must be at least 1, got 0"),
-        ({"mask_channels": []}, ValueError, "mask_channels must be numbers of at least 1"),
+        ({"fpn_channels": 0}, ValueError, "fpn_channels must be an integer of at least 1, got 0"),
+        ({"box_channels": "x"}, ValueError, "box_channels must be an integer of at least 1, got 'x'"),
+        ({"mask_channels": []}, ValueError, "mask_channels must be integers of at least 1"),
+        ({"mask_channels": "wide"}, ValueError, "mask_channels must be integers of at least 1, got 'wide'"),
+        ({"anchor_sizes": (8, 16, 32, 64, None)}, ValueError, "anchor_sizes must be 5 numbers of at least 1, got"),
         ({"anchor_sizes": (8, 16)}, ValueError, "anchor_sizes must be 5 numbers of at least 1, got"),
         ({"options": {"box_treshold": 1}}, TypeError, "keyword arguments of torchvision's MaskRCNN, got box_treshold"),
         ({"backbone": "dgt_huge"}, ValueError, "backbone must be a model that timm knows, got 'dgt_huge'"),

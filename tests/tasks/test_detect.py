@@ -90,8 +90,11 @@ def test_predictions_are_drawn_and_listed(finished: Result, tmp_path: Path) -> N
     run.network.roi_heads.score_thresh = 0.0
     Image.new("RGB", (90, 70), "red").save(tmp_path / "red.png")
     (tmp_path / "broken.jpg").write_bytes(b"no picture")
-    red, broken = write_predictions(run, [tmp_path / "red.png", tmp_path / "broken.jpg"], tmp_path / "out")
+    Image.new("RGB", (1500, 2)).save(tmp_path / "thin.png")
+    files = [tmp_path / name for name in ("red.png", "broken.jpg", "thin.png")]
+    red, broken, thin = write_predictions(run, files, tmp_path / "out")
     assert "broken.jpg' cannot be read as an image" in broken["error"]
+    assert "thin.png': images must have a pixel left" in thin["error"]
     with pytest.raises(ValueError, match=r"images must have different names, .* got 'red' twice"):
         write_predictions(run, [tmp_path / "red.png", tmp_path / "red.jpg"], tmp_path / "out")
     scores = [found["score"] for found in red["objects"]]

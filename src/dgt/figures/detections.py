@@ -88,13 +88,16 @@ def predict_objects(run: LoadedRun, image: Path, out: Path) -> dict[str, Any]:
         category's name in place of a data set's number.
 
     Raises:
-        ValueError: the file cannot be read as an image.
+        ValueError: the file cannot be read as an image, or the network refuses it.
     """
     try:
         picture = decode_image(image)
     except ValueError as error:
         raise ValueError(f"{str(image)!r} cannot be read as an image: {error}") from error
-    found = detect(run, picture)
+    try:
+        found = detect(run, picture)
+    except ValueError as error:
+        raise ValueError(f"{str(image)!r}: {error}") from error
     names = [run.class_names[label] for label in found.labels]
     boxes, scores = found.boxes.tolist(), found.scores.tolist()
     drawing, listing = out / f"{image.stem}_objects.png", out / f"{image.stem}_objects.json"

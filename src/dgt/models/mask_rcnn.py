@@ -83,12 +83,14 @@ class PaddedMaskRCNN(MaskRCNN):  # type: ignore[misc]
             `masks` (N, 1, H, W), the probability that a pixel belongs to the object, all at the image's own size.
 
         Raises:
-            ValueError: no targets in training, or a box without width or height.
+            ValueError: no targets in training, a box without width or height, or an image thinner than its longer side
+                can be resized with.
         """
         if self.training and targets is None:
             raise ValueError("targets must be given in training, got None")
         _check_boxes(targets or ())
         sizes = [(int(image.shape[-2]), int(image.shape[-1])) for image in images]
+        _check_sizes(sizes, min(self.transform.min_size), self.transform.max_size)
         batch, resized = self.transform(list(images), None if targets is None else list(targets))
         levels = self.features(batch.tensors, batch.image_sizes)
         proposals, proposal_losses = self.rpn(batch, levels, resized)
@@ -223,16 +225,31 @@ def _check_settings(
         raise ValueError(f"num_classes must be at least 2, background among them, got {num_classes}")
     if image_size < 32:
         raise ValueError(f"image_size must be at least 32, got {image_size}")
-    for name, numbers in (("fpn_channels", [fpn_channels]), ("box_channels", [box_channels])):
-        if numbers[0] < 1:
-            raise ValueError(f"{name} must be at least 1, got {numbers[0]}")
-    if not mask_channels or min(mask_channels) < 1:
-        raise ValueError(f"mask_channels must be numbers of at least 1, got {list(mask_channels)}")
-    if len(anchor_sizes) != 5 or min(anchor_sizes) < 1:
-        raise ValueError(f"anchor_sizes must be 5 numbers of at least 1, got {list(anchor_sizes)}")
+    for name, number in (("fpn_channels", fpn_channels), ("box_channels", box_channels)):
+        if not _positive([number], int):
+            raise ValueError(f"{name} must be an integer of at least 1, got {number!r}")
+    if not mask_channels or not _positive(mask_channels, int):
+        raise ValueError(f"mask_channels must be integers of at least 1, got {mask_channels!r}")
+    if not _positive(anchor_sizes, (int, float)) or len(anchor_sizes) != 5:
+        raise ValueError(f"anchor_sizes must be 5 numbers of at least 1, got {anchor_sizes!r}")
     unknown = sorted(set(options or ()) - OPTIONS)
     if unknown:
         raise TypeError(f"options must be keyword arguments of torchvision's MaskRCNN, got {', '.join(unknown)}")
+
+
+def _positive(numbers: Any, kind: type[int] | tuple[type[int], type[float]]) -> bool:
+    """Whether this is a sequence of numbers of a kind, each at least 1."""
+    return isinstance(numbers, Sequence) and all(isinstance(number, kind) and number >= 1 for number in numbers)
+
+
+def _check_sizes(sizes: Sequence[tuple[int, int]], shorter: int, longer: int) -> None:
+    """Raise ValueError for an image (height, width) so thin that, resized to fit, nothing of it would be left."""
+    for place, size in enumerate(sizes):
+        if int(min(size) * min(shorter / min(size), longer / max(size))) < 1:
+            raise ValueError(
+                f"images must have a pixel left once their longer side is resized to {longer}, got "
+                f"{size[0]} x {size[1]} (height x width) in images[{place}]"
+            )
 
 
 def _check_boxes(targets: Sequence[Target]) -> None:
