@@ -161,7 +161,8 @@ def _plan(split: str, images: ImageFolder, source: Path, out: Path, samples: int
     for tar in sorted(out.glob(f"{split}-[0-9][0-9][0-9][0-9][0-9][0-9].tar")):
         index = _known_index(tar)
         if tar.name not in places or (index is not None and index.plan != plan):
-            raise ValueError(f"{tar} is a shard of other images than those now in {source}: give another folder")
+            other = f"a shard of other images than those now in {source}, or of another number of them"
+            raise ValueError(f"{tar} is {other}: give another folder, or the same --samples")
     return jobs
 
 
