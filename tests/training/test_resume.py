@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -150,16 +151,22 @@ def test_an_error_is_in_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "failed: the roof leaks" in (tmp_path / "run" / "log.txt").read_text()
 
 
+KILLED = """
+import os, signal, sys
+import pytest, torch
+sys.path.insert(0, sys.argv[1])
+from test_resume import Path, Poke, train
+torch.set_num_threads(int(sys.argv[3]))
+die = Poke("on_after_backward", lambda trainer: trainer.global_step == 8, lambda: os.kill(os.getpid(), signal.SIGKILL))
+train(Path(sys.argv[2]), *sys.argv[4:], poke=[die], monkeypatch=pytest.MonkeyPatch())
+"""
+
+
 def test_killed(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = ["--checkpoint.every_steps=2"]
-    child = os.fork()
-    if child == 0:
-        bomb = Poke("on_after_backward", lambda trainer: trainer.global_step == 8, lambda: os.kill(os.getpid(), 9))
-        try:
-            train(tmp_path / "run", *keys, poke=[bomb], monkeypatch=monkeypatch)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -9
+    words = [Path(__file__).parent, tmp_path / "run", torch.get_num_threads(), *keys]
+    process = subprocess.run([sys.executable, "-c", KILLED, *map(str, words)], check=False)
+    assert process.returncode == -signal.SIGKILL
     assert [path.name for path in step_checkpoints(tmp_path / "run")] == ["step-00000008.ckpt", "step-00000006.ckpt"]
     assert same(train(tmp_path / "run", *keys, monkeypatch=monkeypatch, resume=True), state(whole))
 
