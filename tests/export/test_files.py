@@ -21,6 +21,7 @@ import dgt.export.files as files
 from dgt.cli import main
 from dgt.export import Source, export
 from dgt.export.source import source_of_run
+from dgt.layers.windows import WindowAttention
 from dgt.training import LoadedRun, load_recipe, load_run
 
 SIZES = [(1, 33, 33), (3, 97, 65), (1, 224, 320), (3, 128, 128)]
@@ -105,6 +106,12 @@ def test_a_model_of_another_kind_too(write_run: Callable[..., Path], tmp_path: P
     assert result.verification.equal == result.verification.images == 18
 
 
+def test_windows_keep_the_size_of_the_recipe(write_run: Callable[..., Path], tmp_path: Path) -> None:
+    windows = write_run(tmp_path / "run", "dgt_nano_swin_block", depths=[1, 1, 1, 1])
+    assert source_of_run(load_run(windows)).size == 64
+    assert export(windows, tmp_path / "windows.pt2").verification.equal == 6
+
+
 def test_an_unequal_file_is_not_written(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "classes.pt2"
     path.write_bytes(b"the file before")
@@ -160,3 +167,6 @@ def test_of_a_detector_only_the_maps_of_its_backbone() -> None:
     source = source_of_run(run, features=True)
     assert source.module is backbone
     assert source.outputs == ("map_0",)
+    backbone.attn = WindowAttention(8, 2)
+    with pytest.raises(ValueError, match=r"attends in windows, which a graph cannot cut out of images of any size"):
+        source_of_run(run, features=True)

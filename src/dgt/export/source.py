@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import timm
 from torch import Tensor, nn
 
+from dgt.layers.windows import StripeAttention, WindowAttention
 from dgt.training.checkpoints import LoadedRun
 
 
@@ -58,7 +59,8 @@ def source_of_run(run: LoadedRun, features: bool = False) -> Source:
         features: the feature maps of the backbone instead of what the task predicts.
 
     Raises:
-        ValueError: for a detector, whose lists of objects are no tensors of one shape, or a model without maps.
+        ValueError: for a detector, whose lists of objects are no tensors of one shape, a model without maps, and
+            windows (of Swin and CSWin) under a segmenter or detector, which take images of any size.
     """
     task, data = run.recipe.task, run.recipe.data
     backbone = run.network if task == "classify" else run.network.get_submodule("backbone")
@@ -68,7 +70,13 @@ def source_of_run(run: LoadedRun, features: bool = False) -> Source:
         **{key: json.dumps(data[key]) for key in ("mean", "std", "image_size") if key in data},
     }
     config = timm.get_pretrained_cfg(run.recipe.model.name)
-    fixed = task == "classify" and config is not None and config.fixed_input_size
+    windows = any(isinstance(part, WindowAttention | StripeAttention) for part in backbone.modules())
+    if windows and task != "classify":
+        raise ValueError(
+            f"a {run.recipe.model.name} attends in windows, which a graph cannot cut out of images of any size: "
+            f"only classifiers can be exported with it, for images of one size"
+        )
+    fixed = task == "classify" and (windows or (config is not None and config.fixed_input_size))
     size = data["image_size"] if fixed else None
     if features:
         maps = FeatureMaps(backbone).eval() if task == "classify" else backbone
