@@ -85,6 +85,18 @@ def test_the_bar_counts_epochs_as_the_log_does(length: dict[str, int], shown: st
     assert bar._get_train_description(2).strip() == shown
 
 
+@pytest.mark.parametrize("content", ["{", "[1]", '{"state": "training"}'])
+def test_a_damaged_status_is_told(tmp_path: Path, content: str) -> None:
+    (a_run(tmp_path) / "status.json").write_text(content)
+    with pytest.raises(ValueError, match=r"status\.json is damaged"):
+        run_status(tmp_path)
+
+
+def test_a_damaged_log_is_shown_as_far_as_it_goes(tmp_path: Path) -> None:
+    (a_run(tmp_path) / "log.txt").write_bytes(b"epoch 1\n\xff\xfe\n")
+    assert run_status(tmp_path)["log"][0] == "epoch 1"
+
+
 def test_what_is_not_a_run(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="is not the folder of a run"):
         run_status(tmp_path)

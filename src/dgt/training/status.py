@@ -14,6 +14,8 @@ from dgt.training.resuming import finished_results
 from dgt.training.runs import is_run
 from dgt.training.saving import step_checkpoints
 
+NEEDED = {"state", "error", "time", "pid", "host", "epoch", "epochs", "step", "steps", "loss", "metrics"}
+NEEDED |= {"images_per_second", "memory_bytes", "seconds"}
 SILENT_AFTER = 300.0  # seconds without a sign of life: a step, or a validation's batch, may take long
 
 
@@ -37,10 +39,7 @@ def run_status(folder: str | Path) -> dict[str, Any]:
     if not is_run(folder):
         raise FileNotFoundError(f"{str(folder)!r} is not the folder of a run: it has no recipe.yaml")
     path, now = folder / STATUS, time.time()
-    try:
-        status: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"state": "begun"}
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+    status = _read(path) if path.is_file() else {"state": "begun"}
     status = {"folder": str(folder), **status, "age": now - status["time"] if "time" in status else None}
     if finished_results(folder) is not None:
         status["state"] = "finished"
@@ -49,7 +48,7 @@ def run_status(folder: str | Path) -> dict[str, Any]:
     files = [(path.name, path.stat()) for path in step_checkpoints(folder)]
     status["checkpoints"] = [{"name": name, "age": now - at.st_mtime, "bytes": at.st_size} for name, at in files]
     log = folder / LOG
-    status["log"] = log.read_text(encoding="utf-8").splitlines()[-3:] if log.is_file() else []
+    status["log"] = log.read_text(encoding="utf-8", errors="replace").splitlines()[-3:] if log.is_file() else []
     return status
 
 
@@ -70,6 +69,22 @@ def status_text(status: dict[str, Any]) -> str:
         size = checkpoint["bytes"] / 2**20
         lines.append(f"  last checkpoint {checkpoint['name']}, {duration(checkpoint['age'])} ago, {size:.1f} MiB")
     return "\n".join([line for line in [*lines, *(f"  {line}" for line in status["log"])] if line.strip()])
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What `status.json` holds.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    try:
+        status = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    missing = NEEDED - set(status) if isinstance(status, dict) else NEEDED
+    if missing:
+        raise ValueError(f"{path} is damaged: it lacks {', '.join(sorted(missing))}")
+    return dict(status)
 
 
 def _sentence(status: dict[str, Any]) -> str:
