@@ -39,7 +39,7 @@ def run_status(folder: str | Path) -> dict[str, Any]:
     if not is_run(folder):
         raise FileNotFoundError(f"{str(folder)!r} is not the folder of a run: it has no recipe.yaml")
     path, now = folder / STATUS, time.time()
-    status = _read(path) if path.is_file() else {"state": "begun"}
+    status: dict[str, Any] = _read(path) if path.is_file() else {"state": "begun"}
     status = {"folder": str(folder), **status, "age": now - status["time"] if "time" in status else None}
     if finished_results(folder) is not None:
         status["state"] = "finished"
@@ -78,7 +78,7 @@ def _read(path: Path) -> dict[str, Any]:
         ValueError: the file is damaged.
     """
     try:
-        status = json.loads(path.read_text(encoding="utf-8"))
+        status: Any = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     missing = NEEDED - set(status) if isinstance(status, dict) else NEEDED
