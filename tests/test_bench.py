@@ -1,6 +1,7 @@
 """Benchmarks run on small cases, report what they must, and refuse to time what is wrong."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from dgt import bench
 from dgt.bench import attention
 from dgt.bench.candidates import Candidate
+from dgt.bench.report import report
 
 
 def test_attention_rows_and_table() -> None:
@@ -105,6 +107,12 @@ def test_speed_against_accuracy(tmp_path: Path) -> None:
     assert (tmp_path / "speed.png").stat().st_size > 10_000
     with pytest.raises(ValueError, match="rows must hold a model with a published accuracy"):
         bench.draw_accuracy([{**rows[0], "image_size": 512}], tmp_path / "none.png")
+
+
+@pytest.mark.parametrize("task", [{"what": "attention"}, {"profile": True}, {"training": True}])
+def test_only_inference_is_plotted(task: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--plot draws models at inference"):
+        report(**{"what": "models", **task}, plot=str(tmp_path / "speed.png"))
 
 
 def test_the_machine_is_described() -> None:

@@ -32,9 +32,12 @@ def report(
         options: ``compiled``, ``training``, ``memory`` of :func:`bench_models`.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as the benchmarks do; ValueError for ``rounds`` below 1.
+        TypeError, ValueError, RuntimeError: as the benchmarks do; ValueError for ``rounds`` below 1, and for a plot of
+            anything but the inference of models.
     """
     check_count("--rounds", rounds)
+    if plot is not None and (what == "attention" or profile or options.get("training")):
+        raise ValueError("--plot draws models at inference: it goes with neither attention, --profile nor --train")
     models: dict[str, Any] = {"names": names or MODELS, "image_size": image_size, "batch_size": batch_size}
     models |= {"device": device, "rounds": rounds}
     if what == "attention":
