@@ -162,6 +162,16 @@ train(Path(sys.argv[2]), *sys.argv[4:], poke=[die], monkeypatch=pytest.MonkeyPat
 """
 
 
+def test_an_error_before_the_first_batch_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("no way in")
+
+    with pytest.raises(RuntimeError, match="no way in"):
+        train(tmp_path / "run", poke=[Poke("setup", lambda _: True, fail)], monkeypatch=monkeypatch)
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["state"], status["error"], status["epochs"]) == ("failed", "no way in", 0)
+
+
 def test_killed(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = ["--checkpoint.every_steps=2"]
     words = [Path(__file__).parent, tmp_path / "run", torch.get_num_threads(), *keys]

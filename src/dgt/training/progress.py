@@ -8,6 +8,7 @@ RUN/status.json    where the training is now, rewritten every few seconds
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import socket
@@ -233,16 +234,22 @@ def progress_callbacks(folder: Path, pace: Pace) -> list[Callback]:
     return [*seen, RunBar(pace)] if sys.stdout.isatty() else seen
 
 
+def batches_per_epoch(trainer: Trainer) -> int:
+    """Batches of an epoch on each process; 0 before the loader is known, where Lightning says infinity."""
+    batches = trainer.num_training_batches
+    return int(batches) if math.isfinite(batches) else 0
+
+
 def total_batches(trainer: Trainer) -> int:
     """Batches of the whole training on each process."""
-    batches = int(trainer.num_training_batches)
     limit = step_limit(trainer)
-    return limit * trainer.accumulate_grad_batches if limit else (trainer.max_epochs or 0) * batches
+    return limit * trainer.accumulate_grad_batches if limit else (trainer.max_epochs or 0) * batches_per_epoch(trainer)
 
 
 def epochs(trainer: Trainer) -> int:
-    """Epochs of the whole training, where its length is given in steps too."""
-    return -(-total_batches(trainer) // max(1, int(trainer.num_training_batches)))
+    """Epochs of the whole training, where its length is given in steps too; 0 before the loader is known."""
+    batches = batches_per_epoch(trainer)
+    return -(-total_batches(trainer) // batches) if batches else 0
 
 
 def step_limit(trainer: Trainer) -> int | None:
