@@ -49,7 +49,7 @@ class Poke(Callback):
     """Calls a function at one hook, the first time that a condition holds there."""
 
     def __init__(self, hook: str, when: Callable[[Trainer], bool], act: Callable[[], None]) -> None:
-        def poke(trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        def poke(trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any) -> None:
             if not self.done and trainer.state.fn == "fit" and when(trainer):
                 self.done = True
                 act()

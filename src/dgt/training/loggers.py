@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
 from numpy.typing import NDArray
 
 from dgt.training.files import write_whole
@@ -31,6 +32,7 @@ class MetricsTable(CSVLogger):
 
     _told = False
 
+    @rank_zero_only
     def save(self) -> None:
         """Append the new rows, all of them or none; a failure is told once in a row."""
         path = Path(self.log_dir) / "metrics.csv"
