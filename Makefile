@@ -29,7 +29,10 @@ $(READY): pyproject.toml
 demo: $(READY) ## train, evaluate and draw on the built-in data; results in runs/demo
 	$(BIN)/dgt demo
 
-test: test-unit test-timm test-kernels ## our tests, timm's own on our models, and the kernels compiled for sm_90
+# Two at a time: each alone leaves a core idle for half of its time. What they print stays apart where make can do that.
+test: $(READY) ## our tests, timm's own on our models, and the kernels compiled for sm_90
+	@$(MAKE) --no-print-directory --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) \
+		test-timm test-unit test-kernels
 
 test-unit: $(READY)
 	$(BIN)/python -m pytest -q -m "not gpu"
