@@ -133,13 +133,12 @@ class FoldedConv(nn.Module):
         """What `_take_off_outside` subtracts, as a map (H, W, C) that a compiler computes on its way."""
         row = torch.arange(height, device=self.rows.device)[:, None, None]
         column = torch.arange(width, device=self.rows.device)[:, None]
-        outside = self.rows.new_zeros(())
-        for i, at_row in enumerate((row == 0, row == height - 1)):
-            outside = outside + at_row * self.rows[i]
-            for j, at_column in enumerate((column == 0, column == width - 1)):
-                outside = outside - (at_row & at_column) * self.corners[i, j]
-        for j, at_column in enumerate((column == 0, column == width - 1)):
-            outside = outside + at_column * self.columns[j]
+        rows, columns = (row == 0, row == height - 1), (column == 0, column == width - 1)
+        outside = columns[0] * self.columns[0] + columns[1] * self.columns[1]
+        for i in range(2):
+            outside = outside + rows[i] * self.rows[i]
+            for j in range(2):
+                outside = outside - (rows[i] & columns[j]) * self.corners[i, j]
         return outside
 
 

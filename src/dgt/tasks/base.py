@@ -81,5 +81,5 @@ class TrainingTask(LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Go on summing; the first process goes on from the sum of all."""
         for name, value in checkpoint.get("train_loss", {}).items():
-            first = self.trainer.is_global_zero
-            setattr(self.train_loss, name, (value if first else 0 * value).to(self.train_loss.device))
+            own = value if self.trainer.is_global_zero else torch.zeros_like(value)
+            setattr(self.train_loss, name, own.to(self.train_loss.device))
