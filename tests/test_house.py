@@ -19,7 +19,7 @@ PACKAGE = ROOT / "src" / "dgt"
 
 # Each may import only itself and what stands before it. A new top-level module takes its place here.
 LAYERS = (
-    *("ops", "layers", "models", "data", "tasks", "recipes", "training", "export"),
+    *("utils", "ops", "layers", "models", "data", "tasks", "recipes", "training", "export"),
     *("figures", "demo", "explorer", "bench", "cli", "__main__"),
 )
 NOT_FROM = {"data": {"models"}}

@@ -27,7 +27,7 @@ from dgt.data.decoding import BrokenImage, BrokenImages, try_decode
 from dgt.data.loading import Batch, Key
 from dgt.data.module import ImageData, check_at_least, subset_indices
 from dgt.data.scenes import Scenes
-from dgt.data.seeding import seeded
+from dgt.utils.seeding import seeded
 
 DATASETS = ("coco", "scenes")
 SCENES_SIZE = {"train": 4000, "val": 500}

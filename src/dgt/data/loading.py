@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from dgt.data.decoding import BrokenImage, BrokenImages, BrokenImagesError
 from dgt.data.images import Labelled, LabelledImages
-from dgt.data.seeding import generator, reseed, seeded
+from dgt.utils.seeding import generator, reseed, seeded
 from dgt.data.transforms import BatchTargets, Mix, Patch, Transform, mix_images
 
 HUGE = 1 << 22  # bytes from which huge pages pay

@@ -16,7 +16,7 @@ import torch.distributed
 
 from dgt.data.decoding import BrokenImages, write_broken_images
 from dgt.data.loading import Batch, EpochBatches, Key, Loader, Prepared
-from dgt.data.seeding import generator
+from dgt.utils.seeding import generator
 
 
 class SplitDataset(Protocol):

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from dgt.data.seeding import generator
+from dgt.utils.seeding import generator
 from dgt.data.shapes import DISTANCE, KINDS, RADIUS, Field
 from dgt.data.textures import background, pixel_grid
 

@@ -20,7 +20,7 @@ from dgt.data.decoding import BrokenImage
 from dgt.data.images import folder_names
 from dgt.data.loading import Batch, Key, Loader
 from dgt.data.module import ImageData, check_at_least, subset_indices
-from dgt.data.seeding import seeded
+from dgt.utils.seeding import seeded
 from dgt.data.segmentation_maps import (
     IGNORED,
     LabelMapFolder,

@@ -20,7 +20,7 @@ import numpy as np
 
 from dgt.data.decoding import BrokenImage, BrokenImages, try_decode, write_broken_images
 from dgt.data.images import ImageFolder, folder_names
-from dgt.data.seeding import generator
+from dgt.utils.seeding import generator
 from dgt.data.shards import ENTRY, MANIFEST, SHARD_FORMAT, ShardIndex, check_size, read_index, read_manifest
 
 BROKEN_IMAGES = "broken_images.txt"

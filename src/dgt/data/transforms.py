@@ -20,7 +20,7 @@ from timm.data.transforms_factory import create_transform
 from torch import Tensor
 from torchvision import transforms
 
-from dgt.data.seeding import seeded
+from dgt.utils.seeding import seeded
 
 Triple = tuple[float, float, float]
 

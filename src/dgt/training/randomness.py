@@ -1,6 +1,6 @@
 """Randomness inside a training step as a function of (seed, epoch, batch, process): dropout, drop path, sampling.
 
-The data layer draws its own randomness the same way (`dgt.data.seeding`). Together they make a training that is stopped
+The data layer draws its own randomness the same way (`dgt.utils.seeding`). Together they make a training that is stopped
 anywhere and goes on from a checkpoint meet the draws that it would have met.
 """
 
@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
-from dgt.data.seeding import seed_sequence
+from dgt.utils.seeding import seed_sequence
 
 
 class StepSeeds(Callback):

@@ -1,0 +1,31 @@
+"""The processes of a distributed run, as one process sees them; a process alone is a group of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+
+def in_group() -> bool:
+    """Whether this process belongs to a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank() -> int:
+    """The number of this process, from 0."""
+    return int(dist.get_rank()) if in_group() else 0
+
+
+def world_size() -> int:
+    """How many processes there are."""
+    return int(dist.get_world_size()) if in_group() else 1
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """The plain value of every process, in their order; a matter of all processes."""
+    if world_size() == 1:
+        return [value]
+    found: list[Any] = [None] * world_size()
+    dist.all_gather_object(found, value)
+    return found

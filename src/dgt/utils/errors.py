@@ -1,0 +1,27 @@
+"""Errors that say to the user what is wrong, as classes, and the package's logger.
+
+The `dgt` command prints an error of these classes as one sentence; any other exception is a bug and shows its traceback.
+Files that are missing, in the way or unwritable are Python's own `OSError`s, which it prints in the same way.
+"""
+
+from __future__ import annotations
+
+import logging
+
+LOGGER = logging.getLogger("dgt")
+
+
+class UserError(ValueError):
+    """Something that the user gave, in a sentence: which argument, what was expected, what came."""
+
+
+class RecipeError(UserError):
+    """A recipe that is wrong: an unknown key, a value of a wrong type or out of its range."""
+
+
+class NonFiniteInput(UserError):
+    """NaN where numbers are needed; in a training it comes of diverging weights, not of the caller."""
+
+
+class LostProcess(RuntimeError):
+    """Another process of a distributed training is gone."""
