@@ -1,7 +1,10 @@
-"""What every task shares: the network, the optimizer and its schedule, and the names under which losses are logged."""
+"""What a task is: one row that says how its network is built, what it minimises and how it is measured."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +14,66 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 
+from dgt.data.module import ImageData
+from dgt.tasks.network import ModelSettings
 from dgt.tasks.optim import OptimizerSettings, ScheduleSettings, build_optimizer, schedule_factor
+
+Losses = dict[str, Tensor]
+"""Scalars by name: "loss" is what is minimised, the others are its parts, logged as `train/NAME`."""
+
+
+class Metrics(ABC):
+    """What one validation measures, over the images of all processes."""
+
+    results: list[dict[str, Any]] | None = None
+    """Entries for a file of predictions, for a task that has one; of all processes after `compute`."""
+
+    @abstractmethod
+    def update(self, network: nn.Module, images: Any, targets: Any) -> None:
+        """Run the network, in evaluation mode, on one batch of validation images and count what it finds."""
+
+    @abstractmethod
+    def compute(self) -> dict[str, float]:
+        """The metrics by name, shares in [0, 1]; a matter of all processes."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task that a recipe can name.
+
+    Args:
+        name: its key in `TASKS`.
+        data: the data module; its constructor's arguments are the recipe's section `data`.
+        build: makes the network from the recipe's model, the number of classes and the side of the training images in
+            pixels; a network with a backbone has it as its attribute `backbone`, a `FeatureBackbone`.
+        headline: the metrics that are printed, with their human-readable names. The first, the larger the better,
+            chooses the best checkpoint.
+        losses: network in training mode, images and targets of one batch -> losses.
+        metrics: data module, set up -> the `Metrics` of one validation.
+        refused_precision: value of `trainer.precision` that its operators lack.
+        has_results: whether its metrics gather `results`.
+    """
+
+    name: str
+    data: type[ImageData]
+    build: Callable[[ModelSettings, int, int], nn.Module]
+    headline: Mapping[str, str]
+    losses: Callable[[nn.Module, Any, Any], Losses]
+    metrics: Callable[[Any], Metrics]
+    refused_precision: str | None = None
+    has_results: bool = False
+    task: Any = None
+
+    @property
+    def monitor(self) -> str:
+        """The logged name of the metric that chooses the best checkpoint."""
+        return f"val/{next(iter(self.headline))}"
+
+    def summary(self, metrics: Mapping[str, float]) -> str:
+        """The headline metrics in percent, as far as they are there: `top-1 81.20 %  top-5 95.00 %`."""
+        shown = [f"{label} {100 * metrics[key]:.2f} %" for key, label in self.headline.items() if key in metrics]
+        return "  ".join(shown)
+
 
 LOSS_SUMS = ("mean_value", "weight")  # what torchmetrics' mean consists of
 

@@ -6,13 +6,19 @@ Mixup, CutMix and label smoothing are the data's matter: under them a target is 
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from dgt.tasks.base import TrainingTask
+from dgt.data.classification import ClassificationData
+from dgt.tasks.base import Losses, Metrics, Task, TrainingTask
+from dgt.tasks.network import build_classifier
 from dgt.tasks.optim import OptimizerSettings, ScheduleSettings
+from dgt.utils.distributed import gather_objects
 
 
 def classification_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -75,3 +81,41 @@ class ClassificationTask(TrainingTask):
             metric = getattr(self, f"val_{name}")
             self.log(f"val/{name}", metric.compute(), prog_bar=name == "top1", sync_dist=True)
             metric.reset()
+
+
+def losses(network: nn.Module, images: Tensor, targets: Tensor) -> Losses:
+    """Cross entropy of images (B, 3, H, W) and targets, (B,) or (B, classes)."""
+    return {"loss": classification_loss(network(images), targets)}
+
+
+class ClassificationMetrics(Metrics):
+    """`loss`, and the shares `top1` and `top5` of images whose class is among the one or five most probable."""
+
+    def __init__(self, data: Any) -> None:
+        self.sums = torch.zeros(4)  # of losses, of images found first, of those among the first five, and of images
+
+    def update(self, network: nn.Module, images: Tensor, targets: Tensor) -> None:
+        """Add images (B, 3, H, W) with labels (B,)."""
+        logits = network(images).float()
+        loss = F.cross_entropy(logits, targets, reduction="sum")
+        found = logits.topk(min(5, logits.shape[1])).indices == targets[:, None]
+        counts = torch.stack([found[:, 0].sum(), found.sum(), loss.new_tensor(len(targets))])
+        self.sums = self.sums.to(loss.device) + torch.cat([loss[None], counts])
+
+    def compute(self) -> dict[str, float]:
+        """Means over all images; NaN where there are none."""
+        *sums, count = (sum(column) for column in zip(*gather_objects(self.sums.tolist()), strict=True))
+        return {
+            name: total / (count or float("nan")) for name, total in zip(("loss", "top1", "top5"), sums, strict=True)
+        }
+
+
+CLASSIFY = Task(
+    name="classify",
+    data=ClassificationData,
+    build=build_classifier,
+    headline={"top1": "top-1", "top5": "top-5"},
+    losses=losses,
+    metrics=ClassificationMetrics,
+    task=ClassificationTask,
+)

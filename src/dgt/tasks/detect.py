@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dgt.data.detection import DetectionData
 from dgt.models.mask_rcnn import PaddedMaskRCNN, build_mask_rcnn
 from dgt.tasks.average_precision import Entry, average_precision, coco_results
-from dgt.tasks.base import TrainingTask
+from dgt.tasks.base import Losses, Metrics, Task, TrainingTask
 from dgt.tasks.network import ModelSettings
-
-HEADLINE = {"box_ap": "box AP", "box_ap50": "box AP50", "mask_ap": "mask AP", "mask_ap50": "mask AP50"}
+from dgt.utils.distributed import gather_objects
 
 
 class DetectionTask(TrainingTask):
@@ -98,3 +99,46 @@ def build_detector(settings: ModelSettings, num_classes: int, image_size: int) -
 
 
 HEAD_KEYS = ("max_size", "fpn_channels", "box_channels", "mask_channels", "anchor_sizes", "options")
+
+
+def losses(network: nn.Module, images: list[Tensor], targets: list[dict[str, Tensor]]) -> Losses:
+    """The losses of proposals, classes, boxes and masks of one batch, and their sum."""
+    parts: Losses = network(images, targets)
+    return {"loss": torch.stack([part.float() for part in parts.values()]).sum(), **parts}
+
+
+class DetectionMetrics(Metrics):
+    """COCO's twelve averages of precision, `box_ap` to `mask_ap_large`; `results` are the detections they are of.
+
+    Images that could not be read are left out; -1 stands for a size of which there is no object.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+        self.results: list[Entry] = []
+        self.image_ids: list[int] = []
+
+    def update(self, network: nn.Module, images: list[Tensor], targets: list[dict[str, Tensor]]) -> None:
+        """Add the detections in one batch of images (3, H, W) of several sizes."""
+        numbers = [int(target["image_id"]) for target in targets]
+        self.image_ids += numbers
+        self.results += coco_results(network(images), numbers, self.data.category_ids)
+
+    def compute(self) -> dict[str, float]:
+        """Average precision over the images of all processes."""
+        found, seen = zip(*gather_objects((self.results, self.image_ids)), strict=True)
+        self.results, self.image_ids = [*chain(*found)], [*chain(*seen)]
+        return average_precision(self.data.ground_truth(), self.results, self.image_ids)
+
+
+DETECT = Task(
+    name="detect",
+    data=DetectionData,
+    build=build_detector,
+    headline={"box_ap": "box AP", "box_ap50": "box AP50", "mask_ap": "mask AP", "mask_ap50": "mask AP50"},
+    losses=losses,
+    metrics=DetectionMetrics,
+    refused_precision="bf16-true",  # torchvision's non-maximum suppression does not exist in it
+    has_results=True,
+    task=DetectionTask,
+)

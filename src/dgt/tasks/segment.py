@@ -6,6 +6,8 @@ kept out of the attention too, through the mask of real pixels.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,11 +16,12 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 from dgt.data.segmentation import LabelMaps, SegmentationData
 from dgt.data.segmentation_maps import IGNORED
 from dgt.models.upernet import UperNet, build_upernet
-from dgt.tasks.base import TrainingTask
+from dgt.tasks.base import Losses, Metrics, Task, TrainingTask
 from dgt.tasks.confusion import segmentation_scores
 from dgt.tasks.network import ModelSettings
 from dgt.tasks.optim import OptimizerSettings, ScheduleSettings
 from dgt.tasks.scanning import predict_labels
+from dgt.utils.errors import UserError
 
 AUXILIARY_WEIGHT = 0.4
 
@@ -130,3 +133,53 @@ def build_segmenter(settings: ModelSettings, num_classes: int, image_size: int) 
     if settings.drop_path_rate is not None:
         arguments.setdefault("drop_path_rate", settings.drop_path_rate)
     return build_upernet(settings.name, num_classes, image_size=image_size, **settings.head, **arguments)
+
+
+def losses(network: nn.Module, images: Tensor, targets: LabelMaps) -> Losses:
+    """Cross entropy of both heads of a UperNet for padded crops (B, 3, S, S)."""
+    labels = targets.labels.long()
+    logits = network.forward_both(images, real_pixels(targets))
+    main, auxiliary = (segmentation_loss(part, labels) for part in logits)
+    return {"loss": main + AUXILIARY_WEIGHT * auxiliary, "loss_main": main, "loss_auxiliary": auxiliary}
+
+
+class SegmentationMetrics(Metrics):
+    """`miou`, `mean_accuracy`, `accuracy` and `iou/CLASS` of every class that is there or predicted."""
+
+    def __init__(self, data: SegmentationData) -> None:
+        self.data = data
+        self.confusion = MulticlassConfusionMatrix(data.num_classes, ignore_index=IGNORED, validate_args=False)
+
+    def update(self, network: nn.Module, images: list[Tensor], targets: list[Tensor]) -> None:
+        """Add images (3, H, W) of several sizes with their labels (H, W) to the confusion matrix."""
+        for size in dict.fromkeys(image.shape for image in images):
+            alike = [index for index, image in enumerate(images) if image.shape == size]
+            stacked = torch.stack([images[index] for index in alike])
+            found = predict_labels(network, stacked, self.data.scale, self.data.test)
+            labels = torch.stack([targets[index] for index in alike]).long()
+            self.confusion.to(found.device).update(found, labels)
+
+    def compute(self) -> dict[str, float]:
+        """The measures of all processes' images; torchmetrics sums the matrix over them.
+
+        Raises:
+            UserError: no pixel of the validation's images has a label.
+        """
+        counts = self.confusion.compute()
+        if not counts.any():
+            raise UserError("the validation's label maps hold no labelled pixel, so there is no mIoU to compute")
+        scores = segmentation_scores(counts)
+        overall = {name: float(getattr(scores, name)) for name in ("miou", "mean_accuracy", "accuracy")}
+        ious = zip(self.data.class_names, scores.iou.tolist(), strict=True)
+        return overall | {f"iou/{name}": iou for name, iou in ious if not math.isnan(iou)}
+
+
+SEGMENT = Task(
+    name="segment",
+    data=SegmentationData,
+    build=build_segmenter,
+    headline={"miou": "mIoU", "accuracy": "pixel accuracy"},
+    losses=losses,
+    metrics=SegmentationMetrics,
+    task=SegmentationTask,
+)
