@@ -2,6 +2,6 @@
 
 import sys
 
-from dgt.cli import main
+from dgt_command import main
 
 sys.exit(main())

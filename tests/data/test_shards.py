@@ -10,12 +10,12 @@ import pytest
 import torch
 from PIL import Image
 
-from dgt.cli import main
 from dgt.data.classification import ClassificationData
 from dgt.data.decoding import BrokenImage
 from dgt.data.images import ImageFolder, available_splits, open_images
 from dgt.data.sharding import verify_shards, write_shards
 from dgt.data.shards import OPEN_FILES, ShardImages
+from dgt_command import main
 
 QUIET = {"report": lambda line: None}
 

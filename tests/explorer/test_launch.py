@@ -15,13 +15,13 @@ import pytest
 import torch
 from fastapi.testclient import TestClient
 
-from dgt.cli import main
 from dgt.explorer import Album, Explorer, create_app, launch, serve
 from dgt.explorer.views import shown_blocks
 from dgt.tasks.network import build_classifier
 from dgt.training import LoadedRun, load_recipe
 from dgt.training.recipe import Recipe
 from dgt.training.runs import export_model, make_record
+from dgt_command import main
 
 
 @pytest.fixture(scope="module")

@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 import dgt.export.files as files
-from dgt.cli import main
 from dgt.export import Source, export
 from dgt.export.source import source_of_run
 from dgt.layers.windows import WindowAttention
 from dgt.training import LoadedRun, load_recipe, load_run
+from dgt_command import main
 
 SIZES = [(1, 33, 33), (3, 97, 65), (1, 224, 320), (3, 128, 128)]
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from dgt.cli import main
 from dgt.figures import diagnosis
 from dgt.figures.diagnosis import diagnosis_table, figure_diagnosis
 from dgt.models import BlockDiagnosis
+from dgt_command import main
 
 from .test_visualize import make_run
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import dgt
-from dgt.models.info import model_rows, model_table
+from dgt.app.info import model_rows, model_table
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from dgt.app.info import model_rows
 from dgt.layers import DGAttention
 from dgt.models import group_records
 from dgt.models.backbone import build_backbone
-from dgt.models.info import model_rows
 from dgt.models.mask_rcnn import PaddedMaskRCNN, build_mask_rcnn, mask_rcnn_cost, pixel_mask
 
 SMALL: dict[str, Any] = {"fpn_channels": 16, "box_channels": 16, "mask_channels": [16]}

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import dgt
+from dgt.app.info import model_rows
 from dgt.models.backbone import build_backbone
-from dgt.models.info import model_rows
 from dgt.models.inspection import group_records
 
 

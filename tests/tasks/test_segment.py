@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from dgt.cli import main
 from dgt.data.segmentation import LabelMaps
 from dgt.tasks.network import ModelSettings
 from dgt.tasks.segment import build_segmenter, real_pixels, segmentation_loss
 from dgt.training import evaluate, fit, load_recipe, load_run
 from dgt.training.recipe import shipped_recipes
+from dgt_command import main
 
 SHORT = ("--schedule.epochs=1", "--schedule.warmup_epochs=0.5", "--trainer.accelerator=cpu", "--trainer.devices=1")
 SMALL = (

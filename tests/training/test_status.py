@@ -14,10 +14,10 @@ from typing import Any, cast
 
 import pytest
 
-from dgt.cli import main
 from dgt.training import Result
 from dgt.training.progress import Pace, RunBar, StepLimit, duration
 from dgt.training.status import run_status, status_text
+from dgt_command import main
 
 
 def a_run(folder: Path, **changes: Any) -> Path:
