@@ -1,93 +1,101 @@
 """The whole operator on a GPU against what users would pick instead, with the share of the floor it reaches.
 
-    python benchmarks/gpu_attention.py --out benchmarks/results/gpu_attention.json
+    python benchmarks/gpu_attention.py forward|backward|profile --out FILE.json [--cases 3136,196]
 
 Grouping, selection and attention in bfloat16, D 32, G 48, beside SDPA (flash) over all keys, SDPA in windows of 49 keys
-(what Swin does) and the `forms` backend (what the paper does), in one run; forward, and forward with backward. Every
-case is first checked against dense attention under a mask. The floor is the larger of the fewest bytes over the
-memory's rate and the operations over the matrix units' rate; both rates are arguments. Kernel times are from PyTorch's
-profiler.
+(what Swin does), the steps launched one by one, and the products of the paper's appendix with P in memory. Every case
+is first checked against dense attention under a mask. A row is on disk as soon as it is measured. The floor is the
+larger of the fewest bytes over the memory's rate and the operations over the matrix units' rate; both are arguments.
+`profile` lists every kernel of forward and backward with its time; kernels are counted once.
 """
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from gpu_common import Rows, times
 from torch import Tensor
+from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
-from triton.testing import do_bench
 
 import dgt
-from dgt.bench import machine
+from dgt.ops import triton as kernels
 
-CASES = ((128, 2, 3136, 98), (32, 2, 16384, 512), (8, 2, 64000, 500), (128, 8, 196, 98), (128, 4, 784, 98))
+CASES = ((128, 2, 3136, 98), (128, 8, 196, 98), (32, 2, 16384, 512), (8, 2, 64000, 500), (128, 4, 784, 98),
+         (32, 2, 16384, 513))  # fmt: skip
 TARGETS = {3136: 5.0, 16384: 8.0, 64000: 25.0, 196: 1 / 1.5}  # times as fast as SDPA over all keys
 CHANNELS, GROUPS, WINDOW = 32, 48, 49
+MODEL = Path(__file__).parent / "results" / "gpu_model.json"
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def main() -> None:
-    """Measure every case and write JSON."""
+    """Measure one part, case by case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=["forward", "backward", "profile"])
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--cases", help="numbers of tokens, comma-separated (default: all)")
     parser.add_argument("--bandwidth", type=float, default=4.3e12, help="bytes per second of a large copy")
     parser.add_argument("--rate", type=float, default=790e12, help="bfloat16 operations per second of a large product")
     options = parser.parse_args()
     torch.manual_seed(0)
-    rows = []
+    rows = Rows(options.out, options.part)
     for case in CASES:
-        rows.append(measure(*case, options.bandwidth, options.rate))
-        document = {"device": torch.cuda.get_device_name(), "machine": machine(), "argv": sys.argv, "rows": rows}
-        temporary = options.out.with_suffix(".tmp")
-        temporary.write_text(json.dumps(document, indent=1))
-        temporary.replace(options.out)
-        print(json.dumps({k: v for k, v in rows[-1].items() if not isinstance(v, dict)}), flush=True)
+        if options.cases and str(case[2]) not in options.cases.split(","):
+            continue
+        query, key, value, centroids = inputs(*case[:3])
+        title = "B{} H{} L{} k{}".format(*case) + f" D{CHANNELS} G{GROUPS} bfloat16"
+        attend = candidates(case, centroids)
+        check(query[:1], key[:1], value[:1], centroids, case[3])
+        if options.part == "profile":
+            rows.add({"case": title, "kernels_us": kernel_times(attend["triton"], query, key, value)})
+            continue
+        row = {"case": title, "model_ms": predicted(case, options.part)}
+        backward = options.part == "backward"
+        for name, function in attend.items():
+            row |= timings(name, function, backward, query, key, value)
+        floor = floor_ms(case, options.bandwidth, options.rate, backward)
+        row |= {"floor_ms": floor, "share_of_floor": floor / row["triton_ms"], "target": TARGETS.get(case[2])}
+        row |= {f"times_as_fast_as_{name}": row[f"{name}_ms"] / row["triton_ms"] for name in list(attend)[1:]}
+        rows.add(row)
 
 
-def measure(batch: int, heads: int, tokens: int, top_k: int, bandwidth: float, rate: float) -> dict[str, Any]:
-    """Check and time one case."""
+def inputs(batch: int, heads: int, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Query, key and value with heads interleaved, as a projection leaves them, and centroids."""
     qkv = torch.randn(batch, tokens, 3, heads, CHANNELS, device="cuda", dtype=torch.bfloat16)
-    query, key, value = (t.detach().requires_grad_() for t in qkv.permute(2, 0, 3, 1, 4).unbind(0))
-    centroids = F.normalize(torch.randn(heads, GROUPS, CHANNELS, device="cuda"), dim=-1)
-    check(query[:1], key[:1], value[:1], centroids, top_k)
-
-    def ours(backend: str) -> Attend:
-        if backend == "forms":
-            return lambda q, k, v: steps(q, k, v, centroids, top_k, "forms")
-        return lambda q, k, v: dgt.dynamic_group_attention(q, k, v, centroids, top_k, backend=backend).output
-
-    row: dict[str, Any] = {"case": f"B{batch} H{heads} L{tokens} k{top_k} D{CHANNELS} G{GROUPS} bfloat16"}
-    candidates = {"triton": ours("triton"), "sdpa": flash, "windows": windows}
-    candidates["steps"] = lambda q, k, v: steps(q, k, v, centroids, top_k, "triton")
-    if batch * heads * tokens * top_k * 2 < 16e9:  # P of the forms must fit
-        candidates["forms"] = ours("forms")
-    for name, attend in candidates.items():
-        row |= timings(name, attend, query, key, value)
-    for part in ("forward", "both"):
-        floor = floor_ms(batch * heads, tokens, top_k, bandwidth, rate, backward=part == "both")
-        row[f"{part}_floor_ms"] = floor
-        row[f"{part}_share_of_floor"] = floor / row[f"triton_{part}_ms"]
-        for other in list(candidates)[1:]:
-            row[f"{part}_times_as_fast_as_{other}"] = row[f"{other}_{part}_ms"] / row[f"triton_{part}_ms"]
-    row["target_over_sdpa"] = TARGETS.get(tokens)
-    row["kernels_us"] = kernel_times(ours("triton"), query, key, value)
-    return row
+    query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    return query, key, value, F.normalize(torch.randn(heads, GROUPS, CHANNELS, device="cuda"), dim=-1)
 
 
-def steps(query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, top_k: int, backend: str) -> Tensor:
-    """Grouping and selection kernels, then attention alone: ours (never in one kernel), or the paper's products."""
-    from dgt.ops import triton as kernels
+def candidates(case: tuple[int, int, int, int], centroids: Tensor) -> dict[str, Attend]:
+    """Ours, and what it is set against."""
+    batch, heads, tokens, top_k = case
+    found: dict[str, Attend] = {
+        "triton": lambda q, k, v: dgt.dynamic_group_attention(q, k, v, centroids, top_k, backend="triton").output,
+        "sdpa": flash,
+        "windows": windows,
+        "steps": lambda q, k, v: dgt.attend(q, k, v, *ids_of(q, k, centroids, top_k), backend="triton"),
+    }
+    if batch * heads * tokens * top_k * 2 < 16e9:  # P must fit
+        found["forms"] = lambda q, k, v: forms(q, k, v, *ids_of(q, k, centroids, top_k))
+    return found
 
-    groups = kernels.group_queries(query, centroids, None)
-    keys = kernels.select_keys(centroids, key, top_k, None)
-    return dgt.attend(query, key, value, groups, keys, backend=backend)
+
+def ids_of(query: Tensor, key: Tensor, centroids: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Groups and keys, by operators of their own."""
+    return kernels.group_queries(query, centroids, None), kernels.select_keys(centroids, key, top_k, None)
+
+
+def forms(query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor) -> Tensor:
+    """Attention of the products of the paper's appendix, P in memory."""
+    scores = dgt.group_matmul(1, query * CHANNELS**-0.5, key, group_ids, key_ids, backend="triton")
+    return dgt.group_matmul(2, scores.softmax(-1), value, group_ids, key_ids, backend="triton")
 
 
 def flash(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -115,25 +123,28 @@ def check(query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, top_k: i
         raise RuntimeError(f"wrong result before timing: error {ratio:.2e} of its size")
 
 
-def timings(name: str, attend: Attend, *tensors: Tensor) -> dict[str, float]:
-    """Median milliseconds and peak bytes, forward and with backward."""
+def timings(name: str, attend: Attend, backward: bool, *tensors: Tensor) -> dict[str, Any]:
+    """Median milliseconds of forward, or of forward with backward and its peak of memory."""
+    if not backward:
+        with torch.no_grad():
+            return times(name, lambda: attend(*tensors))
     leaves = [t.detach().requires_grad_() for t in tensors]
-
-    def both() -> None:
-        attend(*leaves).backward(grad)
-
-    with torch.no_grad():
-        grad = torch.randn_like(attend(*leaves))
-        forward = do_bench(lambda: attend(*leaves), warmup=50, rep=200, return_mode="median")
+    grad = torch.randn_like(attend(*leaves))
     torch.cuda.reset_peak_memory_stats()
-    both()
-    peak = torch.cuda.max_memory_allocated()
-    with_backward = do_bench(both, warmup=50, rep=300, grad_to_none=leaves, return_mode="median")
-    return {f"{name}_forward_ms": forward, f"{name}_both_ms": with_backward, f"{name}_peak_bytes": peak}
+    torch.autograd.grad(attend(*leaves), leaves, grad)
+    row = {f"{name}_peak_bytes": torch.cuda.max_memory_allocated()}
+    return row | times(name, lambda: torch.autograd.grad(attend(*leaves), leaves, grad))
 
 
-def floor_ms(heads: int, tokens: int, top_k: int, bandwidth: float, rate: float, backward: bool) -> float:
+def predicted(case: tuple[int, int, int, int], part: str) -> float | None:
+    """What the cycle model says of the kernels, in milliseconds, where it has been asked."""
+    known: dict[str, float] = json.loads(MODEL.read_text())["ms"] if MODEL.exists() else {}
+    return known.get(f"{part} L{case[2]} k{case[3]}")
+
+
+def floor_ms(case: tuple[int, int, int, int], bandwidth: float, rate: float, backward: bool) -> float:
     """The least time: each input read once, each output written once, every operation on the matrix units."""
+    heads, tokens, top_k = case[0] * case[1], case[2], case[3]
     rows, ids = heads * tokens * CHANNELS * 2, heads * (tokens + GROUPS * top_k) * 8
     attend, scores = 4 * heads * tokens * top_k * CHANNELS, 4 * heads * tokens * GROUPS * CHANNELS
     moved, operations = 4 * rows + ids + heads * tokens * 4, attend + scores
@@ -149,9 +160,10 @@ def kernel_times(attend: Attend, *tensors: Tensor) -> dict[str, float]:
     grad = torch.randn_like(attend(*leaves))
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
         for _ in range(5):
-            attend(*leaves).backward(grad)
+            torch.autograd.grad(attend(*leaves), leaves, grad)
         torch.cuda.synchronize()
-    found = {event.key: event.self_device_time_total / 5 for event in trace.key_averages()}
+    on_device = [event for event in trace.key_averages() if event.device_type == DeviceType.CUDA]
+    found = {event.key: event.self_device_time_total / 5 for event in on_device}
     return {name: time for name, time in sorted(found.items(), key=lambda item: -item[1])[:25] if time > 0}
 
 

@@ -1,7 +1,10 @@
 """Every kernel once on small odd shapes, forward and backward: what to run under compute-sanitizer.
 
-    compute-sanitizer --tool memcheck --error-exitcode 1 python benchmarks/gpu_memcheck.py
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
+        python benchmarks/gpu_memcheck.py [--fewer]
 """
+
+import sys
 
 import torch
 import torch.nn.functional as F
@@ -14,15 +17,17 @@ SHAPES = ((1, 2, 97, 32, 5, 7), (2, 1, 196, 32, 48, 98), (1, 1, 799, 24, 70, 49)
 
 def main() -> None:
     """Run, and fail on a result that is not finite."""
+    fewer = "--fewer" in sys.argv  # bfloat16 alone: the tool makes every kernel many times slower
     for batch, heads, tokens, channels, groups, top_k in SHAPES:
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for dtype in (torch.bfloat16,) if fewer else (torch.bfloat16, torch.float16, torch.float32):
             shape = (batch, heads, tokens, channels)
             leaves = [torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)]
             centroids = F.normalize(torch.randn(heads, groups, channels, device="cuda"), dim=-1)
             mask = torch.rand(batch, tokens, device="cuda") > 0.3
             result = dgt.dynamic_group_attention(*leaves, centroids, top_k, key_mask=mask, backend="triton")
             alone = dgt.attend(*leaves, result.group_ids, result.key_ids, backend="triton")
-            product = dgt.attend(*leaves, result.group_ids, result.key_ids, backend="forms")
+            scores = dgt.group_matmul(1, *leaves[:2], result.group_ids, result.key_ids, backend="triton")
+            product = dgt.group_matmul(2, scores, leaves[2], result.group_ids, result.key_ids, backend="triton")
             (result.output + alone + product).square().sum().backward()
             kernels.group_statistics(leaves[0], centroids, mask)
             kernels.select_keys(centroids, leaves[1], tokens // 2, mask)
