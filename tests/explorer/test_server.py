@@ -22,7 +22,7 @@ from PIL import Image
 import dgt
 from dgt.explorer import Album, Explorer, create_app
 from dgt.explorer.album import MAX_BYTES, MAX_UPLOADS, RefusedUploadError, decode_upload
-from dgt.ops.diagnosis import attention_mass
+from dgt.ops.attention_mass import attention_mass
 
 PNG_TYPE = {"content-type": "image/png"}
 

@@ -89,7 +89,7 @@ def test_attention_that_looks_near_falls_into_the_window() -> None:
     query = 40.0 * near.float()[None, None]
     groups = torch.zeros(1, 1, side * side, dtype=torch.int64)
     keys = torch.arange(9)[None, None, None]
-    masses = dgt.ops.diagnosis.attention_mass_of_choices(query, key, groups, keys, 1.0, (side, side))
+    masses = dgt.ops.attention_mass.attention_mass_of_choices(query, key, groups, keys, 1.0, (side, side))
     torch.testing.assert_close(masses["window"], torch.ones(1, 1, 64))
     torch.testing.assert_close(masses["best_for_query"], torch.ones(1, 1, 64))
     assert masses["selected"][0, 0, -1] < 1e-6
@@ -101,7 +101,7 @@ def test_slices_of_queries_change_nothing(
 ) -> None:
     model, images = sharpen(small()), torch.randn(2, 3, 48, 32)
     whole = dgt.diagnose(model, images)
-    monkeypatch.setattr(dgt.ops.diagnosis, "SLICE", rows * 2 * 2 * 96)
+    monkeypatch.setattr(dgt.ops.attention_mass, "SLICE", rows * 2 * 2 * 96)
     for one, other in zip(whole, dgt.diagnose(model, images), strict=True):
         assert [getattr(one, choice) for choice in CHOICES] == pytest.approx([getattr(other, c) for c in CHOICES])
 
@@ -146,4 +146,4 @@ def test_mistakes(small: Callable[..., dgt.DynamicGroupTransformer]) -> None:
     assert not any(module._forward_pre_hooks for module in model.modules())
     tokens, ids = torch.randn(1, 1, 6, 4), torch.zeros(1, 1, 6, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"grid must hold the 6 tokens, got \(2, 2\)"):
-        dgt.ops.diagnosis.attention_mass_of_choices(tokens, tokens, ids, ids[:, :, None, :2], grid=(2, 2))
+        dgt.ops.attention_mass.attention_mass_of_choices(tokens, tokens, ids, ids[:, :, None, :2], grid=(2, 2))

@@ -12,16 +12,17 @@ import dgt
 from dgt.ops.grouping import blend_centroids, group_statistics
 
 
+@pytest.mark.parametrize("backend", ["reference", "eager"])
 @settings(max_examples=100, derandomize=True, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 90), st.integers(1, 9), st.integers(1, 20))
-def test_the_nearest_centroid_wins_and_ties_go_to_the_lowest(seed, heads, tokens, channels, groups) -> None:
+def test_the_nearest_centroid_wins_and_ties_go_to_the_lowest(backend, seed, heads, tokens, channels, groups) -> None:
     """Small integers, so that scores are exact and ties are many; the oracle is a plain loop."""
     generator = torch.Generator().manual_seed(seed)
     query = torch.randint(-2, 3, (2, heads, tokens, channels), generator=generator).float()
     centroids = torch.randint(-1, 2, (heads, groups, channels), generator=generator).float()
     scores = torch.einsum("bhld,hgd->bhlg", query, centroids).flatten(0, 2).tolist()
     expected = [max(range(groups), key=lambda g, row=row: (row[g], -g)) for row in scores]
-    assert dgt.group_queries(query, centroids).flatten().tolist() == expected
+    assert dgt.group_queries(query, centroids, backend=backend).flatten().tolist() == expected
 
 
 @pytest.mark.parametrize("zero", [0.0, -0.0])

@@ -17,6 +17,7 @@ def oracle(scores: list[float], top_k: int, real: list[bool]) -> list[int]:
     return chosen + [-1] * (min(top_k, len(scores)) - len(chosen))
 
 
+@pytest.mark.parametrize("backend", ["reference", "eager"])
 @settings(max_examples=150, derandomize=True, deadline=None)
 @given(
     st.integers(0, 10**6),
@@ -27,13 +28,13 @@ def oracle(scores: list[float], top_k: int, real: list[bool]) -> list[int]:
     st.integers(1, 90),
     st.sampled_from([0.0, 0.3, 0.9, 1.0]),
 )
-def test_selection_equals_a_plain_sort(seed, heads, tokens, channels, groups, top_k, padding) -> None:
+def test_selection_equals_a_plain_sort(backend, seed, heads, tokens, channels, groups, top_k, padding) -> None:
     """Small integers, so that scores are exact and ties are many."""
     generator = torch.Generator().manual_seed(seed)
     key = torch.randint(-2, 3, (2, heads, tokens, channels), generator=generator).float()
     centroids = torch.randint(-1, 2, (heads, groups, channels), generator=generator).float()
     mask = torch.rand(2, tokens, generator=generator) >= padding if padding else None
-    ids = dgt.select_keys(centroids, key, top_k, mask)
+    ids = dgt.select_keys(centroids, key, top_k, mask, backend)
     scores = torch.einsum("hgd,bhld->bhgl", centroids, key)
     for b in range(2):
         real = [True] * tokens if mask is None else mask[b].tolist()
@@ -48,10 +49,11 @@ def test_equal_keys_are_taken_from_the_front(tokens) -> None:
     assert torch.equal(dgt.select_keys(centroids, key, 7), torch.arange(7).expand(2, 1, 5, 7))
 
 
-def test_signed_zeros_tie() -> None:
+@pytest.mark.parametrize("backend", ["reference", "eager"])
+def test_signed_zeros_tie(backend) -> None:
     key = torch.tensor([-0.0, 0.0, -0.0, 0.0, -1.0]).view(1, 1, 5, 1)
     centroids = torch.tensor([[[1.0], [-1.0]]])
-    assert dgt.select_keys(centroids, key, 2).tolist() == [[[[0, 1], [0, 4]]]]
+    assert dgt.select_keys(centroids, key, 2, backend=backend).tolist() == [[[[0, 1], [0, 4]]]]
 
 
 def test_repeated_keys_are_taken_from_the_front(draw) -> None:
@@ -77,8 +79,9 @@ def test_scores_that_differ_by_the_last_bit_do_not_tie() -> None:
     assert dgt.select_keys(torch.ones(1, 1, 1), key, 1).tolist() == [[[[1]]]]
 
 
-def test_infinite_scores_are_handled() -> None:
+@pytest.mark.parametrize("backend", ["reference", "eager"])
+def test_infinite_scores_are_handled(backend) -> None:
     """The best of all comes first; the worst, minus infinity, never counts as a key."""
     key = torch.tensor([0.0, torch.inf, 1.0, -torch.inf]).view(1, 1, 4, 1)
-    assert dgt.select_keys(torch.ones(1, 1, 1), key, 2).tolist() == [[[[1, 2]]]]
-    assert dgt.select_keys(torch.ones(1, 1, 1), key, 4).tolist() == [[[[0, 1, 2, -1]]]]
+    assert dgt.select_keys(torch.ones(1, 1, 1), key, 2, backend=backend).tolist() == [[[[1, 2]]]]
+    assert dgt.select_keys(torch.ones(1, 1, 1), key, 4, backend=backend).tolist() == [[[[0, 1, 2, -1]]]]

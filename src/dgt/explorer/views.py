@@ -26,7 +26,7 @@ from dgt.figures import choose_groups, distinct_colours
 from dgt.layers import DGAttention
 from dgt.models import DynamicGroupTransformer
 from dgt.ops import dynamic_group_attention
-from dgt.ops.diagnosis import attention_mass_curve, diagnose_selection
+from dgt.ops.attention_mass import attention_mass_curve, diagnose_selection
 from dgt.training import LoadedRun
 
 MAX_TOKENS = 112 * 112

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dgt.layers.centroids import CentroidState
 from dgt.ops import DynamicGroupAttentionOutput, dynamic_group_attention
-from dgt.ops.attention import resolve_backend
+from dgt.ops.backends import resolve_backend
 from dgt.ops.checks import check_count, describe
 
 

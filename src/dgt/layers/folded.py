@@ -20,7 +20,7 @@ from dgt.layers.convolution import ConvStem, InvertedResidualFFN, PatchMerging
 from dgt.layers.head import Head
 from dgt.layers.packed import PackedConv, takes_gradients
 from dgt.ops import eager_inference
-from dgt.ops.attention import resolve_backend
+from dgt.ops.backends import resolve_backend
 
 
 def affine(norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,8 @@
 
 One multiply-add counts one. A convolution or linear counts its multiply-adds, DG-Attention 2 k L C + 2 L G C + k G
 log2(L) (per head the last), global attention 2 L^2 C, a normalisation one per element. Counting runs the model on the
-meta device under ``torch.utils.flop_counter``, so it sees what is executed and computes nothing.
+meta device under ``torch.utils.flop_counter``, so it sees what is executed and computes nothing; the operators'
+formulas are in :mod:`dgt.ops.flops`.
 """
 
 import copy
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import timm
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
+from torch.utils.flop_counter import FlopCounterMode
 
 aten = torch.ops.aten
 
@@ -105,29 +106,8 @@ def _parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return parts
 
 
-# torch's counter counts two per multiply-add; so do these formulas, and cost() halves the sum.
+# torch's counter counts two per multiply-add; so do our formulas, and cost() halves the sum.
 
 
 def _normalisation(x: Any, *_: Any, **__: Any) -> int:
     return 2 * math.prod(x)  # one per element
-
-
-@register_flop_formula(torch.ops.dgt.group_queries)
-def _group_queries(query: Any, centroids: Any, *_: Any, **__: Any) -> int:
-    batch, heads, tokens, channels = query
-    return 2 * batch * heads * tokens * int(centroids[1]) * channels  # L G C
-
-
-@register_flop_formula(torch.ops.dgt.select_keys)
-def _select_keys(centroids: Any, key: Any, top_k: int, *_: Any, **__: Any) -> int:
-    batch, heads, tokens, channels = key
-    groups = int(centroids[1])
-    scores = tokens * groups * channels  # L G C
-    sorting = min(top_k, tokens) * groups * math.log2(tokens)  # k G log L
-    return 2 * batch * heads * round(scores + sorting)
-
-
-@register_flop_formula(torch.ops.dgt.attend)
-def _attend(query: Any, key: Any, value: Any, group_ids: Any, key_ids: Any, *_: Any, **__: Any) -> int:
-    batch, heads, tokens, channels = query
-    return 2 * 2 * batch * heads * int(key_ids[3]) * tokens * channels  # 2 k L C

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dgt.layers import DGAttention
 from dgt.models.inspection import evaluation_mode
-from dgt.ops.diagnosis import attention_mass_of_choices
+from dgt.ops.attention_mass import attention_mass_of_choices
 
 
 class BlockDiagnosis(NamedTuple):

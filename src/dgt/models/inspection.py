@@ -12,7 +12,7 @@ from dgt.layers.centroids import check_tau, check_tau_weighs
 from dgt.models.dgt import DynamicGroupTransformer, check_images
 from dgt.models.stages import Stage
 from dgt.ops import DynamicGroupAttentionOutput
-from dgt.ops.attention import resolve_backend
+from dgt.ops.backends import resolve_backend
 from dgt.ops.checks import check_count
 
 SETTINGS = ("top_k", "backend", "tau", "tau_weighs")

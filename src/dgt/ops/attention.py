@@ -7,14 +7,12 @@
 The first two steps choose indices and carry no gradient; the centroids learn by Eqs. 3-4 (:mod:`dgt.ops.grouping`).
 """
 
-import importlib.util
-from types import ModuleType
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from dgt.ops import eager, forms, reference
+from dgt.ops import eager, reference
+from dgt.ops.backends import load_triton, resolve_backend
 from dgt.ops.checks import (
     check_count,
     check_device,
@@ -29,8 +27,6 @@ from dgt.ops.checks import (
 )
 from dgt.ops.grouping import group_queries
 from dgt.ops.selection import select_keys
-
-BACKENDS = ("reference", "eager", "triton", "forms")
 
 
 class DynamicGroupAttentionOutput(NamedTuple):
@@ -65,9 +61,9 @@ def dynamic_group_attention(
         scale: factor on the scores; default 1 / sqrt(D).
         key_mask: optional bool (B, L), True where a token is real. Padding is never selected, never counted, and
             yields zero; what it holds must be finite.
-        backend: ``"reference"`` (dense, any type, twice differentiable), ``"eager"`` (fast, plain PyTorch, any device),
-            ``"triton"`` (fused kernels for CUDA; up to 128 channels per head, no float64), ``"forms"`` (as the paper's
-            appendix builds it, for comparison), or ``"auto"``: Triton where it can run, eager elsewhere. A choice
+        backend: ``"reference"`` (dense, any type, twice differentiable, shares no code with the others), ``"eager"``
+            (fast, plain PyTorch, any device), ``"triton"`` (fused kernels for CUDA; up to 128 channels per head, no
+            float64), or ``"auto"``: Triton where it can run, eager elsewhere. It governs all three steps, and a choice
             never falls back to another.
 
     Returns:
@@ -79,18 +75,17 @@ def dynamic_group_attention(
     _check_inputs(query, key, value)
     check_shape("key", key, "BHLD", tuple(query.shape), "query")
     check_scale(scale)
-    if resolve_backend(backend, query) == "triton":
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if resolve_backend(backend, query) == "triton":  # may do all three steps in one kernel
         check_tokens("query", query, centroids)
         check_count("top_k", top_k)
         check_key_mask(key_mask, query.shape[0], query.shape[2], query)
         check_no_nan("query", query)
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        return DynamicGroupAttentionOutput(
-            *load_triton().attention(query, key, value, centroids, top_k, scale, key_mask)
-        )
-    group_ids = group_queries(query, centroids, key_mask)
-    key_ids = select_keys(centroids, key, top_k, key_mask)
-    output = _run(query, key, value, group_ids, key_ids, scale, backend)
+        fused = load_triton().attention(query, key, value, centroids, top_k, scale, key_mask)
+        return DynamicGroupAttentionOutput(*fused)
+    group_ids = group_queries(query, centroids, key_mask, backend)
+    key_ids = select_keys(centroids, key, top_k, key_mask, backend)
+    output = _attend(query, key, value, group_ids, key_ids, scale, backend)
     return DynamicGroupAttentionOutput(output, group_ids, key_ids)
 
 
@@ -131,63 +126,18 @@ def attend(
     check_ids("group_ids", group_ids, key_ids.shape[2])
     check_key_ids(key_ids, key.shape[2])
     check_scale(scale)
-    return _run(query, key, value, group_ids, key_ids, scale, backend)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return _attend(query, key, value, group_ids, key_ids, scale, backend)
 
 
-def _run(
-    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float | None, backend: str
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float, backend: str
 ) -> Tensor:
     """Attend inside groups on the backend asked for; the arguments are right."""
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    arguments = (query, key, value, group_ids, key_ids, scale)
     backend = resolve_backend(backend, query)
-    if backend == "triton":
-        output: Tensor = load_triton().attend(*arguments)
-        return output
-    if backend == "forms":
-        return forms.attend(*arguments, backend=resolve_backend("auto", query))
-    return reference.attend(*arguments) if backend == "reference" else eager.attend(*arguments)
-
-
-def resolve_backend(backend: str, query: Tensor | None = None) -> str:
-    """Return the backend that ``"auto"`` stands for on a (B, H, L, D) query; a named one is checked and kept.
-
-    Raises:
-        ValueError: for an unknown name.
-    """
-    if backend == "auto":
-        return "triton" if query is not None and _suits_triton(query) else "eager"
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(['auto', *BACKENDS])}, got {backend!r}")
-    return backend
-
-
-def load_triton() -> ModuleType:
-    """Return the Triton backend.
-
-    Raises:
-        ValueError: if Triton is not installed.
-    """
-    try:
-        from dgt.ops import triton
-    except ImportError as error:
-        raise ValueError(
-            'backend="triton" needs Triton, which is not installed: pip install triton, or use backend="eager"'
-        ) from error
-    return triton
-
-
-def _suits_triton(query: Tensor) -> bool:
-    """Tell whether the kernels can run on this query: device, type and channels."""
-    if not query.is_cuda or query.dtype == torch.float64 or query.shape[-1] > 128:
-        return False
-    return _can_run_triton(query.device.index)
-
-
-@torch.compiler.assume_constant_result
-def _can_run_triton(device: int | None) -> bool:
-    """Tell whether Triton is installed and this CUDA device new enough for it."""
-    return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+    step = load_triton() if backend == "triton" else reference if backend == "reference" else eager
+    output: Tensor = step.attend(query, key, value, group_ids, key_ids, scale)
+    return output
 
 
 def _check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:

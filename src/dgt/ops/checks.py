@@ -1,12 +1,16 @@
-"""Checks of arguments, shared by every public function of :mod:`dgt.ops`.
+"""What every public function of :mod:`dgt.ops` begins with: checks of its arguments, and the precision it works in.
 
 Each error names the argument, what was expected and what came. Shapes and types are checked everywhere; values (NaN,
 ids out of range) only where looking at them does not make the host wait for a device.
 """
 
+import contextlib
+
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+
+from dgt.utils.errors import NonFiniteInput
 
 INFINITY = float("inf")
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -130,12 +134,28 @@ def check_key_ids(key_ids: Tensor, count: int) -> None:
 
 
 def check_no_nan(name: str, tensor: Tensor) -> None:
-    """Check that a tensor holds no NaN, where looking costs no waiting."""
+    """Check that a tensor, or what was computed from it, holds no NaN, where looking costs no waiting.
+
+    Raises:
+        NonFiniteInput: a ValueError.
+    """
     if _can_look(tensor) and tensor.isnan().any():
-        raise ValueError(f"{name} must be free of NaN, got NaN")
+        raise nan_in(name)
+
+
+def nan_in(name: str) -> NonFiniteInput:
+    """Return the error that says so."""
+    return NonFiniteInput(f"{name} must be free of NaN, got NaN (or infinities that cancel)")
 
 
 def _can_look(tensor: Tensor) -> bool:
     """Tell whether a tensor's values can be looked at now, at no cost of waiting for a device."""
     traced = torch.compiler.is_compiling() or isinstance(tensor, FakeTensor)
     return tensor.device.type == "cpu" and not traced and tensor.numel() > 0
+
+
+def full_precision(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Return a context without autocast, as the steps choose their types themselves; the meta device has none."""
+    if device.type == "meta":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)

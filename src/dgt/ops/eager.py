@@ -13,9 +13,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
-from dgt.ops.grouping import PART
-from dgt.ops.precision import full_precision
+from dgt.ops import flops
+from dgt.ops.checks import full_precision
+from dgt.ops.grouping import CHUNK_ELEMENTS
 
 HIDDEN = -1e30  # added to the score of a key that a query must not see; finite, so that no row can become NaN
 
@@ -47,7 +49,7 @@ def _attend_heads(query: Tensor, key: Tensor, value: Tensor, groups: Tensor, key
     """Few tokens: whole heads, densely under a mask."""
     q, k, v = (tensor.flatten(0, 1)[:, None] for tensor in (query, key, value))  # (B H, 1, L, D)
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    for part, bias in _heads(groups, keys, k.shape[2], PART):
+    for part, bias in _heads(groups, keys, k.shape[2], CHUNK_ELEMENTS):
         mask = bias.to(q.dtype)[:, None]
         output[part] = F.scaled_dot_product_attention(q[part], k[part], v[part], attn_mask=mask, scale=scale)
     if groups.amin() < 0:
@@ -59,12 +61,15 @@ def _attend_tiles(query: Tensor, key: Tensor, value: Tensor, groups: Tensor, key
     """Many tokens: tiles of queries of one group over the gathered keys of that group."""
     rows = _Rows(query, key, value)
     output = query.new_zeros(query.shape[:3].numel() + 1, query.shape[3])  # the last row takes what empty slots yield
-    for part in _tiled_parts(groups, keys, key.shape[2], PART):
+    for part in _tiled_parts(groups, keys, key.shape[2], CHUNK_ELEMENTS):
         q, k, v = rows.gather(part)
         bias = None if part.bias is None else part.bias.to(q.dtype)[:, None]
         attended = F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], attn_mask=bias, scale=scale)
         output.index_copy_(0, part.queries.flatten(), attended.flatten(0, 2))
     return output[:-1].view(query.shape)
+
+
+register_flop_formula(torch.ops.dgt.attend)(flops.attend)
 
 
 @_attend.register_fake
@@ -94,7 +99,7 @@ def _backward_of_heads(
         g = g.masked_fill(groups[..., None] < 0, 0.0)
     grads = tuple(torch.empty(t.shape, dtype=wide, device=t.device) for t in (q, k, v))
     # Parts of a quarter: the gradients keep four times the temporaries of the forward.
-    for part, bias in _heads(groups, keys, k.shape[1], PART // 4):
+    for part, bias in _heads(groups, keys, k.shape[1], CHUNK_ELEMENTS // 4):
         for whole, piece in zip(grads, _gradients(g[part], q[part], k[part], v[part], bias, scale), strict=True):
             whole[part] = piece
     return grads
@@ -107,7 +112,7 @@ def _backward_of_tiles(
     rows, grad_rows = _Rows(query, key, value), _with_empty_row(grad)
     wide = torch.promote_types(query.dtype, torch.float32)
     grad_q, grad_k, grad_v = (torch.zeros_like(r, dtype=wide) for r in (grad_rows, rows.key, rows.value))
-    for part in _tiled_parts(groups, keys, key.shape[2], PART // 4):
+    for part in _tiled_parts(groups, keys, key.shape[2], CHUNK_ELEMENTS // 4):
         q, k, v = (t.to(wide) for t in rows.gather(part))
         g = grad_rows.index_select(0, part.queries.flatten()).view(q.shape).to(wide)
         dq, dk, dv = _gradients(g, q, k, v, part.bias, scale)

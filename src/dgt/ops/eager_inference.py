@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dgt.ops.checks import full_precision
 from dgt.ops.eager import HIDDEN, is_few_tokens, rows_of_groups
 from dgt.ops.grouping import nearest_group
-from dgt.ops.precision import full_precision
 from dgt.ops.selection import mark_unselected
 
 PART = 1 << 22  # elements of the masks of a part; they are read once, so larger parts than for gathered tiles pay

@@ -1,8 +1,8 @@
 """The four group-wise matrix products of the paper's appendix, as operators of their own, in plain PyTorch and Triton.
 
 Form 1 serves Eqs. 1 and 5 of the appendix, form 2 Eqs. 2 and 3, form 3 Eq. 4 and form 4 Eq. 6. The gradient of each is
-made of the others, so they may be differentiated any number of times. :mod:`dgt.ops.forms` builds the attention of
-them, as the paper has it: a baseline, which keeps P (L x k) in memory.
+made of the others, so they may be differentiated any number of times. The paper builds the attention of them, form 1,
+a softmax, form 2, and keeps P (L x k) in memory: ``tests/ops/test_group_matmul.py`` does it again.
 """
 
 from collections.abc import Iterator
@@ -12,10 +12,19 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from dgt.ops.checks import check_count, check_device, check_ids, check_key_ids, check_shape, check_tensor
-from dgt.ops.precision import full_precision
+from dgt.ops import flops
+from dgt.ops.backends import load_triton, resolve_backend
+from dgt.ops.checks import (
+    check_count,
+    check_device,
+    check_ids,
+    check_key_ids,
+    check_shape,
+    check_tensor,
+    full_precision,
+)
 
-PART = 1 << 20  # elements of the largest temporary tensor of the plain version
+CHUNK_ELEMENTS = 1 << 20  # of the largest temporary tensor of the plain version
 # The arguments of each form; D channels, K places, L queries.
 LETTERS = {1: ("BHLD", "BHMD"), 2: ("BHLK", "BHMD"), 3: ("BHLD", "BHLK"), 4: ("BHLK", "BHLD")}
 
@@ -53,8 +62,6 @@ def group_matmul(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
-    from dgt.ops.attention import load_triton, resolve_backend
-
     if form not in LETTERS:
         raise ValueError(f"form must be 1, 2, 3 or 4, got {form!r}")
     for name, tensor, letters in (("left", left, LETTERS[form][0]), ("right", right, LETTERS[form][1])):
@@ -110,9 +117,8 @@ def _product(
     form: int, left: Tensor, right: Tensor, group_ids: Tensor, key_ids: Tensor, tokens: int, fill: float, backend: str
 ) -> Tensor:
     if backend == "triton":
-        from dgt.ops.triton.operators import group_matmul as kernels
-
-        return kernels(form, left, right, group_ids, key_ids, tokens, fill)
+        result: Tensor = load_triton().operators.group_matmul(form, left, right, group_ids, key_ids, tokens, fill)
+        return result
     with full_precision(left.device):  # the types are the caller's
         if form == 1:
             return _rows_by_keys(left, right, group_ids, key_ids, fill)
@@ -164,11 +170,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 _product.register_autograd(_backward, setup_context=_save)
 
 
-@register_flop_formula(torch.ops.dgt.group_matmul)
-def _product_flops(form: int, left: Any, right: Any, group_ids: Any, key_ids: Any, *_: Any, **__: Any) -> int:
-    batch, heads, queries = group_ids
-    channels = left[3] if form in (1, 3) else right[3]
-    return 2 * int(batch * heads * queries * key_ids[3] * channels)  # two per multiply-add, as torch counts
+register_flop_formula(torch.ops.dgt.group_matmul)(flops.group_matmul)
 
 
 class _Run(NamedTuple):
@@ -186,7 +188,7 @@ def _runs(group_ids: Tensor, key_ids: Tensor, tokens: int, channels: int) -> Ite
     rows = (group_ids.flatten(0, 1).clamp(min=0) + heads * groups).flatten()
     ids = key_ids.flatten(0, 2)
     first = (heads * tokens).expand(-1, group_ids.shape[2]).flatten()
-    size = max(1, PART // (places * channels))
+    size = max(1, CHUNK_ELEMENTS // (places * channels))
     for start in range(0, len(rows), size):
         run = slice(start, start + size)
         chosen = ids[rows[run]]

@@ -10,24 +10,29 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
+from dgt.ops import flops, reference
+from dgt.ops.backends import load_triton, resolve_backend
 from dgt.ops.checks import (
     check_count,
     check_device,
     check_ids,
     check_key_mask,
+    check_no_nan,
     check_shape,
     check_share,
     check_tensor,
     check_tokens,
+    full_precision,
+    nan_in,
 )
-from dgt.ops.precision import full_precision
 
-PART = 1 << 20  # elements of the largest temporary tensor of a part
-MARKED = 1 << 16  # weight of a mark in :func:`nearest_group`: above the number of groups, and exact when doubled
+CHUNK_ELEMENTS = 1 << 20  # of the largest temporary tensor of a part
+MARK = 1 << 16  # weight of a mark in :func:`nearest_group`: above the number of groups, and exact when doubled
 
 
-def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None = None) -> Tensor:
+def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None = None, backend: str = "auto") -> Tensor:
     """Assign every query to the group of its nearest centroid.
 
     ``group_ids[b, h, l] = argmax_g <query[b, h, l], centroids[h, g]>``, ties to the lowest g.
@@ -36,6 +41,7 @@ def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None = No
         query: (B, H, L, D) float tensor.
         centroids: (H, G, D) float tensor, unit norm.
         key_mask: optional bool (B, L), True where a token is real.
+        backend: as in :func:`dgt.dynamic_group_attention`.
 
     Returns:
         (B, H, L) int64 group ids; -1 at padding.
@@ -46,8 +52,14 @@ def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None = No
     """
     check_tokens("query", query, centroids)
     check_key_mask(key_mask, query.shape[0], query.shape[2], query)
-    ids: Tensor = torch.ops.dgt.group_queries(query.detach(), centroids.detach(), key_mask)
-    return ids
+    backend = resolve_backend(backend, query)
+    if backend == "reference":
+        return reference.group_queries(query, centroids, key_mask)
+    if backend == "triton":
+        check_no_nan("query", query)
+    steps = load_triton() if backend == "triton" else torch.ops.dgt
+    group_ids: Tensor = steps.group_queries(query.detach(), centroids.detach(), key_mask)
+    return group_ids
 
 
 @torch.library.custom_op("dgt::group_queries", mutates_args=())
@@ -65,36 +77,39 @@ def nearest_group(scores: Tensor) -> Tensor:
     """Return the (B, H, L) group of the largest of (B, H, G, L) scores, ties to the lowest.
 
     Raises:
-        ValueError: for NaN, on the CPU.
+        NonFiniteInput: for NaN, on the CPU.
     """
     groups = scores.shape[-2]
-    if scores.device.type != "cpu" or groups > MARKED:
+    if scores.device.type != "cpu" or groups > MARK:
         return _nearest_group_by_index(scores)
     # Marking the maxima is vector work, unlike carrying indices along: half the time of Tensor.max on two cores. The
-    # marks weigh MARKED + group, so that a sum of exactly one mark can be told from that of two (ties) or none (NaN).
+    # marks weigh MARK + group, so that a sum of exactly one mark can be told from that of two (ties) or none (NaN).
     best = scores.amax(-2, keepdim=True)
-    weights = torch.arange(MARKED, MARKED + groups, dtype=scores.dtype)[:, None]
+    weights = torch.arange(MARK, MARK + groups, dtype=scores.dtype)[:, None]
     numbers = torch.eq(scores, best, out=torch.empty_like(scores)).mul_(weights).sum(-2)
     least, most = torch.aminmax(numbers)
-    if least < MARKED or most >= 2 * MARKED:
+    if least < MARK or most >= 2 * MARK:
         return _nearest_group_by_index(scores)
-    return numbers.long().sub_(MARKED)
+    return numbers.long().sub_(MARK)
 
 
 def _nearest_group_by_index(scores: Tensor) -> Tensor:
     best, ids = scores.max(-2)
     if scores.device.type == "cpu" and best.isnan().any():
-        raise ValueError("query must be free of NaN, got NaN (or infinities that cancel)")
+        raise nan_in("query")
     return ids
 
 
 def head_parts(batch: int, heads: int, elements: int) -> Iterator[tuple[slice, slice]]:
     """Cut (B, H) into parts whose temporary tensors, of so many ``elements`` a head, stay in the caches."""
-    images = max(1, PART // (heads * elements))
-    some = min(heads, max(1, PART // elements))
+    images = max(1, CHUNK_ELEMENTS // (heads * elements))
+    some = min(heads, max(1, CHUNK_ELEMENTS // elements))
     for image in range(0, batch, images):
         for head in range(0, heads, some):
             yield slice(image, image + images), slice(head, head + some)
+
+
+register_flop_formula(torch.ops.dgt.group_queries)(flops.group_queries)
 
 
 @_group_queries.register_fake
@@ -193,7 +208,7 @@ def seed_centroids(tokens: Tensor, num_groups: int, steps: int = 10) -> Tensor:
         centroids = _spread_out(unit, num_groups)
         for _ in range(steps):
             query = unit[None]
-            sums, counts = group_statistics(query, group_queries(query, centroids), num_groups)
+            sums, counts = group_statistics(query, group_queries(query, centroids, backend="eager"), num_groups)
             centroids = blend_centroids(centroids, sums, counts, rate=1.0)
     return centroids
 

@@ -7,15 +7,19 @@ well-defined set; it is returned in ascending order of index, which is also the 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
-from dgt.ops.checks import check_count, check_key_mask, check_tokens
+from dgt.ops import flops, reference
+from dgt.ops.backends import load_triton, resolve_backend
+from dgt.ops.checks import check_count, check_key_mask, check_tokens, full_precision, nan_in
 from dgt.ops.grouping import head_parts
-from dgt.ops.precision import full_precision
 
 SORTED = 512  # keys up to which a whole vectorised sort is quicker than looking for one place of it
 
 
-def select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None = None) -> Tensor:
+def select_keys(
+    centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None = None, backend: str = "auto"
+) -> Tensor:
     """Select the ``top_k`` keys with the largest dot product with every group's centroid (Eq. 1).
 
     Args:
@@ -23,6 +27,7 @@ def select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | N
         key: (B, H, L, D) float tensor.
         top_k: k >= 1, clamped to L.
         key_mask: optional bool (B, L), True where a token is real; padding is never selected.
+        backend: as in :func:`dgt.dynamic_group_attention`.
 
     Returns:
         (B, H, G, min(top_k, L)) int64 key ids in ascending order; where an image has fewer real tokens than that,
@@ -34,8 +39,12 @@ def select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | N
     check_tokens("key", key, centroids)
     check_count("top_k", top_k)
     check_key_mask(key_mask, key.shape[0], key.shape[2], key)
-    ids: Tensor = torch.ops.dgt.select_keys(centroids.detach(), key.detach(), top_k, key_mask)
-    return ids
+    backend = resolve_backend(backend, key)
+    if backend == "reference":
+        return reference.select_keys(centroids, key, top_k, key_mask)
+    steps = load_triton() if backend == "triton" else torch.ops.dgt
+    key_ids: Tensor = steps.select_keys(centroids.detach(), key.detach(), top_k, key_mask)
+    return key_ids
 
 
 @torch.library.custom_op("dgt::select_keys", mutates_args=())
@@ -50,6 +59,9 @@ def _select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | 
                 scores = scores.masked_fill(~key_mask[part[0], None, None], -torch.inf)
             ids[part] = _largest(scores, count)
     return ids
+
+
+register_flop_formula(torch.ops.dgt.select_keys)(flops.select_keys)
 
 
 @_select_keys.register_fake
@@ -105,7 +117,7 @@ def _kth_largest(scores: Tensor, count: int) -> Tensor:
     else:
         last = largest = np.partition(scores.numpy(), place, axis=-1)[..., place:]
     if np.isnan(last.max()):  # NaN sorts last, so it is among these if it is anywhere
-        raise ValueError("key must be free of NaN, got NaN (or infinities that cancel)")
+        raise nan_in("key")
     return torch.from_numpy(largest[..., :1])
 
 

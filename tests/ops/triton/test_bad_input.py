@@ -100,6 +100,6 @@ def test_statistics_of_too_many_groups(make_case: Any, groups: int, channels: in
 
 
 def test_auto_is_the_plain_path_on_the_cpu() -> None:
-    from dgt.ops.attention import resolve_backend
+    from dgt.ops.backends import resolve_backend
 
     assert resolve_backend("auto", torch.zeros(1, 1, 2, 2)) == "eager"

@@ -110,7 +110,7 @@ def test_more_than_two_to_the_31_elements() -> None:
 
 def test_auto_takes_the_kernels(make_case: Any) -> None:
     """On CUDA ``auto`` is ``triton``, but float64 goes to the plain path."""
-    from dgt.ops.attention import resolve_backend
+    from dgt.ops.backends import resolve_backend
 
     case = make_case(1, 1, 8, 8, 2, 3)
     assert resolve_backend("auto", case.query) == "triton"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from dgt.ops import flops
 from dgt.ops.triton import few_backward, few_tokens, grouping, many_backward, many_tokens, products, selection
 from dgt.ops.triton.launch import check_runnable, new_rows
 from dgt.ops.triton.sorting import sort_queries
@@ -177,44 +178,15 @@ attend.register_autograd(_attend_backward, setup_context=_save_attend)
 attention.register_autograd(_attention_backward, setup_context=_save_attention)
 
 
-# Two per multiply-add, as torch counts. Selecting counts as k G log2(L) more, as in the paper.
-
-
-def _score_flops(tokens: Any, centroids: Any) -> int:
-    """Every token against every centroid."""
-    return 2 * math.prod(tokens) * int(centroids[1])
-
-
-def _select_flops(centroids: Any, key: Any, top_k: int) -> int:
-    """The scores, and the choice of the largest."""
-    choice = min(top_k, key[2]) * int(centroids[1]) * math.log2(key[2])
-    return _score_flops(key, centroids) + 2 * key[0] * key[1] * round(choice)
-
-
-@register_flop_formula(torch.ops.dgt.triton_group_queries)
-def _(query: Any, centroids: Any, *_: Any, **__: Any) -> int:
-    return _score_flops(query, centroids)
+register_flop_formula(torch.ops.dgt.triton_group_queries)(flops.group_queries)
+register_flop_formula(torch.ops.dgt.triton_select_keys)(flops.select_keys)
+register_flop_formula(torch.ops.dgt.triton_attend)(flops.attend)
+register_flop_formula(torch.ops.dgt.triton_attention)(flops.attention)
 
 
 @register_flop_formula(torch.ops.dgt.triton_group_statistics)
 def _(query: Any, centroids: Any, *_: Any, **__: Any) -> int:
-    return _score_flops(query, centroids) + 2 * math.prod(query)
-
-
-@register_flop_formula(torch.ops.dgt.triton_select_keys)
-def _(centroids: Any, key: Any, top_k: int, *_: Any, **__: Any) -> int:
-    return _select_flops(centroids, key, top_k)
-
-
-@register_flop_formula(torch.ops.dgt.triton_attend)
-def _(query: Any, key: Any, value: Any, group_ids: Any, key_ids: Any, *_: Any, **__: Any) -> int:
-    return 4 * math.prod(query) * int(key_ids[3])
-
-
-@register_flop_formula(torch.ops.dgt.triton_attention)
-def _(query: Any, key: Any, value: Any, centroids: Any, top_k: int, *_: Any, **__: Any) -> int:
-    attend = 4 * math.prod(query) * min(top_k, key[2])
-    return attend + _score_flops(query, centroids) + _select_flops(centroids, key, top_k)
+    return flops.group_queries(query, centroids) + 2 * math.prod(query)
 
 
 @register_flop_formula(torch.ops.dgt.triton_attend_backward)

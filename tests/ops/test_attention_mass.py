@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional
 
 import dgt
-from dgt.ops import diagnosis
-from dgt.ops.diagnosis import attention_mass, attention_mass_curve, diagnose_selection
+from dgt.ops import attention_mass as masses
+from dgt.ops.attention_mass import attention_mass, attention_mass_curve, diagnose_selection
 
 B, H, L, D, G = 2, 3, 37, 8, 5
 
@@ -26,7 +26,7 @@ def test_mass_is_that_of_a_dense_softmax(
     tensors: tuple[Tensor, ...], rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     query, key, value, centroids = tensors
-    monkeypatch.setattr(diagnosis, "SLICE", rows * B * H * L)
+    monkeypatch.setattr(masses, "CHUNK_ELEMENTS", rows * B * H * L)
     found = dgt.dynamic_group_attention(query, key, value, centroids, top_k=6)
     mass = attention_mass(query, key, found.group_ids, found.key_ids)
     weights = (query.double() @ key.double().mT * D**-0.5).softmax(-1)

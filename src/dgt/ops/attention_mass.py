@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dgt.ops.checks import check_count, check_device, check_shape, check_tensor, check_tokens
 
-SLICE = 1 << 24
+CHUNK_ELEMENTS = 1 << 24
 """Scores held at once."""
 
 
@@ -178,7 +178,7 @@ def _score_slices(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     batch, heads, tokens, _ = query.shape
     padding = (group_ids < 0)[:, :, None]
-    step = max(1, SLICE // (batch * heads * tokens))
+    step = max(1, CHUNK_ELEMENTS // (batch * heads * tokens))
     for start in range(0, tokens, step):
         scores = torch.matmul(query[:, :, start : start + step].float() * scale, key.float().transpose(-1, -2))
         yield scores.masked_fill(padding, -torch.inf), group_ids[:, :, start : start + step]
