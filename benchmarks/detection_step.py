@@ -15,7 +15,7 @@ import time
 import torch
 
 import dgt
-from dgt.models.mask_rcnn import build_mask_rcnn
+from dgt.models.heads.mask_rcnn import build_mask_rcnn
 
 
 def peak_gib() -> float:

@@ -12,7 +12,7 @@ from PIL import Image
 
 from dgt.data.detection import SceneObjects
 from dgt.figures.predictions import prediction_lines, write_predictions
-from dgt.models.mask_rcnn import PaddedMaskRCNN
+from dgt.models.heads.mask_rcnn import PaddedMaskRCNN
 from dgt.tasks.average_precision import average_precision
 from dgt.tasks.detect import DetectionTask, build_detector
 from dgt.tasks.network import ModelSettings

@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from dgt.data.segmentation import LabelMaps
 from dgt.tasks.network import ModelSettings
-from dgt.tasks.segment import build_segmenter, real_pixels, segmentation_loss
+from dgt.tasks.segment import build_segmenter, segmentation_loss
 from dgt.training import evaluate, fit, load_recipe, load_run
 from dgt.training.recipe import shipped_recipes
 from dgt_command import main
@@ -46,15 +45,6 @@ def test_loss_is_the_mean_over_labelled_pixels() -> None:
     assert torch.allclose(segmentation_loss(logits, ignored), F.cross_entropy(logits[1:], labels[1:]))
     assert float(segmentation_loss(logits, torch.full_like(labels, 255))) == 0.0
     assert segmentation_loss(logits.half(), labels).dtype == torch.float32
-
-
-def test_the_mask_is_where_pictures_are() -> None:
-    labels = torch.zeros(2, 4, 4, dtype=torch.uint8)
-    assert real_pixels(LabelMaps(labels, torch.tensor([[4, 4], [4, 4]]))) is None
-    mask = real_pixels(LabelMaps(labels, torch.tensor([[4, 4], [2, 3]])))
-    assert mask is not None
-    assert mask[0].all()
-    assert mask[1].int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
 
 
 def test_a_run_is_evaluated_as_it_was_in_training(run: Path) -> None:

@@ -12,7 +12,7 @@ import timm
 import torch
 from torch import nn
 
-from dgt.models.backbone import build_backbone
+from dgt.models.heads.backbone import build_backbone
 from dgt.training import Result, load_run
 from dgt.training.checkpoints import initialize
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from dgt.models.cost import PAPER, Cost, cost
-from dgt.models.mask_rcnn import mask_rcnn_cost
-from dgt.models.upernet import build_upernet
+from dgt.models.heads.mask_rcnn import mask_rcnn_cost
+from dgt.models.heads.upernet import build_upernet
 
 MODELS = ("dgt_tiny", "dgt_small", "dgt_base", "dgt_nano")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dgt.data.detection import DetectionData
-from dgt.models.mask_rcnn import PaddedMaskRCNN, build_mask_rcnn
+from dgt.models.heads.mask_rcnn import PaddedMaskRCNN, build_mask_rcnn
 from dgt.tasks.average_precision import Entry, average_precision, coco_results
 from dgt.tasks.base import Losses, Metrics, Task, TrainingTask
 from dgt.tasks.network import ModelSettings

@@ -15,7 +15,8 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 
 from dgt.data.segmentation import LabelMaps, SegmentationData
 from dgt.data.segmentation_maps import IGNORED
-from dgt.models.upernet import UperNet, build_upernet
+from dgt.models.heads.upernet import UperNet, build_upernet
+from dgt.models.padding import real_pixels
 from dgt.tasks.base import Losses, Metrics, Task, TrainingTask
 from dgt.tasks.confusion import segmentation_scores
 from dgt.tasks.network import ModelSettings
@@ -38,15 +39,6 @@ def segmentation_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """
     total = F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
     return total / (labels != IGNORED).sum().clamp(min=1)
-
-
-def real_pixels(targets: LabelMaps) -> Tensor | None:
-    """The mask of a padded batch, bool (B, S, S), True where a pixel is a picture's; None where nothing is padded."""
-    rows, columns = (torch.arange(side, device=targets.sizes.device) for side in targets.labels.shape[1:])
-    if bool((targets.sizes == targets.sizes.new_tensor(targets.labels.shape[1:])).all()):
-        return None
-    heights, widths = targets.sizes[:, 0, None, None], targets.sizes[:, 1, None, None]
-    return (rows[:, None] < heights) & (columns < widths)
 
 
 class SegmentationTask(TrainingTask):
@@ -74,7 +66,7 @@ class SegmentationTask(TrainingTask):
         """Loss of one batch of padded crops (B, 3, S, S)."""
         images, targets = batch
         labels = targets.labels.long()
-        logits = self.network.forward_both(images, real_pixels(targets))
+        logits = self.network.forward_both(images, real_pixels(targets.sizes, (labels.shape[1], labels.shape[2])))
         main, auxiliary = (segmentation_loss(part, labels) for part in logits)
         loss = main + AUXILIARY_WEIGHT * auxiliary
         self.log_losses(loss, len(images), loss_main=main, loss_auxiliary=auxiliary)
@@ -138,7 +130,7 @@ def build_segmenter(settings: ModelSettings, num_classes: int, image_size: int) 
 def losses(network: nn.Module, images: Tensor, targets: LabelMaps) -> Losses:
     """Cross entropy of both heads of a UperNet for padded crops (B, 3, S, S)."""
     labels = targets.labels.long()
-    logits = network.forward_both(images, real_pixels(targets))
+    logits = network.forward_both(images, real_pixels(targets.sizes, (labels.shape[1], labels.shape[2])))
     main, auxiliary = (segmentation_loss(part, labels) for part in logits)
     return {"loss": main + AUXILIARY_WEIGHT * auxiliary, "loss_main": main, "loss_auxiliary": auxiliary}
 

@@ -16,7 +16,7 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from dgt.models.backbone import FeatureBackbone
+from dgt.models.heads.backbone import FeatureBackbone
 from dgt.tasks import TASKS
 from dgt.training.callbacks import RECORD_KEY
 from dgt.training.recipe import Recipe, parse_recipe

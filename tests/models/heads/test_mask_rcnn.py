@@ -11,8 +11,9 @@ from torch import Tensor
 from dgt.app.info import model_rows
 from dgt.layers import DGAttention
 from dgt.models import group_records
-from dgt.models.backbone import build_backbone
-from dgt.models.mask_rcnn import PaddedMaskRCNN, build_mask_rcnn, mask_rcnn_cost, pixel_mask
+from dgt.models.heads.backbone import build_backbone
+from dgt.models.heads.mask_rcnn import PaddedMaskRCNN, build_mask_rcnn, mask_rcnn_cost
+from dgt.models.padding import real_pixels
 
 SMALL: dict[str, Any] = {"fpn_channels": 16, "box_channels": 16, "mask_channels": [16]}
 SMALL["anchor_sizes"] = (8, 16, 24, 32, 48)
@@ -74,7 +75,7 @@ def test_an_image_in_a_padded_batch_gives_what_it_gives_alone() -> None:
 
     def look(batch: list[Tensor]) -> tuple[list[Tensor], Any, list[tuple[int, int]]]:
         padded, _ = model.transform(batch)
-        mask = pixel_mask(padded.image_sizes, padded.tensors.shape[-2:])
+        mask = real_pixels(padded.image_sizes, padded.tensors.shape[-2:])
         return model.backbone(padded.tensors, mask), group_records(network, padded.tensors, mask)[0], padded.image_sizes
 
     with torch.no_grad():
@@ -109,16 +110,6 @@ def pad(model: PaddedMaskRCNN, images: list[Tensor]) -> tuple[Tensor, list[tuple
     """A padded batch and its true sizes."""
     batch, _ = model.transform(images)
     return batch.tensors, batch.image_sizes
-
-
-def test_pixel_mask() -> None:
-    mask = pixel_mask([(2, 3), (4, 1)], (4, 3))
-    assert mask is not None
-    assert mask.shape == (2, 4, 3)
-    assert mask.sum(dim=(1, 2)).tolist() == [6, 4]
-    assert mask[0, :2].all()
-    assert mask[1, :, 0].all()
-    assert pixel_mask([(4, 3), (4, 3)], (4, 3)) is None
 
 
 @pytest.mark.parametrize("backbone", ["dgt_nano", "resnet10t", "swin_tiny_patch4_window7_224"])

@@ -9,16 +9,16 @@ maps. Training pads in the same way but keeps the batch whole, for the sake of B
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dgt.models.backbone import FeatureBackbone, build_backbone
-from dgt.models.dgt import DynamicGroupTransformer
+from dgt.models.dgt import DynamicGroupTransformer, check_images
+from dgt.models.heads.backbone import FeatureBackbone, build_backbone
 from dgt.models.inspection import set_attention
+from dgt.models.padding import real_sizes
+from dgt.utils.errors import UserError
 
 TOP_K = 512
 """Keys a group chooses in the paper's segmentation models."""
@@ -41,7 +41,7 @@ class UperNet(nn.Module):
         auxiliary_channels: width of the auxiliary head.
 
     Raises:
-        ValueError: a number out of its range.
+        UserError: a number out of its range.
     """
 
     forward_methods = ("forward_both",)  # ways through the model beside `forward`, for what shards its weights
@@ -54,10 +54,10 @@ class UperNet(nn.Module):
 
         super().__init__()
         if not 1 <= num_classes <= 255:
-            raise ValueError(f"num_classes must lie in 1 to 255, got {num_classes}")
+            raise UserError(f"num_classes must lie in 1 to 255, got {num_classes}")
         for name, value in (("channels", channels), ("auxiliary_channels", auxiliary_channels)):
             if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+                raise UserError(f"{name} must be an integer of at least 1, got {value!r}")
         config = UperNetConfig(hidden_size=channels, auxiliary_channels=auxiliary_channels, num_labels=num_classes)  # type: ignore[call-arg]
         self.num_classes = num_classes
         self.backbone = backbone
@@ -87,14 +87,17 @@ class UperNet(nn.Module):
             (B, num_classes, H, W) logits; in evaluation they are 0 where a pixel is padding.
 
         Raises:
-            ValueError: images or a mask of another shape.
+            TypeError, ValueError: images or a mask of another type or shape.
         """
         if mask is None or self.training:
             return self._decode(self.backbone(images, mask), images)
+        check_images(images, 3, mask)
+        sizes = real_sizes(mask)
         takes_mask = self.backbone.takes_mask
         maps = self.backbone(images, mask) if takes_mask else []
         logits = images.new_zeros(len(images), self.num_classes, *images.shape[2:])
-        for (height, width), members in _by_size(mask, images):
+        for height, width in dict.fromkeys(sizes):
+            members = [index for index, size in enumerate(sizes) if size == (height, width)]
             alone = images[members, :, :height, :width]
             if takes_mask:
                 own = [
@@ -134,7 +137,7 @@ def build_upernet(
 
     Args:
         backbone: name of a timm model with maps at strides 4, 8, 16 and 32, or a finished
-            :class:`dgt.models.backbone.FeatureBackbone`.
+            :class:`dgt.models.heads.backbone.FeatureBackbone`.
         num_classes: classes of the label maps, 1 to 255.
         channels: width of the head.
         auxiliary_channels: width of the auxiliary head.
@@ -142,7 +145,7 @@ def build_upernet(
         arguments: further keyword arguments of the backbone, e.g. ``drop_path_rate=0.2``.
 
     Raises:
-        TypeError, ValueError: naming the argument; for the backbone as :func:`dgt.models.backbone.build_backbone`.
+        TypeError, ValueError: naming the argument; for the backbone as :func:`build_backbone`.
     """
     network = build_backbone(backbone, image_size, **arguments)
     is_dgt = isinstance(network.model, DynamicGroupTransformer)
@@ -153,21 +156,3 @@ def build_upernet(
 
 def _to_size_of(images: Tensor, logits: Tensor) -> Tensor:
     return F.interpolate(logits, size=images.shape[2:], mode="bilinear", align_corners=False)
-
-
-def _by_size(mask: Tensor, images: Tensor) -> Iterator[tuple[tuple[int, int], list[int]]]:
-    """Each size of a real part, with the images that have it.
-
-    Raises:
-        ValueError: a mask of another shape or type, or a real part that is no rectangle in the upper left corner.
-    """
-    if mask.dtype != torch.bool or mask.shape != (len(images), *images.shape[2:]):
-        raise ValueError(f"mask must be bool of the images' shape (B, H, W), got {mask.dtype} {tuple(mask.shape)}")
-    heights, widths = mask.any(dim=2).sum(dim=1), mask.any(dim=1).sum(dim=1)
-    rows, columns = (torch.arange(side, device=mask.device) for side in mask.shape[1:])
-    rectangles = (rows[None, :, None] < heights[:, None, None]) & (columns < widths[:, None, None])
-    if not torch.equal(mask, rectangles) or not heights.all():
-        raise ValueError("mask must be a rectangle of real pixels in the upper left corner of each image")
-    sizes = list(zip(heights.tolist(), widths.tolist(), strict=True))
-    for size in dict.fromkeys(sizes):
-        yield size, [index for index, other in enumerate(sizes) if other == size]

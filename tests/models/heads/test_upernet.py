@@ -11,7 +11,7 @@ from torch import nn
 
 import dgt
 from dgt.app.info import model_rows
-from dgt.models.backbone import build_backbone
+from dgt.models.heads.backbone import build_backbone
 from dgt.models.inspection import group_records
 
 

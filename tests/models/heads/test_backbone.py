@@ -6,7 +6,7 @@ import pytest
 import timm
 import torch
 
-from dgt.models.backbone import build_backbone
+from dgt.models.heads.backbone import build_backbone
 
 SMALL_SWIN = {"embed_dim": 24, "depths": (1, 1, 1, 1), "num_heads": (1, 2, 2, 2)}
 

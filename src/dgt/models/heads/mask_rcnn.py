@@ -22,9 +22,11 @@ from torchvision.ops import FeaturePyramidNetwork
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
 from dgt.layers import DGAttention
-from dgt.models.backbone import FeatureBackbone, build_backbone
 from dgt.models.cost import Cost, cost
+from dgt.models.heads.backbone import FeatureBackbone, build_backbone
 from dgt.models.inspection import set_attention
+from dgt.models.padding import real_pixels
+from dgt.utils.errors import UserError
 
 TOP_K = 500  # the paper's k for detection
 LONG_OVER_SHORT = 1333 / 800
@@ -65,7 +67,7 @@ class PaddedMaskRCNN(MaskRCNN):  # type: ignore[misc]
 
     def features(self, images: Tensor, image_sizes: Sequence[tuple[int, int]]) -> OrderedDict[str, Tensor]:
         """Map a padded batch (B, 3, H, W) of images of the given (height, width) to the levels of the pyramid."""
-        mask = pixel_mask(image_sizes, (images.shape[-2], images.shape[-1]), images.device)
+        mask = real_pixels(image_sizes, (images.shape[-2], images.shape[-1]), images.device)
         maps = self.backbone(images, mask)
         levels: OrderedDict[str, Tensor] = self.pyramid(OrderedDict((str(i), x) for i, x in enumerate(maps)))
         return levels
@@ -83,11 +85,11 @@ class PaddedMaskRCNN(MaskRCNN):  # type: ignore[misc]
             `masks` (N, 1, H, W), the probability that a pixel belongs to the object, all at the image's own size.
 
         Raises:
-            ValueError: no targets in training, a box without width or height, or an image thinner than its longer side
+            UserError: no targets in training, a box without width or height, or an image thinner than its longer side
                 can be resized with.
         """
         if self.training and targets is None:
-            raise ValueError("targets must be given in training, got None")
+            raise UserError("targets must be given in training, got None")
         _check_boxes(targets or ())
         sizes = [(int(image.shape[-2]), int(image.shape[-1])) for image in images]
         _check_sizes(sizes, min(self.transform.min_size), self.transform.max_size)
@@ -98,26 +100,6 @@ class PaddedMaskRCNN(MaskRCNN):  # type: ignore[misc]
         if self.training:
             return {**box_losses, **proposal_losses}
         return self.transform.postprocess(detections, batch.image_sizes, sizes)
-
-
-def pixel_mask(
-    image_sizes: Sequence[tuple[int, int]], padded: tuple[int, int], device: torch.device | None = None
-) -> Tensor | None:
-    """Which pixels of a padded batch are real.
-
-    Args:
-        image_sizes: (height, width) of each image; images lie at the top left.
-        padded: height and width of the batch.
-        device: of the mask.
-
-    Returns:
-        bool (B, H, W), True where a pixel is real, or None where all are.
-    """
-    if all(size == padded for size in image_sizes):
-        return None
-    heights, widths = torch.tensor(image_sizes, device=device).unbind(1)
-    rows, columns = (torch.arange(length, device=device) for length in padded)
-    return (rows < heights[:, None])[:, :, None] & (columns < widths[:, None])[:, None, :]
 
 
 def build_mask_rcnn(
@@ -153,7 +135,11 @@ def build_mask_rcnn(
     Raises:
         TypeError, ValueError: as :func:`build_backbone`; a number out of range; an option that torchvision lacks.
     """
-    _check_settings(num_classes, image_size, fpn_channels, box_channels, mask_channels, anchor_sizes, options)
+    widths = {"fpn_channels": fpn_channels, "box_channels": box_channels}
+    _check_settings(num_classes, image_size, widths, mask_channels, anchor_sizes)
+    unknown = sorted(set(options or ()) - OPTIONS)
+    if unknown:
+        raise TypeError(f"options must be keyword arguments of torchvision's MaskRCNN, got {', '.join(unknown)}")
     built = build_backbone(backbone, image_size=image_size, **arguments)
     grouped = any(isinstance(module, DGAttention) for module in built.modules())
     if isinstance(backbone, str) and grouped and "top_k" not in arguments:
@@ -204,7 +190,7 @@ def mask_rcnn_cost(backbone: str, image_size: tuple[int, int] = (800, 1280), num
         num_classes: classes with background; by default COCO's 80 and that.
 
     Raises:
-        ValueError: as :func:`build_backbone`.
+        UserError: as :func:`build_backbone`.
     """
     with torch.device("meta"):
         model = build_mask_rcnn(backbone, num_classes)
@@ -212,29 +198,20 @@ def mask_rcnn_cost(backbone: str, image_size: tuple[int, int] = (800, 1280), num
 
 
 def _check_settings(
-    num_classes: int,
-    image_size: int,
-    fpn_channels: int,
-    box_channels: int,
-    mask_channels: Sequence[int],
-    anchor_sizes: Sequence[int],
-    options: Mapping[str, Any] | None,
+    num_classes: int, image_size: int, widths: Mapping[str, int], mask_channels: Any, anchor_sizes: Any
 ) -> None:
-    """Raise ValueError for a number out of range, TypeError for an option that torchvision's Mask R-CNN lacks."""
+    """Raise UserError for a number out of range."""
     if num_classes < 2:
-        raise ValueError(f"num_classes must be at least 2, background among them, got {num_classes}")
+        raise UserError(f"num_classes must be at least 2, background among them, got {num_classes}")
     if image_size < 32:
-        raise ValueError(f"image_size must be at least 32, got {image_size}")
-    for name, number in (("fpn_channels", fpn_channels), ("box_channels", box_channels)):
+        raise UserError(f"image_size must be at least 32, got {image_size}")
+    for name, number in widths.items():
         if not _positive([number], int):
-            raise ValueError(f"{name} must be an integer of at least 1, got {number!r}")
+            raise UserError(f"{name} must be an integer of at least 1, got {number!r}")
     if not mask_channels or not _positive(mask_channels, int):
-        raise ValueError(f"mask_channels must be integers of at least 1, got {mask_channels!r}")
+        raise UserError(f"mask_channels must be integers of at least 1, got {mask_channels!r}")
     if not _positive(anchor_sizes, (int, float)) or len(anchor_sizes) != 5:
-        raise ValueError(f"anchor_sizes must be 5 numbers of at least 1, got {anchor_sizes!r}")
-    unknown = sorted(set(options or ()) - OPTIONS)
-    if unknown:
-        raise TypeError(f"options must be keyword arguments of torchvision's MaskRCNN, got {', '.join(unknown)}")
+        raise UserError(f"anchor_sizes must be 5 numbers of at least 1, got {anchor_sizes!r}")
 
 
 def _positive(numbers: Any, kind: type[int] | tuple[type[int], type[float]]) -> bool:
@@ -243,19 +220,19 @@ def _positive(numbers: Any, kind: type[int] | tuple[type[int], type[float]]) -> 
 
 
 def _check_sizes(sizes: Sequence[tuple[int, int]], shorter: int, longer: int) -> None:
-    """Raise ValueError for an image (height, width) so thin that, resized to fit, nothing of it would be left."""
+    """Raise UserError for an image (height, width) so thin that, resized to fit, nothing of it would be left."""
     for place, size in enumerate(sizes):
         if int(min(size) * min(shorter / min(size), longer / max(size))) < 1:
-            raise ValueError(
+            raise UserError(
                 f"images must have a pixel left once their longer side is resized to {longer}, got "
                 f"{size[0]} x {size[1]} (height x width) in images[{place}]"
             )
 
 
 def _check_boxes(targets: Sequence[Target]) -> None:
-    """Raise ValueError for a box that has no area: neither torchvision nor COCO has a use for it in training."""
+    """Raise UserError for a box that has no area: neither torchvision nor COCO has a use for it in training."""
     for place, target in enumerate(targets):
         boxes = target["boxes"]
         empty = (boxes[:, 2:] <= boxes[:, :2]).any(dim=1)
         if empty.any():
-            raise ValueError(f"boxes must have width and height, got {boxes[empty][0].tolist()} in targets[{place}]")
+            raise UserError(f"boxes must have width and height, got {boxes[empty][0].tolist()} in targets[{place}]")

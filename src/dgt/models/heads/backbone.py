@@ -14,6 +14,8 @@ import timm
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dgt.utils.errors import UserError
+
 STRIDES = (4, 8, 16, 32)
 
 
@@ -27,7 +29,7 @@ class FeatureBackbone(nn.Module):
         getter: what ``timm.create_model(name, features_only=True, feature_cls="getter", out_indices=4)`` returns.
 
     Raises:
-        ValueError: the model's last four maps are not at strides 4, 8, 16 and 32.
+        UserError: the model's last four maps are not at strides 4, 8, 16 and 32.
     """
 
     model: Any
@@ -37,7 +39,7 @@ class FeatureBackbone(nn.Module):
         strides = tuple(getter.feature_info.reduction())
         if strides != STRIDES:
             name = type(getter.model).__name__
-            raise ValueError(f"backbone must have maps at strides {STRIDES}, got {strides} from {name}")
+            raise UserError(f"backbone must have maps at strides {STRIDES}, got {strides} from {name}")
         self.model = getter.model
         self.indices = list(getter.out_indices)
         self.channels: list[int] = list(getter.feature_info.channels())
@@ -91,7 +93,7 @@ def build_backbone(backbone: str | nn.Module, image_size: int | None = None, **a
 
     Raises:
         TypeError: ``backbone`` is neither, or arguments come with a finished one.
-        ValueError: timm knows no such model, it does not take the arguments, or it has no four maps at strides 4 to 32.
+        UserError: timm knows no such model, it does not take the arguments, or it has no four maps at strides 4 to 32.
     """
     if isinstance(backbone, FeatureBackbone):
         if arguments:
@@ -102,7 +104,7 @@ def build_backbone(backbone: str | nn.Module, image_size: int | None = None, **a
             f"backbone must be the name of a timm model or a FeatureBackbone, got {type(backbone).__name__}"
         )
     if not timm.is_model(backbone):
-        raise ValueError(f"backbone must be a model that timm knows, got {backbone!r}; timm.list_models() lists them")
+        raise UserError(f"backbone must be a model that timm knows, got {backbone!r}; timm.list_models() lists them")
     config = timm.get_pretrained_cfg(backbone)
     fixed = config is not None and config.fixed_input_size
     size = {} if image_size is None else {"img_size": image_size}
@@ -117,4 +119,4 @@ def build_backbone(backbone: str | nn.Module, image_size: int | None = None, **a
             problem: Exception = error
             if not isinstance(error, TypeError):
                 break
-    raise ValueError(f"backbone {backbone!r} cannot be built with {arguments}: {problem}") from problem
+    raise UserError(f"backbone {backbone!r} cannot be built with {arguments}: {problem}") from problem
