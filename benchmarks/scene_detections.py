@@ -1,6 +1,6 @@
 """Held-out scenes as a picture: above what is there, below what a trained detector finds.
 
-python benchmarks/scene_detections.py RUN docs/pictures/detections.jpg [--scenes 4] [--first 0]
+python benchmarks/scene_detections.py RUN docs/images/detections.jpg [--scenes 4] [--first 0]
 """
 
 from __future__ import annotations

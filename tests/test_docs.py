@@ -1,0 +1,141 @@
+"""The documentation names only what exists: modules, symbols, tests, files, links and commands; its lines are short."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dgt_command import SECTIONS, build_parser
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "src" / "dgt"
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
+    (ROOT / "docs").glob("*.md")
+)
+NAMED = [page for page in PAGES if page.name != "CHANGELOG.md"]  # a changelog names what is gone, too
+PACKAGES = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
+SOURCES = "\n".join(path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py"))
+TESTS = {
+    node.name
+    for path in (ROOT / "tests").rglob("*.py")
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    if isinstance(node, ast.FunctionDef)
+}
+
+
+def pages(chosen: list[Path]) -> pytest.MarkDecorator:
+    """The same test for each of these pages."""
+    return pytest.mark.parametrize("page", chosen, ids=[str(page.relative_to(ROOT)) for page in chosen])
+
+
+def code_spans(page: Path) -> Iterator[str]:
+    """What stands between single backticks, outside of blocks of code."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+    yield from (" ".join(span.split()) for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", text))
+
+
+def exists(dotted: str) -> bool:
+    """Whether `dgt.x.y` or, of our packages, `x.y` can be imported or is an attribute of what can."""
+    parts = dotted.split(".") if dotted.startswith("dgt.") else ["dgt", *dotted.split(".")]
+    for length in range(len(parts), 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for name in parts[length:]:
+            if not hasattr(found, name) and name not in getattr(found, "__dataclass_fields__", {}):
+                return False
+            found = getattr(found, name, None)
+        return True
+    return False
+
+
+@pages(NAMED)
+def test_every_dotted_name_of_ours_exists(page: Path) -> None:
+    spans = {re.split(r"[(\[ ]", span)[0] for span in code_spans(page)}
+    ours = {
+        span
+        for span in spans
+        if re.fullmatch(r"[A-Za-z_]\w*(\.\w+)+", span)
+        and span.split(".")[0] in {"dgt", *PACKAGES} - set(SECTIONS)
+        and span.split(".")[-1] not in ("py", "md")
+    }
+    assert [span for span in sorted(ours) if not exists(span)] == []
+
+
+@pages(NAMED)
+def test_every_file_and_test_named_exists(page: Path) -> None:
+    missing = []
+    for span in code_spans(page):
+        if re.fullmatch(r"test_\w+\.py", span):
+            found = any((ROOT / "tests").rglob(span))
+        elif re.fullmatch(r"test_\w+", span):
+            found = span in TESTS
+        elif re.fullmatch(r"[\w./*-]+(\.py|\.json|\.sh|/)", span) and "/" in span:
+            known = ("src", "tests", "docs", "benchmarks", "examples", *PACKAGES)
+            found = span.split("/")[0] not in known or any(any(root.glob(span)) for root in (ROOT, PACKAGE))
+        else:
+            continue
+        missing += [] if found else [span]
+    assert missing == []
+
+
+def test_the_page_on_the_paper_names_what_the_code_still_has() -> None:
+    """Every identifier of docs/paper.md is a word of the source, whether a keyword, a setting, a class or a model."""
+    words = {word for span in code_spans(ROOT / "docs" / "paper.md") for word in re.findall(r"[A-Za-z]\w{3,}", span)}
+    known = SOURCES + "\n".join(path.name for path in ROOT.rglob("*") if ".git" not in path.parts)
+    known += "".join(TESTS) + "Norm torch optim layer step"
+    assert [word for word in sorted(words) if word not in known] == []
+
+
+@pages(PAGES)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    broken = []
+    for target in re.findall(r"\]\(([^)#\s]*)(?:#([\w-]+))?\)", page.read_text(encoding="utf-8")):
+        path, anchor = page if not target[0] else page.parent / target[0], target[1]
+        if target[0].startswith(("http:", "https:")):
+            continue
+        if not path.exists() or (anchor and anchor not in anchors(path)):
+            broken.append("#".join(target))
+    assert broken == []
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pages(NAMED)
+def test_every_command_and_flag_named_exists(page: Path) -> None:
+    actions = [action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    commands = actions[0].choices
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = [span for span in code_spans(page) if span.startswith("dgt ")]
+    lines += [line.strip() for line in text.splitlines() if re.match(r" {4}dgt \w", line)]
+    wrong = []
+    for line in lines:
+        words = re.split(r"\s{2,}|[#;|&]", line)[0].split()[1:]
+        if words and re.fullmatch("[a-z]+", words[0]):
+            command = commands.get(words[0])
+            known = command._option_string_actions if command else {}
+            keys = command is not None and command.get_default("takes_keys")
+            flags = {word.strip("[],").partition("=")[0] for word in words if word.strip("[").startswith("--")}
+            flags = {flag for flag in flags if not (keys and flag[2:].split(".")[0] in SECTIONS)}
+            if not flags <= set(known) or command is None:
+                wrong.append(line)
+    assert wrong == []
+
+
+@pages([page for page in PAGES if page.name != "kernels.md"])
+def test_lines_are_at_most_120_columns(page: Path) -> None:
+    """Rows of tables and images cannot be broken; anything else can."""
+    lines = enumerate(page.read_text(encoding="utf-8").splitlines(), 1)
+    long = [number for number, line in lines if len(line) > 120 and not line.startswith(("|", "![", "<img"))]
+    assert long == []
