@@ -3,6 +3,7 @@
 Importing the package registers its models with timm: ``timm.create_model("dgt_tiny")``.
 """
 
+from dgt.inference import optimize_for_inference
 from dgt.layers import DGAttention, GlobalAttention
 from dgt.models import (
     DynamicGroupTransformer,
@@ -11,7 +12,6 @@ from dgt.models import (
     cost,
     diagnose,
     group_records,
-    optimize_for_inference,
     replace_attention,
     set_attention,
 )

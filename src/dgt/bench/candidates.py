@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dgt.models import optimize_for_inference
+from dgt.inference import optimize_for_inference
 from dgt.ops.checks import check_count
 
 FORMS = ("inference", "global", "checkpointing")

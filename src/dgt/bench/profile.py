@@ -13,6 +13,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from dgt.bench.candidates import Candidate
+from dgt.inference.form import FoldedFFN, FoldedStem, TokenLinear
+from dgt.inference.fuse_bn import FoldedConv
 from dgt.layers import (
     ConditionalPositionEncoding,
     ConvStem,
@@ -22,7 +24,6 @@ from dgt.layers import (
     InvertedResidualFFN,
     PatchMerging,
 )
-from dgt.layers.folded import FoldedConv, FoldedFFN, FoldedStem, TokenLinear
 
 PARTS: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
     ((ConvStem, FoldedStem), "stem"),

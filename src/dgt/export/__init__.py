@@ -1,10 +1,10 @@
-"""Trained models for other programs: ONNX, `torch.export`, and timm's own format."""
+"""Trained models for other programs: ONNX, `torch.export`, and timm's own format; made in :mod:`dgt.inference`."""
 
-from dgt.export.files import Export, export
-from dgt.export.onnx_file import encode_onnx, open_onnx
-from dgt.export.program import encode_program, open_program
-from dgt.export.source import Source
-from dgt.export.verify import Verification, verify
+from dgt.inference.export import Export, export
+from dgt.inference.onnx_file import encode_onnx, open_onnx
+from dgt.inference.program import encode_program, open_program
+from dgt.inference.source import Source
+from dgt.inference.verify import Verification, verify
 
 __all__ = [
     "Export",

@@ -6,7 +6,6 @@ from dgt.models.diagnose import BlockDiagnosis, diagnose
 from dgt.models.heads.mask_rcnn import PaddedMaskRCNN, build_mask_rcnn
 from dgt.models.heads.upernet import UperNet, build_upernet
 from dgt.models.hybrids import cswin_tiny, cswin_tiny_dga, swin_tiny, swin_tiny_dga
-from dgt.models.inference import optimize_for_inference
 from dgt.models.inspection import BlockVisit, GroupRecord, group_records, set_attention, visit_blocks
 from dgt.models.replace import replace_attention
 from dgt.models.variants import dgt_base, dgt_nano, dgt_small, dgt_tiny
@@ -30,7 +29,6 @@ __all__ = [
     "dgt_tiny",
     "diagnose",
     "group_records",
-    "optimize_for_inference",
     "replace_attention",
     "set_attention",
     "swin_tiny",

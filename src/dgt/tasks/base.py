@@ -52,6 +52,8 @@ class Task:
         metrics: data module, set up -> the `Metrics` of one validation.
         refused_precision: value of `trainer.precision` that its operators lack.
         has_results: whether its metrics gather `results`.
+        outputs: names of the tensors that the network returns for images, as an exported file has them; none where it
+            returns what no tensor of one shape holds.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Task:
     metrics: Callable[[Any], Metrics]
     refused_precision: str | None = None
     has_results: bool = False
+    outputs: tuple[str, ...] = ("logits",)
     task: Any = None
 
     @property

@@ -140,5 +140,6 @@ DETECT = Task(
     metrics=DetectionMetrics,
     refused_precision="bf16-true",  # torchvision's non-maximum suppression does not exist in it
     has_results=True,
+    outputs=(),  # lists of objects
     task=DetectionTask,
 )

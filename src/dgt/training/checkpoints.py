@@ -22,6 +22,7 @@ from dgt.training.callbacks import RECORD_KEY
 from dgt.training.recipe import Recipe, parse_recipe
 from dgt.training.runs import RECORD_FORMAT
 from dgt.training.storage import read_checkpoint
+from dgt.training.timm_folder import read_timm_folder
 
 NETWORK_PREFIX = "network."
 
@@ -48,7 +49,7 @@ def load_run(path: str | Path) -> LoadedRun:
 
     Args:
         path: a `.ckpt` of a training, its run folder (whose finished model is taken, else its last checkpoint), or a
-            model folder with `config.json` and `model.safetensors`.
+            model folder with `config.json` and `model.safetensors`, ours or any that timm or transformers wrote.
 
     Raises:
         FileNotFoundError: nothing there, or a folder that holds neither.
@@ -157,14 +158,15 @@ def _read_model_folder(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]
     if not config.is_file():
         raise FileNotFoundError(f"{source} has no config.json beside it, which says what model it is")
     try:
-        record = json.loads(config.read_text(encoding="utf-8")).get("dgt")
+        description = json.loads(config.read_text(encoding="utf-8"))
+        record = description.get("dgt")
         weights = safetensors.torch.load_file(source)
     except (json.JSONDecodeError, AttributeError, UnicodeDecodeError) as error:
         raise ValueError(f"{config} is not the description of a model: {error}") from error
     except SafetensorError as error:
         raise ValueError(f"{source} is cut off or damaged ({source.stat().st_size} bytes): {error}") from error
     if not isinstance(record, dict):
-        raise ValueError(f"{config} was not written by `dgt train`: it has no entry 'dgt' with the recipe")
+        return read_timm_folder(config, description, weights)
     return weights, record
 
 

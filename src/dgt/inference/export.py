@@ -10,13 +10,14 @@ from pathlib import Path
 
 import timm
 
-from dgt.export.onnx_file import check_libraries, encode_onnx, open_onnx
-from dgt.export.program import Runner, encode_program, open_program
-from dgt.export.source import Source, source_of_run
-from dgt.export.verify import Verification, verify
+from dgt.inference.onnx_file import check_libraries, encode_onnx, open_onnx
+from dgt.inference.program import Runner, encode_program, open_program
+from dgt.inference.source import Source, backbone_of, source_of_run
+from dgt.inference.verify import Verification, verify
 from dgt.training.checkpoints import LoadedRun, load_run
-from dgt.training.files import write_whole
 from dgt.training.runs import export_model, make_record
+from dgt.utils.atomic_write import atomic_write
+from dgt.utils.errors import UserError
 
 FORMATS: dict[str, tuple[Callable[[Source], bytes], Callable[[bytes], Runner]]] = {
     ".onnx": (encode_onnx, open_onnx),
@@ -48,7 +49,7 @@ def export(checkpoint: str | Path, out: str | Path, features: bool = False) -> E
     """Write a trained model for other programs, and check it against its source before it takes its place.
 
     Args:
-        checkpoint: checkpoint, run folder or model folder.
+        checkpoint: checkpoint, run folder or model folder, as `load_run` takes them: also any folder that timm wrote.
         out: a file ending in `.onnx` or `.pt2`, replaced if it is there; or, without an ending, a folder for
             `timm.create_model("local-dir:FOLDER", pretrained=True)`.
         features: the feature maps of the backbone instead of what the task predicts; for files.
@@ -71,13 +72,13 @@ def _check_place(path: Path, features: bool) -> None:
     """Check all that can be known of the place before a model is opened."""
     if path.suffix and path.suffix not in FORMATS:
         endings = " or ".join(FORMATS)
-        raise ValueError(f"OUT must end in {endings}, or have no ending and name a folder for timm, got {str(path)!r}")
+        raise UserError(f"OUT must end in {endings}, or have no ending and name a folder for timm, got {str(path)!r}")
     if path.suffix == ".onnx":
         check_libraries()
     if path.suffix and path.is_dir():
         raise IsADirectoryError(f"{path} is a folder: name a file in it")
     if not path.suffix and features:
-        raise ValueError("feature maps are exported to a file, .onnx or .pt2; a folder for timm has them as they are")
+        raise UserError("feature maps are exported to a file, .onnx or .pt2; a folder for timm has them as they are")
     if not path.suffix and path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{path} is a file: name a folder, or a file ending in {' or '.join(FORMATS)}")
     above = next(place for place in (path if path.is_dir() else path.parent, *path.parents) if place.exists())
@@ -92,18 +93,18 @@ def _export_file(run: LoadedRun, path: Path, features: bool) -> Export:
     encode, reopen = FORMATS[path.suffix]
     content = encode(source)
     verification = verify(source.module, reopen(content), _sizes(run, source))
-    write_whole(path, content)
+    atomic_write(path, content)
     return Export(path, len(content), verification)
 
 
 def _export_folder(run: LoadedRun, folder: Path) -> Export:
-    if run.recipe.task != "classify":
-        raise ValueError(
+    if backbone_of(run) is not None:
+        raise UserError(
             f"a folder for timm holds a classifier, this is a model of the task {run.recipe.task!r}; "
-            f"a run's folder `model` has its weights as safetensors"
+            "a run's folder `model` has its weights as safetensors"
         )
     if (folder / "model.safetensors").resolve() == run.source.resolve():
-        raise ValueError(f"{folder} is where the model comes from: name another folder")
+        raise UserError(f"{folder} is where the model comes from: name another folder")
     source = source_of_run(run)
     record = make_record(run.recipe, run.class_names)
     with tempfile.TemporaryDirectory() as trial:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import dgt
-from dgt.models.inference import optimize_for_inference
+from dgt.inference import optimize_for_inference
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,6 @@ from dgt.tasks import TASKS
 from dgt.training import load_recipe
 from dgt.training.runs import export_model, make_record
 
-pytest.importorskip("onnxscript", reason="onnx, onnxscript and onnxruntime are not installed")
-pytest.importorskip("onnxruntime", reason="onnx, onnxscript and onnxruntime are not installed")
-
 SMALL = {"stem_width": 8, "dims": [16, 16, 32, 32], "num_heads": [1, 2, 2, 2], "depths": [1, 1, 1, 1], "head_width": 24}
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dgt.export.program import Runner
+from dgt.inference.program import Runner
 
 TOLERANCE = 1e-4
 """Largest difference of equal outputs, relative to the largest output or 1."""

@@ -10,19 +10,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import onnx
-import onnxruntime
 import pytest
+import safetensors.torch
 import timm
 import torch
+from timm.models import save_for_hf
 from torch import nn
 
-import dgt.export.files as files
+import dgt.inference.export as files
 from dgt.export import Source, export
-from dgt.export.source import source_of_run
+from dgt.inference.source import source_of_run
 from dgt.layers.windows import WindowAttention
 from dgt.training import LoadedRun, load_recipe, load_run
 from dgt_command import main
+
+onnx = pytest.importorskip("onnx", reason="onnx, onnxscript and onnxruntime are not installed")
+onnxruntime = pytest.importorskip("onnxruntime", reason="onnx, onnxscript and onnxruntime are not installed")
 
 SIZES = [(1, 33, 33), (3, 97, 65), (1, 224, 320), (3, 128, 128)]
 
@@ -162,7 +165,7 @@ def test_of_a_detector_only_the_maps_of_its_backbone() -> None:
     backbone = nn.Conv2d(3, 4, 3)
     backbone.channels = [4]
     run = LoadedRun(nn.ModuleDict({"backbone": backbone}), load_recipe("scenes_detect"), ["disc"], Path("run"))
-    with pytest.raises(ValueError, match=r"a detector cannot be exported: .* --features"):
+    with pytest.raises(ValueError, match=r"what the task 'detect' finds cannot be exported: .* --features"):
         source_of_run(run)
     source = source_of_run(run, features=True)
     assert source.module is backbone
@@ -170,3 +173,36 @@ def test_of_a_detector_only_the_maps_of_its_backbone() -> None:
     backbone.attn = WindowAttention(8, 2)
     with pytest.raises(ValueError, match=r"attends in windows, which a graph cannot cut out of images of any size"):
         source_of_run(run, features=True)
+
+
+def timm_folder(folder: Path, layout: str) -> timm.models.resnet.ResNet:
+    """A small model of timm with random weights, saved as timm or as transformers does."""
+    model = timm.create_model("test_resnet", num_classes=5).eval()
+    save_for_hf(
+        model, str(folder), {"label_names": list("abcde")} if layout == "timm" else None, safe_serialization=True
+    )
+    if layout == "transformers":  # the model's weights under a name of the wrapper's
+        weights = {f"timm_model.{key}": value for key, value in model.state_dict().items()}
+        safetensors.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+@pytest.mark.parametrize("layout", ["timm", "transformers"])
+def test_a_folder_that_timm_wrote_is_opened_and_exported(layout: str, tmp_path: Path) -> None:
+    model = timm_folder(tmp_path / "saved", layout)
+    run = load_run(tmp_path / "saved")
+    images = torch.randn(2, 3, 96, 128)
+    with torch.no_grad():
+        torch.testing.assert_close(run.network(images), model(images), rtol=0, atol=0)
+    assert run.class_names == (list("abcde") if layout == "timm" else list("01234"))
+    assert run.recipe.data["mean"] == pytest.approx(model.pretrained_cfg["mean"])
+    assert run.recipe.data["image_size"] == model.pretrained_cfg["input_size"][1]
+    result = export(tmp_path / "saved", tmp_path / "saved.pt2")
+    assert result.verification.equal == result.verification.images == 18
+
+
+def test_a_folder_of_no_classifier_says_what_it_lacks(tmp_path: Path) -> None:
+    timm_folder(tmp_path, "timm")
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(ValueError, match="neither an entry 'dgt' with the recipe nor 'architecture' and 'num_classes'"):
+        load_run(tmp_path)

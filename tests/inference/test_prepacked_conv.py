@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dgt.layers.packed import PACKABLE, PackedConv, _packed
+from dgt.inference.prepacked_conv import PACKABLE, PACKED, PackedConv
 
 needs_packing = pytest.mark.skipif(torch.float32 not in PACKABLE, reason="this PyTorch has no oneDNN")
 
@@ -43,16 +43,16 @@ def test_it_gives_what_a_convolution_and_gelu_give(shape, place, depthwise, bias
 def test_weights_are_packed_once_and_anew_when_they_change() -> None:
     first, second, x = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1), torch.randn(1, 4, 5, 6)
     packed = PackedConv(copy.deepcopy(first))
-    before = len(_packed)
+    before = len(PACKED)
     torch.testing.assert_close(packed(x), first(x))
-    kept = _packed[packed.weight]
+    kept = PACKED[packed.weight]
     packed(x)
-    assert _packed[packed.weight] is kept
+    assert PACKED[packed.weight] is kept
     packed.load_state_dict(second.state_dict())
     torch.testing.assert_close(packed(x), second(x))
-    assert len(_packed) == before + 1
+    assert len(PACKED) == before + 1
     del packed
-    assert len(_packed) == before
+    assert len(PACKED) == before
 
 
 @needs_packing
@@ -68,7 +68,7 @@ def test_other_weights_at_the_same_address_are_packed_anew() -> None:
 
 
 @torch.no_grad()
-def test_weights_without_a_version_are_not_packed() -> None:
+def test_weights_without_a_version_are_notPACKED() -> None:
     with torch.inference_mode():
         packed, x = PackedConv(copy.deepcopy(nn.Conv2d(4, 4, 1)), gelu=True), torch.randn(1, 4, 5, 6)
         assert packed.weight.is_inference()

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dgt.export.program import Runner, trace
-from dgt.export.source import Source
+from dgt.inference.program import Runner, trace
+from dgt.inference.source import Source
+from dgt.utils.errors import UserError
 
 OPSET = 18
 LARGEST = 2**31 - 2**24  # bytes of one file, by the format it is written in, less some room for the graph
@@ -22,7 +23,7 @@ def check_libraries() -> None:
     """Raise ValueError unless everything is installed that ONNX needs."""
     missing = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
     if missing:
-        raise ValueError(
+        raise UserError(
             f"ONNX needs {', '.join(missing)}, not installed here: pip install 'dynamic-group-transformer[export]'"
         )
 
@@ -31,16 +32,16 @@ def encode_onnx(source: Source) -> bytes:
     """Return the ONNX file of a module: input `images`, outputs as the source names them.
 
     Raises:
-        ValueError: as :func:`dgt.export.program.trace` does; for operators that ONNX lacks, and for more than 2 GiB.
+        ValueError: as :func:`dgt.inference.program.trace` does; for operators that ONNX lacks, and for more than 2 GiB.
     """
     import onnx_ir
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass, InlinePass
 
-    from dgt.export.onnx_operators import FUNCTIONS
+    from dgt.inference.onnx_operators import FUNCTIONS
 
     size = sum(tensor.nbytes for tensor in source.module.state_dict().values())
     if size > LARGEST:
-        raise ValueError(f"one ONNX file holds at most 2 GiB, the weights alone take {size / 2**30:.1f} GiB")
+        raise UserError(f"one ONNX file holds at most 2 GiB, the weights alone take {size / 2**30:.1f} GiB")
     model = _translate(source)
     for function in FUNCTIONS:
         body = onnx_ir.serde.from_proto(function.to_function_proto())
@@ -60,7 +61,7 @@ def encode_onnx(source: Source) -> bytes:
 
 def _translate(source: Source) -> Any:
     """Return the module as a model of onnx_ir, in which the functions that translations call have no bodies yet."""
-    from dgt.export.onnx_operators import TRANSLATIONS
+    from dgt.inference.onnx_operators import TRANSLATIONS
 
     program = trace(source)
     names = {0: "batch"} if source.size is not None else {0: "batch", 2: "height", 3: "width"}
@@ -81,7 +82,7 @@ def _translate(source: Source) -> Any:
                 verbose=False,
             )
     except torch.onnx.errors.OnnxExporterError as error:
-        raise ValueError(f"a {type(source.module).__name__} cannot be written as ONNX: {_reason(error)}") from error
+        raise UserError(f"a {type(source.module).__name__} cannot be written as ONNX: {_reason(error)}") from error
     finally:
         logger.setLevel(level)
     return exported.model  # type: ignore[union-attr]

@@ -9,7 +9,9 @@ import timm
 from torch import Tensor, nn
 
 from dgt.layers.windows import StripeAttention, WindowAttention
+from dgt.tasks import TASKS
 from dgt.training.checkpoints import LoadedRun
+from dgt.utils.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -36,13 +38,13 @@ class FeatureMaps(nn.Module):
         classifier: a timm model with `forward_intermediates`.
 
     Raises:
-        ValueError: it has none.
+        UserError: it has none.
     """
 
     def __init__(self, classifier: nn.Module) -> None:
         super().__init__()
         if not hasattr(classifier, "forward_intermediates"):
-            raise ValueError(f"a {type(classifier).__name__} has no feature maps to export")
+            raise UserError(f"a {type(classifier).__name__} has no feature maps to export")
         self.classifier = classifier
 
     def forward(self, images: Tensor) -> list[Tensor]:
@@ -51,40 +53,41 @@ class FeatureMaps(nn.Module):
         return maps
 
 
+def backbone_of(run: LoadedRun) -> nn.Module | None:
+    """The backbone under the head of a run's task; None for a classifier, which is timm's model itself."""
+    return getattr(run.network, "backbone", None)
+
+
 def source_of_run(run: LoadedRun, features: bool = False) -> Source:
-    """Choose what to export of a trained run.
+    """Return what to export of a trained run.
 
     Args:
         run: the trained run.
         features: the feature maps of the backbone instead of what the task predicts.
 
     Raises:
-        ValueError: for a detector, whose lists of objects are no tensors of one shape, a model without maps, and
-            windows (of Swin and CSWin) under a segmenter or detector, which take images of any size.
+        UserError: for a task whose outputs are no tensors of one shape, a model without maps, and windows (of Swin and
+            CSWin) under the head of a task, which take images of any size.
     """
-    task, data = run.recipe.task, run.recipe.data
-    backbone = run.network if task == "classify" else run.network.get_submodule("backbone")
-    about: dict[str, str] = {
-        "model": run.recipe.model.name,
-        "task": task,
-        **{key: json.dumps(data[key]) for key in ("mean", "std", "image_size") if key in data},
-    }
-    config = timm.get_pretrained_cfg(run.recipe.model.name)
-    windows = any(isinstance(part, WindowAttention | StripeAttention) for part in backbone.modules())
-    if windows and task != "classify":
-        raise ValueError(
-            f"a {run.recipe.model.name} attends in windows, which a graph cannot cut out of images of any size: "
-            f"only classifiers can be exported with it, for images of one size"
+    task, data, name, backbone = TASKS[run.recipe.task], run.recipe.data, run.recipe.model.name, backbone_of(run)
+    windows = any(isinstance(part, WindowAttention | StripeAttention) for part in run.network.modules())
+    if windows and backbone is not None:
+        raise UserError(
+            f"a {name} attends in windows, which a graph cannot cut out of images of any size: "
+            "only classifiers can be exported with it, for images of one size"
         )
-    fixed = task == "classify" and (windows or (config is not None and config.fixed_input_size))
+    config = timm.get_pretrained_cfg(name)
+    fixed = backbone is None and (windows or (config is not None and config.fixed_input_size))
     size = data["image_size"] if fixed else None
+    known = {key: json.dumps(data[key]) for key in ("mean", "std", "image_size") if key in data}
+    about = {"model": name, "task": task.name, **known}
     if features:
-        maps = FeatureMaps(backbone).eval() if task == "classify" else backbone
-        count = len(backbone.feature_info) if task == "classify" else len(backbone.channels)  # type: ignore[arg-type]
+        maps = FeatureMaps(run.network).eval() if backbone is None else backbone
+        count = len(run.network.feature_info if backbone is None else backbone.channels)  # type: ignore[arg-type]
         return Source(maps, tuple(f"map_{i}" for i in range(count)), size, about)
-    if task == "detect":
-        raise ValueError(
-            "a detector cannot be exported: how many objects it finds is no shape that a graph knows; "
-            "the feature maps of its backbone can, with --features"
+    if not task.outputs:
+        raise UserError(
+            f"what the task {task.name!r} finds cannot be exported: how many objects there are is no shape that a "
+            "graph knows; the feature maps of its backbone can, with --features"
         )
-    return Source(run.network, ("logits",), size, {**about, "classes": json.dumps(run.class_names)})
+    return Source(run.network, task.outputs, size, {**about, "classes": json.dumps(run.class_names)})

@@ -45,11 +45,10 @@ class PackedConv(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, C, H, W) to (B, C', H', W')."""
-        if not self._can_pack(x):
-            return F.gelu(super().forward(x)) if self.gelu else super().forward(x)
-        convolve: Any = torch.ops.dgt.convolve if torch.compiler.is_compiling() else _convolve
-        place = (self.padding, self.stride, self.dilation, self.groups)
-        convolved: Tensor = convolve(x, self.weight, self.bias, *place, self.gelu)
+        compiled: Any = torch.ops.dgt.convolve
+        convolve = _plain if not self._can_pack(x) else compiled if torch.compiler.is_compiling() else _packed
+        place = (self.stride, self.padding, self.dilation, self.groups)
+        convolved: Tensor = convolve(x, self.weight, self.bias, self.gelu, *place)
         return convolved
 
     def _can_pack(self, x: Tensor) -> bool:
@@ -58,74 +57,48 @@ class PackedConv(nn.Conv2d):
         return suits and not watched and bool(torch.backends.mkldnn.enabled)
 
 
-def _convolve(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    padding: tuple[int, int],
-    stride: tuple[int, int],
-    dilation: tuple[int, int],
-    groups: int,
-    gelu: bool,
-) -> Tensor:
-    """A convolution with a packed weight, then GELU or nothing."""
-    if weight.is_inference():  # nothing tells when it changes
-        convolved = F.conv2d(x, weight, bias, stride, padding, dilation, groups)
-        return F.gelu(convolved) if gelu else convolved
-    kept = _packed.get(weight)
-    if kept is None or not kept.is_of(weight):
-        # The size is a hint: the operator takes any other one too.
-        packed = torch.ops.aten.mkldnn_reorder_conv2d_weight(
-            weight.detach().to_mkldnn(), padding, stride, dilation, groups, x.shape
-        )
-        kept = _packed[weight] = _Packed.of(weight, packed)
-    name, algorithm = ("gelu", "none") if gelu else ("none", "")
-    result: Tensor = torch.ops.mkldnn._convolution_pointwise(
-        x, kept.packed, bias, padding, stride, dilation, groups, name, [], algorithm
-    )
-    return result
-
-
-class _Packed(NamedTuple):
+class Packed(NamedTuple):
     """A packed weight, and what the weight was when it was packed."""
 
-    packed: Tensor
+    weight: Tensor
     version: tuple[int, int, torch.dtype]
     storage: StorageWeakRef  # while it lives no other one has its address
 
-    @classmethod
-    def of(cls, weight: Tensor, packed: Tensor) -> "_Packed":
-        version = (weight.data_ptr(), weight._version, weight.dtype)
-        return cls(packed, version, StorageWeakRef(weight.untyped_storage()))
 
-    def is_of(self, weight: Tensor) -> bool:
-        now = (weight.data_ptr(), weight._version, weight.dtype)
-        return now == self.version and not self.storage.expired()
+PACKED = WeakIdKeyDictionary()  # weight -> Packed
 
 
-_packed = WeakIdKeyDictionary()  # weight -> _Packed
+def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, *place: Any) -> Tensor:
+    """A convolution of this stride, padding, dilation and groups, then GELU or nothing."""
+    convolved = F.conv2d(x, weight, bias, *place)
+    return F.gelu(convolved) if gelu else convolved
+
+
+def _packed(
+    x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, stride: Any, padding: Any, dilation: Any, groups: int
+) -> Tensor:
+    """The same with a packed weight."""
+    if weight.is_inference():  # nothing tells when it changes
+        return _plain(x, weight, bias, gelu, stride, padding, dilation, groups)
+    version, place = (weight.data_ptr(), weight._version, weight.dtype), (padding, stride, dilation, groups)
+    kept = PACKED.get(weight)
+    if kept is None or kept.version != version or kept.storage.expired():
+        # The size is a hint: the operator takes any other one too.
+        packed = torch.ops.aten.mkldnn_reorder_conv2d_weight(weight.detach().to_mkldnn(), *place, x.shape)
+        kept = PACKED[weight] = Packed(packed, version, StorageWeakRef(weight.untyped_storage()))
+    name, algorithm = ("gelu", "none") if gelu else ("none", "")
+    result: Tensor = torch.ops.mkldnn._convolution_pointwise(x, kept.weight, bias, *place, name, [], algorithm)
+    return result
+
 
 # A compiler sees one operator, and leaves packing to it.
 torch.library.define(
     "dgt::convolve",
-    "(Tensor x, Tensor weight, Tensor? bias, int[] padding, int[] stride, int[] dilation, int groups, bool gelu)"
+    "(Tensor x, Tensor weight, Tensor? bias, bool gelu, int[] stride, int[] padding, int[] dilation, int groups)"
     " -> Tensor",
 )
-torch.library.impl("dgt::convolve", "CPU", _convolve)
-
-
-@torch.library.register_fake("dgt::convolve")
-def _(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    padding: list[int],
-    stride: list[int],
-    dilation: list[int],
-    groups: int,
-    gelu: bool,
-) -> Tensor:
-    return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
+torch.library.impl("dgt::convolve", "CPU", _packed)
+torch.library.register_fake("dgt::convolve", _plain)
 
 
 def _packable() -> tuple[torch.dtype, ...]:

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from dgt.export import Source, encode_onnx, open_onnx
 from dgt.ops import attend, group_queries, select_keys
 
+pytest.importorskip("onnxscript", reason="onnx, onnxscript and onnxruntime are not installed")
+pytest.importorskip("onnxruntime", reason="onnx, onnxscript and onnxruntime are not installed")
+
 GROUPS, TOP_K = 6, 9
 Runner = Callable[[Tensor], list[Tensor]]
 

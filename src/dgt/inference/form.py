@@ -1,12 +1,13 @@
-"""The layers as a model that only predicts wants them: normalisations folded into convolutions, residuals in place.
+"""The form of a model that only predicts: the same outputs from fewer and larger steps.
 
-Every BatchNorm of the network stands between a GELU and a convolution. Its affine map moves into that convolution; with
-zero padding this is exact inside the image, and at its borders once the part of the shift that would come from outside
-is taken off again. ``x + depthwise(x)`` is one depthwise convolution whose centre tap is one larger. Linears are 1x1
-convolutions, which oneDNN runs on channels-last tokens without copies, and about twice as fast as the matrix product
-of linears on processors that the vendor's BLAS does not favour.
+Normalisations move into convolutions (:mod:`dgt.inference.fuse_bn`), which keep their weights packed
+(:mod:`dgt.inference.prepacked_conv`); the attention is one operator (:mod:`dgt.inference.attention`), its centroids are
+brought to unit norm once and for all; residuals are added in place. Linears are 1x1 convolutions, which oneDNN runs on
+channels-last tokens without copies, and about twice as fast as the matrix product of linears on processors that the
+vendor's BLAS does not favour.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -14,132 +15,56 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dgt.inference.attention import attention
+from dgt.inference.fuse_bn import FoldedConv, affine, fold_after, fold_before
+from dgt.inference.prepacked_conv import PackedConv, takes_gradients
 from dgt.layers.attention import DGAttention, GlobalAttention, check_mask, check_tokens_in
 from dgt.layers.block import Block
 from dgt.layers.convolution import ConvStem, InvertedResidualFFN, PatchMerging
 from dgt.layers.head import Head
-from dgt.layers.packed import PackedConv, takes_gradients
-from dgt.ops import eager_inference
 from dgt.ops.backends import resolve_backend
 
 
-def affine(norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
-    """Return scale and shift, float64 (C,), of a BatchNorm in evaluation mode."""
-    if norm.running_mean is None or norm.running_var is None:
-        raise ValueError("BatchNorm must track running statistics to be folded, got track_running_stats=False")
-    scale = (norm.running_var.double() + norm.eps).rsqrt() * norm.weight.double()
-    return scale, norm.bias.double() - norm.running_mean.double() * scale
+def optimize_for_inference(model: nn.Module) -> nn.Module:
+    """Return a copy of a model in the form that only predicts: faster, equal outputs up to rounding.
 
-
-def fold_after(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> nn.Conv2d:
-    """Return ``norm(conv(x))`` as one convolution: exact for any kernel and padding."""
-    scale, shift = affine(norm)
-    weight = conv.weight.double() * scale[:, None, None, None]
-    return _conv_like(conv, weight, _bias(conv) * scale + shift)
-
-
-def fold_before(norm: nn.BatchNorm2d, conv: nn.Conv2d) -> nn.Conv2d:
-    """Return ``conv(norm(x))`` as one convolution, for a 1x1 convolution: exact because it has no padding."""
-    scale, shift = affine(norm)
-    weight = conv.weight.double()
-    return _conv_like(conv, weight * scale[:, None, None], _bias(conv) + weight[..., 0, 0] @ shift)
-
-
-def _bias(conv: nn.Conv2d) -> Tensor:
-    return conv.weight.new_zeros(conv.out_channels).double() if conv.bias is None else conv.bias.double()
-
-
-def _conv_like(conv: nn.Conv2d, weight: Tensor, bias: Tensor) -> PackedConv:
-    """A convolution of the same geometry and type with this weight and bias."""
-    return PackedConv(conv, weight.to(conv.weight.dtype), bias.to(conv.weight.dtype))
-
-
-def _constant(value: Tensor) -> nn.Parameter:
-    return nn.Parameter(value.detach(), requires_grad=False)
-
-
-class FoldedConv(nn.Module):
-    """``conv(norm(x))``, or ``y + conv(y)`` with ``y = norm(x)``, as one 3x3 convolution with exact borders.
-
-    Zero padding stands *behind* the normalisation: what is outside has no shift. The folded bias holds the shift of all
-    nine taps, so at the borders the taps outside are taken off again. Under a mask the same holds for every padded
-    place, and the shift becomes a convolution of the mask.
+    The model itself, which is what to train, save and export, stays as it is. On a CPU convolutions keep a packed copy
+    of their weights, from their first call on.
 
     Args:
-        conv: 3x3, stride 1, padding 1, dense or depthwise.
-        norm: what precedes it, or None.
-        residual: add the convolution's input to its output.
+        model: any module that contains parts of this package: a model of :func:`timm.create_model`, a backbone, a
+            detector around one. Everything else in it stays as it is.
+
+    Returns:
+        The copy, in evaluation mode, without gradients; it cannot be trained.
+
+    Raises:
+        TypeError: if ``model`` is no module.
+        ValueError: if it contains nothing that has such a form.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, got {type(model).__name__}")
+    if not any(type(module) in FORMS for module in model.modules()):
+        raise ValueError(f"model must contain parts of a DGT, got a {type(model).__name__} without any")
+    with torch.inference_mode(False):  # else nobody could tell when its weights change
+        twin = nn.ModuleList([copy.deepcopy(model).eval().requires_grad_(False)])
+        _replace_parts(twin)
+        return twin[0].to(memory_format=torch.channels_last)
 
-    taps: Tensor
-    inner_bias: Tensor
-    rows: Tensor
-    columns: Tensor
-    corners: Tensor
 
-    def __init__(self, conv: nn.Conv2d, norm: nn.BatchNorm2d | None = None, residual: bool = False) -> None:
-        super().__init__()
-        weight, bias = conv.weight.double(), _bias(conv)
-        depthwise = conv.groups > 1
-        if residual:
-            weight = weight.clone()
-            weight[range(len(weight)), 0 if depthwise else range(len(weight)), 1, 1] += 1
-        self.has_shift = norm is not None
-        taps = torch.zeros_like(weight[:, 0])  # (C, 3, 3): what the shift contributes through every tap
-        if norm is not None:
-            scale, shift = affine(norm)
-            taps = weight[:, 0] * shift[:, None, None] if depthwise else torch.einsum("oikl,i->okl", weight, shift)
-            weight = weight * (scale[:, None, None, None] if depthwise else scale[:, None, None])
-        self.conv = _conv_like(conv, weight, bias + taps.sum((1, 2)))
-        outer = taps[:, ::2].permute(1, 2, 0)  # (2, 3, C): the taps above and below
-        constants = {
-            "taps": taps[:, None],
-            "inner_bias": bias,
-            "rows": outer.sum(1, keepdim=True),  # (2, 1, C): what is missing in the first and the last row
-            "columns": taps[:, :, ::2].permute(2, 1, 0).sum(1),  # (2, C)
-            "corners": outer[:, ::2],  # (2, 2, C): what rows and columns both took off
-        }
-        for name, value in constants.items():
-            self.register_buffer(name, value.detach().to(conv.weight.dtype).contiguous())
+def inference_form(module: nn.Module) -> nn.Module:
+    """Return a module in the form that only predicts, or as it is where there is none; may change it in place."""
+    form = FORMS.get(type(module))
+    return module if form is None else form(module)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Map (B, C, H, W) to (B, C', H, W); ``mask`` is bool (B, H, W), True where a token is real."""
-        if mask is not None:
-            real = mask.unsqueeze(1).to(x.dtype)
-            x = F.conv2d(x * real, self.conv.weight, self.inner_bias, padding=1, groups=self.conv.groups)
-            return x + F.conv2d(real, self.taps, padding=1) if self.has_shift else x
-        x = self.conv(x)
-        if self.has_shift:
-            tokens = x.permute(0, 2, 3, 1)
-            if torch.compiler.is_compiling():
-                return (tokens - self._outside(*tokens.shape[1:3])).permute(0, 3, 1, 2)
-            self._take_off_outside(tokens)
-        return x
 
-    def _take_off_outside(self, x: Tensor) -> None:
-        """Subtract from (B, H, W, C), in place, what the shift would contribute from outside the image."""
-        rows, columns, corners = self.rows, self.columns, self.corners
-        height, width = x.shape[1:3]
-        if height == 1:  # the first row is the last one
-            rows, corners = rows.sum(0, keepdim=True), corners.sum(0, keepdim=True)
-        if width == 1:
-            columns, corners = columns.sum(0, keepdim=True), corners.sum(1, keepdim=True)
-        down, across = max(height - 1, 1), max(width - 1, 1)  # steps from the first to the last
-        x[:, ::down] -= rows
-        x[:, :, ::across] -= columns
-        x[:, ::down, ::across] += corners
-
-    def _outside(self, height: int, width: int) -> Tensor:
-        """What `_take_off_outside` subtracts, as a map (H, W, C) that a compiler computes on its way."""
-        row = torch.arange(height, device=self.rows.device)[:, None, None]
-        column = torch.arange(width, device=self.rows.device)[:, None]
-        rows, columns = (row == 0, row == height - 1), (column == 0, column == width - 1)
-        outside = columns[0] * self.columns[0] + columns[1] * self.columns[1]
-        for i in range(2):
-            outside = outside + rows[i] * self.rows[i]
-            for j in range(2):
-                outside = outside - (rows[i] & columns[j]) * self.corners[i, j]
-        return outside
+def _replace_parts(module: nn.Module) -> None:
+    """Bring every part of a module, at any depth, into the form that only predicts, in place."""
+    for name, child in list(module.named_children()):
+        if type(child) in FORMS:
+            setattr(module, name, inference_form(child))
+        else:
+            _replace_parts(child)
 
 
 def _gelu(x: Tensor) -> Tensor:
@@ -211,7 +136,7 @@ class InferenceDGAttention(DGAttention):
         super().__init__(heads * channels, heads, groups, source.top_k, **settings)
         self.qkv, self.proj = TokenLinear(source.qkv), TokenLinear(source.proj)  # type: ignore[assignment]
         if source.cosine:
-            self.logit_scale = _constant(source.logit_scale)
+            self.logit_scale = nn.Parameter(source.logit_scale.detach(), requires_grad=False)
         self.centroids, self.num_updates, self.seeded = source.unit_centroids(), source.num_updates, source.seeded
 
     def unit_centroids(self) -> Tensor:
@@ -237,7 +162,7 @@ class InferenceDGAttention(DGAttention):
         check_tokens_in(x, self.qkv.in_features)
         check_mask(mask, x)
         real = None if mask is None else mask.flatten(1)
-        attended = eager_inference.attention(self._project(x), self.centroids, self.top_k, self.scale, real)
+        attended = attention(self._project(x), self.centroids, self.top_k, self.scale, real)
         projected: Tensor = self.proj(attended.view(x.shape))
         return projected
 
@@ -313,9 +238,3 @@ FORMS: dict[type[nn.Module], Callable[[Any], nn.Module]] = {
     PatchMerging: _with_packed_conv,
     Head: fold_head,
 }
-
-
-def inference_form(module: nn.Module) -> nn.Module:
-    """Return a module in the form that only predicts, or as it is where there is none; may change it in place."""
-    form = FORMS.get(type(module))
-    return module if form is None else form(module)

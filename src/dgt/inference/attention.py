@@ -14,7 +14,9 @@ from dgt.ops.eager import HIDDEN, is_few_tokens, rows_of_groups
 from dgt.ops.grouping import nearest_group
 from dgt.ops.selection import mark_unselected
 
-PART = 1 << 22  # elements of the masks of a part; they are read once, so larger parts than for gathered tiles pay
+CHUNK_ELEMENTS = (
+    1 << 22
+)  # of the masks of a part; they are read once, so larger parts than for gathered tiles pay
 
 
 def attention(qkv: Tensor, centroids: Tensor, top_k: int, scale: float, key_mask: Tensor | None) -> Tensor:
@@ -51,7 +53,7 @@ def _attention(qkv: Tensor, centroids: Tensor, top_k: int, scale: float, key_mas
         if not is_few_tokens(tokens, groups, count):
             return _merge_heads(_attend_in_steps(qkv, centroids, top_k, scale, key_mask))
         centroids = centroids.float()
-        images = max(1, PART // (heads * tokens * max(tokens, groups)))
+        images = max(1, CHUNK_ELEMENTS // (heads * tokens * max(tokens, groups)))
         if images >= batch:
             return _merge_heads(_attend_densely(qkv, centroids, count, scale, key_mask))
         masks = [None] * batch if key_mask is None else key_mask.split(images)

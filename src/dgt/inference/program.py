@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
-from dgt.export.source import Source
+from dgt.inference.source import Source
+from dgt.utils.errors import UserError
 
 EXAMPLE = (2, 3, 96, 160)  # sides that differ, and leave more than one token at stride 32
 
@@ -35,7 +36,7 @@ def trace(source: Source) -> ExportedProgram:
     """
     kinds = {p.dtype for p in source.module.parameters() if p.is_floating_point()}
     if kinds != {torch.float32}:
-        raise ValueError(f"the model must be float32, got {', '.join(sorted(map(str, kinds))) or 'no parameters'}")
+        raise UserError(f"the model must be float32, got {', '.join(sorted(map(str, kinds))) or 'no parameters'}")
     free: dict[int, Any] = {0: Dim("batch", min=1)}
     sides = EXAMPLE[2:] if source.size is None else (source.size, source.size)
     if source.size is None:
@@ -45,7 +46,7 @@ def trace(source: Source) -> ExportedProgram:
             return torch.export.export(source.module, (torch.zeros(*EXAMPLE[:2], *sides),), dynamic_shapes=(free,))
     except Exception as error:  # of many kinds: whatever in the module cannot be traced
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise ValueError(
+        raise UserError(
             f"a {type(source.module).__name__} cannot be exported for free batch, height and width: {reason}"
         ) from error
 

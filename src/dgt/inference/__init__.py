@@ -1,0 +1,10 @@
+"""Trained models at work: the form that only predicts, and files for other programs (:mod:`dgt.export`).
+
+- ``form``: what `optimize_for_inference` makes, of ``fuse_bn``, ``prepacked_conv`` and ``attention``.
+- ``export``: a checked file; ``source`` of what, ``program`` for `torch.export`, ``onnx_file`` and its operators, and
+  ``verify``, whether it equals its source.
+"""
+
+from dgt.inference.form import optimize_for_inference
+
+__all__ = ["optimize_for_inference"]
