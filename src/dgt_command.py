@@ -79,6 +79,8 @@ def _mistakes(options: argparse.Namespace, keys: list[str]) -> Iterator[str]:
             near = difflib.get_close_matches(section, SECTIONS, n=1, cutoff=0.75)
             hint = f"did you mean {near[0]}{dot}{key}?" if near else "`dgt train RECIPE --help` lists all keys"
             yield f"unknown recipe key {section + dot + key!r}; {hint}"
+    if options.command == "status" and not (Path(options.folder) / "recipe.yaml").is_file():
+        yield f"{options.folder!r} is not the folder of a run: it has no recipe.yaml"
     one = getattr(options, "checkpoint", None)
     for checkpoint in getattr(options, "checkpoints", [one] if one else []):
         if not Path(checkpoint).exists():

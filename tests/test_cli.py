@@ -79,7 +79,13 @@ def test_the_package_answers_as_the_command_does() -> None:
     [
         *("--help", "train --help", "predict --help", "", "fly", "predict", "demo --loud", "demo --epochs many"),
         *("train", "train scene", "train missing.yaml", "train scenes --optimiser.lr 1", "ablate block"),
-        *("evaluate nowhere", "predict nowhere image.png", "bench weights", "bench models --rounds 0"),
+        *(
+            "evaluate nowhere",
+            "status nowhere",
+            "predict nowhere image.png",
+            "bench weights",
+            "bench models --rounds 0",
+        ),
     ],
 )
 def test_help_and_mistakes_are_answered_without_loading_the_package(words: str) -> None:
@@ -104,12 +110,15 @@ def test_bad_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixt
     assert "dgt" in capsys.readouterr().err
 
 
-def test_an_interruption_is_a_word(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interruption_is_a_word(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("dgt.training.status.run_status", interrupted)
-    assert main(["status", "anywhere"]) == 130
+    (tmp_path / "recipe.yaml").touch()
+    assert main(["status", str(tmp_path)]) == 130
     assert capsys.readouterr().err == "dgt: interrupted\n"
 
 

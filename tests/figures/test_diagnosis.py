@@ -21,8 +21,11 @@ ALL = SOME._replace(name="stages.1.blocks.0.attn", tokens=8)
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever checkpoint is named is a model with random weights."""
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folders `run` and `peer` are models with random weights."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("run", "peer"):
+        (tmp_path / name).mkdir()
     monkeypatch.setattr(
         diagnosis, "load_run", lambda path: make_run(0, "test_resnet" if path == "peer" else "dgt_nano")
     )
@@ -30,8 +33,8 @@ def run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def image(tmp_path: Path) -> str:
-    Image.effect_noise((90, 70), 60).convert("RGB").save(tmp_path / "picture.png")
-    return str(tmp_path / "picture.png")
+    Image.effect_noise((90, 70), 60).convert("RGB").save(tmp_path / "image.png")
+    return str(tmp_path / "image.png")
 
 
 def test_the_figure_has_a_mark_for_every_choice() -> None:

@@ -19,7 +19,7 @@ from PIL import Image
 from recipes import recipe_text
 
 import dgt.training
-from dgt import cli
+import dgt_command
 from dgt.data.decoding import decode_image
 from dgt.data.transforms import Augmentation, evaluation_transform, training_transform
 from dgt.tasks import TASKS
@@ -105,7 +105,7 @@ def check_recipe(seed: int, folder: Path) -> tuple[str, str | None]:
     dgt.training.fit = _prepare
     try:
         with within(SECONDS), contextlib.redirect_stderr(printed), contextlib.redirect_stdout(io.StringIO()):
-            status = cli.main(["train", str(path)])
+            status = dgt_command.main(["train", str(path)])
     except (Exception, Hang):
         return "refused", f"recipe {seed} ({about}): {traceback.format_exc()}"
     finally:
