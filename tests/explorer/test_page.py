@@ -60,6 +60,11 @@ def test_it_paints_within_a_second(page: Any, address: str) -> None:
     assert page.run("document.querySelectorAll('.strip button').length") == 8
 
 
+def test_it_opens_at_the_size_the_model_was_trained_at(page: Any) -> None:
+    assert page.run("[explorer.state.size, explorer.now.view.rows]") == [64, 16]
+    assert page.run("document.getElementById('classes-note').textContent") == ""
+
+
 def test_hover_lights_the_group_and_its_keys(page: Any) -> None:
     page.mouse("move", *place(page, 0.21, 0.32))
     settle(page, "explorer.now.hover !== null && explorer.timings.hover.length > 0")
@@ -99,15 +104,15 @@ def test_hover_is_quick_at_56_by_56_tokens(page: Any, address: str) -> None:
 
 def test_block_head_and_size_change_what_is_asked(page: Any) -> None:
     page.run("document.querySelector('#stage button[value=\"3\"]').click()")
-    settle(page, "explorer.now.view.rows === 8")
+    settle(page, "explorer.now.view.rows === 4")
     page.run("document.querySelector('#head button[value=\"2\"]').click()")
     settle(page, "location.hash.includes('h=2')")
     page.press("]")
     settle(page, "location.hash.includes('b=3')")
-    page.run("document.querySelector('#size button[value=\"64\"]').click()")
-    settle(page, "explorer.now.view.rows === 4")
+    page.run("document.querySelector('#size button[value=\"128\"]').click()")
+    settle(page, "explorer.now.view.rows === 8")
     asked = [url.partition("?")[2] for url in page.requests if "/api/view" in url]
-    assert asked[-1] == "image=scene-0&size=64&block=3&head=2&k=32"
+    assert asked[-1] == "image=scene-0&size=128&block=3&head=2&k=32"
 
 
 def test_k_acts_live(page: Any) -> None:

@@ -94,6 +94,14 @@ def test_a_view_at_the_models_own_k_is_what_the_model_did(explorer: Explorer, cl
             )
 
 
+def test_it_opens_at_the_size_the_model_was_trained_at(explorer: Explorer, client: TestClient) -> None:
+    """At 128 px the demo's model, trained at 64 px, calls a star a triangle: it sees shapes of another scale."""
+    model = client.get("/api/model").json()
+    assert model["size"] == explorer.run.recipe.data["image_size"] == 64
+    assert model.get("start", model["size"]) == 64
+    assert model["sizes"] == [64, 128, 224]
+
+
 def test_the_curve_ends_at_all_keys_and_agrees_with_the_view(client: TestClient) -> None:
     curve = client.get("/api/curve?image=scene-0&size=64&block=0&head=0").json()
     assert curve["counts"][0] == 1

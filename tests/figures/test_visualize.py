@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 
+import dgt
 from dgt.data.shapes import KINDS
 from dgt.figures.visualize import visualize
 from dgt.tasks.network import build_classifier
@@ -86,6 +89,15 @@ def test_mistakes(
     with pytest.raises(ValueError, match=message):
         visualize(RUNS[:runs], [image] * images, tmp_path / name, **options)
     assert os.listdir(tmp_path) == ["in"]
+
+
+def test_a_model_whose_attention_was_replaced(tmp_path: Path, image: Path) -> None:
+    network = timm.create_model("vit_tiny_patch16_224", num_classes=len(KINDS), img_size=64, patch_size=8, depth=2)
+    dgt.replace_attention(network.eval(), num_groups=4, top_k=5)
+    run = replace(make_run(0), network=network)
+    for options in ({}, {"all_blocks": True}, {"block": 1, "as_map": True}):
+        visualize([run], [image], tmp_path / "a.png", **options)
+        assert (tmp_path / "a.png").stat().st_size > 5000
 
 
 def test_a_model_without_groups(tmp_path: Path, image: Path) -> None:

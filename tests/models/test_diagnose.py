@@ -42,8 +42,8 @@ def test_a_layer_by_hand(small: Callable[..., dgt.DynamicGroupTransformer]) -> N
     record = dgt.group_records(model, images)[0]
     rows, columns = record.grid
     assert (found.name, found.tokens, found.groups, found.top_k) == ("stages.0.blocks.0.attn", rows * columns, 5, 7)
-    visit = next(dgt.models.visit_blocks(model, images))
-    query, key, _ = visit.block.attn.split_heads(visit.block.attention_input(visit.x, visit.mask))
+    (first, *_), _ = dgt.models.capture(model, images, lambda seen: seen.layer.split_heads(seen.x))
+    query, key, _ = first
     weights = (query.detach().double() @ key.detach().double().mT * query.shape[-1] ** -0.5).softmax(-1)
     sums = dict.fromkeys(CHOICES, 0.0)
     batch, heads, tokens = record.attention.group_ids.shape
@@ -101,7 +101,7 @@ def test_slices_of_queries_change_nothing(
 ) -> None:
     model, images = sharpen(small()), torch.randn(2, 3, 48, 32)
     whole = dgt.diagnose(model, images)
-    monkeypatch.setattr(dgt.ops.attention_mass, "SLICE", rows * 2 * 2 * 96)
+    monkeypatch.setattr(dgt.ops.attention_mass, "CHUNK_ELEMENTS", rows * 2 * 2 * 96)
     for one, other in zip(whole, dgt.diagnose(model, images), strict=True):
         assert [getattr(one, choice) for choice in CHOICES] == pytest.approx([getattr(other, c) for c in CHOICES])
 

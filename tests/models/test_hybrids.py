@@ -174,14 +174,6 @@ def test_training_reaches_every_parameter_also_under_checkpointing(name) -> None
         torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5)
 
 
-def test_visits_pass_on_positions() -> None:
-    model, images = make("dgt_nano_cmt_block"), torch.randn(1, 3, 64, 48)
-    *_, last = dgt.models.visit_blocks(model, images)
-    with torch.no_grad():
-        position = model.stages[-1].positions(last.x)
-        assert torch.equal(last.block(last.x, None, position).permute(0, 3, 1, 2), model.forward_features(images))
-
-
 def test_groups_of_a_hybrid_can_be_looked_at() -> None:
     records = dgt.group_records(make("cswin_nano_dga"), torch.randn(1, 3, 64, 48))
     assert [record.grid for record in records] == [(16, 12), (8, 6), (8, 6), (4, 3), (2, 2)]

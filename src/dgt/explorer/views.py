@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from dgt.explorer.album import Album, crop, fit_sides
 from dgt.figures import choose_groups, distinct_colours
 from dgt.layers import DGAttention
-from dgt.models import DynamicGroupTransformer
+from dgt.models import DynamicGroupTransformer, capture
 from dgt.ops import dynamic_group_attention
 from dgt.ops.attention_mass import attention_mass_curve, diagnose_selection
 from dgt.training import LoadedRun
@@ -32,8 +32,6 @@ from dgt.training import LoadedRun
 MAX_TOKENS = 112 * 112
 MAX_KEYS, MAX_WEIGHTS = 1024, 4_000_000
 """Most keys for a group, and most attention weights (tokens times keys) in one answer."""
-MIN_START = 128
-"""The page opens at a model's own size, or the first larger one at which groups have shapes one can see."""
 TRACES, VIEWS = 6, 24
 """How many forwards and how many views are remembered."""
 
@@ -84,7 +82,6 @@ class Explorer:
         self.size = max(32, round(run.recipe.data["image_size"] / self.step) * self.step)
         largest = int(MAX_TOKENS**0.5) * first
         self.sizes = sorted({self.size, *(side for side in (2 * self.size, 224) if self.size < side <= largest)})
-        self.start = min(self.sizes, key=lambda side: (side < MIN_START, side))
         self._lock = threading.Lock()
         self._remembered: OrderedDict[Hashable, Any] = OrderedDict()
 
@@ -109,7 +106,6 @@ class Explorer:
             "classes": len(self.run.class_names),
             "size": self.size,
             "sizes": self.sizes,
-            "start": self.start,
             "colours": [f"#{r:02x}{g:02x}{b:02x}" for r, g, b in (255 * distinct_colours(most)).round().astype(int)],
             "threads": torch.get_num_threads(),
             "blocks": blocks,
@@ -118,7 +114,7 @@ class Explorer:
     def warm_up(self) -> None:
         """Run the model once on the first picture: the first forward of a process is slow."""
         with self._lock, torch.inference_mode():
-            self.run.network(self.pixels(self.album.names()[0][0], self.start))
+            self.run.network(self.pixels(self.album.names()[0][0], self.size))
 
     def view(self, image: str, size: int, block: int, head: int, top_k: int) -> Answer:
         """Groups, keys and attention weights of one head of one block.
@@ -177,18 +173,9 @@ class Explorer:
         picture = self.album.picture(image)
         sides = fit_sides((picture.height, picture.width), size, self.step)
         pixels = self.pixels(image, size)
-        inputs: list[Tensor] = []
-        hooks = [
-            block.layer.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0].clone()))
-            for block in self.blocks
-        ]
-        try:
-            start = time.perf_counter()
-            logits = self.run.network(pixels)
-            seconds = time.perf_counter() - start
-        finally:
-            for hook in hooks:
-                hook.remove()
+        start = time.perf_counter()
+        inputs, logits = capture(self.run.network, pixels, lambda seen: seen.x.clone())
+        seconds = time.perf_counter() - start
         best = logits.float().softmax(-1)[0].topk(min(3, logits.shape[-1]))
         names = [self.run.class_names[index] for index in best.indices.tolist()]
         return Trace(inputs, sides, seconds, list(zip(names, best.values.tolist(), strict=True)))

@@ -2,17 +2,15 @@
 
 from dgt.models.cost import Cost, cost
 from dgt.models.dgt import DynamicGroupTransformer
-from dgt.models.diagnose import BlockDiagnosis, diagnose
 from dgt.models.heads.mask_rcnn import PaddedMaskRCNN, build_mask_rcnn
 from dgt.models.heads.upernet import UperNet, build_upernet
 from dgt.models.hybrids import cswin_tiny, cswin_tiny_dga, swin_tiny, swin_tiny_dga
-from dgt.models.inspection import BlockVisit, GroupRecord, group_records, set_attention, visit_blocks
+from dgt.models.inspect import BlockDiagnosis, GroupRecord, capture, diagnose, group_records, set_attention
 from dgt.models.replace import replace_attention
 from dgt.models.variants import dgt_base, dgt_nano, dgt_small, dgt_tiny
 
 __all__ = [
     "BlockDiagnosis",
-    "BlockVisit",
     "Cost",
     "DynamicGroupTransformer",
     "GroupRecord",
@@ -20,6 +18,7 @@ __all__ = [
     "UperNet",
     "build_mask_rcnn",
     "build_upernet",
+    "capture",
     "cost",
     "cswin_tiny",
     "cswin_tiny_dga",
@@ -33,5 +32,4 @@ __all__ = [
     "set_attention",
     "swin_tiny",
     "swin_tiny_dga",
-    "visit_blocks",
 ]

@@ -12,7 +12,7 @@ from torch import nn
 import dgt
 from dgt.app.info import model_rows
 from dgt.models.heads.backbone import build_backbone
-from dgt.models.inspection import group_records
+from dgt.models.inspect import group_records
 
 
 def small(backbone: str = "dgt_nano", **arguments: object) -> dgt.models.UperNet:

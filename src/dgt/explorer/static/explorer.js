@@ -389,8 +389,7 @@ function restore() {
     state.image = now.images[0].id;
     toast("The picture of this link is not here any more");
   }
-  state.size = sizes.includes(Number(parts.get("s"))) ? Number(parts.get("s")) : now.model.start;
-  if (!sizes.includes(state.size)) state.size = size;
+  state.size = sizes.includes(Number(parts.get("s"))) ? Number(parts.get("s")) : size;
   state.block = whole("b", 0, blocks.length - 1, 0);
   state.head = whole("h", 0, blocks[state.block].heads - 1, 0);
   state.k = whole("k", 1, 65535, null);

@@ -24,7 +24,7 @@ from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 from dgt.layers import DGAttention
 from dgt.models.cost import Cost, cost
 from dgt.models.heads.backbone import FeatureBackbone, build_backbone
-from dgt.models.inspection import set_attention
+from dgt.models.inspect import set_attention
 from dgt.models.padding import real_pixels
 from dgt.utils.errors import UserError
 

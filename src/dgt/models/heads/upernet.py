@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dgt.models.dgt import DynamicGroupTransformer, check_images
 from dgt.models.heads.backbone import FeatureBackbone, build_backbone
-from dgt.models.inspection import set_attention
+from dgt.models.inspect import set_attention
 from dgt.models.padding import real_sizes
 from dgt.utils.errors import UserError
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import pytest
+import timm
 import torch
 from torch import nn
 
@@ -45,8 +46,51 @@ def test_bad_settings_set_nothing(settings, error, message, small) -> None:
 def test_a_model_without_our_attention() -> None:
     with pytest.raises(ValueError, match=r"model must contain DGAttention layers, got a Linear without any"):
         dgt.set_attention(nn.Linear(2, 2), top_k=3)
-    with pytest.raises(TypeError, match=r"model must be a DynamicGroupTransformer, got Linear"):
+    with pytest.raises(ValueError, match=r"model must contain DGAttention layers, got a Linear without any"):
         dgt.group_records(nn.Linear(2, 2), torch.randn(1, 3, 64, 64))
+    with pytest.raises(TypeError, match=r"model must be a module, got str"):
+        dgt.group_records("dgt_nano", torch.randn(1, 3, 64, 64))
+
+
+FOREIGN = {
+    "vit_tiny_patch16_224": ({"img_size": (64, 96), "patch_size": 8, "reg_tokens": 2, "depth": 2}, 3, [(8, 12)] * 2),
+    "swin_tiny_patch4_window7_224": ({"img_size": (64, 96), "embed_dim": 24, "depths": (1, 1)}, 0, [(16, 24), (8, 12)]),
+    "twins_svt_small": ({"img_size": (64, 96), "depths": (1, 1, 2, 1)}, 0, [(16, 24), (8, 12), (4, 6), (2, 3)]),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_records_of_a_model_whose_attention_was_replaced(name) -> None:
+    """What `diagnose` accepts has records too, of its patches alone: tokens of the class lie on no grid."""
+    torch.manual_seed(0)
+    options, prefix, grids = FOREIGN[name]
+    model = timm.create_model(name, num_classes=5, **options).eval()
+    dgt.replace_attention(model, num_groups=4, top_k=5)
+    records = dgt.group_records(model, torch.randn(2, 3, 64, 96))
+    assert [record.name for record in records] == list(attention_layers(model))
+    assert [record.grid for record in records] == grids
+    assert [block.tokens - prefix for block in dgt.diagnose(model, torch.randn(2, 3, 64, 96))] == [
+        rows * columns for rows, columns in grids
+    ]
+    for record, (rows, columns) in zip(records, grids, strict=True):
+        assert record.attention.group_ids.shape[2] == record.attention.output.shape[2] == rows * columns
+        assert record.attention.group_ids.min() >= 0
+        assert record.attention.key_ids.shape[-1] == 5
+        assert record.attention.key_ids.min() >= 0
+        assert record.attention.key_ids.max() < rows * columns
+
+
+def test_tokens_without_a_grid_have_no_record() -> None:
+    layer = nn.Sequential(dgt.DGAttention(dim=8, num_heads=2, num_groups=3, top_k=2))
+    with pytest.raises(ValueError, match=r"the tokens of layer '0' must lie on a grid, got \(1, 6, 8\)"):
+        dgt.group_records(layer, torch.randn(1, 6, 8))
+
+
+def test_a_capture_also_returns_what_the_model_does(small) -> None:
+    model, images = small(), torch.randn(2, 3, 64, 75)
+    seen, output = dgt.models.capture(model, images, lambda layer: (layer.name, layer.x.shape[-1]))
+    assert seen == [(name, layer.qkv.in_features) for name, layer in attention_layers(model).items()]
+    assert torch.equal(output, model(images))
 
 
 @pytest.mark.parametrize("post_norm", [False, True])
