@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from dgt.figures.files import save_animation, save_figure
 from dgt.figures.groups import figure_contact_sheet, figure_group_map, figure_groups
 from dgt.figures.panel import Array, GroupPanel, choose_groups, denormalize
-from dgt.layers import DGAttention
 from dgt.models import GroupRecord, group_records
+from dgt.models.inspect import attention_layers
 from dgt.training import LoadedRun, load_run
 from dgt.training.evaluate import read_image
 
@@ -103,8 +103,10 @@ def _all_panels(run: LoadedRun, image: str | Path, head: int) -> list[GroupPanel
 def _look(run: LoadedRun, image: str | Path) -> tuple[Array, list[GroupRecord]]:
     """The picture as the model got it, and what its layers grouped and chose."""
     pixels = read_image(run, image)
-    if not any(isinstance(module, DGAttention) for module in run.network.modules()):
-        raise ValueError(f"model {run.recipe.model.name!r} has no dynamic group attention to draw")
+    try:
+        attention_layers(run.network)
+    except ValueError as error:
+        raise ValueError(f"model {run.recipe.model.name!r} has no dynamic group attention to draw") from error
     records = group_records(run.network, pixels)
     return denormalize(pixels[0], run.recipe.data["mean"], run.recipe.data["std"]), records
 
