@@ -12,7 +12,8 @@ from timm.models.swin_transformer import SwinTransformer
 from torch import nn
 
 import dgt
-from dgt.layers import PatchConcatenation, PatchStem, StripeAttention, WindowAttention
+from dgt.layers.baselines.cswin import StripeAttention
+from dgt.layers.baselines.swin import PatchConcatenation, PatchStem, WindowAttention
 
 PARAMETERS = {
     "dgt_tiny_swin_block": 23_736_682,

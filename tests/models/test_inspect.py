@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import dgt
-from dgt.layers import attention as attention_module
+from dgt.layers import scripting
 
 
 def attention_layers(model) -> dict[str, dgt.DGAttention]:
@@ -97,13 +97,13 @@ def test_a_capture_also_returns_what_the_model_does(small) -> None:
 def test_records_are_what_forward_uses(post_norm, small, monkeypatch) -> None:
     model, images = small(post_norm=post_norm), torch.randn(2, 3, 64, 75)
     used = []
-    original = attention_module.dynamic_group_attention
+    original = scripting.dynamic_group_attention
 
     def recording(*args, **kwargs):
         used.append(original(*args, **kwargs))
         return used[-1]
 
-    monkeypatch.setattr(attention_module, "dynamic_group_attention", recording)
+    monkeypatch.setattr(scripting, "dynamic_group_attention", recording)
     model(images)
     monkeypatch.undo()
     records = dgt.group_records(model, images)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import dgt
+from dgt.models import replace
 from dgt.models.replace import SwappedAttention, SwappedBlock
 
 PLAIN = {"num_classes": 5, "embed_dim": 32, "depth": 3, "num_heads": 2}
@@ -262,3 +264,26 @@ def test_a_module_used_twice_is_replaced_by_one() -> None:
     model.second = model.first
     assert dgt.replace_attention(model) == ["first", "second"]
     assert model.first is model.second
+
+
+@pytest.mark.parametrize("kind", ["vit", "averaged"])
+def test_every_step_goes_through_the_chosen_backend(kind, monkeypatch) -> None:
+    """Grouping and selection too, with prefix tokens as without: nothing stays eager in silence."""
+    model, images, seen = make(kind), torch.randn(2, 3, 64, 64), []
+    for name in ("group_queries", "select_keys", "attend", "dynamic_group_attention"):
+        step = getattr(replace, name)
+
+        def recording(*args, step=step, **kwargs):
+            bound = inspect.signature(step).bind(*args, **kwargs)
+            seen.append((step.__name__, bound.arguments.get("backend")))
+            return step(*args, **kwargs)
+
+        monkeypatch.setattr(replace, name, recording)
+    with torch.no_grad():
+        dgt.replace_attention(model, num_groups=3, top_k=4, backend="eager")
+        eager = model(images)
+        dgt.set_attention(model, backend="reference")
+        seen.clear()
+        torch.testing.assert_close(model(images), eager, rtol=1e-5, atol=1e-5)
+    steps = ("dynamic_group_attention",) if PREFIX[kind] == 0 else ("group_queries", "select_keys", "attend")
+    assert seen == [(step, "reference") for step in steps] * 3

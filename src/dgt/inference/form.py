@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from dgt.inference.attention import attention
 from dgt.inference.fuse_bn import FoldedConv, affine, fold_after, fold_before
 from dgt.inference.prepacked_conv import PackedConv, takes_gradients
-from dgt.layers.attention import DGAttention, GlobalAttention, check_mask, check_tokens_in
+from dgt.layers.attention import DGAttention, GlobalAttention
+from dgt.layers.baselines.cmt import CMTBlock
 from dgt.layers.block import Block
 from dgt.layers.convolution import ConvStem, InvertedResidualFFN, PatchMerging
 from dgt.layers.head import Head
+from dgt.layers.scripting import check_layer_input
 from dgt.ops.backends import resolve_backend
 
 
@@ -159,8 +161,7 @@ class InferenceDGAttention(DGAttention):
         """Map (B, H, W, C) or (B, L, C) to the same shape; ``mask`` is bool, True where a token is real."""
         if x.device.type != "cpu" or takes_gradients(x) or resolve_backend(self.backend, x) != "eager":
             return super().forward(x, mask)
-        check_tokens_in(x, self.qkv.in_features)
-        check_mask(mask, x)
+        check_layer_input(x, self.qkv.in_features, mask)
         real = None if mask is None else mask.flatten(1)
         attended = attention(self._project(x), self.centroids, self.top_k, self.scale, real)
         projected: Tensor = self.proj(attended.view(x.shape))
@@ -172,7 +173,7 @@ class InferenceBlock(Block):
 
     def __init__(self, source: Block) -> None:
         nn.Module.__init__(self)
-        self.post_norm, self.takes_position = source.post_norm, source.takes_position  # type: ignore[misc]
+        self.post_norm = source.post_norm
         encoding = source.cpe
         folded = None if encoding is None else FoldedConv(encoding.conv, residual=True)
         self.cpe = folded  # type: ignore[assignment]
@@ -192,10 +193,10 @@ class InferenceBlock(Block):
         super().train(False)
         return self
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, position: Tensor | None = None) -> Tensor:
-        """Map (B, H, W, C) to (B, H, W, C); arguments as in :class:`Block`."""
+    def forward(self, x: Tensor, mask: Tensor | None = None, *position: Tensor) -> Tensor:
+        """Map (B, H, W, C) to (B, H, W, C); arguments as in :class:`Block`, or of CMT's."""
         x = self.positioned(x, mask)
-        attended = self.attend(x if self.post_norm else self.norm1(x), mask, position)
+        attended = self.attn(x if self.post_norm else self.norm1(x), mask, *position)
         attended = self.norm1(attended) if self.post_norm else attended
         kept = self.cpe is None or takes_gradients(x)  # without an encoding x is still the caller's
         x = x + attended if kept else x.add_(attended)
@@ -232,6 +233,7 @@ def _with_token_linears(attention: GlobalAttention) -> GlobalAttention:
 FORMS: dict[type[nn.Module], Callable[[Any], nn.Module]] = {
     ConvStem: FoldedStem,
     Block: InferenceBlock,
+    CMTBlock: InferenceBlock,
     DGAttention: InferenceDGAttention,
     GlobalAttention: _with_token_linears,
     InvertedResidualFFN: FoldedFFN,

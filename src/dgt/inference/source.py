@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import timm
 from torch import Tensor, nn
 
-from dgt.layers.windows import StripeAttention, WindowAttention
+from dgt.layers.baselines.cswin import StripeAttention
+from dgt.layers.baselines.swin import WindowAttention
 from dgt.tasks import TASKS
 from dgt.training.checkpoints import LoadedRun
 from dgt.utils.errors import UserError

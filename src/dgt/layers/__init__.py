@@ -12,9 +12,6 @@ from dgt.layers.convolution import (
     keep_real_pixels,
 )
 from dgt.layers.head import Head
-from dgt.layers.patches import PatchConcatenation, PatchStem
-from dgt.layers.reduced import PositionTable, ReducedAttention
-from dgt.layers.windows import StripeAttention, WindowAttention
 
 __all__ = [
     "Block",
@@ -25,13 +22,7 @@ __all__ = [
     "GlobalAttention",
     "Head",
     "InvertedResidualFFN",
-    "PatchConcatenation",
     "PatchMerging",
-    "PatchStem",
-    "PositionTable",
-    "ReducedAttention",
-    "StripeAttention",
-    "WindowAttention",
     "keep_real",
     "keep_real_pixels",
     "renormalize_centroids",

@@ -13,9 +13,10 @@ from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from dgt.layers.centroids import CentroidState
+from dgt.layers.scripting import attend_in_groups, check_layer_input
 from dgt.ops import DynamicGroupAttentionOutput, dynamic_group_attention
 from dgt.ops.backends import resolve_backend
-from dgt.ops.checks import check_count, describe
+from dgt.ops.checks import check_count
 
 
 class SelfAttention(nn.Module):
@@ -68,57 +69,13 @@ class SelfAttention(nn.Module):
         return self.proj(attended.transpose(1, 2).flatten(2).view(x.shape))
 
 
-def check_tokens_in(x: Tensor, dim: int) -> None:
-    """Check that a layer's input is a floating point (B, H, W, C) or (B, L, C) tensor of ``dim`` channels.
-
-    Raises:
-        TypeError: for another type.
-        ValueError: for another number of dimensions or channels.
-    """
-    expected = f"x must be a (B, H, W, {dim}) or (B, L, {dim}) floating point tensor"
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise TypeError(f"{expected}, got {describe(x)}")
-    if x.dim() not in (3, 4) or x.shape[-1] != dim:
-        raise ValueError(f"{expected}, got {describe(x)}")
-
-
-def check_map_in(x: Tensor, dim: int) -> None:
-    """Check that a layer's input is a floating point (B, H, W, C) map of ``dim`` channels: windows need rows.
-
-    Raises:
-        TypeError: for another type.
-        ValueError: for another number of dimensions or channels.
-    """
-    check_tokens_in(x, dim)
-    if x.dim() != 4:
-        raise ValueError(f"x must be a (B, H, W, {dim}) map, got {describe(x)}")
-
-
-def check_mask(mask: Tensor | None, x: Tensor) -> None:
-    """Check that a mask is bool, of the shape of ``x`` without its channels.
-
-    Raises:
-        TypeError: for another type.
-        ValueError: for another shape.
-    """
-    if mask is None:
-        return
-    expected = f"mask must be a bool tensor of shape {tuple(x.shape[:-1])}, True where a token is real"
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        raise TypeError(f"{expected}, got {describe(mask)}")
-    if mask.shape != x.shape[:-1] and mask.shape != (x.shape[0], x.shape[1:-1].numel()):
-        raise ValueError(f"{expected}, got {describe(mask)}")
-
-
 @register_notrace_module
 class GlobalAttention(SelfAttention):
     """Attention of every token to every token; arguments as in :class:`SelfAttention`."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, H, W, C) or (B, L, C) to the same shape; ``mask`` is bool, True where a token is real."""
-        if not torch.jit.is_scripting():
-            check_tokens_in(x, self.qkv.in_features)
-            check_mask(mask, x)
+        check_layer_input(x, self.qkv.in_features, mask)
         query, key, value = self.split_heads(x)
         # Padding sees everything, so that no row of the softmax is empty; nothing real sees padding.
         sees = None if mask is None else mask.flatten(1)[:, None, None, :] | ~mask.flatten(1)[:, None, :, None]
@@ -169,24 +126,17 @@ class DGAttention(SelfAttention, CentroidState):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, H, W, C) or (B, L, C) to the same shape; ``mask`` is bool, True where a token is real."""
-        if not torch.jit.is_scripting():
-            check_tokens_in(x, self.qkv.in_features)
-            check_mask(mask, x)
+        check_layer_input(x, self.qkv.in_features, mask)
         query, key, value = self.split_heads(x)
         real = None if mask is None else mask.flatten(1)
-        if torch.jit.is_scripting():  # checks and named outputs are not TorchScript: call the operators themselves
-            centroids = self.unit_centroids()
-            groups = torch.ops.dgt.group_queries(query, centroids, real)
-            keys = torch.ops.dgt.select_keys(centroids, key, self.top_k, real)
-            return self.merge_heads(torch.ops.dgt.attend(query, key, value, groups, keys, self.scale), x)
         if self.training and not self.seeded:
             self.seed(query, real)
-        attention = dynamic_group_attention(
+        output, groups = attend_in_groups(
             query, key, value, self.unit_centroids(), self.top_k, self.scale, real, self.backend
         )
         if self.training:
-            self.observe(query, attention.group_ids, real, self.backend)
-        return self.merge_heads(attention.output, x)
+            self.observe(query, groups, real, self.backend)
+        return self.merge_heads(output, x)
 
     @torch.jit.ignore
     def inspect(self, x: Tensor, mask: Tensor | None = None) -> DynamicGroupAttentionOutput:

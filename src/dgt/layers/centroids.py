@@ -26,6 +26,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from dgt.ops.backends import load_triton, resolve_backend
 from dgt.ops.checks import check_share
 from dgt.ops.grouping import blend_centroids, group_statistics, seed_centroids
+from dgt.utils.distributed import world_size
 
 SEED_TOKENS_PER_GROUP = 32  # size of the sample that seeding clusters
 
@@ -96,6 +97,7 @@ class CentroidState(nn.Module):
         """Return the (H, G, D) centroids at unit norm, also after something has averaged them."""
         return F.normalize(self.centroids, dim=-1)
 
+    @torch.jit.unused
     def seed(self, query: Tensor, key_mask: Tensor | None) -> None:
         """Seed the centroids from the first training batch's (B, H, L, D) queries, the same on every rank."""
         with torch.no_grad():
@@ -103,6 +105,7 @@ class CentroidState(nn.Module):
             self.num_updates.fill_(1)
         self.seeded = True
 
+    @torch.jit.unused
     def observe(self, query: Tensor, group_ids: Tensor, key_mask: Tensor | None, backend: str) -> None:
         """Add the statistics of (B, H, L, D) queries and their (B, H, L) groups to those of the current step."""
         groups = self.centroids.shape[1]
@@ -166,10 +169,10 @@ def _seed_from_batch(query: Tensor, num_groups: int, key_mask: Tensor | None) ->
     tokens = query.detach().float().transpose(0, 1).flatten(1, 2)  # (H, B L, D)
     if key_mask is not None and key_mask.any():
         tokens = tokens[:, key_mask.flatten()]
-    sample = SEED_TOKENS_PER_GROUP * num_groups // _world_size()
+    sample = SEED_TOKENS_PER_GROUP * num_groups // world_size()
     tokens = tokens[:, torch.arange(sample, device=query.device) * tokens.shape[1] // sample]
-    if _world_size() > 1:
-        shares = [torch.empty_like(tokens) for _ in range(_world_size())]
+    if world_size() > 1:
+        shares = [torch.empty_like(tokens) for _ in range(world_size())]
         dist.all_gather(shares, tokens.contiguous())
         tokens = torch.cat(shares, dim=1)
     return seed_centroids(tokens, num_groups)
@@ -178,10 +181,6 @@ def _seed_from_batch(query: Tensor, num_groups: int, key_mask: Tensor | None) ->
 @_seed_from_batch.register_fake
 def _(query: Tensor, num_groups: int, key_mask: Tensor | None) -> Tensor:
     return query.new_empty((query.shape[1], num_groups, query.shape[3]), dtype=torch.float32)
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 @torch.compiler.disable
@@ -193,7 +192,7 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
     layers.sort(key=lambda layer: layer.serial)
     if not layers:
         return
-    if _world_size() > 1:
+    if world_size() > 1:
         _sum_over_ranks([t for layer in layers for t in (layer.group_sums, layer.group_counts)])
     for layer in layers:
         layer.update(next(rates[id(p)] for p in layer.parameters() if id(p) in rates))

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Proxy
 
+from dgt.layers.scripting import scripting
+
 
 def keep_real(x: Tensor, mask: Tensor | None) -> Tensor:
     """Zero the padding of a (B, H, W, C) tensor; ``mask`` is bool (B, H, W), True where a token is real, or None."""
@@ -95,7 +97,7 @@ class ConvStem(nn.Module):
         x = image.contiguous(memory_format=torch.channels_last)
         for conv, norm in zip(self.convs, self.norms):  # noqa: B905 (TorchScript knows no strict=)
             x = conv(x)
-            if torch.jit.is_scripting():  # noqa: SIM108 (TorchScript compiles both sides of an expression)
+            if scripting():  # noqa: SIM108 (TorchScript compiles both sides of an expression)
                 x = norm(self.act(x))
             else:
                 x = activate_and_norm(x, self.act, norm)
@@ -162,14 +164,14 @@ class InvertedResidualFFN(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, H, W, C) to (B, H, W, C)."""
         x = self.expand(_nchw(x))
-        if torch.jit.is_scripting():  # noqa: SIM108 (TorchScript compiles both sides of an expression)
+        if scripting():  # noqa: SIM108
             x = self.norm1(self.act(x))
         else:
             x = activate_and_norm(x, self.act, self.norm1)
         if mask is not None:
             x = x * mask.unsqueeze(1)
         x = x + self.depthwise(x)
-        if torch.jit.is_scripting():  # noqa: SIM108 (TorchScript compiles both sides of an expression)
+        if scripting():  # noqa: SIM108
             x = self.norm2(self.act(x))
         else:
             x = activate_and_norm(x, self.act, self.norm2)

@@ -5,7 +5,6 @@ Without the wide layer it is the head of Swin and CSWin: LayerNorm, pooling, lin
 
 from typing import Any
 
-import torch
 from timm.layers import LayerNorm2d, SelectAdaptivePool2d
 from torch import Tensor, nn
 
@@ -66,7 +65,7 @@ class Head(nn.Module):
         """
         x = self.act(self.norm(self.conv(x)))
         if mask is not None:
-            if not torch.jit.is_scripting() and self.global_pool.pool_type != "avg":
+            if self.global_pool.pool_type != "avg":
                 raise ValueError(f"mask needs global_pool 'avg', got '{self.global_pool.pool_type}'")
             real = mask.unsqueeze(1).to(x.dtype)
             x = x * (real / real.mean(dim=(2, 3), keepdim=True).clamp(min=1e-6))  # the pool then averages what is real

@@ -4,7 +4,6 @@ from dgt.models.cost import Cost, cost
 from dgt.models.dgt import DynamicGroupTransformer
 from dgt.models.heads.mask_rcnn import PaddedMaskRCNN, build_mask_rcnn
 from dgt.models.heads.upernet import UperNet, build_upernet
-from dgt.models.hybrids import cswin_tiny, cswin_tiny_dga, swin_tiny, swin_tiny_dga
 from dgt.models.inspect import BlockDiagnosis, GroupRecord, capture, diagnose, group_records, set_attention
 from dgt.models.replace import replace_attention
 from dgt.models.variants import dgt_base, dgt_nano, dgt_small, dgt_tiny
@@ -20,8 +19,6 @@ __all__ = [
     "build_upernet",
     "capture",
     "cost",
-    "cswin_tiny",
-    "cswin_tiny_dga",
     "dgt_base",
     "dgt_nano",
     "dgt_small",
@@ -30,6 +27,4 @@ __all__ = [
     "group_records",
     "replace_attention",
     "set_attention",
-    "swin_tiny",
-    "swin_tiny_dga",
 ]

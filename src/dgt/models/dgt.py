@@ -1,6 +1,6 @@
 """The Dynamic Group Transformer (section 3.3): stem, four stages of patch merging and blocks, classifier head.
 
-The first three stages attend inside dynamic groups, the last globally; :mod:`dgt.models.variants` has the sizes. A
+All stages but the last attend inside dynamic groups, the last globally; :mod:`dgt.models.variants` has the sizes. A
 ``mask`` (B, H, W) of real pixels, wherever one is accepted, keeps the padding of a batch out: padded tokens never
 become keys, never count in centroid statistics, and look to every convolution like its own padding.
 """
@@ -9,12 +9,11 @@ from typing import Any, cast
 
 import torch
 from timm.layers import trunc_normal_
-from timm.models import register_notrace_function
+from timm.models import checkpoint, register_notrace_function
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from dgt.layers import Block, Head, keep_real_pixels
-from dgt.models.stages import Layout, Stage
+from dgt.layers import Block, ConvStem, DGAttention, GlobalAttention, Head, PatchMerging, keep_real, keep_real_pixels
 
 
 @register_notrace_function
@@ -39,6 +38,85 @@ def check_images(x: Tensor, in_chans: int, mask: Tensor | None = None) -> Tensor
     return x
 
 
+class Stage(nn.Module):
+    """Patch merging, then blocks.
+
+    Args:
+        merge: the merging of patches.
+        blocks: the blocks.
+    """
+
+    def __init__(self, merge: nn.Module, blocks: list[Block]) -> None:
+        super().__init__()
+        self.merge = merge
+        self.blocks = nn.ModuleList(blocks)
+        self.grad_checkpointing = False
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Map (B, H, W, in_dim) to (B, ceil(H / 2), ceil(W / 2), dim); ``mask`` is at the resolution of the result."""
+        x = self.merge(x)
+        if self.grad_checkpointing and torch.is_grad_enabled():
+            x = self.run_checkpointed(x, mask, None)
+        else:
+            for block in self.blocks:
+                x = block(x, mask)
+        return keep_real(x, mask)
+
+    @torch.jit.unused
+    def run_checkpointed(self, x: Tensor, mask: Tensor | None, position: Tensor | None) -> Tensor:
+        """Run the blocks on merged patches (B, H, W, C), keeping only their inputs for the backward pass."""
+        extra = () if position is None else (position,)
+        for block in self.blocks:
+            x = checkpoint(block, x, mask, *extra)
+        return x
+
+
+class Parts:
+    """The kinds of parts that a model is made of: the paper's. :mod:`dgt.models.compared` has the others."""
+
+    patches = False  # whether the stem alone makes the tokens of stage one, as in Swin and CSWin
+
+    def check(self, stages: int) -> None:
+        """Raise ValueError unless these are the parts of so many stages."""
+
+    def make_stem(self, in_chans: int, width: int, dim: int, stride: int, **factory: Any) -> nn.Module:
+        """The stem: to ``width`` channels, or where it makes patches to the ``dim`` of stage one."""
+        return ConvStem(in_chans, width, stride, **factory)
+
+    def make_merge(self, in_dim: int, dim: int, **factory: Any) -> nn.Module:
+        """What halves the map before the blocks of a stage."""
+        return PatchMerging(in_dim, dim, **factory)
+
+    def make_attention(self, place: tuple[int, int], last: bool, groups: dict[str, Any], **options: Any) -> nn.Module:
+        """The attention at ``place`` (stage, block): in groups, but global in the last stage."""
+        return GlobalAttention(**options) if last else DGAttention(**groups, **options)
+
+    def make_block(self, attention: nn.Module, **options: Any) -> Block:
+        """The block around an attention."""
+        return Block(attention=attention, **options)
+
+    def make_stage(
+        self,
+        index: int,
+        last: bool,
+        dims: tuple[int, int],
+        num_heads: int,
+        rates: list[float],
+        groups: dict[str, Any],
+        block: dict[str, Any],
+        **factory: Any,
+    ) -> Stage:
+        """Put a stage together, from channels before and in it, and the rates of stochastic depth of its blocks."""
+        merge = nn.Identity() if self.patches and index == 0 else self.make_merge(*dims, **factory)
+        options = {"dim": dims[1], "num_heads": num_heads, "cosine": block["post_norm"], **factory}
+        attentions = (self.make_attention((index, j), last, groups, **options) for j in range(len(rates)))
+        blocks = [
+            self.make_block(attention, dim=dims[1], drop_path=rate, **block, **factory)
+            for attention, rate in zip(attentions, rates, strict=True)
+        ]
+        return Stage(merge, blocks)
+
+
 class DynamicGroupTransformer(nn.Module):
     """Dynamic Group Transformer for images of any size from 32 x 32 pixels on, without being told the size.
 
@@ -48,16 +126,8 @@ class DynamicGroupTransformer(nn.Module):
         global_pool: timm's name of the pooling; "" leaves it out.
         stem_width: channels of the stem.
         stem_stride: stride of the stem's first convolution: 2, or 1 for very small images (all strides halve).
-        dims, depths, num_heads: channels, blocks and heads of the four stages.
+        dims, depths, num_heads: channels, blocks and heads of the stages.
         num_groups, top_k: G and k of the stages that attend in groups.
-        attention: kind of attention of each stage: ``"group"``, ``"global"``, ``"window"`` (Swin's), ``"stripe"``
-            (CSWin's) or ``"reduced"`` (CMT's).
-        extents: of each stage, the side of a window, the width of a stripe (0: the whole map) or the ratio of
-            reduction, in tokens; the other kinds need none.
-        table_side: side of the first stage's map, in tokens, that CMT's position tables are made for.
-        cpe, ffn: the position encoding and feed-forward network of the blocks, as in :class:`dgt.layers.Block`.
-        skeleton: stem, patch merging and head around the blocks: ``"dgt"``, ``"swin"`` or ``"cswin"``; the latter two
-            have patches of 2 ``stem_stride`` pixels, no ``stem_width`` and no ``head_width``.
         mlp_ratio: expansion R of the feed-forward networks.
         post_norm: residual post-norm and cosine attention (DGT-S and -B).
         head_width: channels of the head's 1x1 convolution.
@@ -65,7 +135,11 @@ class DynamicGroupTransformer(nn.Module):
         drop_rate: dropout rate before the classifier.
         proj_drop_rate: dropout rate of the feed-forward networks.
         drop_path_rate: stochastic depth rate of the last block; it grows linearly from 0.
+        parts: what stem, merging, attention and blocks are.
         device, dtype: of the parameters.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
     """
 
     def __init__(
@@ -80,12 +154,6 @@ class DynamicGroupTransformer(nn.Module):
         num_heads: tuple[int, ...] = (2, 4, 8, 16),
         num_groups: int = 48,
         top_k: int = 98,
-        attention: tuple[str, ...] = ("group", "group", "group", "global"),
-        extents: tuple[int, ...] = (0, 0, 0, 0),
-        table_side: int = 56,
-        cpe: bool = True,
-        ffn: str = "irffn",
-        skeleton: str = "dgt",
         mlp_ratio: float = 4.0,
         post_norm: bool = False,
         head_width: int = 1280,
@@ -95,27 +163,39 @@ class DynamicGroupTransformer(nn.Module):
         drop_rate: float = 0.0,
         proj_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
+        parts: Parts = Parts(),  # noqa: B008 (it has no state)
         device: Any = None,
         dtype: Any = None,
     ) -> None:
         super().__init__()
+        if not len(dims) == len(depths) == len(num_heads):
+            raise ValueError(f"dims, depths and num_heads must be equally long, got {dims}, {depths}, {num_heads}")
+        if stem_stride not in (1, 2):
+            raise ValueError(f"stem_stride must be 1 or 2, got {stem_stride}")
+        parts.check(len(dims))
         factory = {"device": device, "dtype": dtype}
         groups = {"num_groups": num_groups, "top_k": top_k, "tau": tau, "tau_weighs": tau_weighs, "backend": backend}
-        block = {"mlp_ratio": mlp_ratio, "post_norm": post_norm, "drop": proj_drop_rate, "cpe": cpe, "ffn": ffn}
-        sizes = (dims, depths, num_heads, attention, extents, table_side)
-        layout = Layout(skeleton, *sizes, groups, block, drop_path_rate, factory)
-        self.in_chans, self.num_classes, self.skeleton = in_chans, num_classes, skeleton
+        block = {"mlp_ratio": mlp_ratio, "post_norm": post_norm, "drop": proj_drop_rate}
+        self.in_chans, self.num_classes, self.patches = in_chans, num_classes, parts.patches
         self.grad_checkpointing = False
-        self.strides = layout.strides(stem_stride)  # of the stem and of every stage
+        stages = [2 * stem_stride * 2**i for i in range(len(dims))]
+        self.strides = [stages[0] if parts.patches else stem_stride, *stages]  # of the stem and of every stage
         self.feature_info: list[dict[str, Any]] = [
             {"num_chs": dim, "reduction": stride, "module": f"stages.{i}"}
-            for i, (dim, stride) in enumerate(zip(dims, self.strides[1:], strict=True))
+            for i, (dim, stride) in enumerate(zip(dims, stages, strict=True))
         ]
-        self.stem = layout.stem(in_chans, stem_width, self.strides[0])
-        self.stages = nn.ModuleList(layout.stages(stem_width))
+        self.stem = parts.make_stem(in_chans, stem_width, dims[0], self.strides[0], **factory)
+        rates = torch.linspace(0, drop_path_rate, sum(depths), device="cpu").split(list(depths))
+        self.stages = nn.ModuleList(
+            parts.make_stage(
+                i, i == len(dims) - 1, (in_dim, dim), num_heads[i], rates[i].tolist(), groups, block, **factory
+            )
+            for i, (in_dim, dim) in enumerate(zip((stem_width, *dims[:-1]), dims, strict=True))
+        )
         self.num_features = dims[-1]
-        hidden = head_width if skeleton == "dgt" else None
-        self.head = Head(dims[-1], hidden, num_classes, global_pool, drop_rate, **factory)
+        self.head = Head(
+            dims[-1], None if parts.patches else head_width, num_classes, global_pool, drop_rate, **factory
+        )
         self.head_hidden_size = self.head.num_features * self.head.global_pool.feat_mult()
         if next(self.parameters()).device.type != "meta":
             self.init_weights()
@@ -126,7 +206,7 @@ class DynamicGroupTransformer(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 trunc_normal_(module.weight, std=0.02)
-            elif isinstance(module, nn.Conv2d) and self.skeleton == "dgt":  # Swin and CSWin leave PyTorch's
+            elif isinstance(module, nn.Conv2d) and not self.patches:  # Swin and CSWin leave PyTorch's
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
             if isinstance(module, nn.Linear | nn.Conv2d) and module.bias is not None:
                 nn.init.zeros_(module.bias)

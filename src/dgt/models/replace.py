@@ -21,7 +21,7 @@ from timm.models.vision_transformer import Attention
 from torch import Tensor, nn
 
 from dgt.layers import ConditionalPositionEncoding, DGAttention
-from dgt.layers.attention import check_tokens_in
+from dgt.layers.scripting import check_layer_input
 from dgt.ops import DynamicGroupAttentionOutput, attend, dynamic_group_attention, group_queries, select_keys
 from dgt.ops.checks import check_count
 
@@ -58,7 +58,7 @@ class SwappedAttention(DGAttention):
         Raises:
             ValueError: for a mask, which groups cannot honour, or as in :class:`dgt.DGAttention`.
         """
-        check_tokens_in(x, self.qkv.in_features)
+        check_layer_input(x, self.qkv.in_features)
         if attn_mask is not None or is_causal:
             raise ValueError("attn_mask must be None and is_causal False: DG-Attention cannot honour a mask of pairs")
         query, key, value = self.split_heads(x)
@@ -92,8 +92,8 @@ class SwappedAttention(DGAttention):
         if prefix == 0:
             return dynamic_group_attention(query, key, value, centroids, self.top_k, self.scale, backend=self.backend)
         patches = query[:, :, prefix:]
-        groups = group_queries(patches, centroids)
-        chosen = select_keys(centroids, key[:, :, prefix:], self.top_k) + prefix
+        groups = group_queries(patches, centroids, backend=self.backend)
+        chosen = select_keys(centroids, key[:, :, prefix:], self.top_k, backend=self.backend) + prefix
         always = torch.arange(prefix, device=chosen.device).expand(*chosen.shape[:3], prefix)
         keys = torch.cat([always, chosen], dim=-1)
         everything = F.scaled_dot_product_attention(query[:, :, :prefix], key, value, scale=self.scale)

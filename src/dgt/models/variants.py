@@ -1,18 +1,36 @@
-"""DGT-T, -S, -B, a small one, and the ablation of blocks: rows of data over one class, registered with timm.
+"""The models by name: rows of data over one class, registered with timm.
 
-The blocks of Swin, CSWin and CMT stand in all four stages of DGT-T's skeleton, which with their own feed-forward
-networks and position encodings gives 23.74, 23.76 and 24.13 M parameters (and 0.58 M for CMT's position tables).
+DGT-T, -S, -B and a small one; the ablation of blocks, with Swin's, CSWin's and CMT's in all stages of DGT-T, which with
+their own feed-forward networks and position encodings gives 23.74, 23.76 and 24.13 M parameters (and 0.58 M for CMT's
+position tables); the appendix's hybrids: Swin-T and CSWin-T as they are, and with DG-Attention in the place of windows
+or stripes and a CPE at the block's start in that of the table of positions or LePE. The nano models are for images of
+32 to 64 pixels; at 32, take ``stem_stride=1``.
 """
 
+from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 
+from dgt.models.compared import ComparedParts
 from dgt.models.dgt import DynamicGroupTransformer
+
+PARTS = tuple(field.name for field in fields(ComparedParts))
 
 
 def create_variant(variant: str, pretrained: bool = False, **options: Any) -> DynamicGroupTransformer:
-    """Build a registered model of ours from its row of options, as timm builds its own."""
+    """Build a registered model from its row of options, as timm builds its own.
+
+    Args:
+        variant: name of the model.
+        pretrained: accepted as timm calls it; there are no weights.
+        options: arguments of :class:`DynamicGroupTransformer`, and of :class:`dgt.models.compared.ComparedParts` where
+            its parts are not the paper's.
+    """
+    parts = {name: options.pop(name) for name in PARTS if name in options}
+    if parts:
+        options["parts"] = ComparedParts(**parts)
     out_indices = options.pop("out_indices", (0, 1, 2, 3))
     model: DynamicGroupTransformer = build_model_with_cfg(
         DynamicGroupTransformer,
@@ -24,106 +42,86 @@ def create_variant(variant: str, pretrained: bool = False, **options: Any) -> Dy
     return model
 
 
-def default_cfg(input_size: int = 224, crop_pct: float = 0.875, first_conv: str = "stem.convs.0") -> dict[str, Any]:
-    """Return what timm wants to know of a model: the size of its images in pixels, and their preparation."""
+def _default_cfg(name: str) -> dict[str, Any]:
+    """What timm wants to know of a model: the size of its images in pixels, and their preparation."""
+    size = 64 if "nano" in name else 224
     return {
         "url": "",
         "num_classes": 1000,
-        "input_size": (3, input_size, input_size),
-        "pool_size": (input_size // 32, input_size // 32),
-        "crop_pct": crop_pct,
+        "input_size": (3, size, size),
+        "pool_size": (size // 32, size // 32),
+        "crop_pct": 1.0 if "nano" in name else 0.875 if name.startswith("dgt") else 0.9,
         "interpolation": "bicubic",
         "mean": (0.485, 0.456, 0.406),
         "std": (0.229, 0.224, 0.225),
-        "first_conv": first_conv,
+        "first_conv": "stem.convs.0" if name.startswith("dgt") else "stem.conv",
         "classifier": "head.fc",
     }
 
 
-TINY_NAMES = ("dgt_tiny", "dgt_tiny_swin_block", "dgt_tiny_cswin_block", "dgt_tiny_cmt_block")
-NANO_NAMES = ("dgt_nano", "dgt_nano_swin_block", "dgt_nano_cswin_block", "dgt_nano_cmt_block")
-default_cfgs = generate_default_cfgs(
-    {
-        **{name: default_cfg(64, 1.0) for name in NANO_NAMES},
-        **{name: default_cfg() for name in (*TINY_NAMES, "dgt_small", "dgt_base")},
-    }
-)
-
-SMALL = {"stem_width": 48, "dims": (96, 192, 384, 768), "num_heads": (3, 6, 12, 24), "post_norm": True}
-BASE = {"stem_width": 64, "dims": (128, 256, 512, 1024), "num_heads": (4, 8, 16, 32), "post_norm": True}
-NANO = {
-    "stem_width": 16,
-    "dims": (32, 64, 128, 256),
-    "num_heads": (1, 2, 4, 8),
-    "depths": (1, 1, 4, 1),
-    "num_groups": 16,
-    "top_k": 32,
-    "head_width": 512,
+Row = dict[str, Any]
+SMALL: Row = {"stem_width": 48, "dims": (96, 192, 384, 768), "num_heads": (3, 6, 12, 24), "post_norm": True}
+BASE: Row = {"stem_width": 64, "dims": (128, 256, 512, 1024), "num_heads": (4, 8, 16, 32), "post_norm": True}
+NANO: Row = {
+    **{"stem_width": 16, "dims": (32, 64, 128, 256), "num_heads": (1, 2, 4, 8), "depths": (1, 1, 4, 1)},
+    **{"num_groups": 16, "top_k": 32, "head_width": 512},
 }
-SWIN_BLOCK = {"attention": ("window",) * 4, "extents": (7, 7, 7, 7), "cpe": False, "ffn": "mlp"}
-CSWIN_BLOCK = {"attention": ("stripe",) * 4, "extents": (1, 2, 7, 0), "cpe": False, "ffn": "mlp"}
-CMT_BLOCK = {"attention": ("reduced",) * 4, "extents": (8, 4, 2, 1)}
-# Windows of 4 x 4, stripes and reduced maps of 16 tokens: what 7 x 7 and 49 are for DGT-T, on maps of 16 to 2 tokens.
+# The ablation of blocks. In dgt_nano windows of 4 x 4, stripes and reduced maps of 16 tokens: what 7 x 7 and 49 are for
+# DGT-T, on maps of 16 to 2 tokens.
+SWIN_BLOCK: Row = {"attention": ("window",) * 4, "extents": (7, 7, 7, 7), "cpe": False, "ffn": "mlp"}
+CSWIN_BLOCK: Row = {"attention": ("stripe",) * 4, "extents": (1, 2, 7, 0), "cpe": False, "ffn": "mlp"}
+CMT_BLOCK: Row = {"attention": ("reduced",) * 4, "extents": (8, 4, 2, 1)}
 NANO_SWIN_BLOCK = {**NANO, **SWIN_BLOCK, "extents": (4, 4, 4, 4)}
 NANO_CSWIN_BLOCK = {**NANO, **CSWIN_BLOCK, "extents": (1, 2, 4, 0), "num_heads": (2, 2, 4, 8)}  # stripes: even
 NANO_CMT_BLOCK = {**NANO, **CMT_BLOCK, "extents": (4, 2, 1, 1), "table_side": 16}
+# The hybrids; Swin's k is as many keys as a window has.
+DGA: Row = {"attention": ("group",) * 4, "cpe": True}
+SWIN: Row = {
+    **{"skeleton": "swin", "dims": (96, 192, 384, 768), "depths": (2, 2, 6, 2), "num_heads": (3, 6, 12, 24)},
+    **{**SWIN_BLOCK, "top_k": 49},
+}
+CSWIN: Row = {
+    **{"skeleton": "cswin", "dims": (64, 128, 256, 512), "depths": (1, 2, 21, 1), "num_heads": (2, 4, 8, 16)},
+    **CSWIN_BLOCK,
+}
+NANO_DIMS: Row = {"dims": (32, 64, 128, 256), "num_heads": (2, 2, 4, 8), "num_groups": 16}
+NANO_SWIN = {**SWIN, **NANO_DIMS, "depths": (2, 2, 4, 2), "extents": (4, 4, 4, 4), "top_k": 16}
+NANO_CSWIN = {**CSWIN, **NANO_DIMS, "depths": (1, 1, 4, 1), "extents": (1, 2, 4, 0), "top_k": 32}
+
+ROWS: dict[str, tuple[str, Row]] = {
+    "dgt_nano": ("A DGT for small images and quick trials; not in the paper.", NANO),
+    "dgt_tiny": ("DGT-T: 24.09 M parameters, 4.35 GFLOPs at 224 px.", {}),
+    "dgt_small": ("DGT-S: 51.76 M parameters, 9.41 GFLOPs at 224 px; cosine attention, residual post-norm.", SMALL),
+    "dgt_base": ("DGT-B: 90.28 M parameters, 16.40 GFLOPs at 224 px; cosine attention, residual post-norm.", BASE),
+    "dgt_tiny_swin_block": ("DGT-T with Swin's blocks: 23.74 M parameters.", SWIN_BLOCK),
+    "dgt_tiny_cswin_block": ("DGT-T with CSWin's blocks: 23.76 M parameters.", CSWIN_BLOCK),
+    "dgt_tiny_cmt_block": ("DGT-T with CMT's blocks: 24.13 M parameters, 0.58 M in tables of positions.", CMT_BLOCK),
+    "dgt_nano_swin_block": ("``dgt_nano`` with Swin's blocks.", NANO_SWIN_BLOCK),
+    "dgt_nano_cswin_block": ("``dgt_nano`` with CSWin's blocks.", NANO_CSWIN_BLOCK),
+    "dgt_nano_cmt_block": ("``dgt_nano`` with CMT's blocks.", NANO_CMT_BLOCK),
+    "swin_tiny": ("Swin-T for images of any size, padding masked: 28.29 M parameters.", SWIN),
+    "swin_tiny_dga": ("Swin-T with DG-Attention, k = 49: 28.31 M parameters.", {**SWIN, **DGA}),
+    "cswin_tiny": ("CSWin-T for images of any size: 22.32 M parameters.", CSWIN),
+    "cswin_tiny_dga": ("CSWin-T with DG-Attention, k = 98: 22.32 M parameters.", {**CSWIN, **DGA}),
+    "swin_nano": ("A Swin of small windows for small images.", NANO_SWIN),
+    "swin_nano_dga": ("The same with DG-Attention, k = 16 as its windows have tokens.", {**NANO_SWIN, **DGA}),
+    "cswin_nano": ("A CSWin for small images.", NANO_CSWIN),
+    "cswin_nano_dga": ("The same with DG-Attention, k = 32 as in ``dgt_nano``.", {**NANO_CSWIN, **DGA}),
+}
+default_cfgs = generate_default_cfgs({name: _default_cfg(name) for name in ROWS})
 
 
-@register_model
-def dgt_nano(pretrained: bool = False, **options: Any) -> DynamicGroupTransformer:
-    """A DGT for small images and quick trials; not in the paper. For 32 px take ``stem_stride=1``."""
-    return create_variant("dgt_nano", pretrained, **{**NANO, **options})
+def _register(name: str) -> Callable[..., DynamicGroupTransformer]:
+    """Register the model of a row with timm, and return the function that builds it."""
+    about, row = ROWS[name]
+
+    def build(pretrained: bool = False, **options: Any) -> DynamicGroupTransformer:
+        return create_variant(name, pretrained, **{**row, **options})
+
+    build.__name__ = build.__qualname__ = name
+    build.__doc__ = about
+    return register_model(build)
 
 
-@register_model
-def dgt_tiny(pretrained: bool = False, **options: Any) -> DynamicGroupTransformer:
-    """DGT-T: 24.09 M parameters, 4.35 GFLOPs at 224 px."""
-    return create_variant("dgt_tiny", pretrained, **options)
-
-
-@register_model
-def dgt_small(pretrained: bool = False, **options: Any) -> DynamicGroupTransformer:
-    """DGT-S: 51.76 M parameters, 9.41 GFLOPs at 224 px; cosine attention and residual post-norm."""
-    return create_variant("dgt_small", pretrained, **{**SMALL, **options})
-
-
-@register_model
-def dgt_base(pretrained: bool = False, **options: Any) -> DynamicGroupTransformer:
-    """DGT-B: 90.28 M parameters, 16.40 GFLOPs at 224 px; cosine attention and residual post-norm."""
-    return create_variant("dgt_base", pretrained, **{**BASE, **options})
-
-
-@register_model
-def dgt_tiny_swin_block(pretrained: bool = False, **options: Any) -> DynamicGroupTransformer:
-    """DGT-T with Swin's blocks: 23.74 M parameters."""
-    return create_variant("dgt_tiny_swin_block", pretrained, **{**SWIN_BLOCK, **options})
-
-
-@register_model
-def dgt_tiny_cswin_block(pretrained: bool = False, **options: Any) -> DynamicGroupTransformer:
-    """DGT-T with CSWin's blocks: 23.76 M parameters."""
-    return create_variant("dgt_tiny_cswin_block", pretrained, **{**CSWIN_BLOCK, **options})
-
-
-@register_model
-def dgt_tiny_cmt_block(pretrained: bool = False, **options: Any) -> DynamicGroupTransformer:
-    """DGT-T with CMT's blocks: 24.13 M parameters, and 0.58 M in tables of positions."""
-    return create_variant("dgt_tiny_cmt_block", pretrained, **{**CMT_BLOCK, **options})
-
-
-@register_model
-def dgt_nano_swin_block(pretrained: bool = False, **options: Any) -> DynamicGroupTransformer:
-    """``dgt_nano`` with Swin's blocks."""
-    return create_variant("dgt_nano_swin_block", pretrained, **{**NANO_SWIN_BLOCK, **options})
-
-
-@register_model
-def dgt_nano_cswin_block(pretrained: bool = False, **options: Any) -> DynamicGroupTransformer:
-    """``dgt_nano`` with CSWin's blocks."""
-    return create_variant("dgt_nano_cswin_block", pretrained, **{**NANO_CSWIN_BLOCK, **options})
-
-
-@register_model
-def dgt_nano_cmt_block(pretrained: bool = False, **options: Any) -> DynamicGroupTransformer:
-    """``dgt_nano`` with CMT's blocks."""
-    return create_variant("dgt_nano_cmt_block", pretrained, **{**NANO_CMT_BLOCK, **options})
+MODELS = {name: _register(name) for name in ROWS}
+dgt_nano, dgt_tiny, dgt_small, dgt_base = (MODELS[f"dgt_{size}"] for size in ("nano", "tiny", "small", "base"))

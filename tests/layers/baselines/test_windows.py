@@ -12,7 +12,9 @@ from timm.layers import LayerNorm
 from timm.models.swin_transformer import SwinTransformerBlock
 from torch import Tensor, nn
 
-from dgt.layers import Block, StripeAttention, WindowAttention
+from dgt.layers import Block
+from dgt.layers.baselines.cswin import StripeAttention
+from dgt.layers.baselines.swin import WindowAttention
 
 SIDES = st.integers(1, 11)
 

@@ -1,4 +1,4 @@
-"""CMT's attention, which the paper compares itself with: every query sees a map reduced by a strided convolution.
+"""CMT: attention to a map reduced by a strided convolution, and the block around it.
 
 Its position table has a score for every pair of query and key place, shared by the blocks of a stage. It is made for
 one size of the map and stretched (bilinear in both places) to any other.
@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from timm.models import register_notrace_module
 from torch import Tensor, nn
 
-from dgt.layers.attention import SelfAttention, check_map_in, check_mask
+from dgt.layers.attention import SelfAttention
+from dgt.layers.baselines.swin import pad_map
+from dgt.layers.block import Block
 from dgt.layers.convolution import keep_real
-from dgt.layers.windows import pad_map
+from dgt.layers.scripting import check_layer_input
 from dgt.ops.checks import check_count
 
 
@@ -51,9 +53,7 @@ class ReducedAttention(SelfAttention):
             mask: optional bool (B, H, W), True where a token is real; a key is real where its first token is.
             position: optional (H, L, K) scores to add, from :class:`PositionTable`.
         """
-        if not torch.jit.is_scripting():
-            check_map_in(x, self.qkv.in_features)
-            check_mask(mask, x)
+        check_layer_input(x, self.qkv.in_features, mask, is_map=True)
         dim = x.shape[-1]
         mask = None if mask is None else mask.view(x.shape[:-1])
         reduced = pad_map(keep_real(x, mask), self.ratio, self.ratio).permute(0, 3, 1, 2)
@@ -109,3 +109,22 @@ class PositionTable(nn.Module):
 
     def extra_repr(self) -> str:
         return f"side={self.side}, ratio={self.ratio}"
+
+
+class CMTBlock(Block):
+    """A block whose attention, :class:`ReducedAttention`, is given scores of positions."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, position: Tensor | None = None) -> Tensor:
+        """Map (B, H, W, C) to (B, H, W, C).
+
+        Args:
+            x: the map.
+            mask: optional bool (B, H, W), True where a token is real.
+            position: optional (H, L, K) scores, from the stage's :class:`PositionTable`.
+        """
+        x = self.positioned(x, mask)
+        if self.post_norm:
+            x = x + self.drop_path1(self.norm1(self.attn(x, mask, position)))
+        else:
+            x = x + self.drop_path1(self.attn(self.norm1(x), mask, position))
+        return self.feed_forward(x, mask)

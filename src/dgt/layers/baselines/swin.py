@@ -1,0 +1,199 @@
+"""Swin: shifted windows for maps of any size, and its patches (CSWin's are of the same kind).
+
+A map that windows do not tile is padded after the projections; padding, and whatever a ``mask`` calls padding, is in no
+real token's softmax. A window larger than the map shrinks to it and is not shifted, as in the original, so a map that
+fits into one window attends globally. What counts there is the map with its padding: an image that alone fits into a
+window is cut by the shift if it shares a wider map with padding. Images that patches do not tile are padded with zeros
+on the right and below, so every map is ``ceil(size / stride)``.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import LayerNorm, trunc_normal_
+from timm.models import register_notrace_function, register_notrace_module
+from torch import Tensor, nn
+
+from dgt.layers.attention import SelfAttention
+from dgt.layers.convolution import keep_real
+from dgt.layers.scripting import check_layer_input
+from dgt.ops.checks import check_count
+
+
+@register_notrace_function
+def pad_map(x: Tensor, height: int, width: int) -> Tensor:
+    """Pad a (B, H, W, C) map with zeros at its lower and right edge to multiples of ``height`` and ``width``."""
+    below, right = (height - x.shape[1] % height) % height, (width - x.shape[2] % width) % width
+    return F.pad(x, (0, 0, 0, right, 0, below)) if below + right > 0 else x
+
+
+def cut_windows(x: Tensor, height: int, width: int, down: int = 0, right: int = 0) -> Tensor:
+    """Cut a (B, H, W, C) map to (B, windows, height * width, C), row by row.
+
+    Args:
+        x: the map; it is padded to what windows tile.
+        height, width: of a window.
+        down, right: how much further windows start; they wrap around the edge.
+    """
+    x = pad_map(x, height, width)
+    x = x.roll((-down, -right), (1, 2)) if down + right > 0 else x
+    x = x.unflatten(1, [x.shape[1] // height, height])
+    x = x.unflatten(3, [x.shape[3] // width, width])  # (B, rows, height, columns, width, C)
+    return x.transpose(2, 3).flatten(3, 4).flatten(1, 2)
+
+
+def join_windows(
+    windows: Tensor, rows: int, columns: int, height: int, width: int, down: int = 0, right: int = 0
+) -> Tensor:
+    """Undo :func:`cut_windows`: (B, windows, height * width, C) to (B, rows, columns, C)."""
+    across = (columns + width - 1) // width
+    x = windows.unflatten(1, [windows.shape[1] // across, across]).unflatten(3, [height, width])
+    x = x.transpose(2, 3).flatten(3, 4).flatten(1, 2)
+    return (x.roll((down, right), (1, 2)) if down + right > 0 else x)[:, :rows, :columns]
+
+
+def visible(mask: Tensor | None, x: Tensor, height: int, width: int, down: int = 0, right: int = 0) -> Tensor | None:
+    """Tell which tokens of a window may see each other: bool (1 or B, windows, N, N), or None where all may.
+
+    Real tokens see real tokens that no shift brought round the edge, padding sees padding. ``mask`` is bool (B, H, W),
+    True where a token is real, or None; the rest as in :func:`cut_windows`.
+    """
+    rows, columns = x.shape[1], x.shape[2]
+    if mask is None and down + right == 0 and rows % height == 0 and columns % width == 0:
+        return None
+    row, column = torch.arange(rows, device=x.device), torch.arange(columns, device=x.device)
+    part = (1 + 2 * (row < down).long().unsqueeze(1) + (column < right).long()).unsqueeze(0)  # 1 to 4; padding is 0
+    if mask is not None:
+        part = part * mask.view(-1, rows, columns)
+    part = cut_windows(part.unsqueeze(-1), height, width, down, right).squeeze(-1)
+    return part.unsqueeze(-1) == part.unsqueeze(-2)
+
+
+def attend_in_windows(
+    heads: tuple[Tensor, Tensor, Tensor],
+    rows: int,
+    window: tuple[int, int, int, int],
+    scores: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """Attend inside the windows of a map.
+
+    Args:
+        heads: query, key and value, each (B, H, L, D), L tokens row by row.
+        rows: height of the map in tokens.
+        window: height, width, down, right, as in :func:`cut_windows`.
+        scores: what is added to the scores, -inf where a token is not seen: (B, H, 1 or windows, N, N), or None.
+        scale: what scores are multiplied with.
+
+    Returns:
+        (B, H, L, D).
+    """
+    height, width, down, right = window
+    batch, num_heads, tokens, channels = heads[0].shape
+    columns = tokens // rows
+    cut: list[Tensor] = []
+    for x in heads:
+        x = x.reshape(batch * num_heads, rows, columns, channels)
+        cut.append(cut_windows(x, height, width, down, right))
+    bias = None if scores is None else scores.flatten(0, 1).to(cut[0].dtype)
+    out = F.scaled_dot_product_attention(cut[0], cut[1], cut[2], attn_mask=bias, scale=scale)
+    out = join_windows(out, rows, columns, height, width, down, right)
+    return out.reshape(batch, num_heads, tokens, channels)
+
+
+@register_notrace_module
+class WindowAttention(SelfAttention):
+    """Swin's attention: inside square windows, with a learned bias per head and offset, every other block shifted.
+
+    Args:
+        dim: channels C.
+        num_heads: H; divides ``dim``.
+        window: side of a window in tokens.
+        shift: how far windows are shifted; 0 for every other block, half a window for the rest.
+        options: ``qkv_bias``, ``cosine``, ``device``, ``dtype``, as in :class:`SelfAttention`.
+
+    Raises:
+        TypeError, ValueError: for a count below 1, a shift not within the window, or as in :class:`SelfAttention`.
+    """
+
+    def __init__(self, dim: int, num_heads: int, window: int = 7, shift: int = 0, **options: Any) -> None:
+        super().__init__(dim, num_heads, **options)
+        check_count("window", window)
+        if not 0 <= shift < window:
+            raise ValueError(f"shift must be from 0 to window - 1, got {shift} for a window of {window}")
+        self.window, self.shift = window, shift
+        self.relative_position_bias_table = nn.Parameter(
+            self.qkv.weight.new_empty((2 * window - 1) ** 2, num_heads)  # of the given device and type
+        )
+        trunc_normal_(self.relative_position_bias_table, std=0.02)
+
+    def position_bias(self, height: int, width: int) -> Tensor:
+        """Return the learned bias between the tokens of a (height, width) window: (H, N, N)."""
+        device, side = self.relative_position_bias_table.device, 2 * self.window - 1
+        y, x = torch.arange(height, device=device), torch.arange(width, device=device)
+        down = (y.unsqueeze(1) - y + self.window - 1)[:, None, :, None]  # from key to query
+        right = (x.unsqueeze(1) - x + self.window - 1)[None, :, None, :]
+        index = (down * side + right).flatten(2, 3).flatten(0, 1)  # (N, N)
+        return self.relative_position_bias_table[index].permute(2, 0, 1)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Map (B, H, W, C) to the same shape; ``mask`` is bool (B, H, W), True where a token is real."""
+        check_layer_input(x, self.qkv.in_features, mask, is_map=True)
+        rows, columns = x.shape[1], x.shape[2]
+        height, width = min(self.window, rows), min(self.window, columns)
+        down, right = self.shift if rows > height else 0, self.shift if columns > width else 0
+        scores = self.position_bias(height, width)[None, :, None]  # (1, H, 1, N, N)
+        sees = visible(mask, x, height, width, down, right)
+        if sees is not None:
+            scores = scores.masked_fill(~sees.unsqueeze(1), float("-inf"))
+        scores = scores.expand(x.shape[0], -1, -1, -1, -1)
+        attended = attend_in_windows(self.split_heads(x), rows, (height, width, down, right), scores, self.scale)
+        return self.merge_heads(attended, x)
+
+    def extra_repr(self) -> str:
+        return f"heads={self.num_heads}, window={self.window}, shift={self.shift}"
+
+
+class PatchStem(nn.Module):
+    """One strided convolution, then LayerNorm.
+
+    Args:
+        in_chans: channels of the image.
+        dim: channels out.
+        stride: side of a patch in pixels, even.
+        overlap: whether the convolution sees 2 stride - 1 pixels (CSWin) or just its patch (Swin).
+    """
+
+    def __init__(self, in_chans: int, dim: int, stride: int = 4, overlap: bool = False, **factory: Any) -> None:
+        super().__init__()
+        self.stride = stride
+        kernel, padding = (2 * stride - 1, stride // 2) if overlap else (stride, 0)
+        self.conv = nn.Conv2d(in_chans, dim, kernel, stride, padding, **factory)
+        self.norm = LayerNorm(dim, **factory)
+
+    def forward(self, image: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Map (B, in_chans, H, W) images to (B, ceil(H / stride), ceil(W / stride), dim); ``mask`` is of that size."""
+        x = self.conv(pad_map(image.permute(0, 2, 3, 1), self.stride, self.stride).permute(0, 3, 1, 2))
+        return keep_real(self.norm(x.permute(0, 2, 3, 1)), mask)
+
+
+class PatchConcatenation(nn.Module):
+    """Swin's patch merging: the channels of 2 x 2 tokens side by side, LayerNorm, and a linear without bias.
+
+    Args:
+        in_dim: channels in.
+        dim: channels out.
+    """
+
+    def __init__(self, in_dim: int, dim: int, **factory: Any) -> None:
+        super().__init__()
+        self.norm = LayerNorm(4 * in_dim, **factory)
+        self.reduction = nn.Linear(4 * in_dim, dim, bias=False, **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, H, W, in_dim) to (B, ceil(H / 2), ceil(W / 2), dim)."""
+        x = pad_map(x, 2, 2)
+        top, bottom = x[:, ::2], x[:, 1::2]
+        x = torch.cat([top[:, :, ::2], bottom[:, :, ::2], top[:, :, 1::2], bottom[:, :, 1::2]], dim=-1)
+        return self.reduction(self.norm(x))

@@ -1,0 +1,61 @@
+"""TorchScript in one place: what its compiler cannot read, and what a scripted layer does in its stead.
+
+Scripted layers skip the checks of arguments, and call the operators of DG-Attention themselves, which are eager: named
+results and the choice of a backend are no TorchScript. They predict; learning centroids is left to Python.
+"""
+
+import torch
+from torch import Tensor
+
+from dgt.ops import dynamic_group_attention
+from dgt.ops.checks import describe
+
+scripting = torch.jit.is_scripting  # for branches over modules, which TorchScript takes as no argument of a function
+
+
+def check_layer_input(x: Tensor, dim: int, mask: Tensor | None = None, is_map: bool = False) -> None:
+    """Check a layer's floating point (B, H, W, C) or (B, L, C) tensor and its mask; silent in TorchScript.
+
+    Args:
+        x: the tensor.
+        dim: the number of channels that C must be.
+        mask: bool of the shape of ``x`` without its channels (rows and columns may be flattened), or None.
+        is_map: whether only (B, H, W, C) is accepted: windows need rows.
+
+    Raises:
+        TypeError: for another type of tensor or mask.
+        ValueError: for another number of dimensions or channels, or a mask of another shape.
+    """
+    if not torch.jit.is_scripting():
+        expected = f"x must be a (B, H, W, {dim}) or (B, L, {dim}) floating point tensor"
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            raise TypeError(f"{expected}, got {describe(x)}")
+        if x.dim() not in (3, 4) or x.shape[-1] != dim:
+            raise ValueError(f"{expected}, got {describe(x)}")
+        if is_map and x.dim() != 4:
+            raise ValueError(f"x must be a (B, H, W, {dim}) map, got {describe(x)}")
+        if mask is not None:
+            expected = f"mask must be a bool tensor of shape {tuple(x.shape[:-1])}, True where a token is real"
+            if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+                raise TypeError(f"{expected}, got {describe(mask)}")
+            if mask.shape != x.shape[:-1] and mask.shape != (x.shape[0], x.shape[1:-1].numel()):
+                raise ValueError(f"{expected}, got {describe(mask)}")
+
+
+def attend_in_groups(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    centroids: Tensor,
+    top_k: int,
+    scale: float,
+    real: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Return output (B, H, L, D) and groups (B, H, L) of :func:`dgt.dynamic_group_attention`, also in TorchScript."""
+    if torch.jit.is_scripting():
+        groups = torch.ops.dgt.group_queries(query, centroids, real)
+        keys = torch.ops.dgt.select_keys(centroids, key, top_k, real)
+        return torch.ops.dgt.attend(query, key, value, groups, keys, scale), groups
+    attention = dynamic_group_attention(query, key, value, centroids, top_k, scale, real, backend)
+    return attention.output, attention.group_ids
