@@ -25,6 +25,7 @@ from dgt.layers.convolution import ConvStem, InvertedResidualFFN, PatchMerging
 from dgt.layers.head import Head
 from dgt.layers.scripting import check_layer_input
 from dgt.ops.backends import resolve_backend
+from dgt.utils.errors import UserError
 
 
 def optimize_for_inference(model: nn.Module) -> nn.Module:
@@ -47,7 +48,7 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, got {type(model).__name__}")
     if not any(type(module) in FORMS for module in model.modules()):
-        raise ValueError(f"model must contain parts of a DGT, got a {type(model).__name__} without any")
+        raise UserError(f"model must contain parts of a DGT, got a {type(model).__name__} without any")
     with torch.inference_mode(False):  # else nobody could tell when its weights change
         twin = nn.ModuleList([copy.deepcopy(model).eval().requires_grad_(False)])
         _replace_parts(twin)

@@ -10,12 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dgt.inference.prepacked_conv import PackedConv
+from dgt.utils.errors import UserError
 
 
 def affine(norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
     """Return scale and shift, float64 (C,), of a BatchNorm in evaluation mode."""
     if norm.running_mean is None or norm.running_var is None:
-        raise ValueError("BatchNorm must track running statistics to be folded, got track_running_stats=False")
+        raise UserError("BatchNorm must track running statistics to be folded, got track_running_stats=False")
     scale = (norm.running_var.double() + norm.eps).rsqrt() * norm.weight.double()
     return scale, norm.bias.double() - norm.running_mean.double() * scale
 

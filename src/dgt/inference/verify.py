@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dgt.inference.program import Runner
+from dgt.utils.errors import Disagreement
 
 TOLERANCE = 1e-4
 """Largest difference of equal outputs, relative to the largest output or 1."""
@@ -59,7 +60,7 @@ def verify(
         images = torch.randn(BATCH, 3, height, width, generator=generator)
         here = [pair for batch in (images, *images.split(1)) for pair in _compare(module, run, batch)]
         if sum(equal for equal, _ in here) < least * len(here):
-            raise RuntimeError(
+            raise Disagreement(
                 f"the exported model is not equal to its source: images of {height} x {width} pixels differ by up to "
                 f"{max(difference for _, difference in here):.1e}; nothing was written"
             )
@@ -76,7 +77,7 @@ def _compare(module: nn.Module, run: Runner, images: Tensor) -> list[tuple[bool,
     except Exception as error:  # of many kinds: whatever the other runtime raises
         sides = " x ".join(map(str, images.shape[2:]))
         reason = str(error).strip().splitlines()[0]
-        raise RuntimeError(
+        raise Disagreement(
             f"the exported model fails for images of {sides} pixels: {reason}; nothing was written"
         ) from error
     if [output.shape for output in found] != [output.shape for output in expected]:

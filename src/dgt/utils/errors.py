@@ -1,6 +1,6 @@
 """Errors that say to the user what is wrong, as classes, and the package's logger.
 
-The `dgt` command prints an error of these classes as one sentence; any other exception is a bug and shows its traceback.
+The `dgt` command prints an error of these classes as one sentence; any other is a bug and shows its traceback.
 Files that are missing, in the way or unwritable are Python's own `OSError`s, which it prints in the same way.
 """
 
@@ -24,4 +24,8 @@ class NonFiniteInput(UserError):
 
 
 class LostProcess(RuntimeError):
-    """Another process of a distributed training is gone."""
+    """Another process that this one needs is gone."""
+
+
+class Disagreement(RuntimeError):
+    """A result that differs from what it is checked against: it is neither written nor timed."""
