@@ -66,7 +66,7 @@ def _mistakes(options: argparse.Namespace, keys: list[str]) -> Iterator[str]:
         if name is not None and Path(name).suffix in (".yaml", ".yml"):
             if not Path(name).is_file():
                 yield f"there is no {what} file {name!r}"
-        elif name is not None and name not in shipped:
+        elif name is not None and name not in shipped and not Path(name).is_file():
             near = difflib.get_close_matches(name, shipped, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
             yield (

@@ -82,6 +82,7 @@ EXCEPTIONS: dict[str, set[str]] = {
     "task names": {"explorer", "export", "inference", "figures", "models", "training", "experiments", "app"},
     "reference": {"dgt.ops.precision"},
     "scripting": {"layers", "models"},
+    "plain errors": {"data", "tasks", "training", "experiments", "figures", "explorer", "bench", "app"},
     "renames": {"data", "explorer", "figures", "training", "inference", "export"},
 }
 STRICT = False  # whether an exception that is no longer needed is an error
@@ -321,6 +322,16 @@ def test_scripting_is_asked_for_in_one_file() -> None:
 def is_scripting(node: ast.AST) -> bool:
     """Whether a node names `torch.jit.is_scripting`."""
     return "is_scripting" in (getattr(node, "attr", ""), getattr(node, "id", ""), getattr(node, "name", ""))
+
+
+def test_errors_for_users_are_user_errors() -> None:
+    """Above `layers` what a user gave wrong is a `UserError`: the command shows any other exception as a bug."""
+    found = {}
+    for path, tree in TREES.items():
+        for node in ast.walk(tree) if package(dotted(path)) not in ("utils", "ops", "layers") else ():
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "ValueError":
+                found[package(dotted(path))] = f"{where(path, node)} raises a plain ValueError"
+    check("plain errors", found)
 
 
 def test_files_are_renamed_into_place_by_utils_alone() -> None:

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from dgt.utils.errors import UserError
+
 aten = torch.ops.aten
 
 NORMS = (
@@ -66,7 +68,7 @@ def cost(model: nn.Module | str, image_size: tuple[int, int] = (224, 224)) -> Co
     """
     if isinstance(model, str):
         if not timm.is_model(model):
-            raise ValueError(f"model must be a module or the name of a timm model, got {model!r}")
+            raise UserError(f"model must be a module or the name of a timm model, got {model!r}")
         twin = timm.create_model(model, device="meta")
     elif isinstance(model, nn.Module):
         twin = _on_meta(model)

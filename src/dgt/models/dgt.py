@@ -14,6 +14,7 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from dgt.layers import Block, ConvStem, DGAttention, GlobalAttention, Head, PatchMerging, keep_real, keep_real_pixels
+from dgt.utils.errors import UserError
 
 
 @register_notrace_function
@@ -27,14 +28,14 @@ def check_images(x: Tensor, in_chans: int, mask: Tensor | None = None) -> Tensor
     if not x.is_floating_point():
         raise TypeError(f"images must be floating point, got {x.dtype}")
     if x.dim() != 4 or x.shape[1] != in_chans:
-        raise ValueError(f"images must be a (B, {in_chans}, H, W) tensor, got shape {x.shape}")
+        raise UserError(f"images must be a (B, {in_chans}, H, W) tensor, got shape {x.shape}")
     if x.shape[2] < 32 or x.shape[3] < 32:
-        raise ValueError(f"images must be at least 32 x 32 pixels, got {x.shape[2]} x {x.shape[3]}")
+        raise UserError(f"images must be at least 32 x 32 pixels, got {x.shape[2]} x {x.shape[3]}")
     if mask is not None:
         if mask.dtype != torch.bool:
             raise TypeError(f"mask must be bool (B, H, W), True where a pixel is real, got {mask.dtype}")
         if mask.dim() != 3 or mask.shape[0] != x.shape[0] or mask.shape[1:] != x.shape[2:]:
-            raise ValueError(f"mask must have the images' shape (B, H, W), got {mask.shape} for {x.shape}")
+            raise UserError(f"mask must have the images' shape (B, H, W), got {mask.shape} for {x.shape}")
     return x
 
 
@@ -169,9 +170,9 @@ class DynamicGroupTransformer(nn.Module):
     ) -> None:
         super().__init__()
         if not len(dims) == len(depths) == len(num_heads):
-            raise ValueError(f"dims, depths and num_heads must be equally long, got {dims}, {depths}, {num_heads}")
+            raise UserError(f"dims, depths and num_heads must be equally long, got {dims}, {depths}, {num_heads}")
         if stem_stride not in (1, 2):
-            raise ValueError(f"stem_stride must be 1 or 2, got {stem_stride}")
+            raise UserError(f"stem_stride must be 1 or 2, got {stem_stride}")
         parts.check(len(dims))
         factory = {"device": device, "dtype": dtype}
         groups = {"num_groups": num_groups, "top_k": top_k, "tau": tau, "tau_weighs": tau_weighs, "backend": backend}
@@ -316,7 +317,7 @@ class DynamicGroupTransformer(nn.Module):
             ValueError: for another ``output_fmt``, or images as in :meth:`forward_features`.
         """
         if output_fmt not in ("NCHW", "NHWC"):
-            raise ValueError(f"output_fmt must be 'NCHW' or 'NHWC', got {output_fmt!r}")
+            raise UserError(f"output_fmt must be 'NCHW' or 'NHWC', got {output_fmt!r}")
         take, last = feature_take_indices(len(self.stages), indices)
         x = check_images(x, self.in_chans, mask)
         masks = self.masks(mask)

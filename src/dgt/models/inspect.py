@@ -19,6 +19,7 @@ from dgt.ops import DynamicGroupAttentionOutput
 from dgt.ops.attention_mass import attention_mass_of_choices
 from dgt.ops.backends import resolve_backend
 from dgt.ops.checks import check_count
+from dgt.utils.errors import UserError
 
 Value = TypeVar("Value")
 
@@ -117,7 +118,7 @@ def attention_layers(model: nn.Module) -> dict[str, DGAttention]:
         raise TypeError(f"model must be a module, got {type(model).__name__}")
     layers = {name: module for name, module in model.named_modules() if isinstance(module, DGAttention)}
     if not layers:
-        raise ValueError(f"model must contain DGAttention layers, got a {type(model).__name__} without any")
+        raise UserError(f"model must contain DGAttention layers, got a {type(model).__name__} without any")
     return layers
 
 
@@ -212,7 +213,7 @@ def group_records(model: nn.Module, images: Tensor, mask: Tensor | None = None) 
 
 def _record(seen: LayerInput) -> GroupRecord:
     if seen.grid is None:
-        raise ValueError(f"the tokens of layer {seen.name!r} must lie on a grid, got {tuple(seen.x.shape)}")
+        raise UserError(f"the tokens of layer {seen.name!r} must lie on a grid, got {tuple(seen.x.shape)}")
     output, group_ids, key_ids = seen.layer.inspect(seen.x, seen.mask)
     if seen.prefix:  # always the first keys of every group
         start = seen.prefix

@@ -24,6 +24,7 @@ from dgt.layers import ConditionalPositionEncoding, DGAttention
 from dgt.layers.scripting import check_layer_input
 from dgt.ops import DynamicGroupAttentionOutput, attend, dynamic_group_attention, group_queries, select_keys
 from dgt.ops.checks import check_count
+from dgt.utils.errors import UserError
 
 SUPPORTED = "timm's vision_transformer.Attention, swin_transformer.SwinTransformerBlock and twins.LocallyGroupedAttn"
 IS_ATTENTION = re.compile(r"Att(entio)?n(?!.*Pool)")  # names of classes; pooling by attention is none of ours
@@ -60,7 +61,7 @@ class SwappedAttention(DGAttention):
         """
         check_layer_input(x, self.qkv.in_features)
         if attn_mask is not None or is_causal:
-            raise ValueError("attn_mask must be None and is_causal False: DG-Attention cannot honour a mask of pairs")
+            raise UserError("attn_mask must be None and is_causal False: DG-Attention cannot honour a mask of pairs")
         query, key, value = self.split_heads(x)
         patches = query[:, :, self.num_prefix_tokens :]
         if self.training and not self.seeded:
@@ -78,7 +79,7 @@ class SwappedAttention(DGAttention):
             ValueError: for a mask.
         """
         if mask is not None:
-            raise ValueError("mask must be None: the models that attention is replaced in know no padding")
+            raise UserError("mask must be None: the models that attention is replaced in know no padding")
         return self._attend(*self.split_heads(x))
 
     def split_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -177,7 +178,7 @@ def replace_attention(
             raise TypeError(f"settings must be among {', '.join(SETTINGS)}, got {name!r}")
     found = dict(_attentions(model))
     if not found:
-        raise ValueError(
+        raise UserError(
             f"model must contain attention to replace ({SUPPORTED}), got a {type(model).__name__} without any"
         )
     new: dict[int, nn.Module] = {}  # by identity: a module used in two places is replaced by one
@@ -199,7 +200,7 @@ def _attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             continue
         if type(module) in (Attention, LocallyGroupedAttn, SwinTransformerBlock):
             if not name:
-                raise ValueError(f"model must contain attention, got a bare {type(module).__name__}")
+                raise UserError(f"model must contain attention, got a bare {type(module).__name__}")
             _check_parts(name, module.attn if isinstance(module, SwinTransformerBlock) else module)
             inside = f"{name}."
             yield name, module
@@ -207,7 +208,7 @@ def _attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             inside = f"{name}."
         elif IS_ATTENTION.search(type(module).__name__):
             kind = f"{type(module).__module__}.{type(module).__name__}"
-            raise ValueError(
+            raise UserError(
                 f"model must hold only attention that can be swapped ({SUPPORTED}), got {kind} at {name!r}"
             )
 
@@ -216,13 +217,13 @@ def _check_parts(name: str, old: Any) -> None:
     """Check that an attention has no part that DG-Attention lacks."""
     dim = old.qkv.in_features
     if old.qkv.out_features != 3 * dim or old.proj.in_features != dim or old.proj.out_features != dim:
-        raise ValueError(f"attention to swap must be as wide as its input, got {old.qkv} and {old.proj} at {name!r}")
+        raise UserError(f"attention to swap must be as wide as its input, got {old.qkv} and {old.proj} at {name!r}")
     if old.attn_drop.p > 0:
-        raise ValueError(
+        raise UserError(
             f"attention to swap must have no dropout (attn_drop_rate=0), got {old.attn_drop.p} at {name!r}"
         )
     if getattr(old, "gate", None) is not None:
-        raise ValueError(f"attention to swap must have no gate, got one at {name!r}")
+        raise UserError(f"attention to swap must have no gate, got one at {name!r}")
 
 
 def _prefix_of(model: nn.Module, name: str) -> int:
