@@ -4,7 +4,7 @@
 #
 #     benchmarks/imagenette_gpu.sh DATA [check] [record] [blocks] [hybrids]     (none named: all, in this order)
 #
-# DATA is the data set: folders train/CLASS and val/CLASS, or one .npz (benchmarks/pack_images.py makes it, 53 MiB).
+# DATA is the data set: folders train/CLASS and val/CLASS, or a Hugging Face data set.
 # A call ends within LIMIT seconds (default 570). The same call again goes on where it stopped, to the last bit, and does
 # nothing where all is done; exit status 0: done, 3: call again, 1: something failed. On an H200 all of it should take
 # three calls, less than thirty minutes: an estimate, nobody has run it there.

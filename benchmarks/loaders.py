@@ -1,4 +1,4 @@
-"""Images per second of the training loader: from folders, from shards, and timm's own loader on the same images.
+"""Images per second of the training loader: from folders, from `datasets`, and timm's own loader on the same images.
 
     python benchmarks/loaders.py --data-root IMAGENETTE --out benchmarks/results/loaders.json
 
@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import load_dataset
 from PIL import Image
 from timm.data import FastCollateMixup, Mixup, create_dataset, create_loader
 
 from dgt.bench import machine
 from dgt.data import Augmentation
 from dgt.data.classification import ClassificationData
-from dgt.data.images import ImageFolder, open_images
-from dgt.data.sharding import write_shards
-from dgt.data.transforms import IMAGENET_MEAN, IMAGENET_STD, _allow_zero_bits
+from dgt.data.readers import ImageFolder, open_images
+from dgt.data.transforms import IMAGENET_MEAN, IMAGENET_STD, allow_zero_bits
 
 AUGMENTATION = Augmentation()
 Batches = Callable[[], Iterable[Any]]
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def prepare(options: argparse.Namespace, folder: Path) -> Path:
-    """Some of the images as class folders, enlarged where wanted, in `folder`/images, and as shards beside them."""
+    """Some of the images as class folders, enlarged where wanted, in `folder`/images, and as a data set beside them."""
     found = ImageFolder(options.data_root, "train")
     for number in range(options.images):
         index = number * len(found) // options.images
@@ -82,18 +82,18 @@ def prepare(options: argparse.Namespace, folder: Path) -> Path:
         if options.enlarge is None:
             target.write_bytes(Path(path).read_bytes())
             continue
-        picture = Image.open(path).convert("RGB")
-        scale = options.enlarge / min(picture.size)
-        larger = picture.resize((round(picture.width * scale), round(picture.height * scale)), Image.Resampling.BICUBIC)
+        image = Image.open(path).convert("RGB")
+        scale = options.enlarge / min(image.size)
+        larger = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
         larger.save(target, "JPEG", quality=90)
-    write_shards(folder / "images", folder / "shards", report=lambda line: None)
+    load_dataset("imagefolder", data_dir=str(folder / "images")).save_to_disk(folder / "datasets")
     return folder
 
 
 def candidates(folder: Path, options: argparse.Namespace) -> dict[str, Batches]:
     """For each loader, what starts a pass over its batches; workers stay alive between passes."""
     found: dict[str, Batches] = {}
-    for kind in ("images", "shards"):
+    for kind in ("images", "datasets"):
         data = ClassificationData(
             str(folder / kind),
             image_size=options.size,
@@ -104,7 +104,7 @@ def candidates(folder: Path, options: argparse.Namespace) -> dict[str, Batches]:
         )
         data.setup()
         found[f"dgt, {'folders' if kind == 'images' else kind}"] = data.train_dataloader().__iter__
-    for name in ("images", "shards"):  # without transforms and workers, where their difference shows
+    for name in ("images", "datasets"):  # without transforms and workers, where their difference shows
         reader = open_images(folder / name, "train")
         found[f"reading alone, {'folders' if name == 'images' else name}"] = reading(reader)
     for prefetcher in (True, False):
@@ -114,9 +114,9 @@ def candidates(folder: Path, options: argparse.Namespace) -> dict[str, Batches]:
 
 
 def reading(reader: Any) -> Batches:
-    """Passes over a reader in a random order, each picture as a batch of one."""
+    """Passes over a reader in a random order, each image as a batch of one."""
     order = torch.randperm(len(reader), generator=torch.Generator().manual_seed(0)).tolist()
-    return lambda: (([picture], label) for picture, label in map(reader.__getitem__, order))
+    return lambda: (([image], label) for image, label in map(reader.__getitem__, order))
 
 
 def timm_loader(root: Path, prefetcher: bool, options: argparse.Namespace) -> Batches:
@@ -148,7 +148,7 @@ def timm_loader(root: Path, prefetcher: bool, options: argparse.Namespace) -> Ba
         device=torch.device("cpu"),
         persistent_workers=options.workers > 0,
     )
-    _allow_zero_bits(loader.dataset.transform)  # else timm's rand-augment fails with Pillow 13
+    allow_zero_bits(loader.dataset.transform)  # else timm's rand-augment fails with Pillow 13
     mixer = Mixup(**mixing)
     return loader.__iter__ if prefetcher else lambda: (mixer(images, labels) for images, labels in loader)
 

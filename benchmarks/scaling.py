@@ -68,9 +68,9 @@ def arguments() -> argparse.Namespace:
 
 
 def core_rate() -> float:
-    """Images per second that one core prepares: of the shard reader, by as many cores as workers."""
+    """Images per second that one core prepares: from folders, by as many cores as workers."""
     stored = json.loads(LOADERS.read_text())
-    rate = next(row["images_per_second"] for row in stored["rows"] if row["loader"] == "dgt, shards")
+    rate = next(row["images_per_second"] for row in stored["rows"] if row["loader"] == "dgt, folders")
     return float(rate) / stored["options"]["workers"]
 
 

@@ -30,7 +30,7 @@ def main() -> None:
     scenes = SceneObjects("val", options.first + options.scenes, run.recipe.data["image_size"])
     sheet = Image.new("RGB", (options.scenes * (SIDE + GAP) - GAP, 2 * SIDE + GAP), "white")
     for column in range(options.scenes):
-        picture, truth = scenes.picture(options.first + column), scenes.objects(options.first + column)
+        picture, truth = scenes[options.first + column][0], scenes.objects(options.first + column)
         there = Detections(truth.boxes, truth.labels - 1, np.ones(len(truth.labels)), truth.masks.astype(bool))
         for row, found in enumerate((there, detect(run, picture))):
             drawn = draw_detections(picture, found, run.class_names)

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from dgt.data.segmentation_maps import MappedPicture
+from dgt.data.label_maps import MappedImage
 from dgt.figures import save_figure
 from dgt.figures.label_map import figure_comparison, picture_labels
 from dgt.training import load_run
@@ -31,9 +31,9 @@ def draw_pictures(run_path: str, out: str, items: list[int], overrides: list[str
     for item in items:
         dataset = data.datasets["val"]
         sample = dataset.reader[dataset.indices[item]]
-        if not isinstance(sample, MappedPicture):
+        if not isinstance(sample, MappedImage):
             raise ValueError(f"{sample.path} cannot be read: {sample.reason}")
-        rows.append((np.asarray(sample.picture), sample.labels, picture_labels(run, sample.picture)))
+        rows.append((np.asarray(sample.image), sample.labels, picture_labels(run, sample.image)))
     save_figure(figure_comparison(rows, run.class_names), out, dpi=100)
 
 

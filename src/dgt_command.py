@@ -127,7 +127,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="`dgt COMMAND --help` tells more. Start with `dgt demo`.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_add_training, _add_using, _add_shard, _add_looking, _add_measuring):
+    for add in (_add_training, _add_using, _add_looking, _add_measuring):
         add(commands)
     return parser
 
@@ -200,16 +200,6 @@ def _add_using(commands: Commands) -> None:
     command.add_argument("checkpoint", metavar="CHECKPOINT", help=MODEL_HELP)
     command.add_argument("out", metavar="OUT", help="file ending in .onnx or .pt2; without ending, a folder for timm")
     command.add_argument("--features", action="store_true", help="the backbone's feature maps instead of its task")
-
-
-def _add_shard(commands: Commands) -> None:
-    command = _add(commands, "shard", "pack folders of images into checksummed tar files, or check those")
-    command.add_argument("source", metavar="DIR", help="folder with SPLIT/CLASS/ folders; with --verify, of the shards")
-    command.add_argument("out", nargs="?", metavar="OUT", help="folder of the shards; a second run goes on there")
-    command.add_argument("--samples", type=int, default=4096, metavar="N", help="images a shard (default: %(default)s)")
-    command.add_argument("--workers", type=int, metavar="N", help="shards written at a time (default: one a core)")
-    command.add_argument("--no-check", action="store_true", help="do not try to decode the images on the way")
-    command.add_argument("--verify", action="store_true", help="read all shards and compare their checksums")
 
 
 def _add_looking(commands: Commands) -> None:

@@ -130,7 +130,7 @@ def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "name a recipe, one of ade20k_dgt_base" in fails(capsys, "train")
     assert "recipe 'imagenette128' needs images: give --data.root" in fails(capsys, "train", "imagenette128")
     missing = tmp_path / "missing"
-    assert f"no folder or .npz file {missing}" in fails(capsys, "train", "imagenette128", f"--data.root={missing}")
+    assert f"there is no folder {missing}" in fails(capsys, "train", "imagenette128", f"--data.root={missing}")
     assert "'trainer' does not fit this machine" in fails(capsys, *TRAIN, "--trainer.accelerator", "abacus")
     (tmp_path / "file").write_text("notes")
     for place in (tmp_path / "file", tmp_path / "file" / "below"):

@@ -10,8 +10,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from PIL import Image
 
 from dgt.data.classification import ClassificationData
-from dgt.data.decoding import BrokenImagesError
-from dgt.data.loading import EpochBatches
+from dgt.data.image_io import BrokenImagesError
+from dgt.data.loader import EpochBatches
 from dgt.data.transforms import Augmentation, CropLong, evaluation_transform, training_transform
 
 SHARED = Path(__file__).parents[2] / "../shared/data"
@@ -218,7 +218,7 @@ class TestAugmentation:
         ("options", "message"),
         [
             ({"erasing": 1.5}, "erasing must lie in"),
-            ({"mixup": -1}, "mixup must be >= 0"),
+            ({"mixup": -1}, "mixup must be at least 0"),
             ({"min_scale": 0}, "min_scale must lie in"),
             ({"interpolation": "cubic"}, "interpolation must be one of"),
         ],

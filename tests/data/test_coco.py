@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from dgt.data.coco import annotation_problem, decode_counts, draw_masks, encode_masks, read_annotations
+from dgt.data.coco import annotation_problem, draw_masks, encode_masks, read_annotations
 
 from .coco_files import SIZES, crowd, entry, write_coco
 
@@ -47,7 +47,7 @@ BAD = [
     ),
     ({"segmentation": {"size": [40, 48], "counts": [7]}}, "has a run-length code of 7 pixels for 1920"),
     ({"segmentation": {"size": [40, 48], "counts": [1921, -1]}}, "whose counts are no integers of at least 0"),
-    ({"segmentation": {"size": [40, 48], "counts": "01"}}, "has a run-length code of 1 pixels for 1920"),
+    ({"segmentation": {"size": [40, 48], "counts": "01"}}, "has a run-length code that does not decode: "),
     ({"segmentation": {"size": [40, 48]}}, "whose counts are no integers of at least 0"),
     ({"bbox": [1, 2, -3, 4]}, "has no box x, y, width, height of finite numbers, but [1, 2, -3, 4]"),
     ({"bbox": [1, 2, 3]}, "has no box x, y, width, height of finite numbers, but [1, 2, 3]"),
@@ -138,9 +138,7 @@ def test_masks_survive_their_run_length_codes(masks: np.ndarray) -> None:
     codes = encode_masks(masks)
     assert json.loads(json.dumps(codes)) == codes
     assert np.array_equal(draw_masks([{"segmentation": code} for code in codes], height, width), masks)
-    for code, mask in zip(codes, masks, strict=True):
-        runs = decode_counts(code["counts"])
-        assert np.array_equal(np.repeat(np.arange(len(runs)) % 2, runs), mask.flatten("F"))
+    for code in codes:
         whole = {**entry(1, 1, (0, 0, 1, 1)), "segmentation": code}
         assert annotation_problem(whole, {1: {"width": width, "height": height}}, {3}) is None
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from dgt.data.decoding import BrokenImagesError
+from dgt.data.dataset import Key
 from dgt.data.detection import DetectionData
-from dgt.data.loading import Key
+from dgt.data.image_io import BrokenImagesError
 
 from .coco_files import crowd, entry, write_coco
 
@@ -29,20 +29,21 @@ def test_training_leaves_out_crowds_empty_images_and_boxes_without_area(tmp_path
     data = open_data(write_coco(tmp_path), flip=0.0)
     samples = [data.datasets["train"][Key(0, 0, item)] for item in range(len(data.datasets["train"]))]
     assert len(samples) == 2
-    first, third = (sample.target for sample in samples)
+    first, third = (sample[1] for sample in samples)
     assert first["boxes"].tolist() == [[4, 6, 24, 30], [26, 8, 44, 36]]
     assert first["labels"].tolist() == [1, 2]
     assert first["masks"].shape == (2, 40, 48)
     assert first["masks"].sum(dim=(1, 2)).tolist() == [20 * 24, 18 * 28]
     assert third["boxes"].tolist() == [[10, 4, 50, 36]]
-    assert samples[0].image.shape == (3, 40, 48)
-    assert samples[0].image.dtype == torch.float32
-    assert 0 <= samples[0].image.min() < samples[0].image.max() <= 1
+    assert samples[0][0].shape == (3, 40, 48)
+    image = next(iter(data.train_dataloader()))[0][0]
+    assert image.dtype == torch.float32
+    assert 0 <= image.min() < image.max() <= 1
 
 
 def test_empty_images_are_trained_on_if_asked_for(tmp_path: Path) -> None:
     data = open_data(write_coco(tmp_path), keep_empty=True)
-    targets = [data.datasets["train"][Key(0, 0, item)].target for item in range(4)]
+    targets = [data.datasets["train"][Key(0, 0, item)][1] for item in range(4)]
     assert [len(target["boxes"]) for target in targets] == [2, 0, 1, 0]
     assert targets[3]["boxes"].shape == (0, 4)
     assert targets[3]["masks"].shape == (0, 40, 40)
@@ -61,14 +62,14 @@ def test_evaluation_sees_every_image_and_keeps_every_annotation(tmp_path: Path) 
 def test_a_flip_moves_pixels_boxes_and_masks_alike(tmp_path: Path) -> None:
     root = write_coco(tmp_path)
     plain, flipped = (open_data(root, flip=flip).datasets["train"][Key(0, 0, 0)] for flip in (0.0, 1.0))
-    assert torch.equal(flipped.image, plain.image.flip(-1))
-    assert torch.equal(flipped.target["masks"], plain.target["masks"].flip(-1))
-    assert flipped.target["boxes"].tolist() == [[24, 6, 44, 30], [4, 8, 22, 36]]
+    assert torch.equal(flipped[0], plain[0].flip(-1))
+    assert torch.equal(flipped[1]["masks"], plain[1]["masks"].flip(-1))
+    assert flipped[1]["boxes"].tolist() == [[24, 6, 44, 30], [4, 8, 22, 36]]
 
 
 def test_boxes_end_at_the_border_and_slivers_go(tmp_path: Path) -> None:
     root = write_coco(tmp_path, entry(20, 1, (40, 30, 60, 50)), entry(21, 1, (47.6, 3, 50, 9)))
-    target = open_data(root, flip=0.0).datasets["train"][Key(0, 0, 0)].target
+    target = open_data(root, flip=0.0).datasets["train"][Key(0, 0, 0)][1]
     assert target["boxes"].tolist() == [[4, 6, 24, 30], [26, 8, 44, 36], [40, 30, 48, 40]]
     assert len(target["masks"]) == len(target["labels"]) == 3
 
@@ -112,7 +113,7 @@ class TestBadData:
         with pytest.warns(UserWarning, match=r"3 of 9 annotations in .*val2017\.json cannot be used and are left out"):
             data = open_data(root, max_broken_share=0.5)
         assert len(data.ledgers["train annotations"]) == 3
-        assert len(data.datasets["train"][Key(0, 0, 0)].target["boxes"]) == 2
+        assert len(data.datasets["train"][Key(0, 0, 0)][1]["boxes"]) == 2
         assert len(data.ground_truth()["annotations"]) == 6
         assert data.write_broken_images(tmp_path / "broken.txt") == 6
         assert "annotation 72\thas a polygon of 2 points, fewer than 3" in (tmp_path / "broken.txt").read_text()
@@ -146,14 +147,14 @@ class TestBadData:
         root = write_coco(tmp_path)
         file = root / "annotations" / "instances_train2017.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "annotations": []}))
-        with pytest.raises(ValueError, match="train holds no picture with an object to train on"):
+        with pytest.raises(ValueError, match="train holds no image with an object to train on"):
             open_data(root)
 
     def test_nothing_to_compare_with_is_told(self, tmp_path: Path) -> None:
         root = write_coco(tmp_path)
         file = root / "annotations" / "instances_val2017.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "annotations": [crowd(5, 3)]}))
-        with pytest.raises(ValueError, match="the 4 pictures of val hold no object to compare detections with"):
+        with pytest.raises(ValueError, match="the 4 images of val hold no object to compare detections with"):
             open_data(root)
 
     @pytest.mark.parametrize(

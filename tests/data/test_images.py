@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dgt.data.decoding import BrokenImage, BrokenImages, BrokenImagesError, decode_image, write_broken_images
-from dgt.data.images import CifarImages, ImageFolder, PackedImages, available_splits, open_images
-
-CIFAR = Path(__file__).parents[2] / "../shared/data/cifar10/cifar10_jpeg.npz"
+from dgt.data.image_io import BrokenImage, BrokenImages, BrokenImagesError, decode_image, write_broken_images
+from dgt.data.readers import CifarImages, ImageFolder, available_splits, open_images
 
 
 def encode(picture, kind="PNG", **options):
@@ -27,20 +25,6 @@ def folder(tmp_path):
             for index in range(2):
                 Image.new("RGB", (40, 50), (number, index, 0)).save(tmp_path / split / name / f"{index}.png")
     return tmp_path
-
-
-@pytest.fixture
-def packed(tmp_path):
-    files = [encode(Image.new("RGB", (32, 32), (level, 0, 0)), "JPEG", quality=95) for level in (0, 100, 200)]
-    arrays = {
-        "train_jpg": np.frombuffer(b"".join(files), np.uint8),
-        "train_off": np.cumsum([0] + [len(file) for file in files]),
-        "train_y": np.array([1, 0, 1], np.uint8),
-        "classes": np.array(["a", "b"]),
-    }
-    path = tmp_path / "set.npz"
-    np.savez(path, **arrays)
-    return path, arrays
 
 
 class TestImageFolder:
@@ -85,8 +69,8 @@ class TestImageFolder:
         for name, content in bad.items():
             (folder / "train" / "ant" / name).write_bytes(content)
         images = ImageFolder(folder)
-        items = [images[i][0] for i in range(4)]
-        assert isinstance(items[0], Image.Image)
+        items = [images[i] for i in range(4)]
+        assert isinstance(items[0][0], Image.Image)
         assert [Path(item.path).name for item in items[1:] if isinstance(item, BrokenImage)] == list(bad)
         assert all(item.reason for item in items[1:])
 
@@ -120,57 +104,6 @@ class TestDecoding:
             decode_image(content)
 
 
-class TestPackedImages:
-    def test_reads_pictures_and_labels(self, packed):
-        images = open_images(packed[0], "train")
-        assert isinstance(images, PackedImages)
-        assert images.class_names == ("a", "b")
-        assert [images[i][1] for i in range(3)] == [1, 0, 1]
-        assert abs(images[2][0].getpixel((5, 5))[0] - 200) < 4
-        assert available_splits(packed[0].parent) == ("train",)
-
-    def test_missing_split_names_the_arrays(self, packed):
-        with pytest.raises(ValueError, match="lacks val_jpg, val_off, val_y; it has train_jpg"):
-            PackedImages(packed[0], "val")
-
-    @pytest.mark.parametrize(
-        ("change", "message"),
-        [
-            ({"train_off": np.array([0, 5])}, "expected 4 offsets"),
-            ({"train_off": np.array([0, 9, 5, 7])}, "offsets must rise"),
-            ({"train_y": np.array([0, 1, 2])}, "labels must lie in 0 to 1, got 0 to 2"),
-            ({"train_y": np.array([], int)}, "holds no image"),
-        ],
-    )
-    def test_contradictions(self, packed, change, message):
-        np.savez(packed[0], **{**packed[1], **change})
-        with pytest.raises(ValueError, match=message):
-            PackedImages(packed[0])
-
-    @pytest.mark.parametrize("content", [b"", b"rubbish", b"PK\x03\x04 cut short"])
-    def test_not_an_npz(self, tmp_path, content):
-        (tmp_path / "bad.npz").write_bytes(content)
-        with pytest.raises(ValueError, match=r"not a readable .npz"):
-            open_images(tmp_path / "bad.npz", "train")
-
-    def test_broken_bytes_are_marked(self, packed):
-        damaged = packed[1]["train_jpg"].copy()
-        damaged[:20] = 0
-        np.savez(packed[0], **{**packed[1], "train_jpg": damaged})
-        picture, label = PackedImages(packed[0])[0]
-        assert isinstance(picture, BrokenImage)
-        assert picture.path.endswith("set.npz[train:0]")
-        assert label == 1
-
-    @pytest.mark.skipif(not CIFAR.is_file(), reason=f"no {CIFAR}")
-    def test_real_file(self):
-        images = open_images(CIFAR.parent, "test")
-        assert len(images) == 10000
-        assert len(images.class_names) == 10
-        assert available_splits(CIFAR.parent) == ("test", "train")
-        assert all(images[i][0].size == (32, 32) for i in range(0, 10000, 500))
-
-
 class TestCifarLayout:
     def test_found_at_root_or_by_its_own_name_and_must_be_whole(self, tmp_path):
         (tmp_path / "cifar-10-batches-py").mkdir()
@@ -201,10 +134,9 @@ class TestCifarLayout:
 
 
 def test_nothing_at_root(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"there is no folder or .npz file"):
-        available_splits(tmp_path / "nowhere")
-    with pytest.raises(FileNotFoundError, match="there is no file"):
-        open_images(tmp_path / "nowhere.npz", "train")
+    for use in (available_splits, lambda root: open_images(root, "train")):
+        with pytest.raises(FileNotFoundError, match=r"root: (there is no folder|expected a folder)"):
+            use(tmp_path / "nowhere")
 
 
 class TestLedger:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dgt.data.scenes import SceneOptions, Scenes, draw_scene
-from dgt.data.shapes import DISTANCE, KINDS, RADIUS
+from dgt.data.scenes.shapes import DISTANCE, KINDS, RADIUS
 
 
 def same(first, second):

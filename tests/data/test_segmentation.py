@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from PIL import ExifTags, Image
 from torchvision import tv_tensors
 
-from dgt.data.decoding import BrokenImage, BrokenImagesError
-from dgt.data.segmentation import SegmentationData, SegmentationTest
-from dgt.data.segmentation_maps import LabelMapFolder, read_class_names
-from dgt.data.segmentation_transforms import (
+from dgt.data.image_io import BrokenImage, BrokenImagesError
+from dgt.data.joint_transforms import (
     PhotometricDistortion,
     RandomClassCrop,
     SegmentationAugmentation,
     fitting_size,
 )
+from dgt.data.label_maps import LabelMapFolder, read_class_names
+from dgt.data.segmentation import SegmentationData, SegmentationTest
 
 CLASSES = ["wall", "floor", "lamp"]
 PLAIN = SegmentationAugmentation.none()
@@ -79,10 +79,10 @@ class TestReading:
     def test_the_plain_layout(self, folder: Path) -> None:
         reader = LabelMapFolder(folder, "train", CLASSES)
         assert len(reader) == 10
-        picture, labels = reader[3]
-        assert picture.size == (64, 48)
+        image, labels = reader[3]
+        assert image.size == (64, 48)
         assert set(np.unique(labels)) == {0, 1, 2, 255}
-        assert np.array_equal(np.asarray(picture)[..., 0], np.where(labels == 255, 0, 60 * labels))
+        assert np.array_equal(np.asarray(image)[..., 0], np.where(labels == 255, 0, 60 * labels))
 
     def test_in_ade20ks_layout_zero_is_ignored_and_the_rest_moves_down(self, tmp_path: Path) -> None:
         stored = np.array([[0, 1], [2, 3]], dtype=np.uint8).repeat(20, 0).repeat(20, 1)
@@ -157,7 +157,7 @@ class TestWrongFiles:
 
     def test_another_size_than_the_picture(self, folder: Path) -> None:
         Image.fromarray(np.zeros((20, 30), dtype=np.uint8)).save(folder / "labels" / "val" / "02.png")
-        message = r"labels/val/02.png: the label map has 30 x 20 pixels, its picture .*images/val/02.png has 64 x 48"
+        message = r"labels/val/02.png: the label map has 30 x 20 pixels, its image .*images/val/02.png has 64 x 48"
         self.fails(folder, message)
 
     @pytest.mark.parametrize("orientation", [2, 3, 4])
@@ -171,7 +171,7 @@ class TestWrongFiles:
         turn(picture, 6)
         self.fails(folder, r"labels/val/02.png: .* has 48 x 64 once it is upright, as its EXIF orientation 6 says$")
         Image.open(path).transpose(Image.Transpose.ROTATE_270).save(path)
-        red = np.asarray(LabelMapFolder(folder, "val", CLASSES)[2].picture)[..., 0]
+        red = np.asarray(LabelMapFolder(folder, "val", CLASSES)[2].image)[..., 0]
         labels = LabelMapFolder(folder, "val", CLASSES)[2].labels
         assert np.array_equal(red, np.where(labels == 255, 0, 60 * labels))
         save(folder, "val", "02", np.zeros((48, 48), dtype=np.uint8))
@@ -345,7 +345,7 @@ class TestTransforms:
     [
         ({"dataset": "ade"}, "dataset must be one of auto, scenes, got 'ade'"),
         ({"root": None}, "root: expected a folder with images/SPLIT"),
-        ({"dataset": "scenes"}, "root and classes must be left out for dataset 'scenes'"),
+        ({"dataset": "scenes"}, "root must be left out for dataset 'scenes'"),
         ({"image_size": 16}, "image_size must be at least 32, got 16"),
         ({"scale": (512, 16)}, "scale must be at least 32, got 16"),
         ({"std": (0.2, 0.2, 0.0)}, "std must be numbers above 0"),

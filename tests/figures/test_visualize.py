@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 import dgt
-from dgt.data.shapes import KINDS
+from dgt.data.scenes.shapes import KINDS
 from dgt.figures.visualize import visualize
 from dgt.tasks.network import build_classifier
 from dgt.training import LoadedRun, load_recipe

@@ -20,7 +20,7 @@ from recipes import recipe_text
 
 import dgt.training
 import dgt_command
-from dgt.data.decoding import decode_image
+from dgt.data.image_io import decode_image
 from dgt.data.transforms import Augmentation, evaluation_transform, training_transform
 from dgt.tasks import TASKS
 from dgt.training.recipe import Recipe, build_data

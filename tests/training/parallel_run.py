@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dgt.data.decoding import BrokenImage, BrokenImages
-from dgt.data.module import process
+from dgt.data.image_io import BrokenImage, BrokenImages
 from dgt.training import fit, load_recipe
 from dgt.training.parallel import join_ledgers
+from dgt.utils.distributed import rank as process_rank
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     for name in sys.argv[2:]:
         fit(load_recipe(folder / f"{name}.yaml", [f"--out={folder / name}"]), resume=True)
-    rank = process()[0]
+    rank = process_rank()
     ledger = BrokenImages("train", 10, 1.0)
     ledger.record([BrokenImage(f"met by {rank}", "why")])
     join_ledgers({"train": ledger})

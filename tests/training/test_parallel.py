@@ -17,7 +17,7 @@ import yaml
 from safetensors.torch import load_file
 from torch import distributed, nn
 
-from dgt.data.decoding import BrokenImage, BrokenImages
+from dgt.data.image_io import BrokenImage, BrokenImages
 from dgt.training.parallel import SummedBatchNorm, join_ledgers, synchronise_batchnorm, telling_lost_processes
 from dgt.training.recipe import parse_recipe
 

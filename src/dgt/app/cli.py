@@ -143,20 +143,6 @@ def run_explore(options: argparse.Namespace, _: list[str]) -> int:
     return 0
 
 
-def run_shard(options: argparse.Namespace, _: list[str]) -> int:
-    """`dgt shard`: writes shards, or checks them; prints a line for each that was written or is damaged."""
-    from dgt.data.sharding import verify_shards, write_shards
-
-    if options.verify:
-        damaged = verify_shards(options.source)
-        print(f"{len(damaged)} damaged: delete them and run `dgt shard` again" if damaged else "all checksums fit")
-        return 1 if damaged else 0
-    if options.out is None:
-        raise ValueError("name the folder of the shards: dgt shard DIR OUT")
-    print(write_shards(options.source, options.out, options.samples, options.workers, not options.no_check).text())
-    return 0
-
-
 def run_export(options: argparse.Namespace, _: list[str]) -> int:
     """`dgt export`: writes the file, and prints its size and how it agreed with the checkpoint."""
     from dgt.export import export
@@ -211,7 +197,6 @@ COMMANDS = {
     "visualize": run_visualize,
     "diagnose": run_diagnose,
     "explore": run_explore,
-    "shard": run_shard,
     "export": run_export,
     "info": run_info,
     "bench": run_bench,

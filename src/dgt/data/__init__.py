@@ -1,10 +1,7 @@
-"""Data: the built-in scenes, readers of labelled images, transforms, and the classification data module.
+"""Data: the built-in scenes, readers of labelled images, transforms, and the data modules of the tasks."""
 
-`dgt.data.classification` is not imported here: it needs Lightning.
-"""
-
-from dgt.data.decoding import BrokenImage, BrokenImages, BrokenImagesError, decode_image, write_broken_images
-from dgt.data.images import CifarImages, ImageFolder, PackedImages, available_splits, open_images
+from dgt.data.image_io import BrokenImage, BrokenImages, BrokenImagesError, decode_image, write_broken_images
+from dgt.data.readers import CifarImages, HubImages, ImageFolder, available_splits, open_images
 from dgt.data.scenes import Scene, SceneOptions, Scenes, draw_scene
 from dgt.data.transforms import Augmentation, evaluation_transform, training_transform
 
@@ -14,8 +11,8 @@ __all__ = [
     "BrokenImages",
     "BrokenImagesError",
     "CifarImages",
+    "HubImages",
     "ImageFolder",
-    "PackedImages",
     "Scene",
     "SceneOptions",
     "Scenes",

@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from faster_coco_eval.core import mask as coco_mask
 from numpy.typing import NDArray
 
-from dgt.data.decoding import BrokenImage
+from dgt.data.image_io import BrokenImage
+from dgt.utils.errors import UserError
 
 Entry = dict[str, Any]
 SECTIONS = {
@@ -58,7 +60,7 @@ def read_annotations(path: str | os.PathLike[str]) -> CocoAnnotations:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: not JSON, a list is missing or holds something else than entries with COCO's keys, an id is no
+        UserError: not JSON, a list is missing or holds something else than entries with COCO's keys, an id is no
             64-bit integer, two entries of a list have one id or two categories one name. A single annotation that
             cannot be used raises nothing: it is listed in `bad`.
     """
@@ -67,7 +69,7 @@ def read_annotations(path: str | os.PathLike[str]) -> CocoAnnotations:
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+        raise UserError(f"{path} is not JSON: {error}") from error
     sections = {name: _section(content, name, path) for name in SECTIONS}
     images = {entry["id"]: entry for entry in sections["images"]}
     _check_texts(sections, path)
@@ -88,22 +90,22 @@ def _section(content: Any, name: str, path: str | os.PathLike[str]) -> list[Entr
     """One of the file's lists, whose entries have COCO's keys and ids of their own."""
     found = content.get(name) if isinstance(content, dict) else None
     if not isinstance(found, list):
-        raise ValueError(f"{path} is not in COCO's format: it has no list {name!r}")
+        raise UserError(f"{path} is not in COCO's format: it has no list {name!r}")
     seen = set()
     for place, entry in enumerate(found):
         missing = [key for key in SECTIONS[name] if not isinstance(entry, dict) or key not in entry]
         if missing:
-            raise ValueError(f"{path}: {name}[{place}] lacks {', '.join(missing)}")
+            raise UserError(f"{path}: {name}[{place}] lacks {', '.join(missing)}")
         if not _is_id(entry["id"]):
-            raise ValueError(f"{path}: {name}[{place}] must have a 64-bit integer as its id, got {entry['id']!r}")
+            raise UserError(f"{path}: {name}[{place}] must have a 64-bit integer as its id, got {entry['id']!r}")
         if entry["id"] in seen:
-            raise ValueError(f"{path}: two entries of {name!r} have the id {entry['id']!r}")
+            raise UserError(f"{path}: two entries of {name!r} have the id {entry['id']!r}")
         seen.add(entry["id"])
         sides = (entry["width"], entry["height"]) if name == "images" else ()
         if not all(isinstance(side, int) and side > 0 for side in sides):
-            raise ValueError(f"{path}: image {entry['id']!r} is {entry['width']!r} x {entry['height']!r} pixels")
+            raise UserError(f"{path}: image {entry['id']!r} is {entry['width']!r} x {entry['height']!r} pixels")
     if name != "annotations" and not found:
-        raise ValueError(f"{path}: the list {name!r} is empty")
+        raise UserError(f"{path}: the list {name!r} is empty")
     return found
 
 
@@ -112,17 +114,17 @@ def _is_id(value: Any) -> bool:
 
 
 def _check_texts(sections: Mapping[str, Sequence[Entry]], path: str | os.PathLike[str]) -> None:
-    """Raise ValueError for a file's or category's name that is no text, and for two categories of one name: what is
+    """Raise UserError for a file's or category's name that is no text, and for two categories of one name: what is
     told by name, as metrics and predictions are, would mean both.
     """
     for name, key in (("images", "file_name"), ("categories", "name")):
         for entry in sections[name]:
             if not isinstance(entry[key], str) or not entry[key]:
-                raise ValueError(f"{path}: {name} {entry['id']} must have a text as its {key}, got {entry[key]!r}")
+                raise UserError(f"{path}: {name} {entry['id']} must have a text as its {key}, got {entry[key]!r}")
     names = Counter(entry["name"] for entry in sections["categories"])
     name, times = names.most_common(1)[0]
     if times > 1:
-        raise ValueError(f"{path}: two entries of 'categories' have the name {name!r}")
+        raise UserError(f"{path}: two entries of 'categories' have the name {name!r}")
 
 
 def annotation_problem(entry: Entry, images: Mapping[int, Entry], categories: set[int]) -> str | None:
@@ -173,29 +175,16 @@ def _run_length_problem(code: Entry, height: int, width: int) -> str | None:
     if code.get("size") != [height, width]:
         return f"has a run-length code of size {code.get('size')!r} in an image of {[height, width]}"
     counts = code.get("counts")
-    runs: Any = decode_counts(counts) if isinstance(counts, str) else counts
-    if not _numbers(runs) or any(run < 0 or run != int(run) for run in runs):
+    if isinstance(counts, str):
+        try:
+            coco_mask.decode(code)
+        except (ValueError, RuntimeError) as error:
+            return f"has a run-length code that does not decode: {error}"
+        return None
+    if not _numbers(counts) or any(run < 0 or run != int(run) for run in counts):
         return "has a run-length code whose counts are no integers of at least 0"
-    return None if sum(runs) == height * width else f"has a run-length code of {sum(runs)} pixels for {height * width}"
-
-
-def decode_counts(text: str) -> list[int]:
-    """Run lengths from COCO's compressed text: six bits a character, lowest first, and from the third run on the
-    difference to the run before the last.
-    """
-    runs: list[int] = []
-    value, shift = 0, 0
-    for character in text:
-        bits = ord(character) - 48
-        value |= (bits & 0x1F) << shift
-        shift += 5
-        if bits & 0x20:
-            continue
-        if bits & 0x10:
-            value -= 1 << shift
-        runs.append(value + runs[-2] if len(runs) > 2 else value)
-        value, shift = 0, 0
-    return runs
+    total = sum(counts)
+    return None if total == height * width else f"has a run-length code of {total} pixels for {height * width}"
 
 
 def draw_masks(entries: Sequence[Entry], height: int, width: int) -> NDArray[np.uint8]:
@@ -209,8 +198,6 @@ def draw_masks(entries: Sequence[Entry], height: int, width: int) -> NDArray[np.
     Returns:
         uint8 (N, height, width), 1 inside.
     """
-    from faster_coco_eval.core import mask as coco_mask
-
     if not entries:
         return np.zeros((0, height, width), dtype=np.uint8)
     codes = [coco_mask.segmToRle(entry["segmentation"], width, height) for entry in entries]
@@ -219,13 +206,7 @@ def draw_masks(entries: Sequence[Entry], height: int, width: int) -> NDArray[np.
 
 def encode_masks(masks: NDArray[np.uint8]) -> list[Entry]:
     """Masks (N, H, W) of 0 and 1 as compressed run-length codes that JSON can hold: `size` and `counts`."""
-    from faster_coco_eval.core import mask as coco_mask
-
     if not len(masks):
         return []
     codes = coco_mask.encode(np.asfortranarray(masks.transpose(1, 2, 0)))
-    return [{"size": [int(side) for side in code["size"]], "counts": _text(code["counts"])} for code in codes]
-
-
-def _text(counts: bytes | str) -> str:
-    return counts.decode("ascii") if isinstance(counts, bytes) else counts
+    return [{"size": [int(side) for side in code["size"]], "counts": str(code["counts"], "ascii")} for code in codes]

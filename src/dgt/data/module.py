@@ -1,39 +1,34 @@
-"""What the data modules of all tasks share: two splits, their loaders, and the account of unreadable images.
+"""What the data modules of all tasks share: two splits, their loaders, and the report of unreadable images.
 
-The loaders share the work among the processes of a distributed run by themselves; Lightning's
-`use_distributed_sampler` is harmless with them, on or off. Unreadable images are left out, counted and listed.
+The loaders share the work among the processes of a distributed run by themselves.
 """
 
 from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import lightning
-import torch.distributed
 
-from dgt.data.decoding import BrokenImages, write_broken_images
-from dgt.data.loading import Batch, EpochBatches, Key, Loader, Prepared
+from dgt.data.dataset import Drawn, Key, SeededDataset
+from dgt.data.image_io import BrokenImages, write_broken_images
+from dgt.data.loader import Batch, EpochBatches, Loader
+from dgt.utils.distributed import rank, world_size
+from dgt.utils.errors import UserError, check_range
 from dgt.utils.seeding import generator
 
-
-class SplitDataset(Protocol):
-    """One split: samples by key, each a function of (seed, epoch, item) alone, or a `BrokenImage`."""
-
-    class_names: tuple[str, ...]
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, key: Key) -> Any: ...
+TRAIN_SPLITS = ("train", "training")
+VAL_SPLITS = ("val", "validation", "valid", "test")
 
 
-def check_at_least(lowest: int, **values: int | None) -> None:
-    """Raise ValueError, naming the argument, for a value below `lowest`; None is none."""
-    for name, value in values.items():
-        if value is not None and value < lowest:
-            raise ValueError(f"{name} must be at least {lowest}, got {value}")
+def choose_split(part: str, wanted: str | None, found: Sequence[str]) -> str:
+    """The split of "train" or "val" that the user named, or the first usual one that was found, or the usual one."""
+    usual = TRAIN_SPLITS if part == "train" else VAL_SPLITS
+    return wanted or next((name for name in usual if name in found), usual[0])
 
 
 def subset_indices(part: str, split: str, total: int, size: int | None) -> list[int] | None:
@@ -49,62 +44,92 @@ def subset_indices(part: str, split: str, total: int, size: int | None) -> list[
         Indices, or None for the whole split.
 
     Raises:
-        ValueError: more are wanted than there are.
+        UserError: more are wanted than there are.
     """
     if size is not None and size > total:
-        raise ValueError(f"{part}_size: expected at most {total}, the images of split {split!r}, got {size}")
+        raise UserError(f"{part}_size: expected at most {total}, the images of split {split!r}, got {size}")
     return None if size in (None, total) else generator("subset", split).permutation(total)[:size].tolist()
 
 
+@dataclass(eq=False)
 class ImageData(lightning.LightningDataModule, ABC):
     """Images for training and validation; a subclass says what a split is and how its samples make a batch.
 
     Args:
+        root: where the images lie; left out for the built-in scenes.
+        dataset: what to read; "scenes" for the built-in scenes.
+        image_size: side in pixels, at least 32.
         batch_size: images per batch and process.
         num_workers: processes that prepare images; 0 for none beside the main one. Changes nothing but the speed.
-        seed: order and augmentation are functions of it.
+        seed: order and augmentation are functions of it. Which images the subsets hold is not.
+        train_size: number of training images: the first of one fixed permutation; None for all.
+        val_size: the same for validation.
         max_broken_share: share of unreadable images, of those in a split, above which the run stops.
 
     Raises:
-        ValueError: a value out of its range.
+        UserError: a value out of its range; nothing to choose a data set by.
     """
 
-    root_holds = "the folder of the images"  # what the argument `root` of a subclass is, for people
+    root: str | None = None
+    dataset: str = "auto"
+    image_size: int = 224
+    batch_size: int = 128
+    num_workers: int = 4
+    seed: int = 0
+    train_size: int | None = None
+    val_size: int | None = None
+    max_broken_share: float = 0.01
+    datasets: dict[str, SeededDataset] = field(default_factory=dict, init=False)
+    ledgers: dict[str, BrokenImages] = field(default_factory=dict, init=False)
 
-    def __init__(self, batch_size: int, num_workers: int, seed: int, max_broken_share: float) -> None:
+    root_holds = "the folder of the images"  # what the argument `root` of a subclass is, human-readable
+    scenes_size = {"train": 5000, "val": 1000}  # noqa: RUF012
+
+    def __post_init__(self) -> None:
         super().__init__()
-        check_at_least(1, batch_size=batch_size)
-        check_at_least(0, num_workers=num_workers, seed=seed)
-        if not 0 <= max_broken_share <= 1:
-            raise ValueError(f"max_broken_share must lie in [0, 1], got {max_broken_share}")
-        self.batch_size, self.num_workers, self.seed = batch_size, num_workers, seed
-        self.max_broken_share = max_broken_share
-        self.datasets: dict[str, SplitDataset] = {}
-        self.ledgers: dict[str, BrokenImages] = {}
+        reads = type(self).dataset  # the default, for a root
+        if self.dataset not in (reads, "scenes"):
+            raise UserError(f"dataset must be one of {reads}, scenes, got {self.dataset!r}")
+        if (self.dataset == "scenes") != (self.root is None):
+            raise UserError(
+                f"root: expected {self.root_holds}, got none (only 'scenes' needs none)"
+                if self.root is None
+                else f"root must be left out for dataset 'scenes', got {self.root!r}; "
+                f"for a folder set --data.dataset {reads}"
+            )
+        check_range(32, image_size=self.image_size)
+        check_range(1, batch_size=self.batch_size, train_size=self.train_size, val_size=self.val_size)
+        check_range(0, num_workers=self.num_workers, seed=self.seed)
+        check_range(0, 1, max_broken_share=self.max_broken_share)
 
     @abstractmethod
-    def open_part(self, part: str) -> tuple[SplitDataset, str]:
+    def open_part(self, part: str) -> tuple[SeededDataset, str]:
         """Open "train" or "val".
 
         Returns:
             The dataset, and the name of its split for messages.
 
         Raises:
-            FileNotFoundError, ValueError: nothing readable there.
+            FileNotFoundError, UserError: nothing readable there.
         """
 
     @abstractmethod
-    def collate(self, part: str) -> Callable[[Any], Batch | Prepared]:
-        """What makes a `Batch` of the samples and `BrokenImage`s of "train" or "val", or prepares it; it must pickle.
+    def collate(self, part: str, drawn: Drawn) -> Batch:
+        """Make a batch of samples of "train" or "val", in a worker."""
 
-        It gets a list of what the dataset gives for each key, or what the dataset's `__getitems__` gives for all.
-        """
+    @abstractmethod
+    def finish(self, part: str, key: Key, images: Any, targets: Any) -> tuple[Any, Any]:
+        """Make a batch's bytes, on the loader's device, what the network takes."""
+
+    def size(self, part: str) -> int | None:
+        """How many images of "train" or "val" are wanted; None for all."""
+        return self.train_size if part == "train" else self.val_size
 
     def setup(self, stage: str | None = None) -> None:
         """Open the splits that `stage` needs: both for "fit" or None, else the validation split.
 
         Raises:
-            FileNotFoundError, ValueError: as `open_part` does.
+            FileNotFoundError, UserError: as `open_part` does.
         """
         for part in ("train", "val") if stage in ("fit", None) else ("val",):
             if part not in self.datasets:
@@ -127,14 +152,13 @@ class ImageData(lightning.LightningDataModule, ABC):
         """Shuffled, augmented, full batches; another order in each epoch.
 
         Raises:
-            ValueError: fewer images than one batch of all processes.
+            UserError: fewer images than one batch of all processes.
         """
         loader = self._loader("train")
         if len(loader) == 0:
-            world_size = loader.sampler.world_size
-            raise ValueError(
+            raise UserError(
                 f"batch_size: {len(self.datasets['train'])} training images do not fill one batch of "
-                f"{self.batch_size} on each of {world_size} processes"
+                f"{self.batch_size} on each of {world_size()} processes"
             )
         return loader
 
@@ -156,16 +180,9 @@ class ImageData(lightning.LightningDataModule, ABC):
         return write_broken_images(path, self.ledgers.values())
 
     def _loader(self, part: str) -> Loader:
-        rank, world_size = process()
         dataset = self.datasets[part]
         sampler = EpochBatches(
-            len(dataset), self.batch_size, self.seed, training=part == "train", rank=rank, world_size=world_size
+            len(dataset), self.batch_size, self.seed, training=part == "train", rank=rank(), world_size=world_size()
         )
-        return Loader(dataset, sampler, self.collate(part), self.ledgers[part], self.num_workers)
-
-
-def process() -> tuple[int, int]:
-    """Rank and number of processes of a distributed run; (0, 1) outside one."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return 0, 1
+        collate, finish = partial(self.collate, part), partial(self.finish, part)
+        return Loader(dataset, sampler, collate, finish, self.ledgers[part], self.num_workers)

@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from dgt.data.decoding import decode_image
-from dgt.data.images import SUFFIXES
+from dgt.data.image_io import decode_image
+from dgt.data.readers import SUFFIXES
 from dgt.data.scenes import draw_scene
-from dgt.data.shapes import KINDS
+from dgt.data.scenes.shapes import KINDS
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 MAX_BYTES = 16 * 2**20

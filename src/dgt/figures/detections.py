@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torchvision.transforms.v2 import functional
 
 from dgt.data.coco import encode_masks
-from dgt.data.decoding import decode_image
+from dgt.data.image_io import decode_image
 from dgt.figures.drawing import distinct_colours
 from dgt.figures.files import write
 from dgt.figures.panel import Array

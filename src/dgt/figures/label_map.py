@@ -16,9 +16,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from PIL import Image
 
-from dgt.data.decoding import decode_image
+from dgt.data.image_io import decode_image
+from dgt.data.label_maps import IGNORED
 from dgt.data.segmentation import SegmentationData
-from dgt.data.segmentation_maps import IGNORED, MappedPicture
 from dgt.figures.drawing import distinct_colours
 from dgt.figures.files import save_figure
 from dgt.figures.panel import Array
@@ -149,8 +149,7 @@ def picture_labels(run: LoadedRun, picture: Image.Image) -> Array:
     data = build_data(run.recipe)
     if not isinstance(data, SegmentationData):
         raise ValueError(f"run must be of the task 'segment', got {run.recipe.task!r}")
-    blank = np.full((picture.height, picture.width), IGNORED, dtype=np.uint8)
-    pixels, _ = data.transforms["val"](MappedPicture(picture, blank))
+    pixels = data.normalize(torch.from_numpy(np.array(picture)).permute(2, 0, 1).contiguous())
     labels: Array = predict_labels(run.network, pixels[None], data.scale, data.test)[0].to(torch.uint8).numpy()
     return labels
 

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dgt.data.joint_transforms import fitting_size
 from dgt.data.segmentation import SegmentationTest
-from dgt.data.segmentation_transforms import fitting_size
 
 PIXELS_AT_ONCE = 2**26  # logits brought to a picture's size at a time, 256 MiB of them
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassConfusionMatrix
 
+from dgt.data.label_maps import IGNORED
 from dgt.data.segmentation import LabelMaps, SegmentationData
-from dgt.data.segmentation_maps import IGNORED
 from dgt.models.heads.upernet import UperNet, build_upernet
 from dgt.models.padding import real_pixels
 from dgt.tasks.base import Losses, Metrics, Task, TrainingTask

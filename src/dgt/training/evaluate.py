@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dgt.data.decoding import decode_image
+from dgt.data.image_io import decode_image
 from dgt.data.transforms import evaluation_transform
 from dgt.tasks import TASKS
 from dgt.tasks.detect import DetectionTask

@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 
-from dgt.data.decoding import BrokenImagesError
+from dgt.data.image_io import BrokenImagesError
 from dgt.tasks import TASKS, TrainingTask
 from dgt.tasks.optim import batch_scale
 from dgt.training.callbacks import EpochReport, WeightEma

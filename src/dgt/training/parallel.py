@@ -1,7 +1,7 @@
 """Training in several processes: strategies, weights shared out among them (FSDP2), BatchNorm over all of them.
 
 Processes are started by Lightning itself, by torchrun or by SLURM; each trains on its share of every batch
-(`dgt.data.loading.EpochBatches`), and centroids move by the statistics of all (`dgt.layers.centroids`). Under "ddp"
+(`dgt.data.loader.EpochBatches`), and centroids move by the statistics of all (`dgt.layers.centroids`). Under "ddp"
 every process holds the whole network; under "fsdp2" each holds a share of the weights, gradients and optimizer's
 moments, and a checkpoint is a folder with a file from each (`torch.distributed.checkpoint`).
 """
@@ -26,9 +26,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
-from dgt.data.decoding import BrokenImage, BrokenImages
-from dgt.data.module import process
+from dgt.data.image_io import BrokenImage, BrokenImages
 from dgt.tasks import TrainingTask
+from dgt.utils.distributed import rank as process_rank
+from dgt.utils.distributed import world_size as processes
 
 SHARDED = "fsdp2"
 # What gloo, NCCL and the store say of a process that is no longer there.
@@ -123,7 +124,7 @@ class SummedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise (B, C, ...) by the mean and variance of each channel."""
-        if not self.training or process()[1] == 1:
+        if not self.training or processes() == 1:
             return super().forward(input)
         dims = [dim for dim in range(input.dim()) if dim != 1]
         shape = [1, -1, *[1] * (input.dim() - 2)]
@@ -191,9 +192,9 @@ def join_ledgers(ledgers: dict[str, BrokenImages]) -> None:
     Raises:
         BrokenImagesError: on all of them, where together they are too many.
     """
-    if process()[1] == 1:
+    if processes() == 1:
         return
-    found: list[Any] = [None] * process()[1]
+    found: list[Any] = [None] * processes()
     dist.all_gather_object(found, {part: ledger.broken for part, ledger in ledgers.items()})
     for part, ledger in ledgers.items():
         joined = {path: reason for of_one in found for path, reason in of_one[part].items()}
@@ -210,7 +211,7 @@ def telling_lost_processes() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        rank, world_size = process()
+        rank, world_size = process_rank(), processes()
         if world_size == 1 or not _LOST.search(str(error)):
             raise
         reason = " ".join(str(error).split())[:200]

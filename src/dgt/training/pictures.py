@@ -13,15 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from numpy.typing import NDArray
 from PIL import Image
-from torch import Tensor
 
-from dgt.data.decoding import BrokenImage
-from dgt.data.loading import Key
+from dgt.data.dataset import Key
+from dgt.data.image_io import BrokenImage
 from dgt.training.checkpoints import LoadedRun
 from dgt.training.loggers import Board
 from dgt.training.parallel import SHARDED
@@ -77,13 +75,5 @@ class Pictures(Callback):
             sample = dataset[Key(0, 0, index)]
             if not isinstance(sample, BrokenImage):
                 paths.append(folder / f"{index}.png")
-                Image.fromarray(self._pixels(sample[0])).save(paths[-1])
+                Image.fromarray(sample[0].permute(1, 2, 0).numpy()).save(paths[-1])
         return paths
-
-    def _pixels(self, image: Tensor) -> NDArray[np.uint8]:
-        """(3, H, W) as the network gets it -> (H, W, 3) bytes."""
-        data = self.recipe.data  # a detector normalises by itself
-        mean, std = torch.tensor(data.get("mean", [0.0] * 3)), torch.tensor(data.get("std", [1.0] * 3))
-        pixels = image.cpu() * std[:, None, None] + mean[:, None, None]
-        scaled: NDArray[np.uint8] = (pixels.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
-        return scaled

@@ -29,3 +29,11 @@ class LostProcess(RuntimeError):
 
 class Disagreement(RuntimeError):
     """A result that differs from what it is checked against: it is neither written nor timed."""
+
+
+def check_range(low: float, high: float | None = None, **values: float | None) -> None:
+    """Raise UserError, naming the argument, for a value below `low` or above `high`; None is no value."""
+    for name, value in values.items():
+        if value is not None and not (low <= value and (high is None or value <= high)):
+            expected = f"be at least {low}" if high is None else f"lie in [{low}, {high}]"
+            raise UserError(f"{name} must {expected}, got {value}")

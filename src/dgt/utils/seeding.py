@@ -35,17 +35,20 @@ def reseed(*parts: int | str) -> None:
 
 
 @contextmanager
-def seeded(*parts: int | str) -> Iterator[None]:
-    """Seed Python's, NumPy's and PyTorch's (CPU) global generators with `parts`; put their old states back at the end.
+def seeded(*parts: int | str, device: torch.device | None = None) -> Iterator[None]:
+    """Seed Python's, NumPy's and PyTorch's global generators with `parts`; put their old states back at the end.
 
-    For library transforms that draw from the global generators; CUDA's are not touched.
+    For library transforms that draw from the global generators; of PyTorch's, the CPU's, and a CUDA `device`'s.
     """
-    python_state, torch_state = random.getstate(), torch.default_generator.get_state()
+    python_state = random.getstate()
     numpy_state = np.random.get_state()  # noqa: NPY002  # the global one is what libraries draw from
-    reseed(*parts)
-    try:
-        yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)  # noqa: NPY002
-        torch.default_generator.set_state(torch_state)
+    on_gpu = device is not None and device.type == "cuda"
+    with torch.random.fork_rng([device] if on_gpu else [], device_type="cuda"):
+        reseed(*parts)
+        if on_gpu:
+            torch.cuda.manual_seed(torch.initial_seed())
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)  # noqa: NPY002

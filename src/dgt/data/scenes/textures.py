@@ -5,7 +5,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from dgt.data.shapes import Field
+from dgt.data.scenes.shapes import Field
 
 TEXTURES = ("noise", "stripes", "checks", "gradient")
 
@@ -79,5 +79,5 @@ def background(rng: np.random.Generator, size: int) -> tuple[Field, Field]:
     step = rng.uniform(0.12, 0.22) * (1 if value < 0.6 else -1)
     first = _muted_colour(rng, hue, value)
     second = _muted_colour(rng, hue + rng.uniform(-0.12, 0.12), value + step)
-    picture = first + _pattern(rng, size)[..., None] * (second - first)
-    return picture, (first + second) / 2
+    image = first + _pattern(rng, size)[..., None] * (second - first)
+    return image, (first + second) / 2

@@ -1,12 +1,12 @@
-"""Readers of pictures with label maps: ADE20K's layout, a plain one, and the built-in scenes.
+"""Readers of images with label maps: ADE20K's layout, a plain one, and the built-in scenes.
 
 ```
 ROOT/images/<split>/NAME.jpg  ROOT/annotations/<split>/NAME.png     ADE20K: label 0 is ignored, c + 1 is class c
 ROOT/images/<split>/NAME.jpg  ROOT/labels/<split>/NAME.png          plain: label c is class c
 ```
 
-A label map is an 8-bit picture of one channel (grey or palette), of its picture's size; 255 is ignored in both layouts.
-A picture whose EXIF data say how to turn it upright is turned, so its label map must be that of the upright picture: a
+A label map is an 8-bit image of one channel (grey or palette), of its image's size; 255 is ignored in both layouts.
+A image whose EXIF data say how to turn it upright is turned, so its label map must be that of the upright image: a
 size with the sides exchanged shows that it is, and where none can show it (a half turn, a mirror, a square) the file is
 refused.
 What cannot be decoded is a `BrokenImage`, left out and counted; a label map that can be read but is wrong would teach
@@ -19,15 +19,16 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from dgt.data.decoding import BrokenImage, WrongLabels, decode_turned
-from dgt.data.images import folder_names, image_files
+from dgt.data.image_io import BrokenImage, WrongLabels, decode_oriented
+from dgt.data.readers import folder_names, image_files
 from dgt.data.scenes import Scenes
+from dgt.utils.errors import UserError
 
 IGNORED = 255
 CLASS_FILES = ("classes.txt", "objectInfo150.txt")
@@ -37,25 +38,15 @@ LABEL_FOLDERS = {"annotations": True, "labels": False}
 LabelMap = NDArray[np.uint8]
 
 
-class MappedPicture(NamedTuple):
-    """An RGB picture and its label map (H, W): class numbers from 0, `IGNORED` where there is none."""
+class MappedImage(NamedTuple):
+    """An RGB image and its label map (H, W): class numbers from 0, `IGNORED` where there is none."""
 
-    picture: Image.Image
+    image: Image.Image
     labels: LabelMap
 
 
-class MappedPictures(Protocol):
-    """What every reader offers."""
-
-    class_names: tuple[str, ...]
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> MappedPicture | BrokenImage: ...
-
-
 class LabelMapFolder:
-    """Pictures in `<root>/images/<split>/` with label maps of the same names in `<root>/labels/<split>/`, or in
+    """Images in `<root>/images/<split>/` with label maps of the same names in `<root>/labels/<split>/`, or in
     `<root>/annotations/<split>/` as ADE20K has them. Sub-folders are fine where both have the same.
 
     Args:
@@ -66,7 +57,7 @@ class LabelMapFolder:
 
     Raises:
         FileNotFoundError: the root, the folders or the split do not exist.
-        ValueError: no pictures, pictures without a label map or the other way round, or two of one name; two classes
+        UserError: no images, images without a label map or the other way round, or two of one name; two classes
             of one name, or too many.
     """
 
@@ -78,10 +69,10 @@ class LabelMapFolder:
         zero_is_ignored: bool | None = None,
     ) -> None:
         if not 1 <= len(class_names) <= IGNORED:
-            raise ValueError(f"classes must be 1 to {IGNORED} names, got {len(class_names)}")
+            raise UserError(f"classes must be 1 to {IGNORED} names, got {len(class_names)}")
         name, times = Counter(class_names).most_common(1)[0]
         if times > 1:
-            raise ValueError(f"classes must have names of their own, got {name!r} {times} times")
+            raise UserError(f"classes must have names of their own, got {name!r} {times} times")
         place = label_folder(root)
         images, maps = Path(root) / "images" / split, place / split
         for folder in (images, maps):
@@ -96,45 +87,35 @@ class LabelMapFolder:
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, index: int) -> MappedPicture | BrokenImage:
-        image, path = self.samples[index]
+    def __getitem__(self, index: int) -> MappedImage | BrokenImage:
+        path, map_path = self.samples[index]
         try:
-            picture, orientation = decode_turned(image)
-        except ValueError as error:
-            return BrokenImage(image, str(error))
-        stored = _read_label_map(path)
+            image, orientation = decode_oriented(path)
+        except UserError as error:
+            return BrokenImage(path, str(error))
+        stored = _read_label_map(map_path)
         if isinstance(stored, BrokenImage):
             return stored
-        misfit = _misfit(stored, image, picture.size, orientation)
-        if misfit is not None:
-            return WrongLabels(path, f"the label map {misfit}")
-        labels = stored - np.uint8(1) if self.zero_is_ignored else stored  # 0 becomes 255
-        if self.zero_is_ignored:
-            labels[stored == IGNORED] = IGNORED
-        found = np.flatnonzero(np.bincount(labels.ravel(), minlength=IGNORED + 1)[:IGNORED])
-        if len(found) and found[-1] >= len(self.class_names):
-            first, last = (1, len(self.class_names)) if self.zero_is_ignored else (0, len(self.class_names) - 1)
-            also = "0 and 255" if self.zero_is_ignored else "255"
-            return WrongLabels(
-                path, f"expected labels {first} to {last}, {also} for none, got {found[-1] + int(self.zero_is_ignored)}"
-            )
-        return MappedPicture(picture, labels)
+        mismatch = _mismatch(stored, path, image.size, orientation)
+        if mismatch is not None:
+            return WrongLabels(map_path, f"the label map {mismatch}")
+        labels = np.where(stored == IGNORED, stored, stored - np.uint8(self.zero_is_ignored))  # 0 becomes 255
+        largest = labels[labels != IGNORED].max(initial=0)
+        if largest < len(self.class_names):
+            return MappedImage(image, labels)
+        first, also = (1, "0 and 255") if self.zero_is_ignored else (0, "255")
+        last = first + len(self.class_names) - 1
+        return WrongLabels(map_path, f"expected labels {first} to {last}, {also} for none, got {largest + first}")
 
 
-class SceneMaps:
+class SceneMaps(Scenes):
     """The built-in scenes with their label maps: background, and the kinds of shapes."""
 
-    def __init__(self, split: str, length: int, image_size: int) -> None:
-        self.scenes = Scenes(split, length, image_size)
-        self.class_names = ("background", *self.scenes.class_names)
+    class_names = ("background", *Scenes.class_names)
 
-    def __len__(self) -> int:
-        return len(self.scenes)
-
-    def __getitem__(self, index: int) -> MappedPicture:
-        scene = self.scenes[index]
-        labels = scene.label_map.numpy().astype(np.uint8)
-        return MappedPicture(Image.fromarray(scene.image.permute(1, 2, 0).numpy()), labels)
+    def __getitem__(self, index: int) -> MappedImage:  # type: ignore[override]
+        scene = super().__getitem__(index)
+        return MappedImage(scene.to_pil(), scene.label_map.numpy().astype(np.uint8))
 
 
 def label_folder(root: str | os.PathLike[str]) -> Path:
@@ -160,11 +141,11 @@ def _folders(parent: Path) -> str:
 
 
 def read_class_names(root: str | os.PathLike[str]) -> tuple[str, ...]:
-    """The classes that a file beside the pictures lists: `classes.txt`, a name a line, or ADE20K's `objectInfo150.txt`.
+    """The classes that a file beside the images lists: `classes.txt`, a name a line, or ADE20K's `objectInfo150.txt`.
 
     Raises:
         FileNotFoundError: there is neither.
-        ValueError: a file without names, or not in UTF-8.
+        UserError: a file without names, or not in UTF-8.
     """
     for name in CLASS_FILES:
         path = Path(root) / name
@@ -173,11 +154,11 @@ def read_class_names(root: str | os.PathLike[str]) -> tuple[str, ...]:
         try:
             lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not a text in UTF-8: {error}") from error
+            raise UserError(f"{path} is not a text in UTF-8: {error}") from error
         if name != CLASS_FILES[0]:  # a table whose last column holds synonyms, the usual one first
             lines = [line.split("\t")[-1].split(",")[0].strip() for line in lines[1:]]
         if not lines:
-            raise ValueError(f"{path} lists no classes")
+            raise UserError(f"{path} lists no classes")
         return tuple(lines)
     raise FileNotFoundError(
         f"the classes of {root} are not known: name them in data.classes, or in {root}/{CLASS_FILES[0]}, one a line"
@@ -185,19 +166,19 @@ def read_class_names(root: str | os.PathLike[str]) -> tuple[str, ...]:
 
 
 def _pairs(images: Path, maps: Path) -> list[tuple[str, str]]:
-    """Picture and label map of each name, in the order of names."""
-    pictures, labels = _by_name(images), _by_name(maps)
-    if not pictures and not labels:
-        raise ValueError(f"no image in {images}")
+    """Image and label map of each name, in the order of names."""
+    paths, labels = _by_name(images), _by_name(maps)
+    if not paths and not labels:
+        raise UserError(f"no image in {images}")
     for here, there, what in (
-        (pictures, labels, f"images without a label map in {maps}"),
-        (labels, pictures, f"label maps without an image in {images}"),
+        (paths, labels, f"images without a label map in {maps}"),
+        (labels, paths, f"label maps without an image in {images}"),
     ):
         alone = [path for name, path in here.items() if name not in there]
         if alone:
             shown = ", ".join(alone[:3]) + (", ..." if len(alone) > 3 else "")
-            raise ValueError(f"{len(alone)} {what}: {shown}")
-    return [(pictures[name], labels[name]) for name in sorted(pictures)]
+            raise UserError(f"{len(alone)} {what}: {shown}")
+    return [(paths[name], labels[name]) for name in sorted(paths)]
 
 
 def _by_name(folder: Path) -> dict[str, str]:
@@ -206,29 +187,29 @@ def _by_name(folder: Path) -> dict[str, str]:
     for path in image_files(folder):
         name = os.path.splitext(os.path.relpath(path, folder))[0]
         if name in found:
-            raise ValueError(f"two files of one name: {found[name]} and {path}")
+            raise UserError(f"two files of one name: {found[name]} and {path}")
         found[name] = path
     return found
 
 
-def _misfit(labels: LabelMap, image: str, size: tuple[int, int], orientation: int) -> str | None:
-    """Why a label map cannot be taken for that of the upright picture, or None where it can.
+def _mismatch(labels: LabelMap, image: str, size: tuple[int, int], orientation: int) -> str | None:
+    """Why a label map cannot be taken for that of the upright image, or None where it can.
 
     Args:
         labels: as they are stored, (H, W).
-        image: the picture's name.
-        size: width and height of the upright picture.
+        image: the image's name.
+        size: width and height of the upright image.
         orientation: the EXIF orientation by which it was turned; above 4 its sides changed places.
     """
     height, width = labels.shape
     if (width, height) != size:
         turned = "" if orientation == 1 else f" once it is upright, as its EXIF orientation {orientation} says"
-        return f"has {width} x {height} pixels, its picture {image} has {size[0]} x {size[1]}{turned}"
+        return f"has {width} x {height} pixels, its image {image} has {size[0]} x {size[1]}{turned}"
     if orientation == 1 or (orientation > 4 and width != height):
         return None
     return (
         f"may be of {image} as it is stored or as it is upright by its EXIF orientation {orientation}, nothing tells: "
-        "store the picture's pixels as the label map has them, without an orientation"
+        "store the image's pixels as the label map has them, without an orientation"
     )
 
 

@@ -1,9 +1,9 @@
 """The built-in `scenes` set: coloured shapes on textured backgrounds, drawn on demand, nothing to download.
 
-One picture serves three tasks. Each holds one large object, whose kind is the class label (it covers more pixels than
+One image serves three tasks. Each holds one large object, whose kind is the class label (it covers more pixels than
 any other), and a few small ones of any kind; objects hide one another. Colour, place, size, rotation and background say
 nothing about the kind. A scene is a pure function of (seed, split, index, size, options): any process, worker or
-machine draws the same one, and the same scene at another size is the same picture at another resolution.
+machine draws the same one, and the same scene at another size is the same image at another resolution.
 """
 
 import colorsys
@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from dgt.data.scenes.shapes import DISTANCE, KINDS, RADIUS, Field
+from dgt.data.scenes.textures import background, pixel_grid
 from dgt.utils.seeding import generator
-from dgt.data.shapes import DISTANCE, KINDS, RADIUS, Field
-from dgt.data.textures import background, pixel_grid
 
 SPLITS = ("train", "val", "test")
 MIN_SIZE = 32
@@ -49,7 +50,7 @@ class SceneOptions:
 
 @dataclass(frozen=True)
 class Scene:
-    """One picture with the answers for classification, semantic segmentation and instance detection.
+    """One image with the answers for classification, semantic segmentation and instance detection.
 
     `image` uint8 (3, H, W); `label` the class, 0 to 7; `label_map` int64 (H, W), 0 for background and c + 1 for kind c;
     `boxes` float32 (N, 4), x0 y0 x1 y1 in pixels, right and bottom edges exclusive, tight around `masks`;
@@ -63,6 +64,10 @@ class Scene:
     boxes: Tensor
     masks: Tensor
     categories: Tensor
+
+    def to_pil(self) -> Image.Image:
+        """The image for decoders' callers: as PIL has it."""
+        return Image.fromarray(self.image.permute(1, 2, 0).numpy())
 
 
 @dataclass(frozen=True)
@@ -119,9 +124,9 @@ def _compose(rng: np.random.Generator, options: SceneOptions, avoid: Field) -> t
     return large.kind, small
 
 
-def _paint(picture: Field, owner: NDArray[np.int16], item: _Object, number: int) -> None:
-    """Draw one object over `picture` (H, W, 3) and write its number where it now covers `owner` (H, W), in place."""
-    size = len(picture)
+def _paint(image: Field, owner: NDArray[np.int16], item: _Object, number: int) -> None:
+    """Draw one object over `image` (H, W, 3) and write its number where it now covers `owner` (H, W), in place."""
+    size = len(image)
     reach, shadow, rim = item.reach, 0.03, max(1.2 / size, 0.07 * item.size)
     x0, x1 = (int(np.clip(v * size, 0, size)) for v in (item.x - reach - shadow, item.x + reach + shadow + 1 / size))
     y0, y1 = (int(np.clip(v * size, 0, size)) for v in (item.y - reach - shadow, item.y + reach + shadow + 1 / size))
@@ -134,13 +139,13 @@ def _paint(picture: Field, owner: NDArray[np.int16], item: _Object, number: int)
     cover = np.clip(0.5 - distance * size, 0, 1)[..., None]
     inside = np.clip(0.5 - (distance + np.float32(rim)) * size, 0, 1)
     light = (0.5 + 0.5 * inside) * (1 - np.float32(0.2 / item.size) * (x + y))
-    under = picture[window] * dim[..., None]
-    picture[window] = under + cover * (light[..., None] * item.colour - under)
+    under = image[window] * dim[..., None]
+    image[window] = under + cover * (light[..., None] * item.colour - under)
     owner[window][distance < 0] = number
 
 
-def _scene(picture: Field, owner: NDArray[np.int16], objects: list[_Object], label: int) -> Scene:
-    """Tensors from the painted picture (H, W, 3) and each pixel's topmost object (H, W), -1 for none."""
+def _scene(image: Field, owner: NDArray[np.int16], objects: list[_Object], label: int) -> Scene:
+    """Tensors from the painted image (H, W, 3) and each pixel's topmost object (H, W), -1 for none."""
     kinds = np.array([KINDS.index(item.kind) for item in objects] + [-1])
     visible = np.flatnonzero(np.bincount(owner[owner >= 0].ravel(), minlength=len(objects)))
     masks = owner == visible[:, None, None]
@@ -148,7 +153,7 @@ def _scene(picture: Field, owner: NDArray[np.int16], objects: list[_Object], lab
     for first, last, hit in ((0, 2, masks.any(axis=1)), (1, 3, masks.any(axis=2))):
         boxes[:, first] = hit.argmax(axis=1)
         boxes[:, last] = hit.shape[1] - hit[:, ::-1].argmax(axis=1)
-    pixels = np.clip(picture * 255 + 0.5, 0, 255).astype(np.uint8)
+    pixels = np.clip(image * 255 + 0.5, 0, 255).astype(np.uint8)
     return Scene(
         image=torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1))),
         label=label,
@@ -176,13 +181,13 @@ def draw_scene(
     options = options or SceneOptions()
     rng = generator("scenes", seed, split, index)
     layout, pixel_noise = rng.spawn(2)
-    picture, mean_colour = background(rng, image_size)
+    image, mean_colour = background(rng, image_size)
     label, objects = _compose(layout, options, mean_colour)
     owner = np.full((image_size, image_size), -1, dtype=np.int16)
     for number, item in enumerate(objects):
-        _paint(picture, owner, item, number)
-    picture += np.float32(options.noise) * pixel_noise.standard_normal(picture.shape, dtype=np.float32)
-    return _scene(picture, owner, objects, KINDS.index(label))
+        _paint(image, owner, item, number)
+    image += np.float32(options.noise) * pixel_noise.standard_normal(image.shape, dtype=np.float32)
+    return _scene(image, owner, objects, KINDS.index(label))
 
 
 class Scenes(Dataset[Scene]):

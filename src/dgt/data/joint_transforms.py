@@ -1,9 +1,9 @@
-"""What happens to a picture and its label map on their way into the network, after Swin's recipe for ADE20K.
+"""What happens to an image and its label map on their way into the network, after Swin's recipe for ADE20K.
 
 Training: rescale to fit a frame (2048 x 512) times a random ratio, crop a square in which no class has more than 75 %,
 flip, distort the colours, pad with nothing. Evaluation leaves size and place alone: scaling to the frame, windows and
 test-time augmentation are the business of `dgt.tasks.scanning`. The transforms are torchvision's v2 and its kind; they
-draw from PyTorch's global generator, which `dgt.data.segmentation` seeds for every picture.
+draw from PyTorch's global generator, which `dgt.data.segmentation` seeds for every image.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
-from dgt.data.segmentation_maps import IGNORED, MappedPicture
-from dgt.data.transforms import Triple
+from dgt.data.label_maps import IGNORED
+from dgt.utils.errors import UserError, check_range
 
 SMALLEST = 32
-"""Fewest pixels a side that a picture is scaled to: what the backbones take."""
+"""Fewest pixels a side that a image is scaled to: what the backbones take."""
 CROP_TRIES = 10
 
 
@@ -37,7 +40,7 @@ class SegmentationAugmentation:
         distortion: probability of each of four changes of colour: brightness, contrast, saturation, hue.
 
     Raises:
-        ValueError: a value out of its range.
+        UserError: a value out of its range.
     """
 
     min_ratio: float = 0.5
@@ -48,10 +51,8 @@ class SegmentationAugmentation:
 
     def __post_init__(self) -> None:
         if not 0 < self.min_ratio <= self.max_ratio:
-            raise ValueError(f"expected 0 < min_ratio <= max_ratio, got {self.min_ratio} and {self.max_ratio}")
-        for name in ("max_class_share", "flip", "distortion"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
+            raise UserError(f"expected 0 < min_ratio <= max_ratio, got {self.min_ratio} and {self.max_ratio}")
+        check_range(0, 1, max_class_share=self.max_class_share, flip=self.flip, distortion=self.distortion)
 
     @classmethod
     def none(cls) -> SegmentationAugmentation:
@@ -60,7 +61,7 @@ class SegmentationAugmentation:
 
 
 def fitting_size(size: tuple[int, int], frame: tuple[int, int], ratio: float = 1.0) -> tuple[int, int]:
-    """Height and width of a picture scaled to fit a frame, its shape kept.
+    """Height and width of a image scaled to fit a frame, its shape kept.
 
     Args:
         size: height and width in pixels.
@@ -95,12 +96,12 @@ class RandomRescale(v2.Transform):  # type: ignore[misc]  # torchvision is not t
         return {"size": list(fitting_size((height, width), self.frame, ratio))}
 
     def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
-        """Resize: pictures bilinearly, label maps by the nearest pixel."""
-        return self._call_kernel(F.resize, inpt, **params)
+        """Resize: images bilinearly, label maps by the nearest pixel."""
+        return F.resize(inpt, **params)
 
 
 class RandomClassCrop(v2.Transform):  # type: ignore[misc]
-    """Crop a square at random, again where one class fills too much of it; smaller pictures keep their size.
+    """Crop a square at random, again where one class fills too much of it; smaller images keep their size.
 
     Args:
         size: side of the square in pixels.
@@ -128,7 +129,7 @@ class RandomClassCrop(v2.Transform):  # type: ignore[misc]
 
     def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
         """Crop."""
-        return self._call_kernel(F.crop, inpt, **params)
+        return F.crop(inpt, **params)
 
 
 class PhotometricDistortion(v2.Transform):  # type: ignore[misc]
@@ -165,7 +166,7 @@ class PhotometricDistortion(v2.Transform):  # type: ignore[misc]
         }
 
     def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
-        """Change the colours of pictures; label maps stay."""
+        """Change the colours of images; label maps stay."""
         if not isinstance(inpt, tv_tensors.Image):
             return inpt
         pixels = inpt.as_subclass(Tensor)
@@ -180,34 +181,31 @@ class PhotometricDistortion(v2.Transform):  # type: ignore[misc]
         return tv_tensors.wrap(pixels, like=inpt)
 
 
-class SegmentationTransform:
-    """From a picture and its label map to a normalised image (3, H, W) and labels (H, W), uint8.
+class PairTransform:
+    """From an image and its label map to bytes of the image, uint8 (3, H, W), and labels (H, W), uint8.
 
     Args:
-        steps: torchvision transforms of the pair before it is normalised.
-        mean: of each channel, in 0 to 1.
-        std: of each channel.
+        steps: torchvision transforms of the pair.
     """
 
-    def __init__(self, steps: list[v2.Transform], mean: Triple, std: Triple) -> None:
-        self.steps = v2.Compose(steps) if steps else None
-        self.normalize = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(list(mean), list(std))])
+    def __init__(self, *steps: v2.Transform) -> None:
+        self.steps = steps
 
-    def __call__(self, sample: MappedPicture) -> tuple[Tensor, Tensor]:
-        image, labels = tv_tensors.Image(sample.picture), tv_tensors.Mask(torch.from_numpy(sample.labels))
-        if self.steps is not None:
-            image, labels = self.steps(image, labels)
-        return self.normalize(image).as_subclass(Tensor), labels.as_subclass(Tensor)
+    def __call__(self, image: Image.Image, labels: NDArray[np.uint8]) -> tuple[Tensor, Tensor]:
+        pair = tv_tensors.Image(image), tv_tensors.Mask(torch.from_numpy(labels))
+        for step in self.steps:
+            pair = step(*pair)
+        return pair[0].as_subclass(Tensor), pair[1].as_subclass(Tensor)
 
 
-def segmentation_training_transform(
-    crop: int, frame: tuple[int, int], augmentation: SegmentationAugmentation, mean: Triple, std: Triple
-) -> SegmentationTransform:
-    """Rescaled, cropped to at most `crop` pixels a side, flipped, distorted and normalised; not yet padded."""
-    steps = [
+evaluation_pair = PairTransform()
+
+
+def training_pair_transform(crop: int, frame: tuple[int, int], augmentation: SegmentationAugmentation) -> PairTransform:
+    """Rescaled, cropped to at most `crop` pixels a side, flipped and distorted; not yet padded."""
+    return PairTransform(
         RandomRescale(frame, augmentation.min_ratio, augmentation.max_ratio),
         RandomClassCrop(crop, augmentation.max_class_share),
         v2.RandomHorizontalFlip(augmentation.flip),
         PhotometricDistortion(augmentation.distortion),
-    ]
-    return SegmentationTransform(steps, mean, std)
+    )
