@@ -251,7 +251,7 @@ def _add_measuring(commands: Commands) -> None:
     command.add_argument(
         "--rounds", type=_whole(1), default=7, metavar="N", help="turns of each candidate (default: 7)"
     )
-    forms = "timm models, each NAME[@PIXELS][+inference|+global|+checkpointing] (default: DGT-T and peers)"
+    forms = "timm models, each NAME[@PIXELS][+inference|+packed|+global|+checkpointing] (default: DGT-T and peers)"
     command.add_argument("--models", nargs="+", metavar="NAME", help=forms)
     command.add_argument("--size", type=_whole(1), default=224, metavar="PIXELS", help="models: side of images (224)")
     command.add_argument("--batch", type=_whole(1), default=8, metavar="N", help="models: images a batch (default: 8)")

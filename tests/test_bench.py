@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from dgt import bench
-from dgt.bench import attention
-from dgt.bench.candidates import Candidate
-from dgt.bench.report import report
+from dgt.bench import Candidate, attention, report
 
 
 def test_attention_rows_and_table() -> None:
@@ -67,7 +65,7 @@ def test_forms_of_a_model() -> None:
         ("no_such_model", "models must be timm models, got no_such_model"),
         ("dgt_nano@", r"models must look like NAME\[@PIXELS\]\[\+FORM...\], got 'dgt_nano@'"),
         ("dgt_nano@16", "image_size must be at least 32, got 16"),
-        ("dgt_nano+quick", "one of inference, global, checkpointing, got 'quick'"),
+        ("dgt_nano+quick", "one of inference, packed, global, checkpointing, got 'quick'"),
         ("resnet50+inference", "'inference' is one of DGT models, got 'resnet50"),
     ],
 )

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import dgt
-from dgt.inference import optimize_for_inference
+from dgt.inference import optimize_for_inference, pack_weights
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +150,16 @@ def test_it_cannot_be_trained(trained) -> None:
     assert fast.eval() is fast
     with pytest.raises(RuntimeError, match="cannot be trained"):
         fast.train()
+
+
+@pytest.mark.parametrize("name", ["test_resnet", "test_vit", "test_convnext", "dgt_nano"])
+@torch.no_grad()
+def test_packed_weights_give_what_any_model_gives(name) -> None:
+    model = timm.create_model(name, num_classes=4).eval()
+    images = torch.randn(2, 3, *model.pretrained_cfg["input_size"][1:])
+    packed = pack_weights(model)
+    assert not any(type(part) in (nn.Linear, nn.Conv2d) for part in packed.modules())
+    torch.testing.assert_close(packed(images), model(images), rtol=1e-4, atol=1e-4)
 
 
 def test_what_has_no_such_form() -> None:

@@ -78,7 +78,7 @@ def test_pointwise_convolutions_take_in_norms_on_both_sides() -> None:
     torch.testing.assert_close(fold_after(fold_before(before, conv), after)(x), after(conv(before(x))))
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 5, 8), (2, 7, 8)])
+@pytest.mark.parametrize("shape", [(2, 3, 5, 8), (2, 7, 8), (3, 8), (2, 2, 3, 4, 8)])
 def test_a_linear_of_tokens_is_a_convolution(shape) -> None:
     linear, x = nn.Linear(8, 5), torch.randn(shape)
     torch.testing.assert_close(TokenLinear(linear)(x), linear(x))

@@ -3,17 +3,16 @@
 Each case is checked against the dense reference before it is timed.
 """
 
-import subprocess
-import sys
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgt.bench.measures import medians, memory_peak, quiet_allocator
+from dgt.bench.measures import QUIET_ALLOCATOR, medians, memory_peak, own_process
 from dgt.ops import attend, dynamic_group_attention, group_queries, select_keys
+
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 ATTENTION_CASES = (  # batch, heads, tokens, top_k: DGT-T's stages at 224 px, and larger images
     (1, 2, 3136, 98),
@@ -23,15 +22,6 @@ ATTENTION_CASES = (  # batch, heads, tokens, top_k: DGT-T's stages at 224 px, an
     (1, 2, 16384, 98),
     (1, 2, 25600, 500),
 )
-
-
-class Inputs(NamedTuple):
-    """Inputs of one attention case."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    centroids: Tensor
 
 
 def bench_attention(
@@ -71,40 +61,6 @@ def bench_attention(
     return rows
 
 
-def _time_attention(inputs: Inputs, top_k: int, rounds: int) -> dict[str, Any]:
-    """Time one case: global attention and DG-Attention in turns, forward and with backward, and the three steps."""
-    q, k, v, centroids = inputs
-    group_ids, key_ids = group_queries(q, centroids), select_keys(centroids, k, top_k)
-
-    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return dynamic_group_attention(q, k, v, centroids, top_k).output
-
-    forward = medians(
-        rounds,
-        q.device,
-        sdpa=lambda: F.scaled_dot_product_attention(q, k, v),
-        dgt=lambda: ours(q, k, v),
-        group=lambda: group_queries(q, centroids),
-        select=lambda: select_keys(centroids, k, top_k),
-        attend=lambda: attend(q, k, v, group_ids, key_ids),
-    )
-    backward = medians(
-        max(3, rounds // 3),
-        q.device,
-        sdpa=lambda: _with_backward(F.scaled_dot_product_attention, q, k, v),
-        dgt=lambda: _with_backward(ours, q, k, v),
-    )
-    return {
-        "sdpa_ms": forward["sdpa"],
-        "dgt_ms": forward["dgt"],
-        "ratio": forward["sdpa"] / forward["dgt"],
-        "sdpa_backward_ms": backward["sdpa"],
-        "dgt_backward_ms": backward["dgt"],
-        "ratio_backward": backward["sdpa"] / backward["dgt"],
-        "steps_ms": {step: forward[step] for step in ("group", "select", "attend")},
-    }
-
-
 def attention_table(rows: list[dict[str, Any]]) -> str:
     """Lay the rows of :func:`bench_attention` out as a Markdown table."""
     lines = [
@@ -123,43 +79,63 @@ def attention_table(rows: list[dict[str, Any]]) -> str:
 
 def peak_memory_mib(batch: int, heads: int, tokens: int, top_k: int) -> float | None:
     """Peak memory in MiB that one forward adds, output included, in a fresh process; None where nothing can tell."""
-    script = "import sys; from dgt.bench.attention import _report_peak; _report_peak(*map(int, sys.argv[1:]))"
-    arguments = [sys.executable, "-c", script, *map(str, (batch, heads, tokens, top_k))]
-    done = subprocess.run(arguments, capture_output=True, text=True, env=quiet_allocator(), check=False)
-    return float(done.stdout) if done.returncode == 0 else None
+    with own_process(QUIET_ALLOCATOR) as process:
+        return process.submit(_peak, batch, heads, tokens, top_k).result()
 
 
-def _report_peak(batch: int, heads: int, tokens: int, top_k: int) -> None:
-    """Print the peak in MiB that one forward adds (Linux: the high-water mark of the process is reset first)."""
+def _peak(batch: int, heads: int, tokens: int, top_k: int) -> float | None:
     inputs = _inputs(batch, heads, tokens, 32, 48, "cpu", torch.float32)
     small = _inputs(1, 1, 2048, 32, 48, "cpu", torch.float32)
-    dynamic_group_attention(*small, top_k=min(top_k, 200))  # loads code and starts threads
-    with memory_peak() as peak:
-        dynamic_group_attention(*inputs, top_k=top_k)
-    print(peak.mib)
+    dynamic_group_attention(*small, min(top_k, 200))  # loads code and starts threads
+    return memory_peak(lambda: dynamic_group_attention(*inputs, top_k))
+
+
+def _time_attention(inputs: Inputs, top_k: int, rounds: int) -> dict[str, Any]:
+    """Time one case: global attention and DG-Attention in turns, forward and with backward, and the three steps."""
+    q, k, v, centroids = inputs
+    ids = group_queries(q, centroids), select_keys(centroids, k, top_k)
+    leaves = a, b, c = [t.detach().requires_grad_() for t in (q, k, v)]
+    forward = medians(
+        rounds,
+        q.device,
+        sdpa=lambda: F.scaled_dot_product_attention(q, k, v),
+        dgt=lambda: dynamic_group_attention(q, k, v, centroids, top_k),
+        group=lambda: group_queries(q, centroids),
+        select=lambda: select_keys(centroids, k, top_k),
+        attend=lambda: attend(q, k, v, *ids),
+    )
+    backward = medians(
+        max(3, rounds // 3),
+        q.device,
+        sdpa=lambda: torch.autograd.grad(F.scaled_dot_product_attention(a, b, c).sum(), leaves),
+        dgt=lambda: torch.autograd.grad(dynamic_group_attention(a, b, c, centroids, top_k).output.sum(), leaves),
+    )
+    return {
+        "sdpa_ms": forward["sdpa"],
+        "dgt_ms": forward["dgt"],
+        "ratio": forward["sdpa"] / forward["dgt"],
+        "sdpa_backward_ms": backward["sdpa"],
+        "dgt_backward_ms": backward["dgt"],
+        "ratio_backward": backward["sdpa"] / backward["dgt"],
+        "steps_ms": {step: forward[step] for step in ("group", "select", "attend")},
+    }
 
 
 def _inputs(batch: int, heads: int, tokens: int, channels: int, groups: int, device: str, dtype: torch.dtype) -> Inputs:
+    """Query, key, value and centroids."""
     generator = torch.Generator().manual_seed(0)
     shape = (batch, heads, tokens, channels)
     query, key, value = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(3))
-    centroids = F.normalize(torch.randn(heads, groups, channels, generator=generator), dim=-1).to(device)
-    return Inputs(query, key, value, centroids)
+    return query, key, value, F.normalize(torch.randn(heads, groups, channels, generator=generator), dim=-1).to(device)
 
 
 def _check(inputs: Inputs, top_k: int) -> None:
     """Compare one head of the first image with the dense reference, on as many tokens as that can hold."""
     q, k, v = (t[:1, :1, :4096] for t in inputs[:3])
-    ours = dynamic_group_attention(q, k, v, inputs.centroids[:1], top_k).output
-    truth = dynamic_group_attention(
-        q.double(), k.double(), v.double(), inputs.centroids[:1], top_k, backend="reference"
-    )
-    error = (ours.double() - truth.output).abs().max().item()
-    limit = 1e-5 if q.dtype == torch.float32 else 5e-2
+    centroids = inputs[3][:1]
+    ours = dynamic_group_attention(q, k, v, centroids, top_k).output
+    truth = dynamic_group_attention(q.double(), k.double(), v.double(), centroids, top_k, backend="reference").output
+    error = (ours.double() - truth).abs().max().item()
+    limit = 1e-5 if ours.dtype == torch.float32 else 5e-2
     if not error < limit:
         raise RuntimeError(f"DG-Attention differs from the reference by {error:.1e} (limit {limit:.0e}): not timed")
-
-
-def _with_backward(run: Callable[..., Tensor], *inputs: Tensor) -> None:
-    leaves = [t.detach().requires_grad_() for t in inputs]
-    run(*leaves).sum().backward()

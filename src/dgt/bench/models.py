@@ -1,30 +1,101 @@
-"""Whole models in turns, each in a process of its own: inference or a training step, time and peak memory.
+"""Whole models in turns, each in a process of its own: inference or a training step, time and peak memory."""
 
-The process of a model builds its candidate, says so, and times a step whenever it is asked to. Memory is measured in
-further processes whose allocator gives everything back at once.
-"""
-
-import json
-import os
+import re
 import statistics
-import subprocess
-import sys
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from typing import Any, NamedTuple
 
+import timm
 import torch
+import torch.nn.functional as F
+from torch import nn
 
-from dgt.bench.candidates import Candidate
-from dgt.bench.measures import memory_peak, milliseconds, quiet_allocator
+from dgt.bench.measures import QUIET_ALLOCATOR, memory_peak, milliseconds, own_process
+from dgt.inference import optimize_for_inference, pack_weights
 from dgt.ops.checks import check_count
 
-MODELS = (
-    "dgt_tiny+inference",
-    "dgt_tiny",
-    "swin_tiny_patch4_window7_224",
-    "convnext_tiny",
-    "deit_small_patch16_224",
-)
 BASELINE = "swin_tiny_patch4_window7_224"
+MODELS = ("dgt_tiny", BASELINE, "convnext_tiny", "deit_small_patch16_224", "dgt_tiny+inference", f"{BASELINE}+packed")
+FORMS = ("inference", "packed", "global", "checkpointing")
+
+
+class Candidate(NamedTuple):
+    """A timm model and the form in which it runs, read from ``NAME[@PIXELS][+FORM...]``."""
+
+    text: str
+    """As it was written; the name of its row."""
+    name: str
+    """timm's name."""
+    size: int
+    """Pixels a side."""
+    forms: tuple[str, ...]
+    """``inference``: :func:`dgt.optimize_for_inference`; ``packed``: of any model the weights packed as there, nothing
+    else; ``global``: global attention in all stages of a DGT; ``checkpointing``: of gradients, in a training step."""
+
+    @classmethod
+    def parse(cls, text: str, image_size: int) -> "Candidate":
+        """Read a candidate; without ``@PIXELS`` it runs at ``image_size``.
+
+        Raises:
+            TypeError, ValueError: for a name timm does not know, an unknown form, or a size out of range.
+        """
+        match = re.fullmatch(r"([^@+]+)(?:@(\d+))?((?:\+\w+)*)", text)
+        if match is None:
+            raise ValueError(f"models must look like NAME[@PIXELS][+FORM...], got {text!r}")
+        name, size, forms = match[1], int(match[2] or image_size), tuple(match[3].split("+")[1:])
+        if not timm.is_model(name):
+            raise ValueError(f"models must be timm models, got {name}")
+        check_count("image_size", size, least=32)
+        for form in forms:
+            if form not in FORMS:
+                raise ValueError(f"the form of a model must be one of {', '.join(FORMS)}, got {form!r} in {text!r}")
+            if form in ("inference", "global") and not timm.model_entrypoint(name).__module__.startswith("dgt."):
+                raise ValueError(f"the form {form!r} is one of DGT models, got {text!r}")
+        return cls(text, name, size, forms)
+
+    def build(self, device: str = "cpu", training: bool = False) -> nn.Module:
+        """Create the model in its form, with random weights of seed 0, in training or evaluation mode.
+
+        Raises:
+            ValueError: for a form that does not go with the mode.
+        """
+        for form in ("inference", "packed") if training else ("checkpointing",):
+            if form in self.forms:
+                mode = "training" if training else "inference"
+                raise ValueError(f"the form {form!r} is not one for {mode}: {self.text}")
+        options: dict[str, Any] = {}
+        if timm.get_pretrained_cfg_value(self.name, "fixed_input_size"):
+            options["img_size"] = self.size
+        if "global" in self.forms:
+            options["attention"] = ("global",) * 4
+        torch.manual_seed(0)
+        model: Any = timm.create_model(self.name, **options).to(device).train(training)
+        if "checkpointing" in self.forms:
+            model.set_grad_checkpointing()
+        if "inference" in self.forms:
+            model = optimize_for_inference(model)
+        return pack_weights(model) if "packed" in self.forms else model
+
+    def step(
+        self, batch_size: int, device: str = "cpu", training: bool = False, compiled: bool = False
+    ) -> Callable[[], None]:
+        """Return what is timed: one inference, or one training step (forward, backward, AdamW), on random images."""
+        model = self.build(device, training)
+        run: Any = torch.compile(model) if compiled else model
+        images = torch.randn(batch_size, 3, self.size, self.size, device=device)
+        if not training:
+            return torch.inference_mode()(lambda: run(images))
+        labels = torch.arange(batch_size, device=device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+        def train() -> None:
+            optimizer.zero_grad()
+            F.cross_entropy(run(images), labels).backward()
+            optimizer.step()
+
+        return train
 
 
 def bench_models(
@@ -41,7 +112,7 @@ def bench_models(
 
     Args:
         names: ``NAME[@PIXELS][+FORM...]`` each, as :class:`Candidate` reads them; the times of all are compared to
-            those of Swin-T at the same size if it is among them, else to those of the first.
+            those of plain Swin-T if it is among them, else to those of the first.
         image_size: pixels a side, where a name does not tell.
         batch_size: images a batch.
         device: where to run.
@@ -56,22 +127,30 @@ def bench_models(
 
     Raises:
         TypeError, ValueError: for a name that cannot be read, or a size or batch out of range.
-        RuntimeError: where the process of a model ended early; with what it said last.
+        RuntimeError: where the process of a model failed; with the reason.
     """
     check_count("batch_size", batch_size)
     candidates = [Candidate.parse(name, image_size) for name in names]
-    task = {"batch_size": batch_size, "device": device, "training": training, "compiled": compiled}
-    times = _times_in_turns(candidates, task, rounds)
-    baseline = next((c.text for c in candidates if c.name == BASELINE), names[0])
+    task = {"batch_size": batch_size, "training": training, "compiled": compiled}
+    times: dict[Candidate, list[float]] = {candidate: [] for candidate in candidates}
+    with ExitStack() as stack:
+        processes = {candidate: stack.enter_context(own_process()) for candidate in candidates}
+        for candidate, process in processes.items():
+            _ask(process, candidate, _prepare, candidate, device, task)
+        for _ in range(rounds):
+            for candidate, process in processes.items():
+                times[candidate] += _ask(process, candidate, _time_twice, device)
+    median = {candidate: statistics.median(taken) for candidate, taken in times.items()}
+    baseline = median[next((c for c in candidates if c.name == BASELINE and not c.forms), candidates[0])]
     return [
         {
             "model": c.text,
-            "ms_per_image": times[c.text] / batch_size,
-            "images_per_second": 1e3 * batch_size / times[c.text],
-            "relative_time": times[c.text] / times[baseline],
+            "ms_per_image": median[c] / batch_size,
+            "images_per_second": 1e3 * batch_size / median[c],
+            "relative_time": median[c] / baseline,
             "peak_mib": _peak_of(c, task) if memory and device == "cpu" else None,
             "image_size": c.size,
-            **{name: value for name, value in task.items() if name != "device"},
+            **task,
         }
         for c in candidates
     ]
@@ -88,85 +167,48 @@ def models_table(rows: list[dict[str, Any]]) -> str:
         times = f"{r['ms_per_image']:.1f} | {r['images_per_second']:.1f} | **{r['relative_time']:.2f}**"
         peak = "" if not peaks else f" {r['peak_mib']:.0f} |" if r["peak_mib"] is not None else " |"
         lines.append(f"| {r['model']} | {r['image_size']} | {times} |{peak}")
+    if any("+inference" in r["model"] for r in rows):
+        lines += ["", "+inference has its weights packed for oneDNN: its like among other models is NAME+packed."]
     return "\n".join(lines)
 
 
-def _times_in_turns(candidates: list[Candidate], task: dict[str, Any], rounds: int) -> dict[str, float]:
-    """Median milliseconds of a step of each candidate, all of them alive and taking turns."""
-    processes: dict[str, subprocess.Popen[str]] = {}
-    times: dict[str, list[float]] = {candidate.text: [] for candidate in candidates}
+def _ask(process: ProcessPoolExecutor, candidate: Candidate, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function gives in the process of a candidate."""
     try:
-        for candidate in candidates:
-            processes[candidate.text] = _start(candidate, "time", task, dict(os.environ))
-            _answer(processes[candidate.text], candidate)
-        for _ in range(rounds):
-            for candidate in candidates:
-                process = processes[candidate.text]
-                assert process.stdin is not None  # opened by _start
-                print(file=process.stdin, flush=True)
-                times[candidate.text] += _answer(process, candidate)
-    finally:
-        for process in processes.values():
-            process.kill()
-            process.communicate()
-    return {name: statistics.median(taken) for name, taken in times.items()}
+        return process.submit(function, *arguments).result()
+    except Exception as error:  # of many kinds: whatever a model raises, or the end of its process
+        reason = f"{type(error).__name__}: {error}"
+        raise RuntimeError(f"the process of {candidate.text} ended early: {reason}") from error
 
 
 def _peak_of(candidate: Candidate, task: dict[str, Any]) -> float | None:
     """Peak memory in MiB of a fresh process that builds the model and makes two steps; None where nothing can tell."""
-    process = _start(candidate, "peak", task, quiet_allocator())
-    with process:
-        peak: float | None = _answer(process, candidate)
+    with own_process(QUIET_ALLOCATOR) as process:
+        peak: float | None = _ask(process, candidate, _measure_peak, candidate, task)
     return peak
 
 
-def _start(
-    candidate: Candidate, what: str, task: dict[str, Any], environment: dict[str, str]
-) -> "subprocess.Popen[str]":
-    """Start the process of a candidate; it answers lines of JSON."""
-    job = {"what": what, "text": candidate.text, "size": candidate.size, "threads": torch.get_num_threads(), **task}
-    script = "import sys; from dgt.bench.models import run_candidate; run_candidate(sys.argv[1])"
-    command = [sys.executable, "-c", script, json.dumps(job)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
+# What runs in the process of a candidate, which keeps its step here.
+_steps: list[Callable[[], None]] = []
 
 
-def _answer(process: "subprocess.Popen[str]", candidate: Candidate) -> Any:
-    """The next answer of a process."""
-    assert process.stdout is not None  # opened by _start
-    line = process.stdout.readline()
-    if not line:
-        last = process.communicate()[1].strip().splitlines()[-1:]
-        raise RuntimeError(f"the process of {candidate.text} ended early: {' '.join(last) or 'it said nothing'}")
-    return json.loads(line)
-
-
-def run_candidate(text: str) -> None:
-    """What the process of a candidate does: measure its peak, or time two steps for every line it reads.
-
-    Args:
-        text: the job as JSON, from this module.
-    """
-    job = json.loads(text)
-    torch.set_num_threads(job["threads"])
-    candidate, device = Candidate.parse(job["text"], job["size"]), torch.device(job["device"])
-    options = {name: job[name] for name in ("batch_size", "device", "training", "compiled")}
-    if job["what"] == "peak":
-        Candidate.parse("test_resnet", 64).step(1, training=job["training"])()  # loads code and starts threads
-        try:
-            with memory_peak() as peak:
-                step = candidate.step(**options)
-                step()
-                step()
-        except OSError:
-            print("null")
-        else:
-            print(json.dumps(peak.mib))
-        return
-    step = candidate.step(**options)
+def _prepare(candidate: Candidate, device: str, task: dict[str, Any]) -> None:
+    _steps.append(candidate.step(device=device, **task))
     for _ in range(2):
+        _steps[0]()
+
+
+def _time_twice(device: str) -> list[float]:
+    _steps[0]()  # brings the model back into the caches, which the others have used since
+    return [milliseconds(_steps[0], torch.device(device)) for _ in range(2)]
+
+
+def _measure_peak(candidate: Candidate, task: dict[str, Any]) -> float | None:
+    Candidate.parse("test_resnet", 64).step(1, training=task["training"])()  # loads code and starts threads
+
+    def run() -> None:
+        step = candidate.step(**task)
         step()
-    print(json.dumps([]), flush=True)
-    for _ in sys.stdin:
-        step()  # brings the model back into the caches, which the others have used since
-        print(json.dumps([milliseconds(step, device) for _ in range(2)]), flush=True)
+        step()
+
+    return memory_peak(run)

@@ -5,6 +5,6 @@
   ``verify``, whether it equals its source.
 """
 
-from dgt.inference.form import optimize_for_inference
+from dgt.inference.form import optimize_for_inference, pack_weights
 
-__all__ = ["optimize_for_inference"]
+__all__ = ["optimize_for_inference", "pack_weights"]

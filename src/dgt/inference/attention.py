@@ -14,9 +14,7 @@ from dgt.ops.eager import HIDDEN, is_few_tokens, rows_of_groups
 from dgt.ops.grouping import nearest_group
 from dgt.ops.selection import mark_unselected
 
-CHUNK_ELEMENTS = (
-    1 << 22
-)  # of the masks of a part; they are read once, so larger parts than for gathered tiles pay
+CHUNK_ELEMENTS = 1 << 22  # of the masks of a part; they are read once, so larger parts than for gathered tiles pay
 
 
 def attention(qkv: Tensor, centroids: Tensor, top_k: int, scale: float, key_mask: Tensor | None) -> Tensor:

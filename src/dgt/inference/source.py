@@ -80,8 +80,8 @@ def source_of_run(run: LoadedRun, features: bool = False) -> Source:
     config = timm.get_pretrained_cfg(name)
     fixed = backbone is None and (windows or (config is not None and config.fixed_input_size))
     size = data["image_size"] if fixed else None
-    known = {key: json.dumps(data[key]) for key in ("mean", "std", "image_size") if key in data}
-    about = {"model": name, "task": task.name, **known}
+    about: dict[str, str] = {"model": name, "task": task.name}
+    about |= {key: json.dumps(data[key]) for key in ("mean", "std", "image_size") if key in data}
     if features:
         maps = FeatureMaps(run.network).eval() if backbone is None else backbone
         count = len(run.network.feature_info if backbone is None else backbone.channels)  # type: ignore[arg-type]

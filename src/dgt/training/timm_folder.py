@@ -36,7 +36,7 @@ def read_timm_folder(
             f"{path} was not written by `dgt train` nor by timm: it has neither an entry 'dgt' with the recipe nor "
             "'architecture' and 'num_classes' of a classifier"
         )
-    data = {"image_size": int(prepared["input_size"][-1])} if "input_size" in prepared else {}
+    data: dict[str, Any] = {"image_size": int(prepared["input_size"][-1])} if "input_size" in prepared else {}
     data |= {ours: prepared[key] for ours, key in (("crop_ratio", "crop_pct"), ("mean", "mean"), ("std", "std"))
              if key in prepared}  # fmt: skip
     if "interpolation" in prepared:
