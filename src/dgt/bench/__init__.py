@@ -14,6 +14,7 @@ from dgt.bench.models import MODELS, Candidate, bench_models, models_table
 from dgt.bench.parts import profile_models, profile_table
 from dgt.bench.plot import draw_accuracy
 from dgt.ops.checks import check_count
+from dgt.utils.errors import UserError
 
 __all__ = [
     "ATTENTION_CASES",
@@ -61,7 +62,7 @@ def report(
     """
     check_count("--rounds", rounds)
     if plot is not None and (what == "attention" or profile or options.get("training")):
-        raise ValueError("--plot draws models at inference: it goes with neither attention, --profile nor --train")
+        raise UserError("--plot draws models at inference: it goes with neither attention, --profile nor --train")
     common: dict[str, Any] = {"device": device, "rounds": rounds}
     models: dict[str, Any] = {"names": names or MODELS, "image_size": image_size, "batch_size": batch_size, **common}
     if what == "attention":

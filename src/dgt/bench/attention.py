@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dgt.bench.measures import QUIET_ALLOCATOR, medians, memory_peak, own_process
 from dgt.ops import attend, dynamic_group_attention, group_queries, select_keys
+from dgt.utils.errors import Disagreement
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -138,4 +139,4 @@ def _check(inputs: Inputs, top_k: int) -> None:
     error = (ours.double() - truth).abs().max().item()
     limit = 1e-5 if ours.dtype == torch.float32 else 5e-2
     if not error < limit:
-        raise RuntimeError(f"DG-Attention differs from the reference by {error:.1e} (limit {limit:.0e}): not timed")
+        raise Disagreement(f"DG-Attention differs from the reference by {error:.1e} (limit {limit:.0e}): not timed")

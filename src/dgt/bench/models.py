@@ -15,6 +15,7 @@ from torch import nn
 from dgt.bench.measures import QUIET_ALLOCATOR, memory_peak, milliseconds, own_process
 from dgt.inference import optimize_for_inference, pack_weights
 from dgt.ops.checks import check_count
+from dgt.utils.errors import LostProcess, UserError
 
 BASELINE = "swin_tiny_patch4_window7_224"
 MODELS = ("dgt_tiny", BASELINE, "convnext_tiny", "deit_small_patch16_224", "dgt_tiny+inference", f"{BASELINE}+packed")
@@ -43,16 +44,16 @@ class Candidate(NamedTuple):
         """
         match = re.fullmatch(r"([^@+]+)(?:@(\d+))?((?:\+\w+)*)", text)
         if match is None:
-            raise ValueError(f"models must look like NAME[@PIXELS][+FORM...], got {text!r}")
+            raise UserError(f"models must look like NAME[@PIXELS][+FORM...], got {text!r}")
         name, size, forms = match[1], int(match[2] or image_size), tuple(match[3].split("+")[1:])
         if not timm.is_model(name):
-            raise ValueError(f"models must be timm models, got {name}")
+            raise UserError(f"models must be timm models, got {name}")
         check_count("image_size", size, least=32)
         for form in forms:
             if form not in FORMS:
-                raise ValueError(f"the form of a model must be one of {', '.join(FORMS)}, got {form!r} in {text!r}")
+                raise UserError(f"the form of a model must be one of {', '.join(FORMS)}, got {form!r} in {text!r}")
             if form in ("inference", "global") and not timm.model_entrypoint(name).__module__.startswith("dgt."):
-                raise ValueError(f"the form {form!r} is one of DGT models, got {text!r}")
+                raise UserError(f"the form {form!r} is one of DGT models, got {text!r}")
         return cls(text, name, size, forms)
 
     def build(self, device: str = "cpu", training: bool = False) -> nn.Module:
@@ -64,7 +65,7 @@ class Candidate(NamedTuple):
         for form in ("inference", "packed") if training else ("checkpointing",):
             if form in self.forms:
                 mode = "training" if training else "inference"
-                raise ValueError(f"the form {form!r} is not one for {mode}: {self.text}")
+                raise UserError(f"the form {form!r} is not one for {mode}: {self.text}")
         options: dict[str, Any] = {}
         if timm.get_pretrained_cfg_value(self.name, "fixed_input_size"):
             options["img_size"] = self.size
@@ -178,7 +179,7 @@ def _ask(process: ProcessPoolExecutor, candidate: Candidate, function: Callable[
         return process.submit(function, *arguments).result()
     except Exception as error:  # of many kinds: whatever a model raises, or the end of its process
         reason = f"{type(error).__name__}: {error}"
-        raise RuntimeError(f"the process of {candidate.text} ended early: {reason}") from error
+        raise LostProcess(f"the process of {candidate.text} ended early: {reason}") from error
 
 
 def _peak_of(candidate: Candidate, task: dict[str, Any]) -> float | None:

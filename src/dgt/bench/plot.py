@@ -5,6 +5,7 @@ from typing import Any
 
 from dgt.bench.models import Candidate
 from dgt.utils.atomic_write import replacing
+from dgt.utils.errors import UserError
 
 PUBLISHED = {  # label, top-1 in percent (ImageNet-1k alone, one crop), pixels a side, and where it stands
     "dgt_tiny": ("DGT-T", 83.8, 224),  # Liu et al., IJCAI 2022 (not reproduced here)
@@ -42,7 +43,7 @@ def draw_accuracy(rows: list[dict[str, Any]], path: str | Path) -> None:
         if PUBLISHED.get(candidate.name, (0,))[-1] == candidate.size and "global" not in candidate.forms
     ]
     if not points:
-        raise ValueError("rows must hold a model with a published accuracy, at the size that it is for, got none")
+        raise UserError("rows must hold a model with a published accuracy, at the size that it is for, got none")
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axes = figure.add_subplot()
     for number, (speed, candidate, label, top1) in enumerate(sorted(points)):  # neighbours' labels on opposite sides

@@ -36,12 +36,12 @@ class BrokenImagesError(UserError):
 def _to_eight_bits(image: Image.Image) -> Image.Image:
     """Bring 16-bit and 32-bit grey values (0 to 65535) down to 8 bits; other modes come back as they are."""
     if image.mode == "F":
-        raise ValueError("floating-point pixels have no defined range")
+        raise UserError("floating-point pixels have no defined range")
     if image.mode != "I" and not image.mode.startswith("I;16"):
         return image
     values = np.asarray(image)
     if values.size and (values.min() < 0 or values.max() > 65535):
-        raise ValueError(f"grey values from {values.min()} to {values.max()} do not fit 16 bits")
+        raise UserError(f"grey values from {values.min()} to {values.max()} do not fit 16 bits")
     return Image.fromarray((values // 257).astype(np.uint8))
 
 

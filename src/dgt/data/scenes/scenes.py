@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 
 from dgt.data.scenes.shapes import DISTANCE, KINDS, RADIUS, Field
 from dgt.data.scenes.textures import background, pixel_grid
+from dgt.utils.errors import UserError
 from dgt.utils.seeding import generator
 
 SPLITS = ("train", "val", "test")
@@ -43,9 +44,9 @@ class SceneOptions:
 
     def __post_init__(self) -> None:
         if not 0 <= self.min_small <= self.max_small:
-            raise ValueError(f"expected 0 <= min_small <= max_small, got {self.min_small} and {self.max_small}")
+            raise UserError(f"expected 0 <= min_small <= max_small, got {self.min_small} and {self.max_small}")
         if not 0 <= self.noise <= 1:
-            raise ValueError(f"noise must lie in [0, 1], got {self.noise}")
+            raise UserError(f"noise must lie in [0, 1], got {self.noise}")
 
 
 @dataclass(frozen=True)
@@ -173,11 +174,11 @@ def draw_scene(
         ValueError: an unknown split, a size under 32, a negative index or seed.
     """
     if split not in SPLITS:
-        raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
+        raise UserError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
     if image_size < MIN_SIZE:
-        raise ValueError(f"image_size must be at least {MIN_SIZE} pixels, got {image_size}")
+        raise UserError(f"image_size must be at least {MIN_SIZE} pixels, got {image_size}")
     if index < 0 or seed < 0:
-        raise ValueError(f"index and seed must be >= 0, got index {index} and seed {seed}")
+        raise UserError(f"index and seed must be >= 0, got index {index} and seed {seed}")
     options = options or SceneOptions()
     rng = generator("scenes", seed, split, index)
     layout, pixel_noise = rng.spawn(2)
@@ -210,7 +211,7 @@ class Scenes(Dataset[Scene]):
         self, split: str, length: int, image_size: int = 64, seed: int = 0, options: SceneOptions | None = None
     ) -> None:
         if length < 1:
-            raise ValueError(f"length must be at least 1, got {length}")
+            raise UserError(f"length must be at least 1, got {length}")
         self.split, self.length, self.image_size, self.seed = split, length, image_size, seed
         self.options = options or SceneOptions()
         draw_scene(0, split, image_size, seed, self.options)
