@@ -9,10 +9,12 @@ import argparse
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
 
 from dgt.data.detection import SceneObjects
-from dgt.figures.detections import Detections, detect, draw_detections
+from dgt.figures.detections import Detections, draw_detections
+from dgt.tasks.detect import predict
 from dgt.training import load_run
 
 SIDE, GAP = 400, 6
@@ -30,10 +32,11 @@ def main() -> None:
     scenes = SceneObjects("val", options.first + options.scenes, run.recipe.data["image_size"])
     sheet = Image.new("RGB", (options.scenes * (SIDE + GAP) - GAP, 2 * SIDE + GAP), "white")
     for column in range(options.scenes):
-        picture, truth = scenes[options.first + column][0], scenes.objects(options.first + column)
+        image, truth = scenes[options.first + column][0], scenes.objects(options.first + column)
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
         there = Detections(truth.boxes, truth.labels - 1, np.ones(len(truth.labels)), truth.masks.astype(bool))
-        for row, found in enumerate((there, detect(run, picture))):
-            drawn = draw_detections(picture, found, run.class_names)
+        for row, found in enumerate((there, predict(run, pixels, 0).found)):
+            drawn = draw_detections(image, found, run.class_names)
             place = (column * (SIDE + GAP), row * (SIDE + GAP))
             sheet.paste(drawn.resize((SIDE, SIDE), Image.Resampling.LANCZOS), place)
     sheet.save(options.out, quality=90)

@@ -13,11 +13,13 @@ import csv
 from pathlib import Path
 
 import numpy as np
+import torch
 from matplotlib.figure import Figure
 
 from dgt.data.label_maps import MappedImage
 from dgt.figures import save_figure
-from dgt.figures.label_map import figure_comparison, picture_labels
+from dgt.figures.label_map import figure_comparison
+from dgt.tasks.segment import predict
 from dgt.training import load_run
 from dgt.training.recipe import build_data, parse_recipe
 
@@ -33,7 +35,9 @@ def draw_pictures(run_path: str, out: str, items: list[int], overrides: list[str
         sample = dataset.reader[dataset.indices[item]]
         if not isinstance(sample, MappedImage):
             raise ValueError(f"{sample.path} cannot be read: {sample.reason}")
-        rows.append((np.asarray(sample.image), sample.labels, picture_labels(run, sample.image)))
+        pixels = np.array(sample.image)
+        found = predict(run, torch.from_numpy(pixels).permute(2, 0, 1), 0).found
+        rows.append((pixels, sample.labels, found))
     save_figure(figure_comparison(rows, run.class_names), out, dpi=100)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from dgt.figures import diagnosis
+from dgt.app import visualize
 from dgt.figures.diagnosis import diagnosis_table, figure_diagnosis
 from dgt.models import BlockDiagnosis
 from dgt_command import main
@@ -27,7 +27,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("run", "peer"):
         (tmp_path / name).mkdir()
     monkeypatch.setattr(
-        diagnosis, "load_run", lambda path: make_run(0, "test_resnet" if path == "peer" else "dgt_nano")
+        visualize, "load_run", lambda path: make_run(0, "test_resnet" if path == "peer" else "dgt_nano")
     )
 
 

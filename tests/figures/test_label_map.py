@@ -66,7 +66,7 @@ def test_bad_input(image: np.ndarray, labels: np.ndarray) -> None:
         figure_label_map(image, labels, NAMES[:2])
     with pytest.raises(ValueError, match=r"image must be \(H, W, 3\) uint8"):
         figure_label_map(image[..., 0], labels, NAMES)
-    with pytest.raises(ValueError, match="rows must hold at least one picture"):
+    with pytest.raises(ValueError, match="rows must hold at least one image"):
         figure_comparison([], NAMES)
     with pytest.raises(ValueError, match="number must lie in 1 to 255, got 0"):
         class_colours(0)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
+from dgt.app.predict import predict_files, prediction_lines
 from dgt.data.detection import SceneObjects
-from dgt.figures.predictions import prediction_lines, write_predictions
 from dgt.models.heads.mask_rcnn import PaddedMaskRCNN
 from dgt.tasks.average_precision import average_precision
 from dgt.tasks.detect import DetectionTask, build_detector
@@ -92,11 +92,11 @@ def test_predictions_are_drawn_and_listed(finished: Result, tmp_path: Path) -> N
     (tmp_path / "broken.jpg").write_bytes(b"no picture")
     Image.new("RGB", (1500, 2)).save(tmp_path / "thin.png")
     files = [tmp_path / name for name in ("red.png", "broken.jpg", "thin.png")]
-    red, broken, thin = write_predictions(run, files, tmp_path / "out")
+    red, broken, thin = predict_files(run, files, tmp_path / "out")
     assert "broken.jpg' cannot be read as an image" in broken["error"]
     assert "thin.png': images must have a pixel left" in thin["error"]
     with pytest.raises(ValueError, match=r"images must have different names, .* got 'red' twice"):
-        write_predictions(run, [tmp_path / "red.png", tmp_path / "red.jpg"], tmp_path / "out")
+        predict_files(run, [tmp_path / "red.png", tmp_path / "red.jpg"], tmp_path / "out")
     scores = [found["score"] for found in red["objects"]]
     assert scores == sorted(scores, reverse=True)
     assert 0 < len(scores) <= 20

@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 
 from dgt.data import BrokenImagesError
+from dgt.tasks.classify import read_image
 from dgt.training import Result, evaluate, fit, load_recipe, load_run, predict
-from dgt.training.evaluate import read_image
 
 from .conftest import SMALL
 

@@ -37,7 +37,7 @@ def run_train(options: argparse.Namespace, overrides: list[str]) -> int:
     """`dgt train`: prints the help, or trains and prints where the results are."""
     from lightning.pytorch.utilities import rank_zero_only
 
-    from dgt.figures.training import draw_training
+    from dgt.app.visualize import draw_training
     from dgt.tasks import TASKS
     from dgt.training import fit, load_recipe
     from dgt.training.recipe import help_text
@@ -93,16 +93,10 @@ def run_evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def run_predict(options: argparse.Namespace, _: list[str]) -> int:
     """`dgt predict`: prints what is in each image; exit status 1 where one could not be read."""
-    from dataclasses import asdict
+    from dgt.app.predict import predict_files, prediction_lines
+    from dgt.training import load_run
 
-    from dgt.figures.predictions import prediction_lines, write_predictions
-    from dgt.training import load_run, predict
-
-    run = load_run(options.checkpoint)
-    if run.recipe.task == "classify":
-        found = [asdict(prediction) for prediction in predict(run, options.images, options.top_k)]
-    else:
-        found = write_predictions(run, options.images, options.out)
+    found = predict_files(load_run(options.checkpoint), options.images, options.out, options.top_k)
     if options.json:
         print(json.dumps(found, indent=2))
     for prediction in found:
@@ -116,7 +110,7 @@ def run_predict(options: argparse.Namespace, _: list[str]) -> int:
 
 def run_visualize(options: argparse.Namespace, _: list[str]) -> int:
     """`dgt visualize`: writes the figure."""
-    from dgt.figures.visualize import visualize
+    from dgt.app.visualize import visualize
 
     choice = (options.block, options.head, options.groups, options.map, options.all_blocks)
     visualize(options.checkpoints, [options.image], options.out, *choice)
@@ -126,7 +120,8 @@ def run_visualize(options: argparse.Namespace, _: list[str]) -> int:
 
 def run_diagnose(options: argparse.Namespace, _: list[str]) -> int:
     """`dgt diagnose`: writes the figure and prints the numbers."""
-    from dgt.figures.diagnosis import diagnose_run, diagnosis_table
+    from dgt.app.visualize import diagnose_run
+    from dgt.figures.diagnosis import diagnosis_table
 
     blocks = diagnose_run(options.checkpoint, options.images, options.out)
     rows = [block._asdict() for block in blocks]

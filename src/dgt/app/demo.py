@@ -8,8 +8,8 @@ from pathlib import Path
 
 from PIL import Image
 
+from dgt.app.visualize import visualize
 from dgt.data.scenes import Scenes
-from dgt.figures.visualize import visualize
 from dgt.training import evaluate, fit, load_recipe, load_run, predict
 from dgt.training.runs import check_folder, is_run
 

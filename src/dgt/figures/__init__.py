@@ -1,12 +1,9 @@
-"""The paper's figures: which queries form a group, and which keys that group chose, drawn over the image.
-
-`dgt.figures.visualize` (`dgt visualize`) is not imported here: it needs the training library.
-"""
+"""Figures of arrays and records: groups of queries and the keys they chose, label maps, detections, a diagnosis."""
 
 from dgt.figures.drawing import distinct_colours
-from dgt.figures.files import save_animation, save_figure
-from dgt.figures.groups import figure_contact_sheet, figure_group_map, figure_groups
-from dgt.figures.panel import GroupPanel, choose_groups, denormalize
+from dgt.figures.groups import figure_contact_sheet, figure_group_map, figure_groups, figure_titled
+from dgt.figures.io import png, raster, save_animation, save_figure
+from dgt.figures.panel import GroupPanel, choose_groups, denormalize, panels_of
 
 __all__ = [
     "GroupPanel",
@@ -16,6 +13,10 @@ __all__ = [
     "figure_contact_sheet",
     "figure_group_map",
     "figure_groups",
+    "figure_titled",
+    "panels_of",
+    "png",
+    "raster",
     "save_animation",
     "save_figure",
 ]

@@ -1,17 +1,13 @@
-"""`dgt diagnose`: what the selection of keys is worth in a trained model, as a table and as a figure."""
+"""What the selection of keys is worth in a trained model, as a table and as a figure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
-import torch
 from matplotlib.figure import Figure
 
-from dgt.figures.files import save_figure
-from dgt.models import BlockDiagnosis, diagnose
-from dgt.training import load_run
-from dgt.training.evaluate import read_image
+from dgt.models import BlockDiagnosis
+from dgt.utils.errors import UserError
 
 # Okabe and Ito's colours; the model's own choice stands out, what it is measured against stays quiet.
 CHOICES = {
@@ -26,29 +22,6 @@ HEADS = (
     *("block", "L", "G", "k", "selected", "random", "window"),
     *("best/all", "best/group", "best/query", "perplexity", "an image"),
 )
-
-
-def diagnose_run(checkpoint: str | Path, images: Sequence[str | Path], out: str | Path) -> list[BlockDiagnosis]:
-    """Diagnose a trained classifier on image files and draw what was found.
-
-    Args:
-        checkpoint: a checkpoint, run folder or model folder.
-        images: image files; at least one.
-        out: PNG, SVG or PDF to write.
-
-    Returns:
-        What `dgt.diagnose` returns.
-
-    Raises:
-        FileNotFoundError, ValueError: as `load_run`, `read_image`, `dgt.diagnose` and `save_figure` do; a model of
-            another task.
-    """
-    run = load_run(checkpoint)
-    if run.recipe.task != "classify":
-        raise ValueError(f"checkpoint must be of a classifier, got one of task {run.recipe.task!r}: use dgt.diagnose")
-    blocks = diagnose(run.network, torch.cat([read_image(run, image) for image in images]))
-    save_figure(figure_diagnosis(blocks), out)
-    return blocks
 
 
 def diagnosis_table(blocks: Sequence[BlockDiagnosis]) -> str:
@@ -77,10 +50,10 @@ def figure_diagnosis(blocks: Sequence[BlockDiagnosis]) -> Figure:
         blocks: from `dgt.diagnose`; at least one.
 
     Raises:
-        ValueError: there is none.
+        UserError: there is none.
     """
     if len(blocks) == 0:
-        raise ValueError("blocks must hold at least one BlockDiagnosis, got none")
+        raise UserError("blocks must hold at least one BlockDiagnosis, got none")
     figure = Figure(figsize=(8.6, 1.25 + 0.3 * len(blocks)), layout="constrained", facecolor="white")
     masses, balance = figure.subplots(1, 2, sharey=True, width_ratios=(2.2, 1))
     places = range(len(blocks))

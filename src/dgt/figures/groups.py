@@ -31,6 +31,7 @@ from dgt.figures.drawing import (
     text,
 )
 from dgt.figures.panel import Array, GroupPanel, choose_groups
+from dgt.utils.errors import UserError
 
 # Lengths in inches.
 MARGIN, HEADER, CAPTION, TITLE = 0.08, 0.2, 0.2, 0.2
@@ -42,7 +43,7 @@ def figure_groups(panels: Sequence[GroupPanel], groups: int | Sequence[int] = 3)
 
     groups: how many groups `choose_groups` picks for every panel, or the indices of the groups to show in all of them.
     Returns a figure whose axes run row by row: image, queries, keys, queries, keys, ... A panel with fewer groups
-    leaves its last pairs blank. Raises ValueError naming the argument.
+    leaves its last pairs blank. Raises UserError naming the argument.
     """
     left = _left_margin(panels)
     shown = [_groups_to_show(panel, groups) for panel in panels]
@@ -77,7 +78,7 @@ def figure_group_map(panels: Sequence[GroupPanel]) -> Figure:
     """All groups at once: a row per panel; its image, and a map that gives every token the colour of its group.
 
     Under each row stand the number of groups with a query and the perplexity of the group sizes (the number of equal
-    groups that would be as spread out). Returns a figure whose axes run row by row: image, map. Raises ValueError
+    groups that would be as spread out). Returns a figure whose axes run row by row: image, map. Raises UserError
     naming the argument.
     """
     left = _left_margin(panels)
@@ -102,14 +103,14 @@ def figure_contact_sheet(panels: Sequence[GroupPanel], columns: int | None = Non
     """Many maps at once: the image first, then every panel's map of groups under its title, row by row.
 
     panels: of one image, or the first one's image stands for all. columns: cells in a row; None for a sheet that is
-    somewhat wider than tall. Returns a figure whose axes are the image and the maps, in order. Raises ValueError naming
+    somewhat wider than tall. Returns a figure whose axes are the image and the maps, in order. Raises UserError naming
     the argument.
     """
     _left_margin(panels)
     count = len(panels) + 1
     columns = math.ceil(math.sqrt(1.5 * count)) if columns is None else columns
     if columns < 1:
-        raise ValueError(f"columns must be at least 1, got {columns}")
+        raise UserError(f"columns must be at least 1, got {columns}")
     columns = min(columns, count)
     cell, rows = 1.5, math.ceil(count / columns)
     tall = max(panel_height(panel, cell) for panel in panels)
@@ -128,7 +129,7 @@ def figure_contact_sheet(panels: Sequence[GroupPanel], columns: int | None = Non
 def _left_margin(panels: Sequence[GroupPanel]) -> float:
     """Where the images begin: room for row titles only where there are some."""
     if len(panels) == 0:
-        raise ValueError("panels must hold at least one GroupPanel, got none")
+        raise UserError("panels must hold at least one GroupPanel, got none")
     return MARGIN + (TITLE if any(panel.title for panel in panels) else 0)
 
 
@@ -136,10 +137,10 @@ def _groups_to_show(panel: GroupPanel, groups: int | Sequence[int]) -> list[int]
     number = len(panel.key_ids)
     if isinstance(groups, (int, np.integer)):
         if not 1 <= groups <= number:
-            raise ValueError(f"groups must be between 1 and {number}, the number of groups, got {groups}")
+            raise UserError(f"groups must be between 1 and {number}, the number of groups, got {groups}")
         return choose_groups(panel.group_ids.reshape(panel.grid), panel.key_ids, int(groups))
     if len(groups) == 0 or min(groups) < 0 or max(groups) >= number:
-        raise ValueError(f"groups must name at least one group, each between 0 and {number - 1}, got {list(groups)}")
+        raise UserError(f"groups must name at least one group, each between 0 and {number - 1}, got {list(groups)}")
     return list(groups)
 
 
@@ -149,3 +150,14 @@ def _perplexity(sizes: Array) -> float:
         return 0.0
     shares = sizes[sizes > 0] / sizes.sum()
     return float(np.exp(-(shares * np.log(shares)).sum()))
+
+
+def figure_titled(image: Array, title: str) -> Figure:
+    """An image (H, W, 3) under a title of two lines."""
+    width = 2.2
+    figure = Figure(figsize=(width, width * image.shape[0] / image.shape[1] + 0.45), facecolor="white")
+    axes = figure.add_axes((0, 0, 1, 1 - 0.45 / figure.get_figheight()))
+    axes.imshow(image)
+    axes.set_axis_off()
+    axes.set_title(title, fontsize=9, pad=3)
+    return figure

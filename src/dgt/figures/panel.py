@@ -10,6 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dgt.models import GroupRecord
+from dgt.utils.errors import UserError
+
 Array = NDArray[Any]
 
 
@@ -20,7 +23,7 @@ class GroupPanel:
     image: (H, W, 3) uint8. grid: (h, w), the tokens' rows and columns, laid over the whole image. group_ids: (h*w,)
     integers, the group of every token, -1 for padding. key_ids: (G, k) integers, the tokens every group chose, -1 for
     an empty slot. title: a short label of the row. key_weights: (G, k), not negative; where given, a group's heaviest
-    key is drawn brightest. Tensors are taken too and kept as arrays. Raises ValueError or TypeError naming the field.
+    key is drawn brightest. Tensors are taken too and kept as arrays. Raises UserError or TypeError naming the field.
     """
 
     image: Array
@@ -33,13 +36,13 @@ class GroupPanel:
     def __post_init__(self) -> None:
         image = to_array(self.image)
         if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8 or 0 in image.shape:
-            raise ValueError(f"image must be (H, W, 3) uint8, got {image.shape} {image.dtype}")
+            raise UserError(f"image must be (H, W, 3) uint8, got {image.shape} {image.dtype}")
         if len(self.grid) != 2 or min(self.grid) < 1:
-            raise ValueError(f"grid must be (rows, columns), both at least 1, got {self.grid}")
+            raise UserError(f"grid must be (rows, columns), both at least 1, got {self.grid}")
         group_ids, key_ids = _check_ids(self.group_ids, self.key_ids)
         rows, columns = self.grid
         if group_ids.shape != (rows * columns,):
-            raise ValueError(
+            raise UserError(
                 f"group_ids must be ({rows * columns},) for a grid of {rows} x {columns}, got {group_ids.shape}"
             )
         for name, value in (("image", image), ("group_ids", group_ids), ("key_ids", key_ids)):
@@ -47,23 +50,49 @@ class GroupPanel:
         if self.key_weights is not None:
             weights = to_array(self.key_weights)
             if weights.shape != key_ids.shape or not np.isfinite(weights).all() or (weights < 0).any():
-                raise ValueError(
+                raise UserError(
                     f"key_weights must be finite, not negative and {key_ids.shape} like key_ids, got {weights.shape}"
                 )
             object.__setattr__(self, "key_weights", weights)
+
+
+def panels_of(
+    records: Sequence[GroupRecord], image: Array, head: int = 0, block: int | None = None, every: bool = False
+) -> list[GroupPanel]:
+    """Panels of what a model's layers grouped and chose in the first image of a batch.
+
+    records: from `dgt.group_records`, one a block. image: (H, W, 3) uint8, as the model got it. head: from 0. block:
+    from 0; None for the last one at each resolution. every: a panel for every block that has the head instead. Raises
+    UserError for a block or a head that is not there.
+    """
+    heads = [record.attention.group_ids.shape[1] for record in records]
+    if block is not None and not 0 <= block < len(records):
+        raise UserError(f"block must lie in 0 to {len(records) - 1}, got {block}")
+    last = {record.grid: place for place, record in enumerate(records)}
+    chosen = list(last.values()) if block is None else [block]
+    if every:
+        chosen = [place for place in range(len(records)) if head < heads[place]] or [heads.index(max(heads))]
+    for place in chosen:
+        if not 0 <= head < heads[place]:
+            raise UserError(f"head must lie in 0 to {heads[place] - 1} at block {records[place].name!r}, got {head}")
+    titles = [f"block {place}" if every else records[place].name for place in chosen]
+    return [
+        GroupPanel(image, records[place].grid, *(ids[0, head] for ids in records[place].attention[1:]), title=title)
+        for place, title in zip(chosen, titles, strict=True)
+    ]
 
 
 def denormalize(image: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> Array:
     """Undo the normalization of a model's input, to draw it.
 
     image: (3, H, W) floating point, as normalized by `(pixel / 255 - mean) / std` with three numbers each. Returns
-    (H, W, 3) uint8. Raises ValueError naming the argument.
+    (H, W, 3) uint8. Raises UserError naming the argument.
     """
     if image.ndim != 3 or image.shape[0] != 3 or not image.is_floating_point():
-        raise ValueError(f"image must be (3, H, W) floating point, got {tuple(image.shape)} {image.dtype}")
+        raise UserError(f"image must be (3, H, W) floating point, got {tuple(image.shape)} {image.dtype}")
     for name, numbers in (("mean", mean), ("std", std)):
         if len(numbers) != 3:
-            raise ValueError(f"{name} must hold 3 numbers, got {len(numbers)}")
+            raise UserError(f"{name} must hold 3 numbers, got {len(numbers)}")
     pixels = image.detach().to("cpu", torch.float32)
     pixels = pixels * torch.tensor(std).view(3, 1, 1) + torch.tensor(mean).view(3, 1, 1)
     return to_array((pixels * 255).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0))
@@ -75,11 +104,11 @@ def choose_groups(group_ids: Array | torch.Tensor, key_ids: Array | torch.Tensor
     group_ids: (L,) integers, or (h, w) to tell place by row and column, -1 for padding. key_ids: (G, k) integers, -1
     for an empty slot. Starts with the largest group, then takes again and again the one with the best product of size,
     distance to the groups taken and share of keys that those lack; ties go to the lowest index. Returns at most `count`
-    indices, fewer where fewer groups have a query and a key. Raises ValueError or TypeError naming the argument.
+    indices, fewer where fewer groups have a query and a key. Raises UserError or TypeError naming the argument.
     """
     group_ids, key_ids = _check_ids(group_ids, key_ids)
     if not 1 <= count <= len(key_ids):
-        raise ValueError(f"count must be between 1 and the number of groups, {len(key_ids)}, got {count}")
+        raise UserError(f"count must be between 1 and the number of groups, {len(key_ids)}, got {count}")
     number = len(key_ids)
     sizes = np.bincount(group_ids[group_ids >= 0], minlength=number)
     places = np.zeros((number, group_ids.ndim))
@@ -114,10 +143,10 @@ def _check_ids(group_ids: Any, key_ids: Any) -> tuple[Array, Array]:
         if not np.issubdtype(ids.dtype, np.integer):
             raise TypeError(f"{name} must hold integers, got {ids.dtype}")
     if groups.ndim not in (1, 2) or groups.size == 0:
-        raise ValueError(f"group_ids must be (tokens,) or (rows, columns) with at least one token, got {groups.shape}")
+        raise UserError(f"group_ids must be (tokens,) or (rows, columns) with at least one token, got {groups.shape}")
     if keys.ndim != 2 or 0 in keys.shape:
-        raise ValueError(f"key_ids must be (groups, keys) with at least one of each, got {keys.shape}")
+        raise UserError(f"key_ids must be (groups, keys) with at least one of each, got {keys.shape}")
     for name, ids, limit in (("group_ids", groups, len(keys)), ("key_ids", keys, groups.size)):
         if ids.min() < -1 or ids.max() >= limit:
-            raise ValueError(f"{name} must lie between -1 and {limit - 1}, got {ids.min()} to {ids.max()}")
+            raise UserError(f"{name} must lie between -1 and {limit - 1}, got {ids.min()} to {ids.max()}")
     return groups, keys

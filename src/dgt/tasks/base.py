@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from PIL import Image
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
@@ -17,6 +18,7 @@ from torchmetrics import MeanMetric
 from dgt.data.module import ImageData
 from dgt.tasks.network import ModelSettings
 from dgt.tasks.optim import OptimizerSettings, ScheduleSettings, build_optimizer, schedule_factor
+from dgt.tasks.prediction import Prediction, Run, Source
 
 Losses = dict[str, Tensor]
 """Scalars by name: "loss" is what is minimised, the others are its parts, logged as `train/NAME`."""
@@ -52,6 +54,11 @@ class Task:
         metrics: data module, set up -> the `Metrics` of one validation.
         refused_precision: value of `trainer.precision` that its operators lack.
         has_results: whether its metrics gather `results`.
+        predict: trained model, image file or bytes (3, H, W) as the network gets them, number of classes to give ->
+            what is found; raises FileNotFoundError or UserError for a file that cannot be read.
+        draw: trained model and what was found -> the image with it.
+        files: trained model, what was found and the drawing -> what `dgt predict` writes, by the end of its name; None
+            where it only prints.
         outputs: names of the tensors that the network returns for images, as an exported file has them; none where it
             returns what no tensor of one shape holds.
     """
@@ -62,6 +69,9 @@ class Task:
     headline: Mapping[str, str]
     losses: Callable[[nn.Module, Any, Any], Losses]
     metrics: Callable[[Any], Metrics]
+    predict: Callable[[Run, Source, int], Prediction]
+    draw: Callable[[Run, Prediction], Image.Image]
+    files: Callable[[Run, Prediction, Image.Image], dict[str, bytes]] | None = None
     refused_precision: str | None = None
     has_results: bool = False
     outputs: tuple[str, ...] = ("logits",)

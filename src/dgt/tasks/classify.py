@@ -10,15 +10,20 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from dgt.data.classification import ClassificationData
+from dgt.data.transforms import evaluation_transform
+from dgt.figures import denormalize, figure_titled, raster
 from dgt.tasks.base import Losses, Metrics, Task, TrainingTask
 from dgt.tasks.network import build_classifier
 from dgt.tasks.optim import OptimizerSettings, ScheduleSettings
+from dgt.tasks.prediction import Prediction, Run, Source, name_of, normalized, open_image
 from dgt.utils.distributed import gather_objects
+from dgt.utils.errors import UserError
 
 
 def classification_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -110,6 +115,42 @@ class ClassificationMetrics(Metrics):
         }
 
 
+def read_image(run: Run, image: Source) -> Tensor:
+    """An image as a classifier wants it: a file resized, cropped and normalised, an image's own bytes normalised alone.
+
+    Returns:
+        (1, 3, H, W) float32.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        UserError: it cannot be decoded; a model of another task.
+    """
+    if run.recipe.task != CLASSIFY.name:
+        raise UserError(f"only classifiers are looked into, {run.source} is of task {run.recipe.task!r}")
+    data = run.recipe.data
+    if isinstance(image, Tensor):
+        return normalized(image, data)[None]
+    interpolation = data["augmentation"]["interpolation"]
+    transform = evaluation_transform(data["image_size"], data["crop_ratio"], data["mean"], data["std"], interpolation)
+    return transform(open_image(image))[None]
+
+
+@torch.inference_mode()
+def predict(run: Run, image: Source, top_k: int) -> Prediction:
+    """The `top_k` most probable classes of an image."""
+    pixels = read_image(run, image)
+    best = run.network(pixels).float().softmax(dim=-1)[0].topk(min(top_k, len(run.class_names)))
+    classes = [(run.class_names[i], p) for i, p in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
+    seen = denormalize(pixels[0], run.recipe.data["mean"], run.recipe.data["std"])
+    return Prediction(name_of(image), classes, pixels=seen)
+
+
+def draw(run: Run, prediction: Prediction) -> Image.Image:
+    """The image under its most probable class."""
+    (name, share), *_ = prediction.classes
+    return raster(figure_titled(prediction.pixels, f"{name}\n{100 * share:.0f} %"), dpi=100)
+
+
 CLASSIFY = Task(
     name="classify",
     data=ClassificationData,
@@ -117,5 +158,7 @@ CLASSIFY = Task(
     headline={"top1": "top-1", "top5": "top-5"},
     losses=losses,
     metrics=ClassificationMetrics,
+    predict=predict,
+    draw=draw,
     task=ClassificationTask,
 )

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from itertools import chain
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
+from dgt.data.coco import encode_masks
 from dgt.data.detection import DetectionData
+from dgt.figures import png
+from dgt.figures.detections import Detections, draw_detections
 from dgt.models.heads.mask_rcnn import PaddedMaskRCNN, build_mask_rcnn
 from dgt.tasks.average_precision import Entry, average_precision, coco_results
 from dgt.tasks.base import Losses, Metrics, Task, TrainingTask
 from dgt.tasks.network import ModelSettings
+from dgt.tasks.prediction import Prediction, Run, Source, name_of, read_bytes, to_array
 from dgt.utils.distributed import gather_objects
+from dgt.utils.errors import UserError
 
 
 class DetectionTask(TrainingTask):
@@ -131,6 +138,44 @@ class DetectionMetrics(Metrics):
         return average_precision(self.data.ground_truth(), self.results, self.image_ids)
 
 
+@torch.inference_mode()
+def predict(run: Run, image: Source, top_k: int) -> Prediction:
+    """The objects in an image, by falling score.
+
+    Raises:
+        UserError: also for an image that the network refuses.
+    """
+    pixels = read_bytes(image)
+    try:
+        found = run.network([pixels.float() / 255])[0]
+    except ValueError as error:
+        raise UserError(f"{name_of(image)!r}: {error}") from error
+    boxes, labels, scores = found["boxes"], found["labels"] - 1, found["scores"]
+    masks = found["masks"][:, 0] > 0.5
+    objects = [
+        {"category": run.class_names[label], "score": score, "box": box}
+        for label, score, box in zip(labels.tolist(), scores.tolist(), boxes.tolist(), strict=True)
+    ]
+    detections = Detections(boxes.numpy(), labels.numpy(), scores.numpy(), masks.numpy())
+    return Prediction(name_of(image), objects=objects, pixels=to_array(pixels), found=detections)
+
+
+def draw(run: Run, prediction: Prediction) -> Image.Image:
+    """The image with the masks, boxes and names of what is sure."""
+    return draw_detections(Image.fromarray(prediction.pixels), prediction.found, run.class_names)
+
+
+def files(run: Run, prediction: Prediction, drawing: Image.Image) -> dict[str, bytes]:
+    """The drawing, and all objects as COCO's results have them, with the category's name for a data set's number."""
+    masks = encode_masks(prediction.found.masks.astype("uint8"))
+    entries = []
+    for found, mask in zip(prediction.objects or (), masks, strict=True):
+        x0, y0, x1, y1 = found["box"]
+        bbox = [x0, y0, x1 - x0, y1 - y0]
+        entries.append({"category": found["category"], "score": found["score"], "bbox": bbox, "segmentation": mask})
+    return {"objects.png": png(drawing), "objects.json": (json.dumps(entries, indent=2) + "\n").encode()}
+
+
 DETECT = Task(
     name="detect",
     data=DetectionData,
@@ -138,6 +183,9 @@ DETECT = Task(
     headline={"box_ap": "box AP", "box_ap50": "box AP50", "mask_ap": "mask AP", "mask_ap50": "mask AP50"},
     losses=losses,
     metrics=DetectionMetrics,
+    predict=predict,
+    draw=draw,
+    files=files,
     refused_precision="bf16-true",  # torchvision's non-maximum suppression does not exist in it
     has_results=True,
     outputs=(),  # lists of objects

@@ -10,17 +10,21 @@ import math
 
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassConfusionMatrix
 
 from dgt.data.label_maps import IGNORED
-from dgt.data.segmentation import LabelMaps, SegmentationData
+from dgt.data.segmentation import LabelMaps, SegmentationData, SegmentationTest
+from dgt.figures import png, raster
+from dgt.figures.label_map import figure_label_map, label_png
 from dgt.models.heads.upernet import UperNet, build_upernet
 from dgt.models.padding import real_pixels
 from dgt.tasks.base import Losses, Metrics, Task, TrainingTask
 from dgt.tasks.confusion import segmentation_scores
 from dgt.tasks.network import ModelSettings
 from dgt.tasks.optim import OptimizerSettings, ScheduleSettings
+from dgt.tasks.prediction import Prediction, Run, Source, name_of, normalized, read_bytes, to_array
 from dgt.tasks.scanning import predict_labels
 from dgt.utils.errors import UserError
 
@@ -166,6 +170,28 @@ class SegmentationMetrics(Metrics):
         return overall | {f"iou/{name}": iou for name, iou in ious if not math.isnan(iou)}
 
 
+@torch.inference_mode()
+def predict(run: Run, image: Source, top_k: int) -> Prediction:
+    """The label map (H, W) of an image at its own size, uint8, as the recipe's test says; shares of all its classes."""
+    pixels, data = read_bytes(image), run.recipe.data
+    test, scale = SegmentationTest(**data["test"]), tuple(data["scale"])
+    labels = predict_labels(run.network, normalized(pixels, data)[None], scale, test)[0].to(torch.uint8)
+    shares = torch.bincount(labels.flatten(), minlength=len(run.class_names)) / labels.numel()
+    order = [index for index in shares.argsort(descending=True, stable=True).tolist() if shares[index] > 0]
+    classes = [(run.class_names[index], float(shares[index])) for index in order]
+    return Prediction(name_of(image), classes, pixels=to_array(pixels), found=labels.numpy())
+
+
+def draw(run: Run, prediction: Prediction) -> Image.Image:
+    """The image under its classes' colours, with a legend."""
+    return raster(figure_label_map(prediction.pixels, prediction.found, run.class_names), dpi=150)
+
+
+def files(run: Run, prediction: Prediction, drawing: Image.Image) -> dict[str, bytes]:
+    """The label map, whose numbers are the classes, and the drawing."""
+    return {"labels.png": label_png(prediction.found, len(run.class_names)), "overlay.png": png(drawing)}
+
+
 SEGMENT = Task(
     name="segment",
     data=SegmentationData,
@@ -173,5 +199,8 @@ SEGMENT = Task(
     headline={"miou": "mIoU", "accuracy": "pixel accuracy"},
     losses=losses,
     metrics=SegmentationMetrics,
+    predict=predict,
+    draw=draw,
+    files=files,
     task=SegmentationTask,
 )

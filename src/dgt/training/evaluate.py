@@ -4,38 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from dgt.data.image_io import decode_image
-from dgt.data.transforms import evaluation_transform
 from dgt.tasks import TASKS
 from dgt.tasks.detect import DetectionTask
+from dgt.tasks.prediction import Prediction
 from dgt.training.checkpoints import LoadedRun, load_run
 from dgt.training.files import write_json
 from dgt.training.recipe import build_data, parse_recipe
 from dgt.training.trainer import make_trainer
 
 TRAINER_KEYS = ("trainer.accelerator", "trainer.precision")
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What a model sees in one image file.
-
-    Args:
-        image: path as it was given.
-        classes: (class name, probability), most probable first; empty where the image could not be read.
-        error: why the image could not be read, or None.
-    """
-
-    image: str
-    classes: list[tuple[str, float]]
-    error: str | None = None
 
 
 def evaluate(path: str | Path, overrides: Sequence[str] = (), predictions: str | Path | None = None) -> dict[str, Any]:
@@ -82,15 +62,15 @@ def evaluate(path: str | Path, overrides: Sequence[str] = (), predictions: str |
 
 
 def predict(path: str | Path | LoadedRun, images: Sequence[str | Path], top_k: int = 5) -> list[Prediction]:
-    """Classes of single image files.
+    """What a trained model finds in single image files, as its task says.
 
     Args:
         path: checkpoint, run folder or model folder, or one already loaded.
         images: image files.
-        top_k: classes to give for each image; more than the model knows gives all.
+        top_k: classes that a classifier gives for each image; more than the model knows gives all.
 
     Returns:
-        One prediction per file, in their order; a file that cannot be read has `error` set and no classes.
+        One prediction per file, in their order; a file that cannot be read has `error` set and nothing else.
 
     Raises:
         FileNotFoundError, ValueError: as `load_run` does; ValueError for `top_k` below 1.
@@ -99,33 +79,6 @@ def predict(path: str | Path | LoadedRun, images: Sequence[str | Path], top_k: i
         raise ValueError(f"top_k must be at least 1, got {top_k}")
     run = path if isinstance(path, LoadedRun) else load_run(path)
     return [_predict_one(run, image, top_k) for image in images]
-
-
-def read_image(run: LoadedRun, image: str | Path) -> Tensor:
-    """An image file as the model wants it.
-
-    Args:
-        run: the trained model.
-        image: image file.
-
-    Returns:
-        (1, 3, H, W) float32.
-
-    Raises:
-        FileNotFoundError, ValueError: naming the file that is missing or cannot be decoded; a model of another task.
-    """
-    if run.recipe.task != "classify":
-        raise ValueError(f"only classifiers are looked into, {run.source} is of task {run.recipe.task!r}")
-    if not Path(image).is_file():
-        raise FileNotFoundError(f"there is no image file {str(image)!r}")
-    try:
-        picture = decode_image(image)
-    except ValueError as error:
-        raise ValueError(f"{str(image)!r} cannot be read as an image: {error}") from error
-    data = run.recipe.data
-    interpolation = data["augmentation"]["interpolation"]
-    transform = evaluation_transform(data["image_size"], data["crop_ratio"], data["mean"], data["std"], interpolation)
-    return transform(picture)[None]
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
@@ -142,15 +95,8 @@ def _some(names: Sequence[str]) -> str:
     return f"{len(names)} ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})"
 
 
-@torch.inference_mode()
 def _predict_one(run: LoadedRun, image: str | Path, top_k: int) -> Prediction:
     try:
-        pixels = read_image(run, image)
+        return TASKS[run.recipe.task].predict(run, image, top_k)
     except (FileNotFoundError, ValueError) as error:
-        return Prediction(str(image), [], str(error))
-    scores = run.network(pixels).float().softmax(dim=-1)[0]
-    best = scores.topk(min(top_k, len(run.class_names)))
-    return Prediction(
-        str(image),
-        [(run.class_names[i], p) for i, p in zip(best.indices.tolist(), best.values.tolist(), strict=True)],
-    )
+        return Prediction(str(image), error=str(error))

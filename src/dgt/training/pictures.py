@@ -1,13 +1,12 @@
 """Pictures in TensorBoard while a training goes on: what the model finds in a few validation images, and its groups.
 
-How they look is the caller's matter: `fit` takes a function, `dgt train` gives it `dgt.figures.training.draw_training`.
+How they look is the caller's matter: `fit` takes a function, `dgt train` gives it `dgt.app.visualize.draw_training`.
 """
 
 from __future__ import annotations
 
 import copy
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import numpy as np
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from numpy.typing import NDArray
-from PIL import Image
+from torch import Tensor
 
 from dgt.data.dataset import Key
 from dgt.data.image_io import BrokenImage
@@ -25,8 +24,8 @@ from dgt.training.loggers import Board
 from dgt.training.parallel import SHARDED
 from dgt.training.recipe import Recipe
 
-Draw = Callable[[LoadedRun, list[Path]], dict[str, NDArray[np.uint8]]]
-"""A copy of the network in training, on the CPU, and image files -> pictures (H, W, 3) by name."""
+Draw = Callable[[LoadedRun, list[Tensor]], dict[str, NDArray[np.uint8]]]
+"""A copy of the network, on the CPU, and uint8 images (3, H, W) as it gets them -> images (H, W, 3) by name."""
 
 IMAGES = 4
 
@@ -65,15 +64,6 @@ class Pictures(Callback):
     def _pictures(self, pl_module: LightningModule) -> dict[str, NDArray[np.uint8]]:
         network: Any = pl_module.network
         run = LoadedRun(copy.deepcopy(network).cpu().eval(), self.recipe, list(self.data.class_names), self.folder)
-        with tempfile.TemporaryDirectory() as folder:
-            return self.draw(run, self._write_images(Path(folder)))
-
-    def _write_images(self, folder: Path) -> list[Path]:
-        """The first validation images as files, as the model sees them."""
-        dataset, paths = self.data.datasets["val"], []
-        for index in range(min(IMAGES, len(dataset))):
-            sample = dataset[Key(0, 0, index)]
-            if not isinstance(sample, BrokenImage):
-                paths.append(folder / f"{index}.png")
-                Image.fromarray(sample[0].permute(1, 2, 0).numpy()).save(paths[-1])
-        return paths
+        dataset = self.data.datasets["val"]
+        samples = [dataset[Key(0, 0, index)] for index in range(min(IMAGES, len(dataset)))]
+        return self.draw(run, [sample[0] for sample in samples if not isinstance(sample, BrokenImage)])

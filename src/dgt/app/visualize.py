@@ -1,20 +1,38 @@
-"""`dgt visualize`: the figures of trained models: one block, all blocks, or one block through a training."""
+"""Looking into trained models: `dgt visualize`, `dgt diagnose`, and what TensorBoard shows of a training."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import torch
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from torch import Tensor
 
-from dgt.figures.files import save_animation, save_figure
-from dgt.figures.groups import figure_contact_sheet, figure_group_map, figure_groups
-from dgt.figures.panel import Array, GroupPanel, choose_groups, denormalize
-from dgt.models import GroupRecord, group_records
+from dgt.figures import (
+    GroupPanel,
+    choose_groups,
+    denormalize,
+    figure_contact_sheet,
+    figure_group_map,
+    figure_groups,
+    panels_of,
+    raster,
+    save_animation,
+    save_figure,
+)
+from dgt.figures.diagnosis import figure_diagnosis
+from dgt.models import BlockDiagnosis, DynamicGroupTransformer, diagnose, group_records
 from dgt.models.inspect import attention_layers
+from dgt.tasks import TASKS
+from dgt.tasks.classify import read_image
+from dgt.tasks.prediction import Source
 from dgt.training import LoadedRun, load_run
-from dgt.training.evaluate import read_image
+from dgt.utils.errors import UserError
 
 
 def visualize(
@@ -44,76 +62,85 @@ def visualize(
         all_blocks: the map of this head in every block that has it.
 
     Raises:
-        FileNotFoundError, ValueError: as `load_run`, `read_image` and `save_figure` do; a model without such blocks, a
+        FileNotFoundError, UserError: as `load_run`, `read_image` and `save_figure` do; a model without such blocks, a
             block or a head that it does not have; choices that exclude each other.
     """
     animated = Path(out).suffix.lower() == ".gif"
     _check_choices(len(checkpoints), len(images), block, all_blocks, animated)
     runs = [path if isinstance(path, LoadedRun) else load_run(path) for path in checkpoints]
     if len(runs) > 1:
-        seen = [_panels(run, images[0], block or 0, head)[0] for run in runs]
+        seen = [_panels(run, images[0], head=head, block=block or 0)[0] for run in runs]
         panels = [replace(panel, title=title) for panel, title in zip(seen, _titles(checkpoints), strict=True)]
         if animated:
             save_animation(_frames(panels, groups, as_map), out)
         else:
             save_figure(_through_training(panels, groups, as_map), out)
     elif all_blocks:
-        save_figure(figure_contact_sheet(_all_panels(runs[0], images[0], head)), out)
+        save_figure(figure_contact_sheet(_panels(runs[0], images[0], head=head, every=True)), out)
     else:
-        panels = [panel for image in images for panel in _panels(runs[0], image, block, head)]
+        panels = [panel for image in images for panel in _panels(runs[0], image, head=head, block=block)]
         save_figure(figure_group_map(panels) if as_map else figure_groups(panels, groups), out)
+
+
+def diagnose_run(checkpoint: str | Path, images: Sequence[str | Path], out: str | Path) -> list[BlockDiagnosis]:
+    """Diagnose a trained classifier on image files and draw what was found.
+
+    Args:
+        checkpoint: a checkpoint, run folder or model folder.
+        images: image files; at least one.
+        out: PNG, SVG or PDF to write.
+
+    Returns:
+        What `dgt.diagnose` returns.
+
+    Raises:
+        FileNotFoundError, UserError: as `load_run`, `read_image`, `dgt.diagnose` and `save_figure` do.
+    """
+    run = load_run(checkpoint)
+    blocks = diagnose(run.network, torch.cat([read_image(run, image) for image in images]))
+    save_figure(figure_diagnosis(blocks), out)
+    return blocks
+
+
+def draw_training(run: LoadedRun, images: Sequence[Tensor]) -> dict[str, NDArray[np.uint8]]:
+    """Draw what a model finds in images, and its groups where it is a DGT.
+
+    Args:
+        run: the model, on the CPU.
+        images: uint8 (3, H, W) each, as the network gets them.
+
+    Returns:
+        Images (H, W, 3) uint8: "predictions/0" and so on, and "groups".
+    """
+    task = TASKS[run.recipe.task]
+    drawn = {f"predictions/{i}": task.draw(run, task.predict(run, image, 1)) for i, image in enumerate(images)}
+    if isinstance(run.network, DynamicGroupTransformer) and images:
+        drawn["groups"] = raster(figure_groups(_panels(run, images[0])), dpi=200)
+    return {name: np.asarray(image) for name, image in drawn.items()}
 
 
 def _check_choices(checkpoints: int, images: int, block: int | None, all_blocks: bool, animated: bool) -> None:
     if checkpoints < 1 or images < 1:
-        raise ValueError(f"expected at least one checkpoint and one image, got {checkpoints} and {images}")
+        raise UserError(f"expected at least one checkpoint and one image, got {checkpoints} and {images}")
     if images > 1 and (checkpoints > 1 or all_blocks):
-        raise ValueError(f"several checkpoints, or all blocks, are drawn over one image, got {images}")
+        raise UserError(f"several checkpoints, or all blocks, are drawn over one image, got {images}")
     if all_blocks and checkpoints > 1:
-        raise ValueError(f"all blocks are drawn for one checkpoint, got {checkpoints}")
+        raise UserError(f"all blocks are drawn for one checkpoint, got {checkpoints}")
     if all_blocks and block is not None:
-        raise ValueError(f"block must not be given where all blocks are drawn, got {block}")
+        raise UserError(f"block must not be given where all blocks are drawn, got {block}")
     if animated and checkpoints == 1:
-        raise ValueError("a GIF shows how groups move: it needs several checkpoints, got 1")
+        raise UserError("a GIF shows how groups move: it needs several checkpoints, got 1")
 
 
-def _panels(run: LoadedRun, image: str | Path, block: int | None, head: int) -> list[GroupPanel]:
-    """A panel for the block, or for the last one at each resolution."""
-    picture, records = _look(run, image)
-    if block is not None and not 0 <= block < len(records):
-        raise ValueError(f"block must lie in 0 to {len(records) - 1} for {run.recipe.model.name!r}, got {block}")
-    chosen = list({record.grid: record for record in records}.values()) if block is None else [records[block]]
-    for record in chosen:
-        heads = record.attention.group_ids.shape[1]
-        if not 0 <= head < heads:
-            raise ValueError(f"head must lie in 0 to {heads - 1} at block {record.name!r}, got {head}")
-    return [_panel(record, picture, head, record.name) for record in chosen]
-
-
-def _all_panels(run: LoadedRun, image: str | Path, head: int) -> list[GroupPanel]:
-    """A panel for every block that has the head."""
-    picture, records = _look(run, image)
-    most = max(record.attention.group_ids.shape[1] for record in records)
-    if not 0 <= head < most:
-        raise ValueError(f"head must lie in 0 to {most - 1} for {run.recipe.model.name!r}, got {head}")
-    named = [(record, f"block {place}") for place, record in enumerate(records)]
-    return [_panel(record, picture, head, name) for record, name in named if head < record.attention.group_ids.shape[1]]
-
-
-def _look(run: LoadedRun, image: str | Path) -> tuple[Array, list[GroupRecord]]:
-    """The picture as the model got it, and what its layers grouped and chose."""
+def _panels(run: LoadedRun, image: Source, **choice: Any) -> list[GroupPanel]:
+    """Panels of an image as the model got it."""
     pixels = read_image(run, image)
     try:
         attention_layers(run.network)
     except ValueError as error:
-        raise ValueError(f"model {run.recipe.model.name!r} has no dynamic group attention to draw") from error
-    records = group_records(run.network, pixels)
-    return denormalize(pixels[0], run.recipe.data["mean"], run.recipe.data["std"]), records
-
-
-def _panel(record: GroupRecord, picture: Array, head: int, title: str) -> GroupPanel:
-    group_ids, key_ids = (ids[0, head].cpu().numpy() for ids in record.attention[1:])
-    return GroupPanel(picture, record.grid, group_ids, key_ids, title=title)
+        raise UserError(f"model {run.recipe.model.name!r} has no dynamic group attention to draw") from error
+    seen = denormalize(pixels[0], run.recipe.data["mean"], run.recipe.data["std"])
+    return panels_of(group_records(run.network, pixels), seen, **choice)
 
 
 def _titles(checkpoints: Sequence[str | Path | LoadedRun]) -> list[str]:

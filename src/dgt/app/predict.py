@@ -1,0 +1,72 @@
+"""`dgt predict`: what a trained model finds in image files, as text and as files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dgt.figures.detections import SHOWN_SCORE
+from dgt.tasks import TASKS
+from dgt.training import LoadedRun, predict
+from dgt.utils.atomic_write import atomic_write
+from dgt.utils.errors import UserError
+
+
+def predict_files(
+    run: LoadedRun, images: Sequence[str | Path], out: str | Path, top_k: int = 5
+) -> list[dict[str, Any]]:
+    """Predict image files and write the files of the model's task, if it has any, into a folder.
+
+    Args:
+        run: the trained model.
+        images: image files.
+        out: folder to write; made where it is missing and needed.
+        top_k: classes that a classifier gives for each image.
+
+    Returns:
+        For each image, in order, plain values: `image`, `error` (None, or why it could not be read), what the task
+        tells, and the `files` written.
+
+    Raises:
+        UserError: two images of one name, whose drawings would be the same files.
+        NotADirectoryError: `out` is a file.
+        OSError: `out` cannot be written to.
+    """
+    folder, task, told = Path(out), TASKS[run.recipe.task], []
+    if task.files is not None:
+        _check(folder, images)
+    for image in images:
+        (found,) = predict(run, [image], top_k)
+        told.append(found.to_dict())
+        if task.files is not None and found.error is None:
+            contents = task.files(run, found, task.draw(run, found))
+            paths = {folder / f"{Path(image).stem}_{end}": content for end, content in contents.items()}
+            for path, content in paths.items():
+                atomic_write(path, content)
+            told[-1]["files"] = [str(path) for path in paths]
+    return told
+
+
+def prediction_lines(prediction: Mapping[str, Any]) -> list[str]:
+    """What a prediction of `predict_files` says, human-readable: classes, the objects that are drawn, files."""
+    lines = [f"  {100 * score:6.2f} %  {name}" for name, score in prediction.get("classes", ())]
+    if "objects" in prediction:
+        drawn = [found for found in prediction["objects"] if found["score"] >= SHOWN_SCORE]
+        for found in drawn:
+            x0, y0, x1, y1 = found["box"]
+            place = f"x {x0:.0f} to {x1:.0f}, y {y0:.0f} to {y1:.0f}"
+            lines.append(f"  {100 * found['score']:6.2f} %  {found['category']}  ({place})")
+        fainter = len(prediction["objects"]) - len(drawn)
+        sure = f"at least {100 * SHOWN_SCORE:.0f} %"
+        lines.append(f"  {len(drawn)} objects of {sure}, {fainter} below, which are not drawn")
+    return [*lines, *(f"  {path}" for path in prediction.get("files", ()))]
+
+
+def _check(folder: Path, images: Sequence[str | Path]) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"out must be a folder, {folder} is a file")
+    names = [Path(image).stem for image in images]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise UserError(f"images must have different names, their drawings are named so; got {twice[0]!r} twice")

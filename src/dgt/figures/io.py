@@ -1,0 +1,78 @@
+"""Figures as images and files: PNG, SVG or PDF, and several as an animated GIF. A file appears whole or not at all."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from PIL import Image
+
+from dgt.utils.atomic_write import replacing
+from dgt.utils.errors import UserError
+
+SUFFIXES = (".pdf", ".png", ".svg")
+
+
+def save_figure(figure: Figure, path: str | Path, dpi: int = 200) -> None:
+    """Write a figure as PNG, SVG or PDF, by the path's suffix; the file appears whole or not at all.
+
+    dpi: pixels per inch of a PNG, and of the images inside an SVG or PDF. Raises UserError for another suffix or a dpi
+    below 1, FileNotFoundError where the folder is missing.
+    """
+    path = _check(path, SUFFIXES, dpi)
+    with replacing(path) as partial:
+        figure.savefig(partial, dpi=dpi, format=path.suffix[1:].lower(), facecolor="white")
+
+
+def save_animation(figures: Sequence[Figure], path: str | Path, seconds: float = 0.7, dpi: int = 120) -> None:
+    """Write figures of one size as the frames of a GIF that starts over; the file appears whole or not at all.
+
+    seconds: how long each frame stands; the last one stands three times as long. dpi: pixels per inch. Raises UserError
+    naming the argument, FileNotFoundError where the folder is missing.
+    """
+    path = _check(path, (".gif",), dpi)
+    if len(figures) == 0:
+        raise UserError("figures must hold at least one figure, got none")
+    if seconds <= 0:
+        raise UserError(f"seconds must be positive, got {seconds}")
+    frames = [raster(figure, dpi) for figure in figures]
+    sizes = {frame.size for frame in frames}
+    if len(sizes) > 1:
+        raise UserError(f"figures must be of one size, got {sorted(sizes)} pixels")
+    # One palette for all frames: with its own each, what stands still would flicker.
+    strip = Image.fromarray(np.concatenate([np.asarray(frame) for frame in frames]))
+    palette = strip.quantize(256, dither=Image.Dither.NONE)
+    first, *others = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
+    durations = [round(1000 * seconds)] * len(others) + [round(3000 * seconds)]
+    with replacing(path) as partial:
+        first.save(partial, "GIF", save_all=True, append_images=others, duration=durations, loop=0)
+
+
+def raster(figure: Figure, dpi: int) -> Image.Image:
+    """A figure as an RGB image."""
+    figure.set_dpi(dpi)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3])
+
+
+def png(image: Image.Image) -> bytes:
+    """An image as the bytes of a PNG."""
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", optimize=True)
+    return buffer.getvalue()
+
+
+def _check(path: str | Path, suffixes: Sequence[str], dpi: int) -> Path:
+    path = Path(path)
+    if path.suffix.lower() not in suffixes:
+        raise UserError(f"path must end in {'one of ' * (len(suffixes) > 1)}{', '.join(suffixes)}, got {path.name!r}")
+    if dpi < 1:
+        raise UserError(f"dpi must be at least 1, got {dpi}")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"path must lie in an existing folder, got {path}")
+    return path
