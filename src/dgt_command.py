@@ -20,6 +20,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 RECIPES = Path(__file__).with_name("dgt") / "recipes"
 MODEL_HELP = "a checkpoint (.ckpt), a run folder, or a model folder (config.json, model.safetensors)"
+EXPERIMENTS = {"retrieval": "Retrieval at a distance: what groups reach and windows do not, and the law of G and k"}
 SECTIONS = {  # what a recipe consists of; `dgt.training` has the keys in them
     "name": "name of the experiment, and of its run folder",
     "task": "classify, segment or detect",
@@ -60,9 +61,12 @@ def _mistakes(options: argparse.Namespace, keys: list[str]) -> Iterator[str]:
     """What is wrong and can be seen without the package: names of recipes and tables, sections, checkpoints."""
     if options.command == "train" and not options.help and options.recipe is None:
         yield f"name a recipe, one of {', '.join(_shipped(RECIPES))}, or the path of a YAML file"
+    experiment = getattr(options, "table", None) in EXPERIMENTS
+    if experiment and options.size is not None:
+        yield f"{options.table} is no table and has no sizes: leave --size out"
     for what, folder in (("recipe", RECIPES), ("table", RECIPES / "tables")):
         name = getattr(options, what, None)
-        shipped = _shipped(folder)
+        shipped = sorted([*_shipped(folder), *(EXPERIMENTS if what == "table" else ())])
         if name is not None and Path(name).suffix in (".yaml", ".yml"):
             if not Path(name).is_file():
                 yield f"there is no {what} file {name!r}"
@@ -73,7 +77,7 @@ def _mistakes(options: argparse.Namespace, keys: list[str]) -> Iterator[str]:
                 f"there is no {what} {name!r}: {hint}shipped are {', '.join(shipped)}; "
                 "any other is the path of a YAML file"
             )
-    for word in keys:
+    for word in keys if not experiment else ():
         section, dot, key = word[2:].partition("=")[0].partition(".")
         if word.startswith("--") and section not in SECTIONS:
             near = difflib.get_close_matches(section, SECTIONS, n=1, cutoff=0.75)
@@ -167,7 +171,9 @@ def _add_training(commands: Commands) -> None:
     about = "train the rows of a table with several seeds and write it beside the paper's numbers"
     usage = "dgt ablate TABLE [--seeds N] [--size NAME] [--out DIR] [--data.root DIR] [--section.key value ...]"
     command = _add(commands, "ablate", about, takes_keys=True, usage=usage)
-    command.add_argument("table", nargs="?", metavar="TABLE", help="a shipped table (none: list them), or a YAML file")
+    command.set_defaults(experiments=EXPERIMENTS)
+    about = f"a shipped table (none: list them), a YAML file, or {', '.join(EXPERIMENTS)}"
+    command.add_argument("table", nargs="?", metavar="TABLE", help=about)
     command.add_argument(
         "--seeds", type=_whole(1), default=3, metavar="N", help="seeds of each row (default: %(default)s)"
     )

@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "figures": {"models", "ops", "utils"},  # records and arrays in, never a training
     "tasks": {"data", "figures", "models", "utils"},
     "training": {"tasks", "data", "models", "layers", "utils"},
-    "experiments": {"training", "tasks", "data", "models", "utils"},
+    "experiments": {"training", "tasks", "data", "models", "layers", "utils"},  # retrieval compares attention layers
     "inference": {"training", "tasks", "models", "layers", "ops", "utils"},
     "export": {"inference"},
     "explorer": {"training", "figures", "data", "models", "layers", "ops", "utils"},
@@ -46,10 +46,10 @@ ALLOWED: dict[str, set[str]] = {
 # Lines of all `.py` files of a package, and of everything together.
 BUDGETS = {
     **{"utils": 190, "ops": 1450, "ops.triton": 1750, "layers": 1090, "models": 1590, "data": 1940, "tasks": 930},
-    **{"training": 1250, "experiments": 280, "figures": 740, "inference": 960, "explorer": 600, "bench": 330},
+    **{"training": 1250, "experiments": 680, "figures": 840, "inference": 960, "explorer": 600, "bench": 330},
     **{"app": 762, "export": 20, "__init__": 60, "__main__": 10},
 }
-MAX_LINES = 14_000
+MAX_LINES = 14_500
 MAX_MODULE_LINES = 400
 MAX_FUNCTION_LINES = 60
 TASK_NAMES = {"classify", "segment", "detect"}

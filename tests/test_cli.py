@@ -79,6 +79,7 @@ def test_the_package_answers_as_the_command_does() -> None:
     [
         *("--help", "train --help", "predict --help", "", "fly", "predict", "demo --loud", "demo --epochs many"),
         *("train", "train scene", "train missing.yaml", "train scenes --optimiser.lr 1", "ablate block"),
+        "ablate retrieval --size tiny",
         *(
             "evaluate nowhere",
             "status nowhere",

@@ -63,15 +63,33 @@ def run_status(options: argparse.Namespace, _: list[str]) -> int:
 
 def run_ablate(options: argparse.Namespace, overrides: list[str]) -> int:
     """`dgt ablate`: trains what is missing and prints the table; without one, which there are."""
+    if options.table in options.experiments:
+        return _retrieval(options, overrides)
     from dgt.training.ablate import ablate
     from dgt.training.tables import tables_text
 
     if options.table is None:
-        print(tables_text())
+        print("\n".join([tables_text(), *(f"{name:<18}{title}" for name, title in options.experiments.items())]))
         return 0
     _quiet()
     folder = ablate(options.table, overrides, options.seeds, options.out, options.size)
     print((folder / "table.md").read_text(encoding="utf-8") + f"\n{folder / 'table.json'}")
+    return 0
+
+
+def _retrieval(options: argparse.Namespace, words: list[str]) -> int:
+    import logging
+
+    from dgt.experiments.retrieval import retrieval
+    from dgt.figures.files import save_figure
+    from dgt.figures.retrieval import figure_retrieval
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    command = " ".join(["dgt ablate", options.table, f"--seeds {options.seeds}", *words])
+    folder = retrieval(words, options.seeds, options.out, command)
+    content = json.loads((folder / "retrieval.json").read_text(encoding="utf-8"))
+    save_figure(figure_retrieval(content), folder / "retrieval.png", dpi=130)
+    print((folder / "retrieval.md").read_text(encoding="utf-8") + f"\n{folder / 'retrieval.png'}")
     return 0
 
 

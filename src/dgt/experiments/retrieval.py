@@ -1,0 +1,396 @@
+"""Retrieval at a distance: can groups find keys that no window holds, and what do G and k decide?
+
+A map of S x S tokens has two halves with empty columns between them. In one half, drawn anew for every map, each of M
+codes stands once beside a value: a source. Tokens of the other half, the probes, hold a code alone and have to tell
+the value that its source has in this map. So whoever answers has looked at one certain token at a distance.
+
+Every row is one small network that differs in its attention alone. A group of DG-Attention can answer for at most k
+codes, hence G groups for at most k G of them: the law that the points are drawn beside is
+
+    accuracy = chance + min(1, k G / M) (accuracy of global attention - chance),
+
+with equality where groups share the codes evenly. `served` measures what this grouping has: the share of probes whose
+source is among the keys of their group, in either head.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dgt.layers import Block, DGAttention, GlobalAttention
+from dgt.layers.baselines.cmt import ReducedAttention
+from dgt.layers.baselines.cswin import StripeAttention
+from dgt.layers.baselines.swin import WindowAttention
+from dgt.utils.atomic_write import atomic_write, write_json
+from dgt.utils.errors import LOGGER, UserError
+from dgt.utils.seeding import seeded
+
+CODE = 16  # channels of a code and of a value; two more tell sources and probes
+NOISE, STRENGTH = 0.3, 2.0
+LEARNING_RATE = 4e-3
+FEWER_KEYS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # k at which the trained weights are measured
+LAST_BATCHES, REPEATS = (1, 2, 16), 8
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # half of a 95 % interval, by degrees of freedom
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes of the task, the network and its training; all but `codes` and `values` may be cut for a quick look.
+
+    Args:
+        side: S; even.
+        gap: empty columns between the halves; even.
+        codes: M, at most three quarters of the places of a half, so that every code is asked for.
+        values: values that a source can have; a guess is right in one of so many cases.
+        dim: channels of the network; its two heads have half each.
+        steps: of the optimizer, at least 20, two thirds of them with k still falling from L to the row's.
+        batch_size: maps a step.
+        test_maps: maps that accuracy is measured on, the same for all rows and seeds.
+
+    Raises:
+        UserError: a number out of its range.
+    """
+
+    side: int = 16
+    gap: int = 4
+    codes: int = 64
+    values: int = 8
+    dim: int = 64
+    steps: int = 600
+    batch_size: int = 16
+    test_maps: int = 128
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            least = {"steps": 20, "gap": 0, "values": 2}.get(field.name, 1)
+            if getattr(self, field.name) < least:
+                raise UserError(f"{field.name} must be at least {least}, got {getattr(self, field.name)}")
+        if self.side % 2 or self.gap % 2 or self.dim % 4:
+            raise UserError(f"side and gap must be even and dim a multiple of 4, got {self.side, self.gap, self.dim}")
+        if self.codes > self.places * 3 // 4:
+            raise UserError(f"codes must be at most {self.places * 3 // 4} for this side and gap, got {self.codes}")
+
+    @property
+    def places(self) -> int:
+        """Tokens of one half."""
+        return max(self.side * (self.side - self.gap) // 2, 0)
+
+    @classmethod
+    def parse(cls, words: Sequence[str]) -> Settings:
+        """Settings from words of a command line: `["--codes", "16", "--steps=300"]`; UserError for any other."""
+        words = [part for word in words for part in word.split("=", 1)]
+        known = {f"--{field.name}": field.name for field in fields(cls)}
+        chosen = {}
+        for key, value in zip(words[::2], [*words[1::2], ""], strict=False):
+            if key not in known or not value.isdecimal():
+                raise UserError(f"retrieval takes {', '.join(known)}, each with a whole number, got {key} {value}")
+            chosen[known[key]] = int(value)
+        return cls(**chosen)
+
+
+class Batch(NamedTuple):
+    """Maps of the task."""
+
+    tokens: Tensor
+    """(B, S, S, 34)."""
+    target: Tensor
+    """(B, S S) int64: the value that a probe has to tell, -100 at other tokens."""
+    source: Tensor
+    """(B, S S) int64: the token where it stands, -1 at other tokens."""
+
+
+def make_batch(settings: Settings, size: int, generator: torch.Generator) -> Batch:
+    """Draw maps. Codes and values are the same unit vectors, times 2, for every generator."""
+    side, half, maps = settings.side, settings.places, torch.arange(size)[:, None]
+    fixed = torch.Generator().manual_seed(2022)
+    codes = STRENGTH * F.normalize(torch.randn(settings.codes, CODE, generator=fixed), dim=-1)
+    values = STRENGTH * F.normalize(torch.randn(settings.values, CODE, generator=fixed), dim=-1)
+    tokens = NOISE * torch.randn(size, side * side, 2 * CODE + 2, generator=generator)
+    mirrored = torch.rand(size, 1, generator=generator) < 0.5
+
+    def somewhere(count: int, far: bool) -> Tensor:
+        """(B, count) different tokens of one half: places are counted by columns, from the left or the right edge."""
+        place = torch.rand(size, half, generator=generator).argsort(1)[:, :count]
+        row, column = place % side, place // side
+        return row * side + torch.where(mirrored ^ far, side - 1 - column, column)
+
+    source, probe = somewhere(settings.codes, False), somewhere(half * 3 // 4, True)
+    value = torch.randint(settings.values, (size, settings.codes), generator=generator)
+    asked = torch.arange(probe.shape[1]) % settings.codes
+    tokens[maps, source] += torch.cat([codes.expand(size, -1, -1), values[value], torch.zeros(size, len(codes), 2)], 2)
+    tokens[maps, source, 2 * CODE] += STRENGTH
+    tokens[maps, probe, :CODE] += codes[asked]
+    tokens[maps, probe, 2 * CODE + 1] += STRENGTH
+    target, where = torch.full((2, size, side * side), -1)
+    target[maps, probe], where[maps, probe] = value[:, asked], source[:, asked]
+    return Batch(tokens.view(size, side, side, -1), target.masked_fill(target < 0, -100), where)
+
+
+class ChosenKeys(GlobalAttention):
+    """The controls of a selection: every query has its own `top_k` keys, drawn anew each time, or its best ones."""
+
+    def __init__(self, dim: int, num_heads: int, best: bool, top_k: int) -> None:
+        super().__init__(dim, num_heads)
+        self.best, self.top_k = best, top_k
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Map (B, H, W, C) to the same shape; there is no padding in this task."""
+        query, key, value = self.split_heads(x)
+        scores = query @ key.transpose(-1, -2) * self.scale
+        rank = scores.detach() if self.best else torch.rand_like(scores)
+        last = rank.topk(min(self.top_k, rank.shape[-1])).values[..., -1:]
+        return self.merge_heads(scores.masked_fill(rank < last, -torch.inf).softmax(-1) @ value, x)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One network.
+
+    Args:
+        name: as in the table.
+        attention: (dim, heads, number of the block) to a module.
+        depth: blocks.
+        top_k: k at the end of training; None where the attention has none.
+        annealed: whether k falls from L to `top_k` in training, or is `top_k` from the first step.
+        last_batch: whether the centroids are then replaced by those of other batches.
+    """
+
+    name: str
+    attention: Callable[[int, int, int], nn.Module]
+    depth: int = 1
+    top_k: int | None = None
+    annealed: bool = True
+    last_batch: bool = False
+
+
+def _groups(count: int, top_k: int, words: str = "", annealed: bool = True, **eq4: Any) -> Row:
+    def attention(dim: int, heads: int, _: int) -> DGAttention:
+        return DGAttention(dim, heads, num_groups=count, top_k=top_k, **eq4)
+
+    name = f"DG, G {count}, k {top_k}{words}"
+    return Row(name, attention, top_k=top_k, annealed=annealed, last_batch=(count, top_k) == (16, 4))
+
+
+ROWS = (
+    Row("global", lambda dim, heads, _: GlobalAttention(dim, heads)),
+    *(_groups(groups, 16) for groups in (1, 4, 16, 48)),
+    *(_groups(groups, top_k) for groups, top_k in ((1, 64), (4, 64), (16, 4), (48, 2))),
+    *(_groups(16, top_k, " from the start", annealed=False) for top_k in (16, 64)),
+    _groups(16, 4, ", tau = 0.1 lr on the new mean", tau_weighs="new"),
+    _groups(16, 4, ", tau = 0.05 on the new mean", tau_weighs="new", tau=0.05),
+    Row("best keys of each query, k 16", lambda dim, heads, _: ChosenKeys(dim, heads, True, 16), top_k=16),
+    Row("random keys, k 16", lambda dim, heads, _: ChosenKeys(dim, heads, False, 16), top_k=16),
+    Row("windows 4 x 4", lambda dim, heads, _: WindowAttention(dim, heads, window=4)),
+    Row("windows, two blocks, shifted", lambda dim, heads, i: WindowAttention(dim, heads, 4, 2 * (i % 2)), depth=2),
+    Row("stripes", lambda dim, heads, _: StripeAttention(dim, heads, width=1)),
+    Row("stripes, two blocks", lambda dim, heads, _: StripeAttention(dim, heads, width=1), depth=2),
+    Row("reduced 4 x 4 (CMT)", lambda dim, heads, _: ReducedAttention(dim, heads, ratio=4)),
+)
+
+
+class Network(nn.Module):
+    """A linear layer in, blocks, LayerNorm and a linear layer out: tokens (B, S, S, 34) to logits (B, S S, values)."""
+
+    def __init__(self, row: Row, settings: Settings) -> None:
+        super().__init__()
+        dim = settings.dim
+        self.embed = nn.Linear(2 * CODE + 2, dim)
+        self.blocks = nn.Sequential(*(Block(dim, row.attention(dim, 2, i), ffn="mlp") for i in range(row.depth)))
+        self.head = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, settings.values))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of every token."""
+        logits: Tensor = self.head(self.blocks(self.embed(tokens))).flatten(1, 2)
+        return logits
+
+    def set_top_k(self, top_k: int) -> None:
+        """Set k of every attention that has one."""
+        for module in self.modules():
+            if isinstance(module, DGAttention | ChosenKeys):
+                module.top_k = top_k
+
+
+@torch.no_grad()
+def measure(network: Network, batches: Sequence[Batch]) -> dict[str, float]:
+    """Share of right answers, and of probes that are served where the attention has groups; in per cent."""
+    network.eval()
+    right: list[Tensor] = []
+    served: list[Tensor] = []
+    block: Any = network.blocks[0]
+    with seeded("retrieval", "test"):
+        for tokens, target, source in batches:
+            asked = target >= 0
+            right.append((network(tokens).argmax(-1) == target)[asked])
+            if isinstance(block.attn, DGAttention):
+                embedded = network.embed(tokens)
+                chosen = block.attn.inspect(block.norm1(embedded + block.cpe(embedded)))
+                ids = chosen.group_ids[..., None].expand(-1, -1, -1, chosen.key_ids.shape[-1])
+                hit = (chosen.key_ids.gather(2, ids) == source[:, None, :, None]).any(-1).any(1)
+                served.append(hit[asked])
+    network.train()
+    found = {"accuracy": right, **({"served": served} if served else {})}
+    return {name: 100 * torch.cat(parts).float().mean().item() for name, parts in found.items()}
+
+
+def train(row: Row, seed: int, settings: Settings) -> dict[str, Any]:
+    """Train and measure one row with one seed; the same arguments give the same result on one machine."""
+    start, tokens = time.process_time(), settings.side**2
+    with seeded("retrieval", seed):
+        network = Network(row, settings).train()
+        optimizer = torch.optim.AdamW(network.parameters(), LEARNING_RATE, weight_decay=0.01)
+        rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, settings.steps, pct_start=0.1)
+        generator = torch.Generator().manual_seed(seed)
+        for step in range(settings.steps):
+            if row.top_k is not None and row.annealed:
+                network.set_top_k(max(row.top_k, round(tokens * (1 - 1.5 * step / settings.steps))))
+            batch = make_batch(settings, settings.batch_size, generator)
+            loss = F.cross_entropy(network(batch.tokens).flatten(0, 1), batch.target.flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+            optimizer.step()
+            rate.step()
+    sizes = [min(16, settings.test_maps - begin) for begin in range(0, settings.test_maps, 16)]
+    fixed = torch.Generator().manual_seed(2**31)
+    test = [make_batch(settings, size, fixed) for size in sizes]
+    result: dict[str, Any] = {"row": row.name, "seed": seed, **measure(network, test)}
+    if row.top_k is not None:
+        result["by_top_k"] = []
+        for top_k in (top_k for top_k in FEWER_KEYS if top_k <= tokens):
+            network.set_top_k(top_k)
+            result["by_top_k"].append({"top_k": top_k, **measure(network, test)})
+        network.set_top_k(row.top_k)
+    if row.last_batch:
+        result["last_batch"] = _other_last_batches(network, settings, test)
+    return {**result, "cpu_seconds": round(time.process_time() - start, 1)}
+
+
+def _other_last_batches(network: Network, settings: Settings, test: Sequence[Batch]) -> list[dict[str, Any]]:
+    """Accuracy with centroids as one more step would leave them, by maps in its batch, REPEATS batches each."""
+    layers = [module for module in network.modules() if isinstance(module, DGAttention)]
+    before = [layer.centroids.clone() for layer in layers]
+    found = []
+    for size in LAST_BATCHES:
+        accuracies = []
+        for repeat in range(REPEATS):
+            tokens = make_batch(settings, size, torch.Generator().manual_seed(2**32 + repeat)).tokens
+            with torch.no_grad():
+                network(tokens)
+            for layer in layers:
+                layer.update(0.0)  # the learning rate that a schedule ends at
+            accuracies.append(measure(network, test)["accuracy"])
+            for layer, centroids in zip(layers, before, strict=True):
+                layer.centroids.copy_(centroids)
+        found.append({"maps": size, "accuracies": accuracies})
+    return found
+
+
+def retrieval(words: Sequence[str] = (), seeds: int = 3, out: str | Path | None = None, command: str = "") -> Path:
+    """Train what is missing of all rows, seed by seed, and write `retrieval.json` and `retrieval.md`.
+
+    Args:
+        words: changes of `Settings`, as on the command line.
+        seeds: number of seeds, from 0 on.
+        out: the folder; None for runs/ablate-retrieval. A row and seed that it has is not trained again.
+        command: noted in the results.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: a number of seeds below 1, other settings than those of the folder, or a file that is no results'.
+        FileExistsError: another process is at work in the folder.
+        OSError: the folder cannot be written to.
+    """
+    settings = Settings.parse(words)
+    if seeds < 1:
+        raise UserError(f"seeds must be at least 1, got {seeds}")
+    folder = Path(out) if out is not None else Path("runs") / "ablate-retrieval"
+    with alone(folder):
+        path = folder / "retrieval.json"
+        runs = _load(path, settings)
+        done = {(run["row"], run["seed"]) for run in runs}
+        todo = [(row, seed) for seed in range(seeds) for row in ROWS if (row.name, seed) not in done]
+        for number, (row, seed) in enumerate(todo, 1):
+            runs.append(train(row, seed, settings))
+            LOGGER.info("[%d/%d] %s, seed %d: %.1f %%", number, len(todo), row.name, seed, runs[-1]["accuracy"])
+            write_json(path, {**_circumstances(command), "settings": asdict(settings), "runs": runs})
+        atomic_write(folder / "retrieval.md", markdown(json.loads(path.read_text(encoding="utf-8"))))
+    return folder
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Make the folder and keep a second process out of it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise FileExistsError(f"another process is at work in {folder}") from error
+        yield
+
+
+def _load(path: Path, settings: Settings) -> list[dict[str, Any]]:
+    if not path.is_file():
+        return []
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        runs, theirs = list(content["runs"]), Settings(**content["settings"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} does not hold results of this experiment: move it, or give another --out") from error
+    if theirs != settings:
+        raise UserError(f"{path} has other settings, {theirs}, than {settings}: give another folder with --out")
+    return runs
+
+
+def _circumstances(command: str) -> dict[str, Any]:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
+    parts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    name = parts.get("model name", platform.processor() or platform.machine())
+    family = f", family {parts['cpu family']}, model {parts['model']}" if "cpu family" in parts else ""
+    return {
+        "command": command,
+        "processor": name + family,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def interval(values: Sequence[float]) -> tuple[float, float | None]:
+    """Mean, and half of its 95 % interval by Student's t; None for a single value."""
+    if len(values) < 2:
+        return values[0], None
+    student = STUDENT[len(values) - 2] if len(values) - 2 < len(STUDENT) else 2.26
+    return statistics.fmean(values), student * statistics.stdev(values) / len(values) ** 0.5
+
+
+def markdown(content: dict[str, Any]) -> str:
+    """The results as a table, one line a row: mean and 95 % interval over seeds, each seed, and accuracy by k."""
+    keys = [str(top_k) for top_k in FEWER_KEYS]
+    heads = ["", "accuracy, %", "seeds", "served, %", *(f"k {key}" for key in keys)]
+    lines = ["| " + " | ".join(heads) + " |", "| --- |" + " ---: |" * (len(heads) - 1)]
+    for name in dict.fromkeys(run["row"] for run in content["runs"]):
+        runs = [run for run in content["runs"] if run["row"] == name]
+        mean, half = interval([run["accuracy"] for run in runs])
+        by_top_k = [{str(at["top_k"]): at["accuracy"] for at in run.get("by_top_k", ())} for run in runs]
+        cells = [name, f"{mean:.1f}" + (f" ± {half:.1f}" if half is not None else "")]
+        cells += [", ".join(f"{run['accuracy']:.1f}" for run in runs)]
+        cells += [f"{statistics.fmean(run['served'] for run in runs):.1f}" if "served" in runs[0] else "-"]
+        cells += [f"{statistics.fmean(at[key] for at in by_top_k):.1f}" if key in by_top_k[0] else "-" for key in keys]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
