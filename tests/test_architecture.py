@@ -82,7 +82,7 @@ EXCEPTIONS: dict[str, set[str]] = {
     "task names": {"explorer", "export", "inference", "figures", "models", "training", "experiments", "app"},
     "reference": {"dgt.ops.precision"},
     "scripting": {"layers", "models"},
-    "plain errors": {"tasks", "training", "experiments", "figures", "explorer", "app"},
+    "plain errors": {"tasks", "training", "experiments"},
     "renames": {"data", "explorer", "figures", "training", "inference", "export"},
 }
 STRICT = False  # whether an exception that is no longer needed is an error

@@ -11,6 +11,7 @@ import torch
 from dgt.models.cost import PAPER, Cost, cost
 from dgt.models.heads.mask_rcnn import mask_rcnn_cost
 from dgt.models.heads.upernet import build_upernet
+from dgt.utils.errors import UserError
 
 MODELS = ("dgt_tiny", "dgt_small", "dgt_base", "dgt_nano")
 
@@ -76,7 +77,7 @@ def model_rows(
         ValueError: for an unknown name or task.
     """
     if task not in TASKS:
-        raise ValueError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
+        raise UserError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
     counted = TASKS[task]
     names = counted.models if model is None else (model,)
     return [_row(name, task, image_size or counted.image_size) for name in names]

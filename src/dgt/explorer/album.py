@@ -22,6 +22,7 @@ from dgt.data.image_io import decode_image
 from dgt.data.readers import SUFFIXES
 from dgt.data.scenes import draw_scene
 from dgt.data.scenes.shapes import KINDS
+from dgt.utils.errors import UserError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 MAX_BYTES = 16 * 2**20
@@ -100,7 +101,7 @@ def image_files(path: str | Path) -> list[Path]:
         raise FileNotFoundError(f"image: there is no file or folder {str(path)!r}")
     files = sorted(Path(entry.path) for entry in os.scandir(path) if entry.name.lower().endswith(SUFFIXES))
     if not 0 < len(files) <= MAX_FILES:
-        raise ValueError(f"image: expected 1 to {MAX_FILES} image files in {path}, found {len(files)}")
+        raise UserError(f"image: expected 1 to {MAX_FILES} image files in {path}, found {len(files)}")
     return files
 
 
@@ -122,7 +123,7 @@ class Album:
             try:
                 picture = _small_rgb(decode_image(path))
             except ValueError as error:
-                raise ValueError(f"{str(path)!r} cannot be read as an image: {error}") from error
+                raise UserError(f"{str(path)!r} cannot be read as an image: {error}") from error
             self._fixed[f"file-{number}"] = (Path(path).name, picture)
         for number, index in enumerate(SCENES):
             scene = draw_scene(index, "test", 512)

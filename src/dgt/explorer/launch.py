@@ -16,6 +16,7 @@ from dgt.explorer.album import Album, image_files
 from dgt.explorer.server import LOOPBACK, create_app
 from dgt.explorer.views import Explorer
 from dgt.training import LoadedRun, fit, load_recipe, load_run
+from dgt.utils.errors import UserError
 
 DEMO = Path("runs/demo")
 OWN = Path("runs/explore")
@@ -40,7 +41,7 @@ def serve(
         FileNotFoundError, ValueError: as `load_run`, `image_files` and `Explorer` do; a port out of range or in use.
     """
     if not 0 <= port <= 65535:
-        raise ValueError(f"port must lie in 0 to 65535, got {port}")
+        raise UserError(f"port must lie in 0 to 65535, got {port}")
     album = Album([] if image is None else image_files(image))
     listener = listen(host, port)
     with listener:
@@ -116,7 +117,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener.bind(address)
         listener.listen()
     except OSError as error:
-        raise ValueError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
+        raise UserError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
     return listener
 
 

@@ -28,6 +28,7 @@ from dgt.models import DynamicGroupTransformer, capture
 from dgt.ops import dynamic_group_attention
 from dgt.ops.attention_mass import attention_mass_curve, diagnose_selection
 from dgt.training import LoadedRun
+from dgt.utils.errors import UserError
 
 MAX_TOKENS = 112 * 112
 MAX_KEYS, MAX_WEIGHTS = 1024, 4_000_000
@@ -72,11 +73,11 @@ class Explorer:
 
     def __init__(self, run: LoadedRun, album: Album) -> None:
         if run.recipe.task != "classify":
-            raise ValueError(f"only classifiers are explored, {run.source} is of task {run.recipe.task!r}")
+            raise UserError(f"only classifiers are explored, {run.source} is of task {run.recipe.task!r}")
         self.run, self.album = run, album
         self.blocks = shown_blocks(run.network)
         if not self.blocks:
-            raise ValueError(f"model {run.recipe.model.name!r} has no dynamic group attention to explore")
+            raise UserError(f"model {run.recipe.model.name!r} has no dynamic group attention to explore")
         self.step = max(block.stride for block in self.blocks)
         first = min(block.stride for block in self.blocks)
         self.size = max(32, round(run.recipe.data["image_size"] / self.step) * self.step)
@@ -132,7 +133,7 @@ class Explorer:
         """
         self._check(size, block, head)
         if top_k < 1:
-            raise ValueError(f"k must be at least 1, got {top_k}")
+            raise UserError(f"k must be at least 1, got {top_k}")
         return self._once(VIEWS, ("view", image, size, block, head, top_k), self._view)
 
     def curve(self, image: str, size: int, block: int, head: int) -> Answer:
@@ -147,12 +148,12 @@ class Explorer:
 
     def _check(self, size: int, block: int, head: int) -> None:
         if size not in self.sizes:
-            raise ValueError(f"size must be one of {', '.join(map(str, self.sizes))}, got {size}")
+            raise UserError(f"size must be one of {', '.join(map(str, self.sizes))}, got {size}")
         if not 0 <= block < len(self.blocks):
-            raise ValueError(f"block must lie in 0 to {len(self.blocks) - 1}, got {block}")
+            raise UserError(f"block must lie in 0 to {len(self.blocks) - 1}, got {block}")
         heads = self.blocks[block].layer.num_heads
         if not 0 <= head < heads:
-            raise ValueError(f"head must lie in 0 to {heads - 1} at this block, got {head}")
+            raise UserError(f"head must lie in 0 to {heads - 1} at this block, got {head}")
 
     def _once(self, room: int, question: tuple[Any, ...], compute: Callable[..., Value]) -> Value:
         """The remembered answer to a question, or a new one; one question at a time is computed."""
