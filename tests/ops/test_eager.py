@@ -78,7 +78,7 @@ def test_eager_equals_reference(case, draw, close, with_gradients) -> None:
 
 
 def test_the_cases_reach_both_regimes_and_every_kind() -> None:
-    few = [eager.is_few_tokens(case.tokens, case.groups, min(case.top_k, case.tokens)) for case in CASES]
+    few = [eager.is_dense_masked(case.tokens, case.groups, min(case.top_k, case.tokens)) for case in CASES]
     assert sum(few) >= 60
     assert len(few) - sum(few) >= 60
     assert {case.kind for case in CASES} == set(KINDS)
@@ -120,7 +120,7 @@ def test_repetitions_are_equal_bit_for_bit(tokens, draw, with_gradients) -> None
 def test_first_derivatives_in_float64(backend, tokens, draw) -> None:
     query, key, value, centroids = draw(1, 2, tokens, 3, 3, dtype=torch.float64)
     ids = dgt.group_queries(query, centroids), dgt.select_keys(centroids, key, 4)
-    assert eager.is_few_tokens(tokens, 3, 4) == (tokens == 9)
+    assert eager.is_dense_masked(tokens, 3, 4) == (tokens == 9)
     inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
     assert torch.autograd.gradcheck(lambda *qkv: dgt.attend(*qkv, *ids, backend=backend), inputs)
 

@@ -67,7 +67,7 @@ def test_gradients_of_first_and_second_order(form: int, operands: dict[str, torc
 @pytest.mark.parametrize("form", [1, 2, 3, 4])
 def test_opcheck(form: int, operands: dict[str, torch.Tensor]) -> None:
     ids = operands["group_ids"], operands["key_ids"]
-    torch.library.opcheck(torch.ops.dgt.group_matmul.default, (form, *pair(form, operands), *ids, 13, 0.0, "eager"))
+    torch.library.opcheck(torch.ops.dgt.group_matmul.default, (form, *pair(form, operands), *ids, 13, "eager"))
 
 
 def attention_of_forms(

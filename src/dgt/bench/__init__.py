@@ -57,7 +57,7 @@ def report(
         options: ``compiled``, ``training``, ``memory`` of :func:`bench_models`.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as the benchmarks do; ValueError for a plot of anything but the inference
+        TypeError, ValueError, RuntimeError: as the benchmarks do; UserError for a plot of anything but the inference
             of models.
     """
     check_count("--rounds", rounds)

@@ -40,7 +40,7 @@ class Candidate(NamedTuple):
         """Read a candidate; without ``@PIXELS`` it runs at ``image_size``.
 
         Raises:
-            TypeError, ValueError: for a name timm does not know, an unknown form, or a size out of range.
+            TypeError, UserError: for a name timm does not know, an unknown form, or a size out of range.
         """
         match = re.fullmatch(r"([^@+]+)(?:@(\d+))?((?:\+\w+)*)", text)
         if match is None:
@@ -60,7 +60,7 @@ class Candidate(NamedTuple):
         """Create the model in its form, with random weights of seed 0, in training or evaluation mode.
 
         Raises:
-            ValueError: for a form that does not go with the mode.
+            UserError: for a form that does not go with the mode.
         """
         for form in ("inference", "packed") if training else ("checkpointing",):
             if form in self.forms:
@@ -127,7 +127,7 @@ def bench_models(
         memory in MiB (None where not measured), and the settings.
 
     Raises:
-        TypeError, ValueError: for a name that cannot be read, or a size or batch out of range.
+        TypeError, UserError: for a name that cannot be read, or a size or batch out of range.
         RuntimeError: where the process of a model failed; with the reason.
     """
     check_count("batch_size", batch_size)

@@ -32,7 +32,7 @@ def draw_accuracy(rows: list[dict[str, Any]], path: str | Path) -> None:
         path: PNG, SVG or PDF to write.
 
     Raises:
-        ValueError: if no row is left, or for another suffix.
+        UserError: if no row is left, or for another suffix.
     """
     from matplotlib.figure import Figure
 

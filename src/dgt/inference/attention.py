@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dgt.ops.checks import full_precision
-from dgt.ops.eager import HIDDEN, is_few_tokens, rows_of_groups
+from dgt.ops.eager import HIDDEN, is_dense_masked, rows_of_groups
 from dgt.ops.grouping import nearest_group
 from dgt.ops.selection import mark_unselected
 
@@ -48,7 +48,7 @@ def _attention(qkv: Tensor, centroids: Tensor, top_k: int, scale: float, key_mas
     _, batch, heads, tokens, _ = qkv.shape
     groups, count = centroids.shape[1], min(top_k, tokens)
     with full_precision(qkv.device):
-        if not is_few_tokens(tokens, groups, count):
+        if not is_dense_masked(tokens, groups, count):
             return _merge_heads(_attend_in_steps(qkv, centroids, top_k, scale, key_mask))
         centroids = centroids.float()
         images = max(1, CHUNK_ELEMENTS // (heads * tokens * max(tokens, groups)))

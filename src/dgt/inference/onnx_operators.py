@@ -6,7 +6,7 @@
                     many tokens: queries sorted by group into tiles, each with the gathered keys of its group
 
 The shapes, and so which way `attend` goes, are known only where the graph runs: both ways are in it, under an `If`, by
-the rule of :func:`dgt.ops.eager.is_few_tokens`. Masks of padding are no part of an exported model.
+the rule of :func:`dgt.ops.eager.is_dense_masked`. Masks of padding are no part of an exported model.
 
 The functions are written in ONNX Script: what looks like Python is read as a graph, names are edges, operators on them
 are nodes, and ``/`` of integers rounds down. Letters as in :mod:`dgt.ops`, and S for B H G, the lists of keys.
@@ -41,7 +41,7 @@ def select_keys(centroids: FLOAT[...], key: FLOAT[...], top_k: int) -> INT64[...
 
 
 @script(DOMAIN)
-def _attend_few(
+def _attend_dense_masked(
     query: FLOAT[...],
     key: FLOAT[...],
     value: FLOAT[...],
@@ -118,7 +118,7 @@ def _cut_into_tiles(lists: INT64[...], count: INT64, share: INT64[...]) -> tuple
 
 
 @script(DOMAIN)
-def _attend_many(
+def _attend_gathered(
     query: FLOAT[...],
     key: FLOAT[...],
     value: FLOAT[...],
@@ -159,13 +159,13 @@ def attend(
     two = op.Constant(value_ints=[2])
     listed = op.Shape(key_ids, start=2, end=3) + op.Shape(key_ids, start=3, end=4)
     if op.Squeeze(op.Shape(query, start=2, end=3) <= listed * two):
-        output = _attend_few(query, key, value, group_ids, key_ids, scale)
+        output = _attend_dense_masked(query, key, value, group_ids, key_ids, scale)
     else:
-        output = _attend_many(query, key, value, group_ids, key_ids, scale)
+        output = _attend_gathered(query, key, value, group_ids, key_ids, scale)
     return output
 
 
-FUNCTIONS = (_attend_few, _attend_many, _sort_by_group, _cut_into_tiles)
+FUNCTIONS = (_attend_dense_masked, _attend_gathered, _sort_by_group, _cut_into_tiles)
 """What the translations call: the graph needs their bodies too."""
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from dgt.ops import eager, reference
 from dgt.ops.backends import load_triton, resolve_backend
 from dgt.ops.checks import (
+    check_choice,
     check_count,
     check_device,
     check_ids,
@@ -118,11 +119,7 @@ def attend(
             range or doubled (on an accelerator looking would stall the stream).
     """
     _check_inputs(query, key, value)
-    check_tensor("group_ids", group_ids, "BHL", floating=False)
-    check_tensor("key_ids", key_ids, "BHGK", floating=False)
-    check_shape("group_ids", group_ids, "BHL", tuple(query.shape[:3]), "query")
-    check_shape("key_ids", key_ids, "BHGK", (*key.shape[:2], *key_ids.shape[2:]), "key")
-    check_device("query", query, group_ids=group_ids, key_ids=key_ids)
+    check_choice(query, key, group_ids, key_ids)
     check_ids("group_ids", group_ids, key_ids.shape[2])
     check_key_ids(key_ids, key.shape[2])
     check_scale(scale)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dgt.ops.checks import check_count, check_device, check_shape, check_tensor, check_tokens
+from dgt.ops.checks import check_choice, check_count, check_device, check_shape, check_tensor, check_tokens
 
 CHUNK_ELEMENTS = 1 << 24
 """Scores held at once."""
@@ -188,8 +188,5 @@ def _check(query: Tensor, key: Tensor, group_ids: Tensor, key_ids: Tensor) -> No
     check_tensor("query", query, "BHLD", floating=True)
     check_tensor("key", key, "BHLD", floating=True)
     check_shape("key", key, "BHLD", tuple(query.shape), "query")
-    check_tensor("group_ids", group_ids, "BHL", floating=False)
-    check_tensor("key_ids", key_ids, "BHGK", floating=False)
-    check_shape("group_ids", group_ids, "BHL", tuple(query.shape[:3]), "query")
-    check_shape("key_ids", key_ids, "BHGK", (*key.shape[:2], *key_ids.shape[2:]), "key")
-    check_device("query", query, key=key, group_ids=group_ids, key_ids=key_ids)
+    check_device("query", query, key=key)
+    check_choice(query, key, group_ids, key_ids)

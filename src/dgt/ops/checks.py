@@ -33,9 +33,7 @@ def check_tensor(name: str, value: Tensor, letters: str, floating: bool) -> None
     """
     kind = "floating point" if floating else "int64"
     expected = f"{name} must be a ({', '.join(letters)}) {kind} tensor"
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{expected}, got {describe(value)}")
-    if value.dtype not in (FLOATS if floating else (torch.int64,)):
+    if not isinstance(value, Tensor) or value.dtype not in (FLOATS if floating else (torch.int64,)):
         raise TypeError(f"{expected}, got {describe(value)}")
     if value.dim() != len(letters):
         raise ValueError(f"{expected}, got {describe(value)}")
@@ -60,16 +58,13 @@ def check_tokens(name: str, tokens: Tensor, centroids: Tensor) -> None:
     check_tensor(name, tokens, "BHLD", floating=True)
     check_tensor("centroids", centroids, "HGD", floating=True)
     heads, groups, channels = centroids.shape
+    came = f"(H, G, D), got {tuple(centroids.shape)}"
     if tokens.shape[1] != heads:
-        raise ValueError(
-            f"centroids must have {name}'s {tokens.shape[1]} heads (H, G, D), got {tuple(centroids.shape)}"
-        )
+        raise ValueError(f"centroids must have {name}'s {tokens.shape[1]} heads {came}")
     if tokens.shape[3] != channels:
-        raise ValueError(
-            f"centroids must have {name}'s {tokens.shape[3]} channels per head (H, G, D), got {tuple(centroids.shape)}"
-        )
+        raise ValueError(f"centroids must have {name}'s {tokens.shape[3]} channels per head {came}")
     if groups < 1:
-        raise ValueError(f"centroids must hold at least one group (H, G, D), got {tuple(centroids.shape)}")
+        raise ValueError(f"centroids must hold at least one group {came}")
     if 0 in tokens.shape:
         raise ValueError(f"{name} must not be empty, got shape {tuple(tokens.shape)}")
     check_device(name, tokens, centroids=centroids)
@@ -87,6 +82,15 @@ def check_key_mask(key_mask: Tensor | None, batch: int, tokens: int, like: Tenso
     check_device("key", like, key_mask=key_mask)
 
 
+def check_choice(query: Tensor, key: Tensor, group_ids: Tensor, key_ids: Tensor) -> None:
+    """Check (B, H, L) groups and (B, H, G, K) keys against the queries and keys that they are of, all but values."""
+    check_tensor("group_ids", group_ids, "BHL", floating=False)
+    check_tensor("key_ids", key_ids, "BHGK", floating=False)
+    check_shape("group_ids", group_ids, "BHL", tuple(query.shape[:3]), "query")
+    check_shape("key_ids", key_ids, "BHGK", (*key.shape[:2], *key_ids.shape[2:]), "key")
+    check_device("query", query, group_ids=group_ids, key_ids=key_ids)
+
+
 def check_count(name: str, value: int, least: int = 1) -> None:
     """Check an integer (no bool) of at least ``least``; under tracing a symbolic integer passes."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
@@ -99,15 +103,19 @@ def check_scale(scale: float | None) -> None:
     """Check the factor on the scores: a finite number, or None."""
     if scale is None:
         return
-    if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat, torch.SymInt)):
+    if not _is_number(scale):
         raise TypeError(f"scale must be a number or None, got {describe(scale)}")
     if not abs(scale) < INFINITY:  # written so that it can be traced
         raise ValueError(f"scale must be finite, got {scale}")
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float | torch.SymFloat | torch.SymInt) and not isinstance(value, bool)
+
+
 def check_share(name: str, value: float) -> None:
     """Check a number from 0 to 1."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
+    if not _is_number(value):
         raise TypeError(f"{name} must be between 0 and 1, got {describe(value)}")
     if not 0 <= value <= 1:
         raise ValueError(f"{name} must be between 0 and 1, got {value}")

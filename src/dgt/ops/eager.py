@@ -1,8 +1,9 @@
 """Attention inside each group in plain PyTorch, forward and backward, on any device: the path of CPUs (Eq. 2).
 
-Two regimes and one rule, :func:`is_few_tokens`. With *many tokens*, queries are sorted by group and cut into tiles
+Two regimes and one rule, :func:`is_dense_masked`. *Gathered*: queries are sorted by group and cut into tiles
 that never straddle two groups; a tile attends to the gathered keys of its group, so time and memory follow L K and
-nothing of size L x L exists. With *few tokens*, where gathering costs more than it saves, heads attend densely under a
+nothing of size L x L exists. *Dense under a mask*, for few
+tokens, where gathering costs more than it saves: heads attend densely under a
 mask whose rows are picked by group. Either way the work is cut into parts that stay in the caches, each a small dense
 attention, and the backward pass computes the weights again instead of keeping them.
 """
@@ -22,7 +23,7 @@ from dgt.ops.grouping import CHUNK_ELEMENTS
 HIDDEN = -1e30  # added to the score of a key that a query must not see; finite, so that no row can become NaN
 
 
-def is_few_tokens(queries: int, groups: int, top_k: int) -> bool:
+def is_dense_masked(queries: int, groups: int, top_k: int) -> bool:
     """Tell whether dense attention under a mask beats sorting and gathering: L <= 2 (K + G), as measured on CPUs."""
     return queries <= 2 * (top_k + groups)
 
@@ -40,13 +41,15 @@ def attend(query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids
 def _attend(query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float) -> Tensor:
     groups, keys = _by_head(group_ids, key_ids)
     with full_precision(query.device):
-        if is_few_tokens(query.shape[2], *key_ids.shape[2:]):
-            return _attend_heads(query, key, value, groups, keys, scale)
-        return _attend_tiles(query, key, value, groups, keys, scale)
+        if is_dense_masked(query.shape[2], *key_ids.shape[2:]):
+            return _attend_dense_masked(query, key, value, groups, keys, scale)
+        return _attend_gathered(query, key, value, groups, keys, scale)
 
 
-def _attend_heads(query: Tensor, key: Tensor, value: Tensor, groups: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """Few tokens: whole heads, densely under a mask."""
+def _attend_dense_masked(
+    query: Tensor, key: Tensor, value: Tensor, groups: Tensor, keys: Tensor, scale: float
+) -> Tensor:
+    """Dense under a mask: whole heads, densely under a mask."""
     q, k, v = (tensor.flatten(0, 1)[:, None] for tensor in (query, key, value))  # (B H, 1, L, D)
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for part, bias in _heads(groups, keys, k.shape[2], CHUNK_ELEMENTS):
@@ -57,8 +60,8 @@ def _attend_heads(query: Tensor, key: Tensor, value: Tensor, groups: Tensor, key
     return output.view(query.shape)
 
 
-def _attend_tiles(query: Tensor, key: Tensor, value: Tensor, groups: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """Many tokens: tiles of queries of one group over the gathered keys of that group."""
+def _attend_gathered(query: Tensor, key: Tensor, value: Tensor, groups: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """Gathered: tiles of queries of one group over the gathered keys of that group."""
     rows = _Rows(query, key, value)
     output = query.new_zeros(query.shape[:3].numel() + 1, query.shape[3])  # the last row takes what empty slots yield
     for part in _tiled_parts(groups, keys, key.shape[2], CHUNK_ELEMENTS):
@@ -72,9 +75,7 @@ def _attend_tiles(query: Tensor, key: Tensor, value: Tensor, groups: Tensor, key
 register_flop_formula(torch.ops.dgt.attend)(flops.attend)
 
 
-@_attend.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float) -> Tensor:
-    return query.new_empty(query.shape)
+_attend.register_fake(lambda query, *_: query.new_empty(query.shape))
 
 
 @torch.library.custom_op("dgt::attend_backward", mutates_args=())
@@ -82,17 +83,17 @@ def _attend_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups, keys = _by_head(group_ids, key_ids)
-    few = is_few_tokens(query.shape[2], *key_ids.shape[2:])
+    dense = is_dense_masked(query.shape[2], *key_ids.shape[2:])
     with full_precision(query.device):
-        grads = (_backward_of_heads if few else _backward_of_tiles)(grad, query, key, value, groups, keys, scale)
+        grads = (_backward_dense_masked if dense else _backward_gathered)(grad, query, key, value, groups, keys, scale)
     grad_q, grad_k, grad_v = (g.view(t.shape).to(t.dtype) for g, t in zip(grads, (query, key, value), strict=True))
     return grad_q, grad_k, grad_v
 
 
-def _backward_of_heads(
+def _backward_dense_masked(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, groups: Tensor, keys: Tensor, scale: float
 ) -> tuple[Tensor, ...]:
-    """Few tokens: the gradients of whole heads, (B H, L, D) each."""
+    """Dense under a mask: the gradients of whole heads, (B H, L, D) each."""
     wide = torch.promote_types(query.dtype, torch.float32)
     q, k, v, g = (tensor.flatten(0, 1).to(wide) for tensor in (query, key, value, grad))
     if groups.amin() < 0:
@@ -105,10 +106,10 @@ def _backward_of_heads(
     return grads
 
 
-def _backward_of_tiles(
+def _backward_gathered(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, groups: Tensor, keys: Tensor, scale: float
 ) -> tuple[Tensor, ...]:
-    """Many tokens: the gradients of all tiles, added up for the keys that several of them see, (B H L, D) each."""
+    """Gathered: the gradients of all tiles, added up for the keys that several of them see, (B H L, D) each."""
     rows, grad_rows = _Rows(query, key, value), _with_empty_row(grad)
     wide = torch.promote_types(query.dtype, torch.float32)
     grad_q, grad_k, grad_v = (torch.zeros_like(r, dtype=wide) for r in (grad_rows, rows.key, rows.value))
@@ -122,11 +123,7 @@ def _backward_of_tiles(
     return grad_q[:-1], grad_k, grad_v
 
 
-@_attend_backward.register_fake
-def _(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+_attend_backward.register_fake(lambda _, *qkv: tuple(t.new_empty(t.shape) for t in qkv[:3]))
 
 
 def _gradients(
@@ -193,7 +190,7 @@ def _by_head(group_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _heads(groups: Tensor, keys: Tensor, tokens: int, size: int) -> Iterator[tuple[slice, Tensor]]:
-    """Cut few-token heads into parts of about ``size`` scores: heads, and their (heads, L, tokens) mask to add."""
+    """Cut heads into parts of about ``size`` scores: heads, and their (heads, L, tokens) mask to add."""
     some_empty = bool(keys.amin() < 0)
     for part in _slices(len(groups), groups.shape[1] * tokens, size):
         # Where places are empty (-1), one column more than there are keys takes them, and is cut off.
@@ -210,7 +207,7 @@ def rows_of_groups(table: Tensor, groups: Tensor) -> Tensor:
 
 
 def _tiled_parts(groups: Tensor, keys: Tensor, tokens: int, size: int) -> Iterator[_Part]:
-    """Many tokens: tiles of queries of one group, each with the selected keys of that group."""
+    """Gathered: tiles of queries of one group, each with the selected keys of that group."""
     heads, num_groups, top_k = keys.shape
     queries, segment = _tiles(groups, num_groups)
     first = torch.arange(heads, device=keys.device)[:, None, None] * tokens

@@ -86,15 +86,8 @@ def group_matmul(
         raise ValueError(f"backend must be one of auto, eager, triton, got {backend!r}")
     if backend == "triton":
         load_triton()
-    return product(form, left, right, group_ids, key_ids, count, 0.0, backend)
-
-
-def product(
-    form: int, left: Tensor, right: Tensor, group_ids: Tensor, key_ids: Tensor, tokens: int, fill: float, backend: str
-) -> Tensor:
-    """Multiply as :func:`group_matmul`, unchecked, with ``fill`` in the empty places of form 1's result."""
-    result: Tensor = torch.ops.dgt.group_matmul(form, left, right, group_ids, key_ids, tokens, fill, backend)
-    return result
+    product: Tensor = torch.ops.dgt.group_matmul(form, left, right, group_ids, key_ids, count, backend)
+    return product
 
 
 def _check_sizes(form: int, left: Tensor, right: Tensor, places: int) -> None:
@@ -114,14 +107,14 @@ def _check_sizes(form: int, left: Tensor, right: Tensor, places: int) -> None:
 
 @torch.library.custom_op("dgt::group_matmul", mutates_args=())
 def _product(
-    form: int, left: Tensor, right: Tensor, group_ids: Tensor, key_ids: Tensor, tokens: int, fill: float, backend: str
+    form: int, left: Tensor, right: Tensor, group_ids: Tensor, key_ids: Tensor, tokens: int, backend: str
 ) -> Tensor:
     if backend == "triton":
-        result: Tensor = load_triton().operators.group_matmul(form, left, right, group_ids, key_ids, tokens, fill)
+        result: Tensor = load_triton().operators.group_matmul(form, left, right, group_ids, key_ids, tokens, 0.0)
         return result
     with full_precision(left.device):  # the types are the caller's
         if form == 1:
-            return _rows_by_keys(left, right, group_ids, key_ids, fill)
+            return _rows_by_keys(left, right, group_ids, key_ids)
         if form == 2:
             return _weights_by_rows(left, right, group_ids, key_ids)
         if form == 3:
@@ -130,9 +123,7 @@ def _product(
 
 
 @_product.register_fake
-def _(
-    form: int, left: Tensor, right: Tensor, group_ids: Tensor, key_ids: Tensor, tokens: int, fill: float, backend: str
-) -> Tensor:
+def _(form: int, left: Tensor, right: Tensor, group_ids: Tensor, key_ids: Tensor, tokens: int, backend: str) -> Tensor:
     batch, heads, queries, last = left.shape
     shapes = {
         1: (batch, heads, queries, key_ids.shape[3]),
@@ -144,7 +135,7 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.form, left, right, group_ids, key_ids, ctx.tokens, _, ctx.backend = inputs
+    ctx.form, left, right, group_ids, key_ids, ctx.tokens, ctx.backend = inputs
     ctx.save_for_backward(left, right, group_ids, key_ids)
 
 
@@ -153,7 +144,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     left, right, group_ids, key_ids = ctx.saved_tensors
 
     def multiply(form: int, a: Tensor, b: Tensor) -> Tensor:
-        return product(form, a, b, group_ids, key_ids, ctx.tokens, 0.0, ctx.backend)
+        result: Tensor = torch.ops.dgt.group_matmul(form, a, b, group_ids, key_ids, ctx.tokens, ctx.backend)
+        return result
 
     if ctx.form == 1:
         grads = multiply(2, grad, right), multiply(3, left, grad).transpose(2, 3)
@@ -164,7 +156,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grads = multiply(2, right, columns), multiply(1, left, columns)
     else:
         grads = multiply(1, right, grad), multiply(2, left, grad)
-    return None, *grads, None, None, None, None, None
+    return None, *grads, None, None, None, None
 
 
 _product.register_autograd(_backward, setup_context=_save)
@@ -196,12 +188,12 @@ def _runs(group_ids: Tensor, key_ids: Tensor, tokens: int, channels: int) -> Ite
         yield _Run(run, chosen.clamp(min=0) + first[run, None], exist)
 
 
-def _rows_by_keys(rows: Tensor, keys: Tensor, group_ids: Tensor, key_ids: Tensor, fill: float) -> Tensor:
+def _rows_by_keys(rows: Tensor, keys: Tensor, group_ids: Tensor, key_ids: Tensor) -> Tensor:
     """Form 1."""
     result = rows.new_empty(*rows.shape[:3], key_ids.shape[3])
     for run in _runs(group_ids, key_ids, keys.shape[2], keys.shape[3]):
         score = torch.einsum("id,ipd->ip", rows.flatten(0, 2)[run.queries], keys.flatten(0, 2)[run.keys])
-        result.view(-1, key_ids.shape[3])[run.queries] = score.masked_fill(~run.exist, fill)
+        result.view(-1, key_ids.shape[3])[run.queries] = score.masked_fill(~run.exist, 0.0)
     return result
 
 

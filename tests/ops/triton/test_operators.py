@@ -34,7 +34,7 @@ def test_opcheck_of_the_forms(make_case: Any, form: int) -> None:
     case = make_case(1, 2, 20, 16, 3, 5)
     weights = torch.randn(1, 2, 20, 5, device=case.query.device, requires_grad=True)
     pair = {1: (case.query, case.key), 2: (weights, case.value), 3: (case.query, weights), 4: (weights, case.query)}
-    torch.library.opcheck(torch.ops.dgt.group_matmul.default, (form, *pair[form], *case.ids(), 20, 0.0, "triton"))
+    torch.library.opcheck(torch.ops.dgt.group_matmul.default, (form, *pair[form], *case.ids(), 20, "triton"))
 
 
 @pytest.mark.parametrize("tokens", [20, 290])
