@@ -36,6 +36,8 @@ def draw_accuracy(rows: list[dict[str, Any]], path: str | Path) -> None:
     """
     from matplotlib.figure import Figure
 
+    if Path(path).suffix not in (".png", ".svg", ".pdf"):
+        raise UserError(f"path must end in .png, .svg or .pdf, got {str(path)!r}")
     found = [(Candidate.parse(row["model"], row["image_size"]), row["images_per_second"]) for row in rows]
     points = [
         (speed, candidate, *PUBLISHED[candidate.name][:2])
