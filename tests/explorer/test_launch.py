@@ -17,6 +17,7 @@ from fastapi.testclient import TestClient
 
 from dgt.explorer import Album, Explorer, create_app, launch, serve
 from dgt.explorer.views import shown_blocks
+from dgt.tasks import TASKS
 from dgt.tasks.network import build_classifier
 from dgt.training import LoadedRun, load_recipe
 from dgt.training.recipe import Recipe
@@ -129,13 +130,17 @@ def test_a_model_without_groups_is_refused(explorer: Explorer) -> None:
     recipe = load_recipe("scenes", ["--model.name", "test_resnet"])
     network = build_classifier(recipe.model, 8, 64)
     assert shown_blocks(network) == []
-    with pytest.raises(ValueError, match="'test_resnet' has no dynamic group attention to explore"):
+    with pytest.raises(
+        ValueError, match="are explored, nowhere is 'test_resnet' of task 'classify'"
+    ):
         Explorer(LoadedRun(network, recipe, explorer.run.class_names, Path("nowhere")), Album())
 
 
 def test_a_detector_is_refused(explorer: Explorer) -> None:
-    run = LoadedRun(explorer.run.network, load_recipe("scenes_detect"), explorer.run.class_names, Path("nowhere"))
-    with pytest.raises(ValueError, match="only classifiers are explored, nowhere is of task 'detect'"):
+    recipe = load_recipe("scenes_detect")
+    network = TASKS["detect"].build(recipe.model, 8, 64)
+    run = LoadedRun(network, recipe, explorer.run.class_names, Path("nowhere"))
+    with pytest.raises(ValueError, match="are explored, nowhere is 'dgt_nano' of task 'detect'"):
         Explorer(run, Album())
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 from dgt.data.image_io import decode_image
 from dgt.data.readers import SUFFIXES
@@ -62,8 +62,7 @@ def decode_upload(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
                 )
             if min(width, height) < 8 or max(width, height) > 40 * min(width, height):
                 raise RefusedUploadError(f"A picture of {width} x {height} pixels is too thin or too small to look at.")
-            opened.draft("RGB", (2 * LONG_SIDE, 2 * LONG_SIDE))  # large JPEGs are decoded at a fraction of their size
-            return _small_rgb(ImageOps.exif_transpose(opened))
+        return _small(decode_image(data))
     except (RefusedUploadError, MemoryError):
         raise
     except UnidentifiedImageError:
@@ -74,17 +73,10 @@ def decode_upload(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
         raise RefusedUploadError("That picture is damaged or incomplete and cannot be decoded.") from None
 
 
-def _small_rgb(picture: Image.Image) -> Image.Image:
-    """RGB on white, at most `LONG_SIDE` a side."""
-    if picture.mode.startswith("I"):  # 16-bit grey
-        values = np.asarray(picture).clip(0, 65535) // 257
-        picture = Image.fromarray(values.astype(np.uint8))
-    if picture.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in picture.info:
-        picture = picture.convert("RGBA")
-        picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
-    picture = picture.convert("RGB")
-    picture.thumbnail((LONG_SIDE, LONG_SIDE), Image.Resampling.LANCZOS, reducing_gap=3.0)
-    return picture
+def _small(image: Image.Image) -> Image.Image:
+    """At most `LONG_SIDE` a side."""
+    image.thumbnail((LONG_SIDE, LONG_SIDE), Image.Resampling.LANCZOS, reducing_gap=3.0)
+    return image
 
 
 def image_files(path: str | Path) -> list[Path]:
@@ -121,14 +113,13 @@ class Album:
         self._fixed: dict[str, tuple[str, Image.Image]] = {}
         for number, path in enumerate(files):
             try:
-                picture = _small_rgb(decode_image(path))
+                picture = _small(decode_image(path))
             except ValueError as error:
                 raise UserError(f"{str(path)!r} cannot be read as an image: {error}") from error
             self._fixed[f"file-{number}"] = (Path(path).name, picture)
         for number, index in enumerate(SCENES):
             scene = draw_scene(index, "test", 512)
-            picture = Image.fromarray(scene.image.permute(1, 2, 0).numpy())
-            self._fixed[f"scene-{number}"] = (KINDS[scene.label], picture)
+            self._fixed[f"scene-{number}"] = (KINDS[scene.label], scene.to_pil())
 
     def names(self) -> list[tuple[str, str]]:
         """(id, title) of the files, the scenes, then the uploads, in order."""

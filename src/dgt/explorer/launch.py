@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import os
-import shutil
 import socket
-import tempfile
 from pathlib import Path
 
 import uvicorn
@@ -16,6 +13,7 @@ from dgt.explorer.album import Album, image_files
 from dgt.explorer.server import LOOPBACK, create_app
 from dgt.explorer.views import Explorer
 from dgt.training import LoadedRun, fit, load_recipe, load_run
+from dgt.utils.atomic_write import replacing
 from dgt.utils.errors import UserError
 
 DEMO = Path("runs/demo")
@@ -91,16 +89,8 @@ def train(folder: Path, epochs: int = EPOCHS) -> Path:
     Returns:
         The folder.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        options = ["--name", folder.name, "--out", str(partial / "run"), "--schedule.epochs", str(epochs)]
-        fit(load_recipe("scenes", options))
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(partial / "run", folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with replacing(folder) as partial:
+        fit(load_recipe("scenes", ["--name", folder.name, "--out", str(partial), "--schedule.epochs", str(epochs)]))
     return folder
 
 

@@ -68,16 +68,17 @@ class Explorer:
         album: the pictures.
 
     Raises:
-        ValueError: a model of another task than "classify", or without dynamic group attention.
+        UserError: a model that is no DGT, alone and not a part of a network for another task.
     """
 
     def __init__(self, run: LoadedRun, album: Album) -> None:
-        if run.recipe.task != "classify":
-            raise UserError(f"only classifiers are explored, {run.source} is of task {run.recipe.task!r}")
         self.run, self.album = run, album
         self.blocks = shown_blocks(run.network)
         if not self.blocks:
-            raise UserError(f"model {run.recipe.model.name!r} has no dynamic group attention to explore")
+            raise UserError(
+                "only classifiers with dynamic group attention are explored, "
+                f"{run.source} is {run.recipe.model.name!r} of task {run.recipe.task!r}"
+            )
         self.step = max(block.stride for block in self.blocks)
         first = min(block.stride for block in self.blocks)
         self.size = max(32, round(run.recipe.data["image_size"] / self.step) * self.step)
