@@ -81,7 +81,7 @@ def _retrieval(options: argparse.Namespace, words: list[str]) -> int:
     import logging
 
     from dgt.experiments.retrieval import retrieval
-    from dgt.figures.files import save_figure
+    from dgt.figures import save_figure
     from dgt.figures.retrieval import figure_retrieval
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")

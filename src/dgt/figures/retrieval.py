@@ -9,6 +9,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from dgt.utils.errors import UserError
+
 # Okabe and Ito's colours.
 GROUPS = {1: ("#cc79a7", "D"), 4: ("#e69f00", "^"), 16: ("#009e73", "s"), 48: ("#0072b2", "o")}
 BARS = {  # rows of the right half, and how it names them
@@ -36,14 +38,14 @@ def figure_retrieval(content: dict[str, Any]) -> Figure:
         content: of `retrieval.json`, with every row.
 
     Raises:
-        ValueError: a row is missing from the content.
+        UserError: a row is missing from the content.
     """
     found: dict[str, list[dict[str, Any]]] = {}
     for run in content["runs"]:
         found.setdefault(run["row"], []).append(run)
     missing = [name for name in ("global", *BARS) if name not in found]
     if missing:
-        raise ValueError(f"content must hold the row {missing[0]!r}, got {', '.join(found) or 'none'}")
+        raise UserError(f"content must hold the row {missing[0]!r}, got {', '.join(found) or 'none'}")
     figure = Figure(figsize=(9.2, 3.9), layout="constrained", facecolor="white")
     law, rows = figure.subplots(1, 2, width_ratios=(1.45, 1))
     chance = 100 / content["settings"]["values"]
