@@ -1,10 +1,15 @@
-"""Worker processes of the loaders: they end with the main process, and for nobody else."""
+"""The loader: workers end with the main process and for nobody else; what is done last is done on the device."""
 
 import signal
 import subprocess
 import sys
 
 import pytest
+import torch
+
+from dgt.data.classification import ClassificationData
+from dgt.data.dataset import Key
+from dgt.data.transforms import Augmentation
 
 # Something holds on to the batches until the interpreter ends, as the traceback of an error does.
 SCRIPT = """
@@ -30,3 +35,41 @@ def test_workers_end_with_the_main_process_and_for_nobody_else(signals):
         [sys.executable, "-c", SCRIPT, *signals], capture_output=True, text=True, timeout=60, check=False
     )
     assert (process.returncode, process.stdout) == (0, "16 2\n"), process.stderr
+
+
+def test_images_are_finished_on_the_loaders_device_as_a_function_of_seed_epoch_and_batch():
+    data = ClassificationData(dataset="scenes", image_size=32, train_size=16, val_size=8, batch_size=4, num_workers=0)
+    data.setup()
+    loader = data.train_dataloader()
+    assert loader.device == torch.device("cpu")
+    torch.manual_seed(0)
+    first = [images.clone() for images, _ in loader]
+    loader.load_state_dict({"epoch": 0, "batch": 2})
+    torch.manual_seed(1)
+    assert all(torch.equal(a, b) for (a, _), b in zip(loader, first[2:], strict=True))
+    other = [images for images, _ in loader]  # the next epoch
+    assert not any(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    loader.device = torch.device("meta")
+    images, targets = next(iter(loader))
+    assert (images.device, images.dtype, targets.device) == (loader.device, torch.float32, loader.device)
+
+
+def test_mixing_belongs_to_the_batch_and_erasing_comes_after_it():
+    data = ClassificationData(
+        dataset="scenes",
+        image_size=32,
+        train_size=8,
+        val_size=8,
+        batch_size=4,
+        num_workers=0,
+        augmentation=Augmentation(None, 0.0, erasing=1.0, mixup=1.0, cutmix=0.0, min_scale=1.0, flip=0.0),
+    )
+    data.setup()
+    keys = [Key(0, 0, item) for item in (3, 1, 4, 2)]
+    batches = [data.collate("train", data.datasets["train"].__getitems__(keys)) for _ in range(2)]
+    assert torch.equal(batches[0].images, batches[1].images)
+    assert torch.equal(batches[0].targets, batches[1].targets)
+    erased, _ = data.finish("train", keys[0], batches[0].images, batches[0].targets)
+    plain = data.normalize(batches[0].images)
+    assert ((erased != plain).flatten(1).any(dim=1)).all()  # every image, none mixed with another's erased box
+    assert torch.equal(erased, data.finish("train", keys[0], batches[0].images, batches[0].targets)[0])

@@ -14,45 +14,26 @@ from timm.data.mixup import FastCollateMixup, mixup_target
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
-from dgt.data.dataset import Drawn, Key, SeededDataset
+from dgt.data.dataset import Drawn, Key, Reader, SeededDataset
 from dgt.data.loader import Batch
-from dgt.data.module import ImageData, choose_split, subset_indices
-from dgt.data.readers import SUFFIXES, ImageFolder, LabelledImages, SceneImages, available_splits, open_images
-from dgt.data.transforms import (
-    IMAGENET_MEAN,
-    IMAGENET_STD,
-    Augmentation,
-    Transform,
-    Triple,
-    evaluation_transform,
-    training_transform,
-)
+from dgt.data.module import NormalizedData, subset_indices
+from dgt.data.readers import SUFFIXES, ImageFolder, SceneImages, available_splits, open_images
+from dgt.data.transforms import Augmentation, Transform, evaluation_transform, training_transform
 from dgt.utils.errors import UserError
 from dgt.utils.seeding import seeded
 
 
 @dataclass(eq=False)
-class ClassificationData(ImageData):
+class ClassificationData(NormalizedData):
     """Images and labels for training and validation.
 
     Args:
         root: folder of images in train/CLASS/ and val/CLASS/, of a Hugging Face data set (`save_to_disk`, or parquet
             files), or of CIFAR-10; or the name of a set on the Hugging Face hub. Left out for the built-in scenes.
         dataset: "auto" to see what lies at `root`, or "scenes".
-        image_size: side of the square images in pixels, at least 32.
         batch_size: images per batch and process; even where mixup or cutmix is on.
-        num_workers: processes that prepare images; 0 for none beside the main one. Changes nothing but the speed.
-        seed: order, augmentation and mixing are functions of it. Which images the subsets hold is not, so that runs
-            with other seeds compare.
-        train_size: number of training images: the first of one fixed permutation. Default all; 5000 for scenes.
-        val_size: the same for validation. Default all; 1000 for scenes.
-        max_broken_share: share of unreadable images, of those in a split, above which the run stops.
         crop_ratio: in validation, side of the centre crop over the shorter side of the image.
         augmentation: training augmentation.
-        mean: mean of each channel, in 0 to 1, to subtract.
-        std: standard deviation of each channel, to divide by.
-        train_split: name of the training split; by default "train" or "training", whichever is found.
-        val_split: name of the validation split; by default "val", "validation", "valid" or "test", the first found.
         cache: decode every image once, into memory: for small sets.
         image_column: column of a Hugging Face data set with the images; null to find it.
         label_column: its column with the class labels; null to find it.
@@ -63,10 +44,6 @@ class ClassificationData(ImageData):
 
     crop_ratio: float = 0.875
     augmentation: Augmentation = Augmentation()  # noqa: RUF009  # frozen: one instance may serve all
-    mean: Triple = IMAGENET_MEAN
-    std: Triple = IMAGENET_STD
-    train_split: str | None = None
-    val_split: str | None = None
     cache: bool = False
     image_column: str | None = None
     label_column: str | None = None
@@ -128,25 +105,24 @@ class ClassificationData(ImageData):
 
     def finish(self, part: str, key: Key, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Normalise, and in training erase."""
-        images = self.transforms[part].normalize(images)
+        images = self.normalize(images)
         if part == "train" and self.augmentation.erasing:
             self.erasing.device = images.device
             with seeded("erase", self.seed, *key, device=images.device):
                 self.erasing(images)
         return images, targets
 
-    def _read(self, part: str) -> tuple[LabelledImages, str]:
+    def _read(self, part: str) -> tuple[Reader, str]:
         """The reader of one part, and the name of its split."""
         if self.root is None:
             return SceneImages(part, self.size(part) or self.scenes_size[part], self.image_size), part
         found = available_splits(self.root)
-        train = choose_split("train", self.train_split, found)
-        split = train if part == "train" else choose_split("val", self.val_split, found)
-        images = open_images(self.root, split, train, self.image_column, self.label_column)
+        split = self.choose_split(part, found)
+        images = open_images(self.root, split, self.choose_split("train", found), self.image_column, self.label_column)
         empty = images.empty_classes() if isinstance(images, ImageFolder) and part == "train" else []
         if empty:
             raise UserError(
-                f"class folders of {Path(self.root) / train} without an image: {', '.join(empty[:5])}"
+                f"class folders of {Path(self.root) / split} without an image: {', '.join(empty[:5])}"
                 f"{', ...' if len(empty) > 5 else ''} (looked for {', '.join(SUFFIXES)}); fill or remove them"
             )
         return images, split

@@ -181,11 +181,6 @@ class DetectionData(ImageData):
         dataset: "coco" for annotation files in COCO's format, or "scenes".
         image_size: length that the shorter side of an image is resized to, the longer one being at most 1333 / 800 of
             it; the side of a scene.
-        batch_size: images per batch and process.
-        num_workers: processes that prepare images; 0 for none beside the main one. Changes nothing but the speed.
-        seed: order and flips are functions of it.
-        train_size: number of training images: the first of one fixed permutation. Default all; 4000 for scenes.
-        val_size: the same for validation. Default all; 500 for scenes.
         max_broken_share: share of a split's unreadable images, and likewise of its unusable annotations, above which
             the run stops; up to it they are left out and listed.
         flip: probability of a horizontal flip in training.

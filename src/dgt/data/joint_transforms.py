@@ -61,7 +61,7 @@ class SegmentationAugmentation:
 
 
 def fitting_size(size: tuple[int, int], frame: tuple[int, int], ratio: float = 1.0) -> tuple[int, int]:
-    """Height and width of a image scaled to fit a frame, its shape kept.
+    """Height and width of an image scaled to fit a frame, its shape kept.
 
     Args:
         size: height and width in pixels.

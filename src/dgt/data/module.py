@@ -17,18 +17,12 @@ import lightning
 from dgt.data.dataset import Drawn, Key, SeededDataset
 from dgt.data.image_io import BrokenImages, write_broken_images
 from dgt.data.loader import Batch, EpochBatches, Loader
+from dgt.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize, Triple
 from dgt.utils.distributed import rank, world_size
 from dgt.utils.errors import UserError, check_range
 from dgt.utils.seeding import generator
 
-TRAIN_SPLITS = ("train", "training")
-VAL_SPLITS = ("val", "validation", "valid", "test")
-
-
-def choose_split(part: str, wanted: str | None, found: Sequence[str]) -> str:
-    """The split of "train" or "val" that the user named, or the first usual one that was found, or the usual one."""
-    usual = TRAIN_SPLITS if part == "train" else VAL_SPLITS
-    return wanted or next((name for name in usual if name in found), usual[0])
+USUAL_SPLITS = {"train": ("train", "training"), "val": ("val", "validation", "valid", "test")}
 
 
 def subset_indices(part: str, split: str, total: int, size: int | None) -> list[int] | None:
@@ -61,9 +55,11 @@ class ImageData(lightning.LightningDataModule, ABC):
         image_size: side in pixels, at least 32.
         batch_size: images per batch and process.
         num_workers: processes that prepare images; 0 for none beside the main one. Changes nothing but the speed.
-        seed: order and augmentation are functions of it. Which images the subsets hold is not.
-        train_size: number of training images: the first of one fixed permutation; None for all.
-        val_size: the same for validation.
+        seed: order and augmentation are functions of it. Which images the subsets hold is not, so that runs with other
+            seeds compare.
+        train_size: number of training images: the first of one fixed permutation. Default all; 5000 for scenes, 4000
+            with boxes.
+        val_size: the same for validation. Default all; 1000 for scenes, 500 with boxes.
         max_broken_share: share of unreadable images, of those in a split, above which the run stops.
 
     Raises:
@@ -186,3 +182,30 @@ class ImageData(lightning.LightningDataModule, ABC):
         )
         collate, finish = partial(self.collate, part), partial(self.finish, part)
         return Loader(dataset, sampler, collate, finish, self.ledgers[part], self.num_workers)
+
+
+@dataclass(eq=False)
+class NormalizedData(ImageData):
+    """Images that are normalised by the loader, in splits with names of their own.
+
+    Args:
+        mean: mean of each channel, in 0 to 1, to subtract.
+        std: standard deviation of each channel, to divide by.
+        train_split: name of the training split; by default "train" or "training", whichever is found.
+        val_split: name of the validation split; by default "val", "validation", "valid" or "test", the first found.
+    """
+
+    mean: Triple = IMAGENET_MEAN
+    std: Triple = IMAGENET_STD
+    train_split: str | None = None
+    val_split: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.normalize = Normalize(self.mean, self.std)
+
+    def choose_split(self, part: str, found: Sequence[str]) -> str:
+        """The split of "train" or "val" that the user named, or the first usual one among those found."""
+        wanted = self.train_split if part == "train" else self.val_split
+        usual = USUAL_SPLITS[part]
+        return wanted or next((name for name in usual if name in found), usual[0])

@@ -8,12 +8,13 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from dgt.data.dataset import Reader
 from dgt.data.image_io import BrokenImage, Source, try_decode
 from dgt.data.scenes import Scenes
 from dgt.utils.errors import UserError
@@ -24,16 +25,6 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", "
 CIFAR_FOLDER = "cifar-10-batches-py"
 USUAL_COLUMNS = {"image": ("image", "img", "jpg", "jpeg", "png"), "label": ("label", "labels", "class", "cls")}
 """Names that decide where the types of a data set's columns do not."""
-
-
-class LabelledImages(Protocol):
-    """What every reader offers."""
-
-    class_names: tuple[str, ...]
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Labelled | BrokenImage: ...
 
 
 def folder_names(parent: str | os.PathLike[str]) -> tuple[str, ...]:
@@ -292,7 +283,7 @@ def open_images(
     train_split: str | None = None,
     image_column: str | None = None,
     label_column: str | None = None,
-) -> LabelledImages:
+) -> Reader:
     """The reader for what lies at `root`: a Hugging Face data set, a folder that is or holds `cifar-10-batches-py`, or
     else `<root>/<split>/<class>/` folders.
 

@@ -16,9 +16,8 @@ from dgt.data.dataset import Drawn, Key, SeededDataset
 from dgt.data.joint_transforms import SMALLEST, SegmentationAugmentation, evaluation_pair, training_pair_transform
 from dgt.data.label_maps import IGNORED, LabelMapFolder, SceneMaps, label_folder, read_class_names
 from dgt.data.loader import Batch, Loader
-from dgt.data.module import ImageData, choose_split, subset_indices
+from dgt.data.module import NormalizedData, subset_indices
 from dgt.data.readers import folder_names
-from dgt.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize, Triple
 from dgt.utils.errors import UserError, check_range
 
 
@@ -62,19 +61,13 @@ class LabelMaps(NamedTuple):
 
 
 @dataclass(eq=False)
-class SegmentationData(ImageData):
+class SegmentationData(NormalizedData):
     """Images and label maps for training and validation.
 
     Args:
         root: folder with `images/` and `labels/` or, as in ADE20K, `annotations/`; left out for the built-in scenes.
         dataset: "auto" to read `root`, or "scenes".
         image_size: side of the training crops in pixels, and of the scenes; at least 32.
-        batch_size: images per batch and process.
-        num_workers: processes that prepare images; 0 for none beside the main one. Changes nothing but the speed.
-        seed: order and augmentation are functions of it.
-        train_size: number of training images: the first of one fixed permutation. Default all; 5000 for scenes.
-        val_size: the same for validation. Default all; 1000 for scenes.
-        max_broken_share: share of unreadable images, of those in a split, above which the run stops.
         classes: names of the classes in the order of their labels; null to read them from `classes.txt` or ADE20K's
             `objectInfo150.txt` in `root`.
         zero_is_ignored: whether label 0 means "none of the classes" and c + 1 class c; null: yes in `annotations/`.
@@ -82,10 +75,6 @@ class SegmentationData(ImageData):
             the scales of the test.
         augmentation: training augmentation.
         test: how label maps are predicted.
-        mean: mean of each channel, in 0 to 1, to subtract.
-        std: standard deviation of each channel, to divide by.
-        train_split: name of the training split; by default "train" or "training", whichever is found.
-        val_split: name of the validation split; by default "val", "validation", "valid" or "test", the first found.
 
     Raises:
         UserError: a value out of its range; nothing to choose a data set by.
@@ -98,10 +87,6 @@ class SegmentationData(ImageData):
     scale: tuple[int, int] = (2048, 512)
     augmentation: SegmentationAugmentation = SegmentationAugmentation()  # noqa: RUF009  # frozen: one may serve all
     test: SegmentationTest = SegmentationTest()
-    mean: Triple = IMAGENET_MEAN
-    std: Triple = IMAGENET_STD
-    train_split: str | None = None
-    val_split: str | None = None
 
     root_holds = "a folder with images/SPLIT/ and labels/SPLIT/, or annotations/SPLIT/ as in ADE20K"
 
@@ -110,7 +95,6 @@ class SegmentationData(ImageData):
         if self.dataset == "scenes" and self.classes is not None:
             raise UserError("classes must be left out for dataset 'scenes'")
         check_range(SMALLEST, scale=min(self.scale))
-        self.normalize = Normalize(self.mean, self.std)
 
     def open_part(self, part: str) -> tuple[SeededDataset, str]:
         """Open "train" or "val" and cut it to its size.
@@ -123,8 +107,7 @@ class SegmentationData(ImageData):
         if self.root is None:
             split, reader = part, SceneMaps(part, self.size(part) or self.scenes_size[part], self.image_size)
         else:
-            wanted = self.train_split if part == "train" else self.val_split
-            split = choose_split(part, wanted, folder_names(label_folder(self.root)))
+            split = self.choose_split(part, folder_names(label_folder(self.root)))
             classes = read_class_names(self.root) if self.classes is None else self.classes
             reader = LabelMapFolder(self.root, split, classes, self.zero_is_ignored)
         indices = subset_indices(part, split, len(reader), self.size(part))
