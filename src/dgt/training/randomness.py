@@ -1,7 +1,7 @@
 """Randomness inside a training step as a function of (seed, epoch, batch, process): dropout, drop path, sampling.
 
-The data layer draws its own randomness the same way (`dgt.utils.seeding`). Together they make a training that is stopped
-anywhere and goes on from a checkpoint meet the draws that it would have met.
+The data layer draws its own randomness the same way (`dgt.utils.seeding`). Together they make a training that is
+stopped anywhere and goes on from a checkpoint meet the draws that it would have met.
 """
 
 from __future__ import annotations
