@@ -2,8 +2,8 @@
 
     group_queries:  ArgMax of the scores                  ties to the lowest group, by ONNX's definition of ArgMax
     select_keys:    TopK of the scores                    ties to the lowest key, by ONNX's definition of TopK
-    attend:         few tokens: dense attention under a mask whose rows are picked by group
-                    many tokens: queries sorted by group into tiles, each with the gathered keys of its group
+    attend:         dense masked: all keys of a head under a mask whose rows are picked by group, for few tokens
+                    gathered: queries sorted by group into tiles, each with the gathered keys of its group
 
 The shapes, and so which way `attend` goes, are known only where the graph runs: both ways are in it, under an `If`, by
 the rule of :func:`dgt.ops.eager.is_dense_masked`. Masks of padding are no part of an exported model.
@@ -42,12 +42,7 @@ def select_keys(centroids: FLOAT[...], key: FLOAT[...], top_k: int) -> INT64[...
 
 @script(DOMAIN)
 def _attend_dense_masked(
-    query: FLOAT[...],
-    key: FLOAT[...],
-    value: FLOAT[...],
-    group_ids: INT64[...],
-    key_ids: INT64[...],
-    scale: float,
+    query: FLOAT[...], key: FLOAT[...], value: FLOAT[...], group_ids: INT64[...], key_ids: INT64[...], scale: float
 ) -> FLOAT[...]:
     """All queries and keys of a head, under a mask (B, H, G, L) whose rows are picked by group."""
     zero = op.Constant(value_int=0)
@@ -119,12 +114,7 @@ def _cut_into_tiles(lists: INT64[...], count: INT64, share: INT64[...]) -> tuple
 
 @script(DOMAIN)
 def _attend_gathered(
-    query: FLOAT[...],
-    key: FLOAT[...],
-    value: FLOAT[...],
-    group_ids: INT64[...],
-    key_ids: INT64[...],
-    scale: float,
+    query: FLOAT[...], key: FLOAT[...], value: FLOAT[...], group_ids: INT64[...], key_ids: INT64[...], scale: float
 ) -> FLOAT[...]:
     """Tiles of queries of one group, each with the selected keys of that group, gathered."""
     any_size = op.Constant(value_ints=[-1])
@@ -148,12 +138,7 @@ def _attend_gathered(
 
 @script(DOMAIN)
 def attend(
-    query: FLOAT[...],
-    key: FLOAT[...],
-    value: FLOAT[...],
-    group_ids: INT64[...],
-    key_ids: INT64[...],
-    scale: float,
+    query: FLOAT[...], key: FLOAT[...], value: FLOAT[...], group_ids: INT64[...], key_ids: INT64[...], scale: float
 ) -> FLOAT[...]:
     """Softmax attention of every query over the keys of its group (Eq. 2): (B, H, L, D)."""
     two = op.Constant(value_ints=[2])
@@ -187,16 +172,11 @@ def adaptive_avg_pool2d(x: FLOAT[...], output_size: Sequence[int]) -> FLOAT[...]
 
 def _windows(size: INT64[...], count: int) -> FLOAT[...]:
     """Weights (count, size) of averages over ``count`` windows of ``size`` places, as PyTorch lays them."""
-    begin = [op.Div(op.Mul(size, op.Constant(value_ints=[i])), op.Constant(value_ints=[count])) for i in range(count)]
-    before_end = [
-        op.Div(
-            op.Sub(op.Mul(size, op.Constant(value_ints=[i])), op.Constant(value_ints=[1])),
-            op.Constant(value_ints=[count]),
-        )
-        for i in range(1, count + 1)
-    ]
-    axis = op.Constant(value_ints=[1])
-    first, last = (op.Unsqueeze(op.Concat(*bounds, axis=0), axis) for bounds in (begin, before_end))
+    windows, axis = op.Constant(value_ints=[count]), op.Constant(value_ints=[1])
+    begin = op.Div(op.Mul(size, op.Constant(value_ints=list(range(count)))), windows)
+    end = op.Mul(size, op.Constant(value_ints=list(range(1, count + 1))))
+    first = op.Unsqueeze(begin, axis)
+    last = op.Unsqueeze(op.Div(op.Sub(end, op.Constant(value_ints=[1])), windows), axis)
     place = op.Range(op.Constant(value_int=0), op.Squeeze(size), op.Constant(value_int=1))
     inside = op.And(op.GreaterOrEqual(place, first), op.LessOrEqual(place, last))
     weights = op.Cast(inside, to=FLOAT.dtype)
