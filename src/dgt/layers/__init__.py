@@ -3,14 +3,7 @@
 from dgt.layers.attention import DGAttention, GlobalAttention
 from dgt.layers.block import Block, FeedForward
 from dgt.layers.centroids import renormalize_centroids
-from dgt.layers.convolution import (
-    ConditionalPositionEncoding,
-    ConvStem,
-    InvertedResidualFFN,
-    PatchMerging,
-    keep_real,
-    keep_real_pixels,
-)
+from dgt.layers.convolution import ConditionalPositionEncoding, ConvStem, InvertedResidualFFN, PatchMerging, keep_real
 from dgt.layers.head import Head
 
 __all__ = [
@@ -24,6 +17,5 @@ __all__ = [
     "InvertedResidualFFN",
     "PatchMerging",
     "keep_real",
-    "keep_real_pixels",
     "renormalize_centroids",
 ]

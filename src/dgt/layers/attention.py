@@ -91,11 +91,9 @@ class DGAttention(SelfAttention, CentroidState):
     :mod:`dgt.layers.centroids`: they need no call from a training loop.
 
     Args:
-        dim: channels C.
-        num_heads: H; divides ``dim``.
+        dim, num_heads, qkv_bias, cosine: as in :class:`SelfAttention`.
         num_groups: G >= 1.
         top_k: k >= 1, clamped to the number of tokens.
-        qkv_bias, cosine: as in :class:`SelfAttention`.
         tau: the paper's tau; None is 0.1 times the current learning rate of the layer's weights.
         tau_weighs: the term of Eq. 4 that tau is the weight of: ``"old"`` centroid (as printed) or ``"new"`` mean.
         backend: as in :func:`dgt.dynamic_group_attention`.
@@ -127,15 +125,13 @@ class DGAttention(SelfAttention, CentroidState):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, H, W, C) or (B, L, C) to the same shape; ``mask`` is bool, True where a token is real."""
         check_layer_input(x, self.qkv.in_features, mask)
-        query, key, value = self.split_heads(x)
+        heads = self.split_heads(x)
         real = None if mask is None else mask.flatten(1)
         if self.training and not self.seeded:
-            self.seed(query, real)
-        output, groups = attend_in_groups(
-            query, key, value, self.unit_centroids(), self.top_k, self.scale, real, self.backend
-        )
+            self.seed(heads[0], real)
+        output, groups = attend_in_groups(heads, self.unit_centroids(), self.top_k, self.scale, real, self.backend)
         if self.training:
-            self.observe(query, groups, real, self.backend)
+            self.observe(heads[0], groups, real, self.backend)
         return self.merge_heads(output, x)
 
     @torch.jit.ignore

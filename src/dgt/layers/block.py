@@ -14,13 +14,7 @@ from dgt.layers.convolution import ConditionalPositionEncoding, InvertedResidual
 
 
 class FeedForward(nn.Module):
-    """The plain feed-forward network: linear, GELU, linear; token by token, so a mask changes nothing.
-
-    Args:
-        dim: channels in and out.
-        ratio: expansion R.
-        drop: dropout rate after both linears.
-    """
+    """The plain feed-forward network: linear, GELU, linear, with dropout; token by token, so a mask changes nothing."""
 
     def __init__(self, dim: int, ratio: float = 4.0, drop: float = 0.0, **factory: Any) -> None:
         super().__init__()

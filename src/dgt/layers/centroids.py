@@ -50,22 +50,11 @@ class CentroidState(nn.Module):
     """Mixin of DG-Attention: the buffer ``centroids`` (H, G, D), statistics of the step, and how they change."""
 
     def init_centroids(
-        self,
-        shape: tuple[int, int, int],
-        tau: float | None,
-        tau_weighs: str,
-        device: torch.device | str | None = None,
+        self, shape: tuple[int, int, int], tau: float | None, tau_weighs: str, device: Any = None
     ) -> None:
-        """Register the buffers; to be called once, from the layer's constructor.
+        """Register the buffers of shape (H, G, D); to be called once, from the layer's constructor.
 
-        Args:
-            shape: (H, G, D).
-            tau: the paper's tau; None is 0.1 times the current learning rate of the layer's weights.
-            tau_weighs: the term of Eq. 4 that tau is the weight of: ``"old"`` centroid (as printed) or ``"new"`` mean.
-            device: where the buffers live.
-
-        Raises:
-            ValueError: for a tau outside [0, 1] or another ``tau_weighs``.
+        ``tau`` and ``tau_weighs`` as in :class:`dgt.DGAttention`; ValueError where they are out of range.
         """
         check_tau(tau)
         check_tau_weighs(tau_weighs)

@@ -22,11 +22,6 @@ def keep_real(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else x * mask.unsqueeze(-1)
 
 
-def keep_real_pixels(images: Tensor, mask: Tensor | None) -> Tensor:
-    """Zero the padding of (B, C, H, W) images; ``mask`` is bool (B, H, W), True where a pixel is real, or None."""
-    return images if mask is None else images * mask.unsqueeze(1)
-
-
 def _nchw(x: Tensor) -> Tensor:
     return x.permute(0, 3, 1, 2)
 
@@ -76,13 +71,7 @@ def activate_and_norm(x: Tensor, act: nn.Module, norm: nn.Module) -> Tensor:
 
 
 class ConvStem(nn.Module):
-    """Three 3x3 convolutions, the first with stride 2 (or 1 for small images), each followed by GELU and BatchNorm.
-
-    Args:
-        in_chans: channels of the image.
-        width: channels of the three convolutions.
-        stride: stride of the first, 2 or 1.
-    """
+    """Three 3x3 convolutions to ``width`` channels, the first with a stride, each followed by GELU and BatchNorm."""
 
     def __init__(self, in_chans: int, width: int, stride: int = 2, **factory: Any) -> None:
         super().__init__()
@@ -101,18 +90,12 @@ class ConvStem(nn.Module):
                 x = norm(self.act(x))
             else:
                 x = activate_and_norm(x, self.act, norm)
-            if mask is not None:
-                x = x * mask.unsqueeze(1)
+            x = x if mask is None else x * mask.unsqueeze(1)
         return _nhwc(x)
 
 
 class PatchMerging(nn.Module):
-    """Halve height and width (rounding up): 3x3 convolution of stride 2, then LayerNorm.
-
-    Args:
-        in_dim: channels in.
-        dim: channels out.
-    """
+    """Halve height and width (rounding up): 3x3 convolution of stride 2 to ``dim`` channels, then LayerNorm."""
 
     def __init__(self, in_dim: int, dim: int, **factory: Any) -> None:
         super().__init__()
@@ -125,11 +108,7 @@ class PatchMerging(nn.Module):
 
 
 class ConditionalPositionEncoding(nn.Module):
-    """Position from content (Eq. 8): a depthwise 3x3 convolution with zero padding. The residual is the block's.
-
-    Args:
-        dim: channels.
-    """
+    """Position from content (Eq. 8): a depthwise 3x3 convolution with zero padding. The residual is the block's."""
 
     def __init__(self, dim: int, **factory: Any) -> None:
         super().__init__()
@@ -143,10 +122,7 @@ class ConditionalPositionEncoding(nn.Module):
 class InvertedResidualFFN(nn.Module):
     """CMT's feed-forward network (Eq. 10): expand, residual depthwise 3x3, project; the residual comes before its GELU.
 
-    Args:
-        dim: channels in and out.
-        ratio: expansion R.
-        drop: dropout rate after the projection.
+    ``ratio`` is the expansion R, ``drop`` the rate of dropout after the projection.
     """
 
     def __init__(self, dim: int, ratio: float = 4.0, drop: float = 0.0, **factory: Any) -> None:
@@ -168,8 +144,7 @@ class InvertedResidualFFN(nn.Module):
             x = self.norm1(self.act(x))
         else:
             x = activate_and_norm(x, self.act, self.norm1)
-        if mask is not None:
-            x = x * mask.unsqueeze(1)
+        x = x if mask is None else x * mask.unsqueeze(1)
         x = x + self.depthwise(x)
         if scripting():  # noqa: SIM108
             x = self.norm2(self.act(x))

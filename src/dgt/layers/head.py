@@ -13,8 +13,7 @@ class Head(nn.Module):
     """1x1 convolution, BatchNorm, SiLU, global pooling, linear classifier (CMT's head).
 
     Args:
-        in_dim: channels in.
-        hidden: channels of the convolution; None for LayerNorm in place of convolution, BatchNorm and SiLU.
+        in_dim, hidden: channels in, and of the convolution; None for LayerNorm in place of it, BatchNorm and SiLU.
         num_classes: classes; 0 leaves the classifier out.
         pool: timm's name of the pooling; "" leaves it out, and the classifier becomes a 1x1 convolution.
         drop: dropout rate before the classifier.
@@ -55,13 +54,7 @@ class Head(nn.Module):
     def forward(self, x: Tensor, pre_logits: bool = False, mask: Tensor | None = None) -> Tensor:
         """Map (B, C, H, W) to (B, num_classes); with ``pre_logits`` to what the classifier gets.
 
-        Args:
-            x: (B, C, H, W) features.
-            pre_logits: leave the classifier out.
-            mask: optional bool (B, H, W): the average is taken over real places alone; only for pooling "avg".
-
-        Raises:
-            ValueError: for a mask with another pooling.
+        ``mask``, bool (B, H, W), has the average taken over real places alone; ValueError for a pooling but "avg".
         """
         x = self.act(self.norm(self.conv(x)))
         if mask is not None:

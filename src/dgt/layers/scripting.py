@@ -14,13 +14,10 @@ scripting = torch.jit.is_scripting  # for branches over modules, which TorchScri
 
 
 def check_layer_input(x: Tensor, dim: int, mask: Tensor | None = None, is_map: bool = False) -> None:
-    """Check a layer's floating point (B, H, W, C) or (B, L, C) tensor and its mask; silent in TorchScript.
+    """Check a layer's floating point (B, H, W, C) or (B, L, C) tensor of ``dim`` channels; silent in TorchScript.
 
-    Args:
-        x: the tensor.
-        dim: the number of channels that C must be.
-        mask: bool of the shape of ``x`` without its channels (rows and columns may be flattened), or None.
-        is_map: whether only (B, H, W, C) is accepted: windows need rows.
+    ``mask`` is bool of the shape of ``x`` without its channels (rows and columns may be flattened), or None. With
+    ``is_map`` only (B, H, W, C) is accepted: windows need rows.
 
     Raises:
         TypeError: for another type of tensor or mask.
@@ -43,16 +40,10 @@ def check_layer_input(x: Tensor, dim: int, mask: Tensor | None = None, is_map: b
 
 
 def attend_in_groups(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    centroids: Tensor,
-    top_k: int,
-    scale: float,
-    real: Tensor | None,
-    backend: str,
+    heads: tuple[Tensor, Tensor, Tensor], centroids: Tensor, top_k: int, scale: float, real: Tensor | None, backend: str
 ) -> tuple[Tensor, Tensor]:
     """Return output (B, H, L, D) and groups (B, H, L) of :func:`dgt.dynamic_group_attention`, also in TorchScript."""
+    query, key, value = heads
     if torch.jit.is_scripting():
         groups = torch.ops.dgt.group_queries(query, centroids, real)
         keys = torch.ops.dgt.select_keys(centroids, key, top_k, real)

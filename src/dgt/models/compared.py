@@ -29,12 +29,7 @@ SKELETONS = ("dgt", "swin", "cswin")
 
 
 class CMTStage(Stage):
-    """A stage of CMT's blocks, which share a table of positions.
-
-    Args:
-        stage: merging and blocks.
-        position: the table.
-    """
+    """A stage of CMT's blocks, which share a table of positions."""
 
     def __init__(self, stage: Stage, position: PositionTable) -> None:
         super().__init__(stage.merge, cast(list[Block], list(stage.blocks)))

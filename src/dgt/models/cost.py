@@ -20,17 +20,12 @@ from dgt.utils.errors import UserError
 aten = torch.ops.aten
 
 NORMS = (
-    aten.native_layer_norm,
-    aten.native_group_norm,
-    aten.native_batch_norm,
+    *(aten.native_layer_norm, aten.native_group_norm, aten.native_batch_norm),
     aten._native_batch_norm_legit_no_training,
 )
 
-PAPER = {  # parameters in millions and GFLOPs at 224 px, as printed in Table 1
-    "dgt_tiny": (24.09, 4.35),
-    "dgt_small": (51.76, 9.41),
-    "dgt_base": (90.28, 16.4),
-}
+# Parameters in millions and GFLOPs at 224 px, as printed in Table 1.
+PAPER = {"dgt_tiny": (24.09, 4.35), "dgt_small": (51.76, 9.41), "dgt_base": (90.28, 16.4)}
 
 
 class StageCost(NamedTuple):
@@ -59,12 +54,8 @@ def cost(model: nn.Module | str, image_size: tuple[int, int] = (224, 224)) -> Co
         model: a model that takes (B, C, H, W) images, or the name of a timm model.
         image_size: height and width in pixels.
 
-    Returns:
-        :class:`Cost` with ``params``, ``flops`` and ``stages``.
-
     Raises:
-        TypeError: if ``model`` is neither a module nor a name.
-        ValueError: for an unknown name.
+        TypeError, UserError: if ``model`` is neither a module nor a known name.
     """
     if isinstance(model, str):
         if not timm.is_model(model):
@@ -108,8 +99,5 @@ def _parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return parts
 
 
-# torch's counter counts two per multiply-add; so do our formulas, and cost() halves the sum.
-
-
 def _normalisation(x: Any, *_: Any, **__: Any) -> int:
-    return 2 * math.prod(x)  # one per element
+    return 2 * math.prod(x)  # one per element; torch's counter counts two per multiply-add, and cost() halves the sum

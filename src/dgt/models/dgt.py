@@ -13,7 +13,7 @@ from timm.models import checkpoint, register_notrace_function
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from dgt.layers import Block, ConvStem, DGAttention, GlobalAttention, Head, PatchMerging, keep_real, keep_real_pixels
+from dgt.layers import Block, ConvStem, DGAttention, GlobalAttention, Head, PatchMerging, keep_real
 from dgt.utils.errors import UserError
 
 
@@ -40,12 +40,7 @@ def check_images(x: Tensor, in_chans: int, mask: Tensor | None = None) -> Tensor
 
 
 class Stage(nn.Module):
-    """Patch merging, then blocks.
-
-    Args:
-        merge: the merging of patches.
-        blocks: the blocks.
-    """
+    """Patch merging, then blocks."""
 
     def __init__(self, merge: nn.Module, blocks: list[Block]) -> None:
         super().__init__()
@@ -258,19 +253,17 @@ class DynamicGroupTransformer(nn.Module):
         """Masks of real tokens for the stem and every stage, from a bool (B, H, W) mask of real pixels (or None)."""
         return [None if mask is None else mask[:, ::stride, ::stride] for stride in self.strides]
 
+    def embed(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Map (B, in_chans, H, W) images to the stem's (B, H', W', C); arguments as in :meth:`forward_features`."""
+        x = check_images(x, self.in_chans, mask)
+        return self.stem(x if mask is None else x * mask.unsqueeze(1), self.masks(mask)[0])
+
     def forward_features(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, in_chans, H, W) images to the last stage's (B, C, H / 32, W / 32) map.
 
-        Args:
-            x: images, at least 32 x 32 pixels.
-            mask: optional bool (B, H, W), True where a pixel is real.
-
-        Raises:
-            ValueError: for another shape or a smaller image.
+        ``mask`` is bool (B, H, W), True where a pixel is real. Errors as in :func:`check_images`.
         """
-        x = check_images(x, self.in_chans, mask)
-        masks = self.masks(mask)
-        x = self.stem(keep_real_pixels(x, mask), masks[0])
+        x, masks = self.embed(x, mask), self.masks(mask)
         for i, stage in enumerate(self.stages):
             x = stage(x, masks[i + 1])
         return x.permute(0, 3, 1, 2)
@@ -319,9 +312,7 @@ class DynamicGroupTransformer(nn.Module):
         if output_fmt not in ("NCHW", "NHWC"):
             raise UserError(f"output_fmt must be 'NCHW' or 'NHWC', got {output_fmt!r}")
         take, last = feature_take_indices(len(self.stages), indices)
-        x = check_images(x, self.in_chans, mask)
-        masks = self.masks(mask)
-        x = self.stem(keep_real_pixels(x, mask), masks[0])
+        x, masks = self.embed(x, mask), self.masks(mask)
         maps = []
         for i, stage in enumerate(self.stages[: last + 1] if stop_early else self.stages):
             x = stage(x, masks[i + 1])

@@ -208,9 +208,7 @@ def _attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             inside = f"{name}."
         elif IS_ATTENTION.search(type(module).__name__):
             kind = f"{type(module).__module__}.{type(module).__name__}"
-            raise UserError(
-                f"model must hold only attention that can be swapped ({SUPPORTED}), got {kind} at {name!r}"
-            )
+            raise UserError(f"model must hold only attention that can be swapped ({SUPPORTED}), got {kind} at {name!r}")
 
 
 def _check_parts(name: str, old: Any) -> None:
@@ -219,9 +217,7 @@ def _check_parts(name: str, old: Any) -> None:
     if old.qkv.out_features != 3 * dim or old.proj.in_features != dim or old.proj.out_features != dim:
         raise UserError(f"attention to swap must be as wide as its input, got {old.qkv} and {old.proj} at {name!r}")
     if old.attn_drop.p > 0:
-        raise UserError(
-            f"attention to swap must have no dropout (attn_drop_rate=0), got {old.attn_drop.p} at {name!r}"
-        )
+        raise UserError(f"attention to swap must have no dropout (attn_drop_rate=0), got {old.attn_drop.p} at {name!r}")
     if getattr(old, "gate", None) is not None:
         raise UserError(f"attention to swap must have no gate, got one at {name!r}")
 

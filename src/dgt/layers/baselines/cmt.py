@@ -24,13 +24,11 @@ class ReducedAttention(SelfAttention):
     """CMT's attention: queries from all tokens, keys and values from a map ``ratio`` times smaller.
 
     Args:
-        dim: channels C.
-        num_heads: H; divides ``dim``.
+        dim, num_heads, qkv_bias, cosine: as in :class:`SelfAttention`.
         ratio: side of the square of tokens that one key stands for; 1 is global attention.
-        qkv_bias, cosine: as in :class:`SelfAttention`.
 
     Raises:
-        TypeError, ValueError: for a count below 1, or as in :class:`SelfAttention`.
+        TypeError, ValueError: naming the argument, what was expected and what came.
     """
 
     def __init__(
@@ -41,17 +39,14 @@ class ReducedAttention(SelfAttention):
         self.ratio = ratio
         self.reduce: nn.Module = nn.Identity()
         if ratio > 1:
-            self.reduce = nn.Sequential(
-                nn.Conv2d(dim, dim, ratio, ratio, groups=dim, **factory), nn.BatchNorm2d(dim, **factory)
-            )
+            conv = nn.Conv2d(dim, dim, ratio, ratio, groups=dim, **factory)
+            self.reduce = nn.Sequential(conv, nn.BatchNorm2d(dim, **factory))
 
     def forward(self, x: Tensor, mask: Tensor | None = None, position: Tensor | None = None) -> Tensor:
         """Map (B, H, W, C) to the same shape.
 
-        Args:
-            x: the map.
-            mask: optional bool (B, H, W), True where a token is real; a key is real where its first token is.
-            position: optional (H, L, K) scores to add, from :class:`PositionTable`.
+        ``mask`` is bool (B, H, W), True where a token is real; a key is real where its first token is. ``position`` are
+        (H, L, K) scores to add, from :class:`PositionTable`.
         """
         check_layer_input(x, self.qkv.in_features, mask, is_map=True)
         dim = x.shape[-1]
@@ -74,18 +69,12 @@ class ReducedAttention(SelfAttention):
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=scores, scale=self.scale)
         return self.merge_heads(attended, x)
 
-    def extra_repr(self) -> str:
-        return f"heads={self.num_heads}, ratio={self.ratio}"
-
 
 @register_notrace_module
 class PositionTable(nn.Module):
-    """CMT's learned score between every place of a map and every place of the reduced map.
+    """CMT's learned score between every place of a map and every place of the map of keys, ``ratio`` times smaller.
 
-    Args:
-        num_heads: H.
-        side: of the square map, in tokens, that the table is made for.
-        ratio: how many times smaller the map of keys is.
+    ``side`` is that of the square map, in tokens, that the table is made for.
     """
 
     def __init__(self, num_heads: int, side: int, ratio: int, **factory: Any) -> None:
@@ -107,21 +96,12 @@ class PositionTable(nn.Module):
         table = table.flatten(2).transpose(1, 2).unflatten(2, [self.side, self.side])
         return F.interpolate(table, [rows, columns], mode="bilinear").flatten(2).transpose(1, 2)
 
-    def extra_repr(self) -> str:
-        return f"side={self.side}, ratio={self.ratio}"
-
 
 class CMTBlock(Block):
     """A block whose attention, :class:`ReducedAttention`, is given scores of positions."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None, position: Tensor | None = None) -> Tensor:
-        """Map (B, H, W, C) to (B, H, W, C).
-
-        Args:
-            x: the map.
-            mask: optional bool (B, H, W), True where a token is real.
-            position: optional (H, L, K) scores, from the stage's :class:`PositionTable`.
-        """
+        """Map (B, H, W, C) to the same shape; arguments as in :meth:`ReducedAttention.forward`."""
         x = self.positioned(x, mask)
         if self.post_norm:
             x = x + self.drop_path1(self.norm1(self.attn(x, mask, position)))

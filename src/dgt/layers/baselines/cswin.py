@@ -19,13 +19,11 @@ class StripeAttention(SelfAttention):
     LePE, locally enhanced position encoding, adds a depthwise 3x3 convolution of the values, stripe by stripe.
 
     Args:
-        dim: channels C.
-        num_heads: H, even; divides ``dim``.
+        dim, num_heads, qkv_bias, cosine: as in :class:`SelfAttention`; ``num_heads`` is even.
         width: of a stripe in tokens; 0 for the whole map (CSWin's last stage).
-        qkv_bias, cosine: as in :class:`SelfAttention`.
 
     Raises:
-        TypeError, ValueError: for an odd number of heads, a negative width, or as in :class:`SelfAttention`.
+        TypeError, ValueError: naming the argument, what was expected and what came.
     """
 
     def __init__(
@@ -64,6 +62,3 @@ class StripeAttention(SelfAttention):
             local = join_windows(local, rows, columns, height, across)
             halves.append(attended.transpose(1, 2).flatten(2) + local.flatten(1, 2))
         return self.proj(torch.cat(halves, dim=-1).view(x.shape))
-
-    def extra_repr(self) -> str:
-        return f"heads={self.num_heads}, width={self.width}"

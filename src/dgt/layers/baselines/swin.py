@@ -1,10 +1,8 @@
 """Swin: shifted windows for maps of any size, and its patches (CSWin's are of the same kind).
 
-A map that windows do not tile is padded after the projections; padding, and whatever a ``mask`` calls padding, is in no
-real token's softmax. A window larger than the map shrinks to it and is not shifted, as in the original, so a map that
-fits into one window attends globally. What counts there is the map with its padding: an image that alone fits into a
-window is cut by the shift if it shares a wider map with padding. Images that patches do not tile are padded with zeros
-on the right and below, so every map is ``ceil(size / stride)``.
+A map that windows do not tile is padded after the projections; padding, and what a ``mask`` calls padding, is in no real
+token's softmax. A window larger than the map shrinks to it and is not shifted, as in the original. What counts there is
+the map with its padding: an image that alone fits into a window is cut by the shift if it shares a wider map.
 """
 
 from typing import Any
@@ -29,12 +27,9 @@ def pad_map(x: Tensor, height: int, width: int) -> Tensor:
 
 
 def cut_windows(x: Tensor, height: int, width: int, down: int = 0, right: int = 0) -> Tensor:
-    """Cut a (B, H, W, C) map to (B, windows, height * width, C), row by row.
+    """Cut a (B, H, W, C) map, padded to what windows tile, to (B, windows, height * width, C), row by row.
 
-    Args:
-        x: the map; it is padded to what windows tile.
-        height, width: of a window.
-        down, right: how much further windows start; they wrap around the edge.
+    Windows start ``down`` and ``right`` tokens further, and wrap around the edge.
     """
     x = pad_map(x, height, width)
     x = x.roll((-down, -right), (1, 2)) if down + right > 0 else x
@@ -77,17 +72,10 @@ def attend_in_windows(
     scores: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """Attend inside the windows of a map.
+    """Attend inside the windows of a map: (B, H, L, D) query, key and value of L tokens, row by row, to (B, H, L, D).
 
-    Args:
-        heads: query, key and value, each (B, H, L, D), L tokens row by row.
-        rows: height of the map in tokens.
-        window: height, width, down, right, as in :func:`cut_windows`.
-        scores: what is added to the scores, -inf where a token is not seen: (B, H, 1 or windows, N, N), or None.
-        scale: what scores are multiplied with.
-
-    Returns:
-        (B, H, L, D).
+    ``window`` is height, width, down, right, as in :func:`cut_windows`; ``scores`` (B, H, 1 or windows, N, N) are added
+    to those of the tokens times ``scale``, -inf where a token is not seen.
     """
     height, width, down, right = window
     batch, num_heads, tokens, channels = heads[0].shape
@@ -107,14 +95,12 @@ class WindowAttention(SelfAttention):
     """Swin's attention: inside square windows, with a learned bias per head and offset, every other block shifted.
 
     Args:
-        dim: channels C.
-        num_heads: H; divides ``dim``.
+        dim, num_heads, options: as in :class:`SelfAttention`.
         window: side of a window in tokens.
-        shift: how far windows are shifted; 0 for every other block, half a window for the rest.
-        options: ``qkv_bias``, ``cosine``, ``device``, ``dtype``, as in :class:`SelfAttention`.
+        shift: how far windows are shifted, less than their side: 0, or in every other block half a window.
 
     Raises:
-        TypeError, ValueError: for a count below 1, a shift not within the window, or as in :class:`SelfAttention`.
+        TypeError, ValueError: naming the argument, what was expected and what came.
     """
 
     def __init__(self, dim: int, num_heads: int, window: int = 7, shift: int = 0, **options: Any) -> None:
@@ -151,18 +137,12 @@ class WindowAttention(SelfAttention):
         attended = attend_in_windows(self.split_heads(x), rows, (height, width, down, right), scores, self.scale)
         return self.merge_heads(attended, x)
 
-    def extra_repr(self) -> str:
-        return f"heads={self.num_heads}, window={self.window}, shift={self.shift}"
-
 
 class PatchStem(nn.Module):
-    """One strided convolution, then LayerNorm.
+    """One strided convolution to ``dim`` channels, then LayerNorm.
 
-    Args:
-        in_chans: channels of the image.
-        dim: channels out.
-        stride: side of a patch in pixels, even.
-        overlap: whether the convolution sees 2 stride - 1 pixels (CSWin) or just its patch (Swin).
+    ``stride`` is the side of a patch in pixels, even; with ``overlap`` the convolution sees 2 stride - 1 pixels
+    (CSWin), else just its patch (Swin).
     """
 
     def __init__(self, in_chans: int, dim: int, stride: int = 4, overlap: bool = False, **factory: Any) -> None:
@@ -179,12 +159,7 @@ class PatchStem(nn.Module):
 
 
 class PatchConcatenation(nn.Module):
-    """Swin's patch merging: the channels of 2 x 2 tokens side by side, LayerNorm, and a linear without bias.
-
-    Args:
-        in_dim: channels in.
-        dim: channels out.
-    """
+    """Swin's patch merging: the channels of 2 x 2 tokens side by side, LayerNorm, and a linear without bias."""
 
     def __init__(self, in_dim: int, dim: int, **factory: Any) -> None:
         super().__init__()

@@ -38,12 +38,7 @@ OPTIONS = frozenset(inspect.signature(MaskRCNN.__init__).parameters) - {"self", 
 
 
 class Pyramid(FeaturePyramidNetwork):  # type: ignore[misc]  # torchvision is not typed
-    """Feature pyramid of five levels of equal channels: one for each map of the backbone, and a coarser one by pooling.
-
-    Args:
-        in_channels: channels of the backbone's maps.
-        out_channels: channels of every level.
-    """
+    """Feature pyramid of five levels of equal channels: one for each map of the backbone, and one more by pooling."""
 
     def __init__(self, in_channels: Sequence[int], out_channels: int) -> None:
         super().__init__(list(in_channels), out_channels, extra_blocks=LastLevelMaxPool())
@@ -53,11 +48,7 @@ class Pyramid(FeaturePyramidNetwork):  # type: ignore[misc]  # torchvision is no
 class PaddedMaskRCNN(MaskRCNN):  # type: ignore[misc]
     """torchvision's Mask R-CNN whose backbone is told which pixels of a padded batch are real.
 
-    Args:
-        backbone: four maps of an image.
-        pyramid: what the heads see of them.
-        num_classes: classes, background (class 0) among them.
-        options: keyword arguments of torchvision's `MaskRCNN`.
+    ``options`` are keyword arguments of torchvision's `MaskRCNN`; the heads see what the pyramid makes of the backbone.
     """
 
     def __init__(self, backbone: FeatureBackbone, pyramid: Pyramid, num_classes: int | None, **options: Any) -> None:
@@ -147,9 +138,7 @@ def build_mask_rcnn(
     heads: dict[str, Any] = {
         "min_size": image_size,
         "max_size": max_size or round(image_size * LONG_OVER_SHORT),
-        "rpn_anchor_generator": AnchorGenerator(
-            tuple((size,) for size in anchor_sizes), ((0.5, 1.0, 2.0),) * len(anchor_sizes)
-        ),
+        "rpn_anchor_generator": AnchorGenerator(tuple((size,) for size in anchor_sizes), ((0.5, 1.0, 2.0),) * 5),
         "box_head": TwoMLPHead(fpn_channels * POOLED_BOX**2, box_channels),
         "box_predictor": FastRCNNPredictor(box_channels, num_classes),
         "mask_head": MaskRCNNHeads(fpn_channels, list(mask_channels), 1),
@@ -184,13 +173,7 @@ class DenseParts(nn.Module):
 def mask_rcnn_cost(backbone: str, image_size: tuple[int, int] = (800, 1280), num_classes: int = 81) -> Cost:
     """Parameters and FLOPs of a Mask R-CNN by part, in the convention of :func:`dgt.cost`.
 
-    Args:
-        backbone: name of a timm model.
-        image_size: height and width in pixels.
-        num_classes: classes with background; by default COCO's 80 and that.
-
-    Raises:
-        UserError: as :func:`build_backbone`.
+    Height and width are in pixels, classes by default COCO's 80 and background; errors as :func:`build_backbone`.
     """
     with torch.device("meta"):
         model = build_mask_rcnn(backbone, num_classes)
@@ -201,22 +184,25 @@ def _check_settings(
     num_classes: int, image_size: int, widths: Mapping[str, int], mask_channels: Any, anchor_sizes: Any
 ) -> None:
     """Raise UserError for a number out of range."""
-    if num_classes < 2:
-        raise UserError(f"num_classes must be at least 2, background among them, got {num_classes}")
-    if image_size < 32:
-        raise UserError(f"image_size must be at least 32, got {image_size}")
-    for name, number in widths.items():
-        if not _positive([number], int):
-            raise UserError(f"{name} must be an integer of at least 1, got {number!r}")
-    if not mask_channels or not _positive(mask_channels, int):
-        raise UserError(f"mask_channels must be integers of at least 1, got {mask_channels!r}")
-    if not _positive(anchor_sizes, (int, float)) or len(anchor_sizes) != 5:
-        raise UserError(f"anchor_sizes must be 5 numbers of at least 1, got {anchor_sizes!r}")
+    five = _positive(anchor_sizes, (int, float)) and len(anchor_sizes) == 5
+    for good, expected, came in (
+        (num_classes >= 2, "num_classes must be at least 2, background among them", num_classes),
+        (image_size >= 32, "image_size must be at least 32", image_size),
+        *((_positive([n], int), f"{name} must be an integer of at least 1", n) for name, n in widths.items()),
+        (_positive(mask_channels, int), "mask_channels must be integers of at least 1", mask_channels),
+        (five, "anchor_sizes must be 5 numbers of at least 1", anchor_sizes),
+    ):
+        if not good:
+            raise UserError(f"{expected}, got {came!r}")
 
 
 def _positive(numbers: Any, kind: type[int] | tuple[type[int], type[float]]) -> bool:
-    """Whether this is a sequence of numbers of a kind, each at least 1."""
-    return isinstance(numbers, Sequence) and all(isinstance(number, kind) and number >= 1 for number in numbers)
+    """Whether this is a sequence of numbers of a kind, at least one, each at least 1."""
+    return (
+        isinstance(numbers, Sequence)
+        and bool(numbers)
+        and all(isinstance(number, kind) and number >= 1 for number in numbers)
+    )
 
 
 def _check_sizes(sizes: Sequence[tuple[int, int]], shorter: int, longer: int) -> None:
