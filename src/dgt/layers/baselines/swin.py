@@ -1,6 +1,6 @@
 """Swin: shifted windows for maps of any size, and its patches (CSWin's are of the same kind).
 
-A map that windows do not tile is padded after the projections; padding, and what a ``mask`` calls padding, is in no real
+A map that windows do not tile is padded after the projections; padding, also what a ``mask`` calls so, is in no real
 token's softmax. A window larger than the map shrinks to it and is not shifted, as in the original. What counts there is
 the map with its padding: an image that alone fits into a window is cut by the shift if it shares a wider map.
 """
