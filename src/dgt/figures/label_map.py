@@ -116,7 +116,7 @@ def _figure_with_legend(
     titles: Sequence[str],
 ) -> Figure:
     """A grid of images, each `cell` (width, height) inches, with titles above and the legend of the labels below."""
-    counts = sum(np.bincount(labels.ravel(), minlength=IGNORED + 1) for labels in seen)
+    counts = np.bincount(np.concatenate([labels.ravel() for labels in seen]), minlength=IGNORED + 1)
     order = [int(label) for label in np.argsort(-counts[:IGNORED], kind="stable") if counts[label] > 0]
     names = [class_names[label] for label in order]
     if titles and counts[IGNORED]:

@@ -77,8 +77,8 @@ def panels_of(
             raise UserError(f"head must lie in 0 to {heads[place] - 1} at block {records[place].name!r}, got {head}")
     titles = [f"block {place}" if every else records[place].name for place in chosen]
     return [
-        GroupPanel(image, records[place].grid, *(ids[0, head] for ids in records[place].attention[1:]), title=title)
-        for place, title in zip(chosen, titles, strict=True)
+        GroupPanel(image, grid, to_array(seen.group_ids[0, head]), to_array(seen.key_ids[0, head]), title)
+        for title, (_, grid, seen) in zip(titles, (records[place] for place in chosen), strict=True)
     ]
 
 

@@ -57,7 +57,7 @@ class Prediction:
     classes: list[tuple[str, float]] = field(default_factory=list)
     error: str | None = None
     objects: list[dict[str, Any]] | None = None
-    pixels: NDArray[np.uint8] | None = field(default=None, repr=False, compare=False)
+    pixels: Any = field(default=None, repr=False, compare=False)
     found: Any = field(default=None, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
