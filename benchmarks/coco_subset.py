@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 from dgt.data.coco import read_annotations
-from dgt.training.files import write_json
+from dgt.utils.atomic_write import write_json
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ Pictures are drawn as the run's recipe tests them; keys of the recipe's data can
 from __future__ import annotations
 
 import argparse
-import csv
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from dgt.figures import save_figure
 from dgt.figures.label_map import figure_comparison
 from dgt.tasks.segment import predict
 from dgt.training import load_run
+from dgt.training.log import read_metrics
 from dgt.training.recipe import build_data, parse_recipe
 
 
@@ -42,10 +42,9 @@ def draw_pictures(run_path: str, out: str, items: list[int], overrides: list[str
 
 
 def read_curve(run: str, name: str) -> tuple[list[int], list[float]]:
-    """Epochs (from 1) and values of a metric in a run's `metrics.csv`."""
-    with (Path(run) / "metrics.csv").open(encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row.get(name)]
-    return [int(row["epoch"]) + 1 for row in rows], [float(row[name]) for row in rows]
+    """Epochs (from 1) and values of a metric of a run's epochs."""
+    rows = [row for row in read_metrics(Path(run)) if name in row and "epoch" in row]
+    return [row["epoch"] for row in rows], [row[name] for row in rows]
 
 
 def draw_curves(out: str, runs: list[str]) -> None:

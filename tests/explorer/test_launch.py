@@ -21,7 +21,7 @@ from dgt.tasks import TASKS
 from dgt.tasks.network import build_classifier
 from dgt.training import LoadedRun, load_recipe
 from dgt.training.recipe import Recipe
-from dgt.training.runs import export_model, make_record
+from dgt.training.run import export_model, make_record
 from dgt_command import main
 
 

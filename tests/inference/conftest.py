@@ -13,7 +13,7 @@ from torch import nn
 
 from dgt.tasks import TASKS
 from dgt.training import load_recipe
-from dgt.training.runs import export_model, make_record
+from dgt.training.run import export_model, make_record
 
 SMALL = {"stem_width": 8, "dims": [16, 16, 32, 32], "num_heads": [1, 2, 2, 2], "depths": [1, 1, 1, 1], "head_width": 24}
 

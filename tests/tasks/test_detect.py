@@ -14,9 +14,10 @@ from dgt.app.predict import predict_files, prediction_lines
 from dgt.data.detection import SceneObjects
 from dgt.models.heads.mask_rcnn import PaddedMaskRCNN
 from dgt.tasks.average_precision import average_precision
-from dgt.tasks.detect import DetectionTask, build_detector
+from dgt.tasks.detect import DetectionMetrics, build_detector
 from dgt.tasks.network import ModelSettings
 from dgt.training import Result, evaluate, fit, load_recipe, load_run
+from dgt.training.log import read_metrics
 
 from ..data.coco_files import write_coco
 
@@ -44,7 +45,7 @@ def test_a_training_reports_cocos_twelve_numbers(finished: Result) -> None:
     sizes = ("", "50", "75", "_small", "_medium", "_large")
     assert set(finished.metrics) == {f"{kind}_ap{size}" for kind in ("box", "mask") for size in sizes}
     assert all(0 <= value <= 1 or value == -1 for value in finished.metrics.values())
-    columns = (finished.folder / "metrics.csv").read_text().splitlines()[0]
+    columns = {name for row in read_metrics(finished.folder) for name in row}
     for name in ("train/loss_mask", "train/loss_classifier", "train/loss_objectness", "train/loss_epoch", "val/box_ap"):
         assert name in columns
 
@@ -80,7 +81,7 @@ def test_a_perfect_network_has_precision_one(monkeypatch: pytest.MonkeyPatch, fi
 
 
 def test_precisions_that_the_operators_lack_are_refused(finished: Result) -> None:
-    with pytest.raises(ValueError, match=r"trainer\.precision must not be 'bf16-true' for detection"):
+    with pytest.raises(ValueError, match=r"trainer\.precision must not be 'bf16-true' for task 'detect'"):
         evaluate(finished.folder, ["--trainer.precision=bf16-true"])
     assert 0 <= evaluate(finished.folder, ["--trainer.precision=bf16-mixed"])["box_ap"] <= 1
 
@@ -159,16 +160,15 @@ def test_bad_settings_are_one_sentence(settings: ModelSettings, sentence: str) -
         build_detector(settings, 8, 64)
 
 
-def test_detections_of_all_processes_are_gathered(monkeypatch: pytest.MonkeyPatch, finished: Result) -> None:
-    recipe = load_recipe("scenes_detect")
-    task = DetectionTask(load_run(finished.folder).network, 8, recipe.optimizer, recipe.schedule, 1)
-    monkeypatch.setattr(task, "_trainer", type("Two", (), {"world_size": 2})())
-
-    def gather(parts: list[Any], mine: Any) -> None:
-        parts[:] = [mine, ["theirs"]]
-
-    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
-    assert task._of_all_processes(["mine"]) == ["mine", "theirs"]
+def test_detections_of_all_processes_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    scenes = SceneObjects("val", 2, 64)
+    metrics = DetectionMetrics(scenes)
+    metrics.image_ids = [0]
+    entry = {"image_id": 1, "category_id": 1, "bbox": [0, 0, 4, 4], "score": 0.5}
+    theirs = ([{**entry, "segmentation": {"size": [64, 64], "counts": "PP4"}}], [1])
+    monkeypatch.setattr("dgt.tasks.detect.gather_objects", lambda mine: [mine, theirs])
+    metrics.compute()
+    assert (metrics.results, metrics.image_ids) == (theirs[0], [0, 1])
 
 
 @pytest.mark.parametrize("name", ["coco_dgt_tiny", "coco_dgt_small", "coco_dgt_base"])

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from dgt.data.image_io import BrokenImage, BrokenImages
 from dgt.training import fit, load_recipe
 from dgt.training.parallel import join_ledgers
-from dgt.utils.distributed import rank as process_rank
+from dgt.utils.distributed import rank
 
 
 def main() -> None:
@@ -26,11 +26,11 @@ def main() -> None:
     folder = Path(sys.argv[1])
     for name in sys.argv[2:]:
         fit(load_recipe(folder / f"{name}.yaml", [f"--out={folder / name}"]), resume=True)
-    rank = process_rank()
+    number = rank()
     ledger = BrokenImages("train", 10, 1.0)
-    ledger.record([BrokenImage(f"met by {rank}", "why")])
+    ledger.record([BrokenImage(f"met by {number}", "why")])
     join_ledgers({"train": ledger})
-    (folder / f"ledger-{rank}.txt").write_text(", ".join(sorted(ledger.broken)))
+    (folder / f"ledger-{number}.txt").write_text(", ".join(sorted(ledger.broken)))
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
@@ -14,13 +14,15 @@ from PIL import Image
 from dgt.data import BrokenImagesError
 from dgt.tasks.classify import read_image
 from dgt.training import Result, evaluate, fit, load_recipe, load_run, predict
+from dgt.training.log import read_metrics
+from dgt.training.loop import Training
 
 from .conftest import SMALL
 
 
 def test_the_run_folder_holds_everything(finished: Result) -> None:
     folder = finished.folder
-    for name in ("recipe.yaml", "results.json", "metrics.csv", "checkpoints/best.ckpt", "checkpoints/last.ckpt"):
+    for name in ("recipe.yaml", "results.json", "metrics.jsonl", "checkpoints/best.ckpt", "checkpoints/last.ckpt"):
         assert (folder / name).is_file(), name
     assert list(folder.glob("events.*"))
     results = json.loads((folder / "results.json").read_text())
@@ -31,9 +33,9 @@ def test_the_run_folder_holds_everything(finished: Result) -> None:
 
 
 def test_the_log_has_loss_rate_and_accuracy(finished: Result) -> None:
-    rows = list(csv.DictReader((finished.folder / "metrics.csv").open()))
+    rows = read_metrics(finished.folder)
     for column in ("train/loss_step", "train/loss_epoch", "lr", "val/loss", "val/top1", "val/top5"):
-        assert any(row[column] for row in rows), column
+        assert any(column in row for row in rows), column
 
 
 def test_timm_opens_the_model_folder(finished: Result) -> None:
@@ -110,16 +112,14 @@ def test_data_without_a_place_is_told() -> None:
 
 
 def test_a_training_that_breaks_off_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dgt.tasks import ClassificationTask
+    whole = Training.backward
 
-    whole = ClassificationTask.training_step
-
-    def break_off(task: ClassificationTask, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        if task.trainer.global_step == 3:
+    def break_off(training: Training, batches: Any) -> Any:
+        if training.progress.step == 3:
             raise RuntimeError("power cut")
-        return whole(task, batch, batch_idx)
+        return whole(training, batches)
 
-    monkeypatch.setattr(ClassificationTask, "training_step", break_off)
+    monkeypatch.setattr(Training, "backward", break_off)
     with pytest.raises(RuntimeError, match="power cut"):
         fit(load_recipe("scenes", [*SMALL, f"--out={tmp_path / 'cut'}"]))
     assert load_run(tmp_path / "cut").source.name == "last.ckpt"
@@ -193,3 +193,25 @@ def test_a_length_in_steps_ends_in_the_middle_of_an_epoch(tmp_path: Path, capsys
     assert json.loads((result.folder / "results.json").read_text())["steps"] == 6
     assert {"top1", "loss"} <= set(result.metrics)
     assert "epoch 2/2" in capsys.readouterr().out
+
+
+def test_a_loss_that_is_no_number_stops_the_training_with_advice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Training.backward
+
+    def spoil(training: Training, batches: Any) -> Any:
+        for batch in batches:
+            batch.images.fill_(torch.nan)
+        return whole(training, batches)
+
+    monkeypatch.setattr(Training, "backward", spoil)
+    keys = [*SMALL, "--trainer.max_skipped=null", f"--out={tmp_path / 'run'}"]
+    with pytest.raises(FloatingPointError, match=r"the training loss became nan in epoch 1: lower optimizer\.lr"):
+        fit(load_recipe("scenes", keys))
+
+
+def test_each_epoch_gives_one_line(finished: Result) -> None:
+    lines = (finished.folder / "log.txt").read_text().splitlines()
+    assert ["epoch 1/2  loss" in lines[0], "epoch 2/2  loss" in lines[1], len(lines)] == [True, True, 2]
+    assert all("images/s" in line and "top-1" in line for line in lines)

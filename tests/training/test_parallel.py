@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import signal
 import socket
@@ -18,7 +17,8 @@ from safetensors.torch import load_file
 from torch import distributed, nn
 
 from dgt.data.image_io import BrokenImage, BrokenImages
-from dgt.training.parallel import SummedBatchNorm, join_ledgers, synchronise_batchnorm, telling_lost_processes
+from dgt.training.log import read_metrics
+from dgt.training.parallel import SummedBatchNorm, explain_lost_processes, join_ledgers, synchronise_batchnorm
 from dgt.training.recipe import parse_recipe
 
 SCRIPT = Path(__file__).with_name("parallel_run.py")
@@ -81,8 +81,7 @@ def weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
 
 def epoch_losses(folder: Path, name: str) -> list[float]:
     """The mean loss of every epoch of a run, over both processes' images."""
-    with (folder / name / "metrics.csv").open(newline="") as file:
-        return [float(row["train/loss_epoch"]) for row in csv.DictReader(file) if row["train/loss_epoch"]]
+    return [row["train/loss_epoch"] for row in read_metrics(folder / name) if "train/loss_epoch" in row]
 
 
 @pytest.fixture(scope="module")
@@ -192,5 +191,5 @@ def test_one_process_keeps_its_ledgers() -> None:
 
 
 def test_other_errors_are_left_alone() -> None:
-    with pytest.raises(RuntimeError, match=r"^gloo is down$"), telling_lost_processes():
+    with pytest.raises(RuntimeError, match=r"^gloo is down$"), explain_lost_processes():
         raise RuntimeError("gloo is down")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import shutil
@@ -12,18 +11,20 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
+from lightning.fabric import Fabric
 
+from dgt.tasks.classify import ClassificationMetrics
 from dgt.training import fit, load_recipe
-from dgt.training.resuming import Place, go_on, newest_place, run_to_resume
-from dgt.training.saving import step_checkpoints
-from dgt.training.signals import Interrupted, Preempted
-from dgt.training.trainer import add_callbacks, build_trainer
+from dgt.training.log import read_metrics
+from dgt.training.loop import Training
+from dgt.training.preemption import Interrupted, Preempted
+from dgt.training.run import make_record, run_to_resume
+from dgt.training.state import Checkpoints, ResumePoint, latest_checkpoint, step_checkpoints
 
 SMALL_DGT = "{stem_width: 8, dims: [16, 32, 64, 64], num_heads: [1, 2, 2, 2], depths: [1, 1, 1, 1], num_groups: 4}"
 KEYS = (
@@ -45,39 +46,54 @@ KEYS = (
 )
 
 
-class Poke(Callback):
-    """Calls a function at one hook, the first time that a condition holds there."""
+When = Callable[[Training], bool]
+HOOKS: dict[str, tuple[type, str, bool]] = {  # of whom, which method, whether after it
+    "before a step": (Training, "train_step", False),
+    "after backward": (Training, "backward", True),
+    "after a step": (Training, "train_step", True),
+    "in a validation": (ClassificationMetrics, "update", True),
+    "at an epoch's end": (Training, "log_epoch", True),
+    "before the first batch": (Training, "__post_init__", False),
+}
 
-    def __init__(self, hook: str, when: Callable[[Trainer], bool], act: Callable[[], None]) -> None:
-        def poke(trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any) -> None:
-            if not self.done and trainer.state.fn == "fit" and when(trainer):
-                self.done = True
-                act()
 
+class Poke:
+    """Calls a function at one place of the loop, the first time that a condition holds there."""
+
+    def __init__(self, hook: str, when: When, act: Callable[[], None]) -> None:
+        self.hook, self.when, self.act = hook, when, act
         self.done = False
-        setattr(self, hook, poke)
+
+    def put(self, patch: pytest.MonkeyPatch) -> None:
+        owner, name, after = HOOKS[self.hook]
+        whole = getattr(owner, name)
+
+        def poked(one: Any, *arguments: Any, **keys: Any) -> Any:
+            found = whole(one, *arguments, **keys) if after else None
+            if not self.done and self.when(one):
+                self.done = True
+                self.act()
+            return found if after else whole(one, *arguments, **keys)
+
+        patch.setattr(owner, name, poked)
 
 
 def train(
-    out: Path, *keys: str, poke: Sequence[Callback] = (), monkeypatch: pytest.MonkeyPatch, resume: bool = False
+    out: Path, *keys: str, poke: Sequence[Any] = (), monkeypatch: pytest.MonkeyPatch, resume: bool = False
 ) -> dict[str, Any]:
-    """Train, or go on, with some callbacks more; returns what the last checkpoint holds."""
-
-    def build(*arguments: Any) -> Any:
-        trainer, batch = build_trainer(*arguments)
-        add_callbacks(trainer, poke)
-        return trainer, batch
-
+    """Train, or go on, poked at some places; returns what the last checkpoint holds."""
     with monkeypatch.context() as patch:
-        patch.setattr(sys.modules["dgt.training.fit"], "build_trainer", build)  # the package has the function
+        for each in poke:
+            each.put(patch)
         fit(load_recipe("scenes", [*KEYS, *keys, f"--out={out}"]), resume=resume)
     return state(out)
 
 
 def state(out: Path) -> dict[str, Any]:
-    """Weights, averages, optimizer, schedule and metrics at the end, by name."""
+    """Weights, averages, optimizer and metrics at the end, by name."""
     stored = torch.load(out / "checkpoints" / "last.ckpt", weights_only=True)
-    kept = {key: stored[key] for key in ("state_dict", "current_model_state", "optimizer_states", "lr_schedulers")}
+    stored["progress"].pop("seconds")
+    kept = {key: stored[key] for key in ("state_dict", "training_weights", "optimizer", "progress", "loss_sums")}
     leaves, _ = torch.utils._pytree.tree_flatten_with_path(kept)
     return {torch.utils._pytree.keystr(path): leaf for path, leaf in leaves}
 
@@ -103,11 +119,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-STOPS: dict[str, tuple[str, Callable[[Trainer], bool], tuple[str, ...]]] = {
-    "in the middle of an epoch": ("on_train_batch_end", lambda trainer: trainer.global_step == 7, ()),
-    "with workers": ("on_train_batch_start", lambda trainer: trainer.global_step == 2, ("--data.num_workers=2",)),
-    "in a validation": ("on_validation_batch_end", lambda trainer: True, ()),
-    "at the end of an epoch": ("on_train_epoch_end", lambda trainer: True, ()),
+STOPS: dict[str, tuple[str, When, tuple[str, ...]]] = {
+    "in the middle of an epoch": ("after a step", lambda training: training.progress.step == 7, ()),
+    "with workers": ("before a step", lambda training: training.progress.step == 2, ("--data.num_workers=2",)),
+    "in a validation": ("in a validation", lambda _: True, ()),
+    "at the end of an epoch": ("at an epoch's end", lambda _: True, ()),
 }
 
 
@@ -123,8 +139,7 @@ def test_stopped_by_a_signal(whole: Path, tmp_path: Path, monkeypatch: pytest.Mo
     results = [json.loads((out / "results.json").read_text()) for out in (whole, tmp_path / "run")]
     assert results[0]["metrics"] == results[1]["metrics"]
     assert results[0]["best"] == results[1]["best"]
-    tables = [list(csv.DictReader((out / "metrics.csv").open())) for out in (whole, tmp_path / "run")]
-    assert [row["train/loss_epoch"] for row in tables[0]] == [row["train/loss_epoch"] for row in tables[1]]
+    assert read_metrics(tmp_path / "run") == read_metrics(whole)
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "stopped by SIGTERM after step" in log
     assert "resumed after step" in log.partition("stopped by SIGTERM")[2]
@@ -137,7 +152,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
         os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(Interrupted) as raised:
-        train(tmp_path / "run", poke=[Poke("on_after_backward", lambda trainer: True, twice)], monkeypatch=monkeypatch)
+        train(tmp_path / "run", poke=[Poke("after backward", lambda _: True, twice)], monkeypatch=monkeypatch)
     assert raised.value.code == 130
     assert "interrupted at once" in (tmp_path / "run" / "log.txt").read_text()
 
@@ -147,7 +162,7 @@ def test_an_error_is_in_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         raise RuntimeError("the roof leaks")
 
     with pytest.raises(RuntimeError, match="the roof leaks"):
-        train(tmp_path / "run", poke=[Poke("on_after_backward", lambda _: True, fail)], monkeypatch=monkeypatch)
+        train(tmp_path / "run", poke=[Poke("after backward", lambda _: True, fail)], monkeypatch=monkeypatch)
     assert "failed: the roof leaks" in (tmp_path / "run" / "log.txt").read_text()
 
 
@@ -157,7 +172,7 @@ import pytest, torch
 sys.path.insert(0, sys.argv[1])
 from test_resume import Path, Poke, train
 torch.set_num_threads(int(sys.argv[3]))
-die = Poke("on_after_backward", lambda trainer: trainer.global_step == 8, lambda: os.kill(os.getpid(), signal.SIGKILL))
+die = Poke("after backward", lambda training: training.progress.step == 8, lambda: os.kill(os.getpid(), signal.SIGKILL))
 train(Path(sys.argv[2]), *sys.argv[4:], poke=[die], monkeypatch=pytest.MonkeyPatch())
 """
 
@@ -167,7 +182,7 @@ def test_an_error_before_the_first_batch_is_told(tmp_path: Path, monkeypatch: py
         raise RuntimeError("no way in")
 
     with pytest.raises(RuntimeError, match="no way in"):
-        train(tmp_path / "run", poke=[Poke("setup", lambda _: True, fail)], monkeypatch=monkeypatch)
+        train(tmp_path / "run", poke=[Poke("before the first batch", lambda _: True, fail)], monkeypatch=monkeypatch)
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert (status["state"], status["error"], status["epochs"]) == ("failed", "no way in", 0)
 
@@ -187,10 +202,10 @@ def test_an_error_in_a_step_leaves_the_step_before(
     def fail() -> None:
         raise RuntimeError("the device fell off")
 
-    poke = Poke("on_after_backward", lambda trainer: trainer.global_step == 8, fail)
+    poke = Poke("after backward", lambda training: training.progress.step == 8, fail)
     with pytest.raises(RuntimeError, match="the device fell off"):
         train(tmp_path / "run", poke=[poke], monkeypatch=monkeypatch)
-    assert newest_place(tmp_path / "run") == Place(
+    assert latest_checkpoint(tmp_path / "run") == ResumePoint(
         tmp_path / "run" / "checkpoints" / "step-00000008.ckpt", step=8, epoch=1, world_size=1
     )
     assert same(train(tmp_path / "run", monkeypatch=monkeypatch, resume=True), state(whole))
@@ -215,7 +230,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
 def test_resuming_begins_where_nothing_is_and_leaves_alone_what_is_finished(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert newest_place(tmp_path) is None
+    assert latest_checkpoint(tmp_path) is None
     stamp = (whole / "results.json").stat().st_mtime_ns
     assert train(whole, monkeypatch=monkeypatch, resume=True).keys() == state(whole).keys()
     assert (whole / "results.json").stat().st_mtime_ns == stamp
@@ -245,7 +260,21 @@ def test_what_the_weights_do_not_depend_on_may_change(whole: Path) -> None:
 
 
 def test_another_number_of_processes_is_refused(whole: Path) -> None:
-    place = newest_place(whole)
-    assert place is not None
+    point = latest_checkpoint(whole)
+    assert point is not None
+    recipe = load_recipe("scenes", [*KEYS, f"--out={whole}"])
+    checkpoints = Checkpoints(whole, recipe.checkpoint, make_record(recipe, ["a"]), sharded=False)
     with pytest.raises(ValueError, match="was trained by 8 processes, now there are 1"):
-        go_on(Trainer(accelerator="cpu", devices=1, logger=False), replace(place, world_size=8), whole, print)
+        checkpoints.load(
+            SimpleNamespace(fabric=Fabric(accelerator="cpu", devices=1)),
+            replace(point, world_size=8),  # type: ignore[arg-type]
+        )
+
+
+def test_a_run_of_an_earlier_version_says_what_to_do(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    (tmp_path / "run" / "results.json").unlink()
+    for path in step_checkpoints(tmp_path / "run"):
+        torch.save({"loops": {}, "state_dict": {}}, path)
+    with pytest.raises(ValueError, match=r"written by an earlier version, .* another --out, with --model\.init_from"):
+        fit(load_recipe("scenes", [*KEYS, f"--out={tmp_path / 'run'}"]), resume=True)

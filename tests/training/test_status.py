@@ -9,13 +9,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from dgt.training import Result
-from dgt.training.progress import Pace, RunBar, StepLimit, duration
+from dgt.training.log import duration
 from dgt.training.status import run_status, status_text
 from dgt_command import main
 
@@ -74,15 +73,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert json.loads(capsys.readouterr().out)["step"] == 120
     assert main(["status", str(tmp_path / "nowhere")]) == 2
     assert "is not the folder of a run" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("length", "shown"), [({"max_epochs": 6}, "Epoch 3/6"), ({"max_epochs": -1}, "Epoch 3/5")])
-def test_the_bar_counts_epochs_as_the_log_does(length: dict[str, int], shown: str) -> None:
-    limits = [StepLimit(45)] if length["max_epochs"] == -1 else []
-    bar = RunBar(Pace(4))
-    trainer = SimpleNamespace(num_training_batches=10, accumulate_grad_batches=1, callbacks=limits, **length)
-    bar._trainer = cast(Any, trainer)
-    assert bar._get_train_description(2).strip() == shown
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", '{"state": "training"}'])

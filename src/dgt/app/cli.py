@@ -35,12 +35,11 @@ def run_demo(options: argparse.Namespace, _: list[str]) -> int:
 
 def run_train(options: argparse.Namespace, overrides: list[str]) -> int:
     """`dgt train`: prints the help, or trains and prints where the results are."""
-    from lightning.pytorch.utilities import rank_zero_only
-
     from dgt.app.visualize import draw_training
     from dgt.tasks import TASKS
     from dgt.training import fit, load_recipe
     from dgt.training.recipe import help_text
+    from dgt.utils.distributed import rank
 
     if options.help:
         print(help_text(load_recipe(options.recipe).task))
@@ -48,7 +47,8 @@ def run_train(options: argparse.Namespace, overrides: list[str]) -> int:
     _quiet()
     recipe = load_recipe(options.recipe, overrides)
     result = fit(recipe, options.resume == "auto", draw_training)
-    rank_zero_only(print)(f"{TASKS[recipe.task].summary(result.metrics)}  in {result.folder}")
+    if rank() == 0:
+        print(f"{TASKS[recipe.task].summary(result.metrics)}  in {result.folder}")
     return 0
 
 

@@ -11,7 +11,7 @@ from PIL import Image
 from dgt.app.visualize import visualize
 from dgt.data.scenes import Scenes
 from dgt.training import evaluate, fit, load_recipe, load_run, predict
-from dgt.training.runs import check_folder, is_run
+from dgt.training.run import check_folder, is_run
 
 SAMPLES = 6
 

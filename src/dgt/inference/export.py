@@ -14,8 +14,8 @@ from dgt.inference.onnx_file import check_libraries, encode_onnx, open_onnx
 from dgt.inference.program import Runner, encode_program, open_program
 from dgt.inference.source import Source, backbone_of, source_of_run
 from dgt.inference.verify import Verification, verify
-from dgt.training.checkpoints import LoadedRun, load_run
-from dgt.training.runs import export_model, make_record
+from dgt.training.load import LoadedRun, load_run
+from dgt.training.run import export_model, make_record
 from dgt.utils.atomic_write import atomic_write
 from dgt.utils.errors import UserError
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dgt.layers.baselines.cswin import StripeAttention
 from dgt.layers.baselines.swin import WindowAttention
 from dgt.tasks import TASKS
-from dgt.training.checkpoints import LoadedRun
+from dgt.training.load import LoadedRun
 from dgt.utils.errors import UserError
 
 

@@ -1,10 +1,10 @@
 """What can be trained: one row for each task, each from its own file."""
 
-from dgt.tasks.base import Losses, Metrics, Task, TrainingTask
-from dgt.tasks.classify import CLASSIFY, ClassificationTask
+from dgt.tasks.base import Losses, Metrics, Task
+from dgt.tasks.classify import CLASSIFY
 from dgt.tasks.detect import DETECT
 from dgt.tasks.segment import SEGMENT
 
-__all__ = ["TASKS", "ClassificationTask", "Losses", "Metrics", "Task", "TrainingTask"]
+__all__ = ["TASKS", "Losses", "Metrics", "Task"]
 
 TASKS: dict[str, Task] = {task.name: task for task in (CLASSIFY, SEGMENT, DETECT)}

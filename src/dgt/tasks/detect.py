@@ -16,67 +16,11 @@ from dgt.figures import png
 from dgt.figures.detections import Detections, draw_detections
 from dgt.models.heads.mask_rcnn import PaddedMaskRCNN, build_mask_rcnn
 from dgt.tasks.average_precision import Entry, average_precision, coco_results
-from dgt.tasks.base import Losses, Metrics, Task, TrainingTask
+from dgt.tasks.base import Losses, Metrics, Task
 from dgt.tasks.network import ModelSettings
 from dgt.tasks.prediction import Prediction, Run, Source, name_of, read_bytes, to_array
 from dgt.utils.distributed import gather_objects
 from dgt.utils.errors import UserError
-
-
-class DetectionTask(TrainingTask):
-    """A Mask R-CNN with its losses and metrics. Batches and ground truth are those of `dgt.data.detection`.
-
-    The network is in training mode images, targets -> dict of losses, and in evaluation images -> detections.
-    """
-
-    detections: list[Entry]
-    """Of the last validation, in the format of COCO's results; of all processes after its end."""
-
-    def setup(self, stage: str) -> None:
-        """Raise ValueError for a precision in which torchvision's non-maximum suppression does not exist."""
-        if self.trainer.precision == "bf16-true":
-            raise ValueError("trainer.precision must not be 'bf16-true' for detection; 'bf16-mixed' is possible")
-
-    def on_validation_epoch_start(self) -> None:
-        """Forget the detections of an earlier validation."""
-        self.detections = []
-        self._image_ids: list[int] = []
-
-    def training_step(self, batch: tuple[list[Tensor], list[dict[str, Tensor]]], batch_idx: int) -> Tensor:
-        """Sum of the losses of proposals, classes, boxes and masks of one batch."""
-        images, targets = batch
-        parts: dict[str, Tensor] = self.network(images, targets)
-        loss = torch.stack([part.float() for part in parts.values()]).sum()
-        self.log_losses(loss, len(images), **parts)
-        return loss
-
-    def validation_step(self, batch: tuple[list[Tensor], list[dict[str, Tensor]]], batch_idx: int) -> None:
-        """Add the detections of one batch."""
-        images, targets = batch
-        numbers = [int(target["image_id"]) for target in targets]
-        self._image_ids += numbers
-        self.detections += coco_results(self.network(images), numbers, self._data.category_ids)
-
-    def on_validation_epoch_end(self) -> None:
-        """Log COCO's twelve averages of precision, `val/box_ap` to `val/mask_ap_large`, over all processes' images.
-
-        Images that could not be read are left out; -1 stands for a size of which there is no object.
-        """
-        self.detections, seen = self._of_all_processes(self.detections), self._of_all_processes(self._image_ids)
-        for name, value in average_precision(self._data.ground_truth(), self.detections, seen).items():
-            self.log(f"val/{name}", value, prog_bar=name == "box_ap", sync_dist=True)  # the same in all processes
-
-    @property
-    def _data(self) -> Any:
-        """The data module, which knows the ground truth."""
-        return self.trainer.datamodule  # type: ignore[attr-defined]
-
-    def _of_all_processes(self, mine: list[Any]) -> list[Any]:
-        if self.trainer.world_size == 1:
-            return mine
-        gathered: list[list[Any]] = [[] for _ in range(self.trainer.world_size)]
-        torch.distributed.all_gather_object(gathered, mine)
-        return [entry for part in gathered for entry in part]
 
 
 def build_detector(settings: ModelSettings, num_classes: int, image_size: int) -> nn.Module:
@@ -189,5 +133,4 @@ DETECT = Task(
     refused_precision="bf16-true",  # torchvision's non-maximum suppression does not exist in it
     has_results=True,
     outputs=(),  # lists of objects
-    task=DetectionTask,
 )

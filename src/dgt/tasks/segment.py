@@ -18,12 +18,11 @@ from dgt.data.label_maps import IGNORED
 from dgt.data.segmentation import LabelMaps, SegmentationData, SegmentationTest
 from dgt.figures import png, raster
 from dgt.figures.label_map import figure_label_map, label_png
-from dgt.models.heads.upernet import UperNet, build_upernet
+from dgt.models.heads.upernet import build_upernet
 from dgt.models.padding import real_pixels
-from dgt.tasks.base import Losses, Metrics, Task, TrainingTask
+from dgt.tasks.base import Losses, Metrics, Task
 from dgt.tasks.confusion import segmentation_scores
 from dgt.tasks.network import ModelSettings
-from dgt.tasks.optim import OptimizerSettings, ScheduleSettings
 from dgt.tasks.prediction import Prediction, Run, Source, name_of, normalized, read_bytes, to_array
 from dgt.tasks.scanning import predict_labels
 from dgt.utils.errors import UserError
@@ -43,71 +42,6 @@ def segmentation_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """
     total = F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
     return total / (labels != IGNORED).sum().clamp(min=1)
-
-
-class SegmentationTask(TrainingTask):
-    """A UperNet with the loss and metrics of semantic segmentation; arguments as in :class:`TrainingTask`."""
-
-    network: UperNet
-
-    def __init__(
-        self,
-        network: nn.Module,
-        num_classes: int,
-        optimizer: OptimizerSettings,
-        schedule: ScheduleSettings,
-        global_batch: int,
-    ) -> None:
-        super().__init__(network, num_classes, optimizer, schedule, global_batch)
-        self.confusion = MulticlassConfusionMatrix(num_classes, ignore_index=IGNORED, validate_args=False)
-
-    def forward(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Images (B, 3, H, W) and the mask of their real pixels -> logits (B, classes, H, W)."""
-        logits: Tensor = self.network(images, mask)
-        return logits
-
-    def training_step(self, batch: tuple[Tensor, LabelMaps], batch_idx: int) -> Tensor:
-        """Loss of one batch of padded crops (B, 3, S, S)."""
-        images, targets = batch
-        labels = targets.labels.long()
-        logits = self.network.forward_both(images, real_pixels(targets.sizes, (labels.shape[1], labels.shape[2])))
-        main, auxiliary = (segmentation_loss(part, labels) for part in logits)
-        loss = main + AUXILIARY_WEIGHT * auxiliary
-        self.log_losses(loss, len(images), loss_main=main, loss_auxiliary=auxiliary)
-        return loss
-
-    def validation_step(self, batch: tuple[list[Tensor], list[Tensor]], batch_idx: int) -> None:
-        """Add pictures (3, H, W) and their labels (H, W) to the confusion matrix; torchmetrics sums it over ranks."""
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
-        if not isinstance(data, SegmentationData):
-            raise TypeError(
-                f"validation needs the trainer's datamodule to be SegmentationData, got {type(data).__name__}"
-            )
-        images, labels = batch
-        for size in dict.fromkeys(image.shape for image in images):
-            alike = [index for index, image in enumerate(images) if image.shape == size]
-            stacked = torch.stack([images[index] for index in alike])
-            found = predict_labels(self.network, stacked, data.scale, data.test)
-            self.confusion.update(found, torch.stack([labels[index] for index in alike]).long())
-
-    def on_validation_epoch_end(self) -> None:
-        """Log `val/miou`, `val/mean_accuracy`, `val/accuracy` and `val/iou/CLASS` of what is there, in [0, 1].
-
-        Raises:
-            ValueError: no pixel of the validation's pictures has a label.
-        """
-        counts = self.confusion.compute()
-        self.confusion.reset()
-        if not counts.any():
-            raise ValueError("the validation's label maps hold no labelled pixel, so there is no mIoU to compute")
-        scores = segmentation_scores(counts)
-        self.log("val/miou", scores.miou.float(), prog_bar=True, sync_dist=True)
-        self.log("val/mean_accuracy", scores.mean_accuracy.float(), sync_dist=True)
-        self.log("val/accuracy", scores.accuracy.float(), sync_dist=True)
-        class_names = self.trainer.datamodule.class_names  # type: ignore[attr-defined]
-        for name, iou in zip(class_names, scores.iou.float(), strict=True):
-            if not iou.isnan():
-                self.log(f"val/iou/{name}", iou, sync_dist=True)
 
 
 def build_segmenter(settings: ModelSettings, num_classes: int, image_size: int) -> nn.Module:
@@ -202,5 +136,4 @@ SEGMENT = Task(
     predict=predict,
     draw=draw,
     files=files,
-    task=SegmentationTask,
 )

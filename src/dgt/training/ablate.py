@@ -22,14 +22,13 @@ import torch
 
 from dgt.models import diagnose
 from dgt.tasks import TASKS
-from dgt.training.checkpoints import load_run
-from dgt.training.files import write_json
 from dgt.training.fit import fit
+from dgt.training.load import load_run
 from dgt.training.recipe import Recipe, build_data, load_recipe
-from dgt.training.resuming import run_to_resume
-from dgt.training.runs import check_folder, is_run
+from dgt.training.run import check_folder, is_run, run_to_resume
 from dgt.training.tables import Row, Table, load_table
 from dgt.training.tabulate import write_table
+from dgt.utils.atomic_write import write_json
 
 RESULTS, DIVERGED, DIAGNOSIS = "results.json", "diverged.json", "diagnosis.json"
 DIAGNOSED_IMAGES = 256

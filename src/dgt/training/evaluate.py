@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from lightning.fabric import Fabric
+from torch import nn
+
 from dgt.tasks import TASKS
-from dgt.tasks.detect import DetectionTask
+from dgt.tasks.base import Metrics
 from dgt.tasks.prediction import Prediction
-from dgt.training.checkpoints import LoadedRun, load_run
-from dgt.training.files import write_json
+from dgt.training.load import LoadedRun, load_run
+from dgt.training.parallel import build_fabric
 from dgt.training.recipe import build_data, parse_recipe
-from dgt.training.trainer import make_trainer
+from dgt.utils.atomic_write import write_json
+from dgt.utils.errors import UserError
 
 TRAINER_KEYS = ("trainer.accelerator", "trainer.precision")
 
@@ -37,28 +41,54 @@ def evaluate(path: str | Path, overrides: Sequence[str] = (), predictions: str |
     """
     _check_overrides(overrides)
     run = load_run(path)
-    if predictions is not None and run.recipe.task != "detect":
-        raise ValueError(f"predictions are written of detectors alone, {run.source} is of task {run.recipe.task!r}")
+    task = TASKS[run.recipe.task]
+    if predictions is not None and not task.has_results:
+        raise UserError(f"predictions are written of detectors alone, {run.source} is of task {task.name!r}")
     recipe = parse_recipe(run.recipe.to_dict(), overrides)
     data = build_data(recipe)
     data.setup("validate")
     if list(data.class_names) != run.class_names:
-        raise ValueError(
+        raise UserError(
             f"the data has other classes than the model: {_some(data.class_names)} in the data, "
             f"{_some(run.class_names)} in {run.source}"
         )
-    task = TASKS[recipe.task].task(run.network, len(run.class_names), recipe.optimizer, recipe.schedule, 1)
-    trainer = make_trainer(
-        recipe.trainer, devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False
-    )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-        logged = trainer.validate(task, datamodule=data, verbose=False)[0]
-    metrics: dict[str, Any] = {key.removeprefix("val/"): float(value) for key, value in logged.items()}
-    if isinstance(task, DetectionTask) and predictions is not None:
-        write_json(Path(predictions), task.detections)
+    fabric = build_fabric(recipe.trainer, task, devices=1, num_nodes=1)
+    network = fabric.strategy.precision.convert_module(run.network).to(fabric.device)
+    metrics = task.metrics(data)
+    measure(fabric, metrics, network, data.val_dataloader())
+    found: dict[str, Any] = metrics.compute()
+    if predictions is not None:
+        write_json(Path(predictions), metrics.results)
     ledger = data.ledgers["val"]
-    return {**metrics, "images": ledger.total - len(ledger), "broken_images": len(ledger)}
+    return {**found, "images": ledger.total - len(ledger), "broken_images": len(ledger)}
+
+
+def measure(
+    fabric: Fabric, metrics: Metrics, network: nn.Module, loader: Any, between: Callable[[], None] = lambda: None
+) -> None:
+    """Run one validation; leaves the network in evaluation mode.
+
+    Args:
+        fabric: devices and precision.
+        metrics: what is counted.
+        network: on the device.
+        loader: the validation's batches.
+        between: called before every batch.
+    """
+    network.eval()
+    loader.device = fabric.device
+    with torch.no_grad():
+        for batch in loader:
+            between()
+            images, targets = fabric.to_device(batch)
+            with fabric.autocast():
+                metrics.update(network, to_precision(fabric, images), targets)
+
+
+def to_precision(fabric: Fabric, images: Any) -> Any:
+    """Images in the type of the weights; under a mixed precision they stay as they are."""
+    precision = fabric.strategy.precision
+    return images if precision.precision.endswith("mixed") else precision.convert_input(images)
 
 
 def predict(path: str | Path | LoadedRun, images: Sequence[str | Path], top_k: int = 5) -> list[Prediction]:
@@ -76,7 +106,7 @@ def predict(path: str | Path | LoadedRun, images: Sequence[str | Path], top_k: i
         FileNotFoundError, ValueError: as `load_run` does; ValueError for `top_k` below 1.
     """
     if top_k < 1:
-        raise ValueError(f"top_k must be at least 1, got {top_k}")
+        raise UserError(f"top_k must be at least 1, got {top_k}")
     run = path if isinstance(path, LoadedRun) else load_run(path)
     return [_predict_one(run, image, top_k) for image in images]
 
@@ -86,7 +116,7 @@ def _check_overrides(overrides: Sequence[str]) -> None:
     for word in overrides:
         key = word[2:].partition("=")[0]
         if word.startswith("--") and key.partition(".")[0] != "data" and key not in TRAINER_KEYS:
-            raise ValueError(
+            raise UserError(
                 f"recipe key {key!r} cannot be changed in an evaluation, only data.* and {' and '.join(TRAINER_KEYS)}"
             )
 

@@ -1,92 +1,96 @@
-"""Training in several processes: strategies, weights shared out among them (FSDP2), BatchNorm over all of them.
+"""Training in several processes: Fabric as a recipe asks for it, sharded weights (FSDP2), BatchNorm over all of them.
 
-Processes are started by Lightning itself, by torchrun or by SLURM; each trains on its share of every batch
-(`dgt.data.loader.EpochBatches`), and centroids move by the statistics of all (`dgt.layers.centroids`). Under "ddp"
-every process holds the whole network; under "fsdp2" each holds a share of the weights, gradients and optimizer's
-moments, and a checkpoint is a folder with a file from each (`torch.distributed.checkpoint`).
+Processes are started by Fabric itself, by torchrun or by SLURM; each trains on its share of every batch, and centroids
+move by the statistics of all (`dgt.layers.centroids`). Under "ddp" every process holds the whole network; under
+"fsdp2" each holds a share of the weights, gradients and optimizer's moments.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import ModelParallelStrategy
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from timm.layers import convert_sync_batchnorm
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
 from dgt.data.image_io import BrokenImage, BrokenImages
-from dgt.tasks import TrainingTask
-from dgt.utils.distributed import rank as process_rank
-from dgt.utils.distributed import world_size as processes
+from dgt.tasks import Task
+from dgt.training.recipe import TrainerSettings
+from dgt.utils.distributed import gather_objects, rank, world_size
+from dgt.utils.errors import LostProcess, UserError
 
 SHARDED = "fsdp2"
-# What gloo, NCCL and the store say of a process that is no longer there.
+# What gloo, NCCL and the store say of a process that is no longer there: plain RuntimeErrors, some of them.
 _LOST = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|remote process|TCPStore|heartbeat", re.I)
 
 
-class ShardedWeights(ModelParallelStrategy):
-    """FSDP2 over all processes, through Lightning; a checkpoint's folder gets its name once it is complete."""
+def build_fabric(settings: TrainerSettings, task: Task, **alone: Any) -> Fabric:
+    """Fabric with the recipe's devices and precision, not yet launched; sets what torch has of it for the process.
 
-    def setup_environment(self) -> None:
-        """Make one group of all processes."""
-        self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1
-        super().setup_environment()
+    Args:
+        settings: the recipe's section `trainer`.
+        task: the recipe's.
+        alone: `devices=1` and the like, in place of the recipe's.
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a checkpoint's folder under another name, then let it take the place of an older one."""
-        path = Path(self.broadcast(filepath))
-        partial, old = (path.with_name(f".{path.name}.{word}") for word in ("part", "old"))
-        if self.is_global_zero:
-            shutil.rmtree(partial, ignore_errors=True)
-        self.barrier()
-        super().save_checkpoint(checkpoint, partial, storage_options)
-        self.barrier()
-        if self.is_global_zero:
-            shutil.rmtree(old, ignore_errors=True)
-            if path.exists():
-                os.replace(path, old)
-            os.replace(partial, path)
-            shutil.rmtree(old, ignore_errors=True)
-        self.barrier()
-
-
-def build_strategy(name: str) -> str | Strategy:
-    """Lightning's strategy of a recipe's `trainer.strategy`: "fsdp2" is built here, all else is Lightning's by name."""
-    return ShardedWeights() if name == SHARDED else name
-
-
-def task_class(task: type[TrainingTask], strategy: str) -> type[TrainingTask]:
-    """The class of a task under a strategy: under "fsdp2", one that shards its network before the first step."""
-    return type(f"Sharded{task.__name__}", (_Sharding, task), {}) if strategy == SHARDED else task
+    Raises:
+        UserError: naming the section, where the machine or the task has not what it asks for.
+    """
+    if settings.precision == task.refused_precision:
+        mixed = settings.precision.replace("true", "mixed")
+        raise UserError(
+            f"trainer.precision must not be {settings.precision!r} for task {task.name!r}; {mixed!r} is possible"
+        )
+    if settings.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(settings.deterministic)
+    torch.backends.cudnn.benchmark = not settings.deterministic
+    places: dict[str, Any] = {"devices": settings.devices, "num_nodes": settings.num_nodes}
+    sharded = settings.strategy == SHARDED and not alone
+    strategy: Any = ModelParallelStrategy(_shard) if sharded else "auto" if alone else settings.strategy
+    try:
+        where = {"accelerator": settings.accelerator, "strategy": strategy, **places, **alone}
+        return Fabric(precision=choose_precision(settings), **where)
+    except (ValueError, MisconfigurationException) as error:
+        raise UserError(f"recipe section 'trainer' does not fit this machine: {error}") from error
 
 
-class _Sharding(LightningModule):
-    """Shards the attribute `network` over the processes."""
+def choose_precision(settings: TrainerSettings) -> Any:
+    """Fabric's precision: the recipe's; auto is bf16-mixed on a GPU that has it and 32-true elsewhere."""
+    if settings.precision != "auto":
+        return settings.precision
+    on_gpu = settings.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+    return "bf16-mixed" if on_gpu and torch.cuda.is_bf16_supported() else "32-true"
 
-    network: nn.Module
 
-    def configure_model(self) -> None:
-        """Shard every block, and what is left as one; once. A network's `forward_methods` gather weights as well."""
-        if self.device_mesh is None or isinstance(self.network, FSDPModule):
-            return
-        mesh = self.device_mesh["data_parallel"]
-        for block in [module for module in self.network.modules() if "Block" in type(module).__name__]:
-            fully_shard(block, mesh=mesh)
-        fully_shard(self.network, mesh=mesh)
-        for name in getattr(self.network, "forward_methods", ()):
-            register_fsdp_forward_method(self.network, name)
+def _shard(objective: nn.Module, _: Any) -> nn.Module:
+    """Shard every block of the network, and what is left as one; its `forward_methods` gather weights as well."""
+    network = cast(nn.Module, objective.network)
+    device = "cuda" if torch.cuda.is_available() and dist.get_backend() == "nccl" else "cpu"
+    mesh = init_device_mesh(device, (world_size(),))
+    for block in [module for module in network.modules() if "Block" in type(module).__name__]:
+        fully_shard(block, mesh=mesh)
+    fully_shard(network, mesh=mesh)
+    for name in getattr(network, "forward_methods", ()):
+        register_fsdp_forward_method(network, name)
+    return objective
+
+
+def any_process(fabric: Fabric, decision: bool) -> bool:
+    """Whether any process decides so; all must ask at the same place."""
+    if fabric.world_size == 1:
+        return decision
+    return bool(fabric.all_reduce(torch.tensor(float(decision), device=fabric.device), reduce_op="sum"))
 
 
 def full_weights(network: nn.Module) -> dict[str, Tensor]:
@@ -124,7 +128,7 @@ class SummedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise (B, C, ...) by the mean and variance of each channel."""
-        if not self.training or processes() == 1:
+        if not self.training or world_size() == 1:
             return super().forward(input)
         dims = [dim for dim in range(input.dim()) if dim != 1]
         shape = [1, -1, *[1] * (input.dim() - 2)]
@@ -167,55 +171,34 @@ def synchronise_batchnorm(network: nn.Module, device: torch.device) -> nn.Module
     return network
 
 
-class BrokenImagesOfAll(Callback):
-    """At the end of every epoch, and before a checkpoint, tell all processes which images any of them could not read.
-
-    So the first one's list is complete, and the share that stops the run is that of the whole split.
-    """
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Join the ledgers after the training images."""
-        join_ledgers(trainer.datamodule.ledgers)  # type: ignore[attr-defined]
-
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Join the ledgers after the validation images."""
-        join_ledgers(trainer.datamodule.ledgers)  # type: ignore[attr-defined]
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Join the ledgers that the checkpoint will hold."""
-        join_ledgers(trainer.datamodule.ledgers)  # type: ignore[attr-defined]
-
-
 def join_ledgers(ledgers: dict[str, BrokenImages]) -> None:
     """Put the broken images that any process met into the ledgers of all; a matter of all processes.
 
     Raises:
         BrokenImagesError: on all of them, where together they are too many.
     """
-    if processes() == 1:
+    if world_size() == 1:
         return
-    found: list[Any] = [None] * processes()
-    dist.all_gather_object(found, {part: ledger.broken for part, ledger in ledgers.items()})
+    found = gather_objects({part: ledger.broken for part, ledger in ledgers.items()})
     for part, ledger in ledgers.items():
         joined = {path: reason for of_one in found for path, reason in of_one[part].items()}
         ledger.record(BrokenImage(path, reason) for path, reason in joined.items())
 
 
 @contextmanager
-def telling_lost_processes() -> Iterator[None]:
+def explain_lost_processes() -> Iterator[None]:
     """Turn what a collective says when another process has gone into a sentence.
 
     Raises:
-        RuntimeError: in its place.
+        LostProcess: in its place.
     """
     try:
         yield
     except RuntimeError as error:
-        rank, world_size = process_rank(), processes()
-        if world_size == 1 or not _LOST.search(str(error)):
+        if world_size() == 1 or not (isinstance(error, dist.DistError) or _LOST.search(str(error))):
             raise
         reason = " ".join(str(error).split())[:200]
-        raise RuntimeError(
-            f"process {rank} of {world_size} lost another one, whose own output says why it ended; "
+        raise LostProcess(
+            f"process {rank()} of {world_size()} lost another one, whose own output says why it ended; "
             f"started again with `--resume auto` the run goes on from its last checkpoint ({reason})"
         ) from error

@@ -6,13 +6,14 @@ import json
 import os
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dgt.training.progress import LOG, STATUS, duration
-from dgt.training.resuming import finished_results
-from dgt.training.runs import is_run
-from dgt.training.saving import step_checkpoints
+from dgt.training.log import LOG, STATUS, duration
+from dgt.training.run import finished_results, is_run
+from dgt.training.state import step_checkpoints
+from dgt.utils.errors import UserError
 
 NEEDED = {"state", "error", "time", "pid", "host", "epoch", "epochs", "step", "steps", "loss", "metrics"}
 NEEDED |= {"images_per_second", "memory_bytes", "seconds"}
@@ -33,13 +34,14 @@ def run_status(folder: str | Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: not the folder of a run.
-        ValueError: `status.json` is damaged.
+        UserError: `status.json` is damaged.
     """
     folder = Path(folder)
     if not is_run(folder):
         raise FileNotFoundError(f"{str(folder)!r} is not the folder of a run: it has no recipe.yaml")
-    path, now = folder / STATUS, time.time()
-    status: dict[str, Any] = _read(path) if path.is_file() else {"state": "begun"}
+    now, status, path = time.time(), {"state": "begun"}, folder / STATUS
+    if path.is_file():
+        status = _read(path)
     status = {"folder": str(folder), **status, "age": now - status["time"] if "time" in status else None}
     if finished_results(folder) is not None:
         status["state"] = "finished"
@@ -53,12 +55,19 @@ def run_status(folder: str | Path) -> dict[str, Any]:
 
 
 def status_text(status: dict[str, Any]) -> str:
-    """`run_status` for people.
+    """`run_status` in human-readable lines.
 
     Args:
         status: from `run_status`.
     """
-    lines = [f"{status['folder']}: {_sentence(status)}"]
+    state, age = status["state"], "" if status["age"] is None else f" {duration(status['age'])} ago"
+    after = {
+        **dict.fromkeys(("training", "validating"), f", {duration(status.get('seconds_left') or 0.0)} left"),
+        **dict.fromkeys(("stopped", "killed"), f"{age}; the same command with `--resume auto` goes on"),
+        "silent": f": no sign of life for{age.removesuffix(' ago')}",
+        "failed": f"{age}: {status.get('error')}",
+    }
+    lines = [f"{status['folder']}: {state}{after.get(state, age)}"]
     if "step" in status:
         place = f"epoch {status['epoch']}/{status['epochs']}, step {status['step']}/{status['steps']}"
         loss = "" if status["loss"] is None else f", loss {status['loss']:.4f}"
@@ -75,39 +84,24 @@ def _read(path: Path) -> dict[str, Any]:
     """What `status.json` holds.
 
     Raises:
-        ValueError: the file is damaged.
+        UserError: the file is damaged.
     """
     try:
         status: Any = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+        raise UserError(f"{path} is damaged: {error}") from error
     missing = NEEDED - set(status) if isinstance(status, dict) else NEEDED
     if missing:
-        raise ValueError(f"{path} is damaged: it lacks {', '.join(sorted(missing))}")
+        raise UserError(f"{path} is damaged: it lacks {', '.join(sorted(missing))}")
     return dict(status)
-
-
-def _sentence(status: dict[str, Any]) -> str:
-    state, age = status["state"], status["age"]
-    if state in ("training", "validating"):
-        left = status.get("seconds_left")
-        return state if left is None else f"{state}, {duration(left)} left"
-    if state == "failed":
-        return f"failed {duration(age)} ago: {status['error']}"
-    since = "" if age is None else f" {duration(age)} ago"
-    again = "; the same command with `--resume auto` goes on" if state in ("stopped", "killed") else ""
-    silent = f"no sign of life for {duration(age)}" if state == "silent" else f"{state}{since}"
-    return silent + again
 
 
 def _alive(status: dict[str, Any]) -> str:
     """The state, unless its process is gone, which only its own machine knows, or has said nothing for long."""
     if status["host"] == socket.gethostname():
-        try:
-            os.kill(status["pid"], 0)
-        except ProcessLookupError:
-            return "killed"
-        except PermissionError:  # somebody else's: it is there
-            pass
-    state: str = status["state"]
-    return "silent" if status["age"] > SILENT_AFTER else state
+        with suppress(PermissionError):  # somebody else's: it is there
+            try:
+                os.kill(status["pid"], 0)
+            except ProcessLookupError:
+                return "killed"
+    return "silent" if status["age"] > SILENT_AFTER else str(status["state"])

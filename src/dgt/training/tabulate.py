@@ -10,10 +10,10 @@ from typing import Any
 
 from dgt.models import cost
 from dgt.tasks import TASKS
-from dgt.training.checkpoints import load_run
-from dgt.training.files import write_json, write_whole
+from dgt.training.load import load_run
 from dgt.training.recipe import load_recipe
 from dgt.training.tables import Row, Table
+from dgt.utils.atomic_write import atomic_write, write_json
 
 MEASURES = {  # of `diagnose`, means over the blocks where k is below the number of tokens
     "selected": "mass on selected keys",
@@ -56,7 +56,7 @@ def write_table(folder: Path, table: Table, runs: Sequence[tuple[Row, Path]]) ->
         "rows": rows,
     }
     write_json(folder / "table.json", content)
-    write_whole(folder / "table.md", markdown(content, headline[metric]))
+    atomic_write(folder / "table.md", markdown(content, headline[metric]))
 
 
 def _known_costs(path: Path) -> dict[str, int | None]:

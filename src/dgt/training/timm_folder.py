@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dgt.training.runs import RECORD_FORMAT
+from dgt.training.run import RECORD_FORMAT
 
 WRAPPER = "timm_model."  # transformers' name for the model inside its own
 
@@ -19,7 +19,7 @@ WRAPPER = "timm_model."  # transformers' name for the model inside its own
 def read_timm_folder(
     path: Path, config: dict[str, Any], weights: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the weights under timm's names, and a record as :func:`dgt.training.runs.make_record` makes one.
+    """Return the weights under timm's names, and a record as :func:`dgt.training.run.make_record` makes one.
 
     Args:
         path: the file `config.json`.

@@ -18,13 +18,11 @@ from torch import Tensor, nn
 
 from dgt.models.heads.backbone import FeatureBackbone
 from dgt.tasks import TASKS
-from dgt.training.callbacks import RECORD_KEY
 from dgt.training.recipe import Recipe, parse_recipe
-from dgt.training.runs import RECORD_FORMAT
-from dgt.training.storage import read_checkpoint
+from dgt.training.run import RECORD_FORMAT
+from dgt.training.state import RECORD_KEY, read_checkpoint, stored_weights
 from dgt.training.timm_folder import read_timm_folder
-
-NETWORK_PREFIX = "network."
+from dgt.utils.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -53,14 +51,14 @@ def load_run(path: str | Path) -> LoadedRun:
 
     Raises:
         FileNotFoundError: nothing there, or a folder that holds neither.
-        ValueError: a file that is cut off, was not written by this package, or holds another model's weights.
+        UserError: a file that is cut off, was not written by this package, or holds another model's weights.
     """
     source = find_weights(path)
     weights, record = _read_weights(source)
     if record.get("format") != RECORD_FORMAT:
-        raise ValueError(f"{source} has record format {record.get('format')!r}, this version reads {RECORD_FORMAT}")
+        raise UserError(f"{source} has record format {record.get('format')!r}, this version reads {RECORD_FORMAT}")
     if not isinstance(record.get("recipe"), dict) or not record.get("class_names"):
-        raise ValueError(f"{source} is cut off or damaged: its record lacks the recipe or the names of the classes")
+        raise UserError(f"{source} is cut off or damaged: its record lacks the recipe or the names of the classes")
     recipe = parse_recipe(record["recipe"])
     arguments = {key: value for key, value in recipe.model.args.items() if key != "pretrained"}
     settings = replace(recipe.model, args=arguments)
@@ -98,7 +96,7 @@ def initialize(network: nn.Module, path: str | Path) -> None:
 
     Raises:
         FileNotFoundError: nothing there.
-        ValueError: unreadable, or the weights are of another model.
+        UserError: unreadable, or the weights are of another model.
     """
     source = find_weights(path)
     weights, record = _read_weights(source)
@@ -108,7 +106,7 @@ def initialize(network: nn.Module, path: str | Path) -> None:
     if isinstance(backbone, FeatureBackbone) and of_classifier:
         missing, _ = backbone.load_classifier(weights)
         if missing:
-            raise ValueError(
+            raise UserError(
                 f"model.init_from: {source} holds the weights of another model than the recipe's backbone: "
                 f"{len(missing)} tensors are missing or have another shape, the first: {missing[0]}"
             )
@@ -125,7 +123,7 @@ def load_weights(network: nn.Module, weights: Mapping[str, Tensor], name: str, s
     """Load weights that must fit exactly.
 
     Raises:
-        ValueError: naming the file, how many tensors do not fit, and the first of them.
+        UserError: naming the file, how many tensors do not fit, and the first of them.
     """
     own = network.state_dict()
     shapes = [
@@ -137,7 +135,7 @@ def load_weights(network: nn.Module, weights: Mapping[str, Tensor], name: str, s
     surplus = [f"{key} is not in the model" for key in weights if key not in own]
     problems = shapes + missing + surplus
     if problems:
-        raise ValueError(
+        raise UserError(
             f"{source} holds the weights of another model than {name}: {len(shapes)} tensors have another shape, "
             f"{len(missing)} are missing, {len(surplus)} are unknown; the first: {problems[0]}"
         )
@@ -162,9 +160,9 @@ def _read_model_folder(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]
         record = description.get("dgt")
         weights = safetensors.torch.load_file(source)
     except (json.JSONDecodeError, AttributeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{config} is not the description of a model: {error}") from error
+        raise UserError(f"{config} is not the description of a model: {error}") from error
     except SafetensorError as error:
-        raise ValueError(f"{source} is cut off or damaged ({source.stat().st_size} bytes): {error}") from error
+        raise UserError(f"{source} is cut off or damaged ({source.stat().st_size} bytes): {error}") from error
     if not isinstance(record, dict):
         return read_timm_folder(config, description, weights)
     return weights, record
@@ -173,12 +171,8 @@ def _read_model_folder(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]
 def _read_checkpoint(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     stored = read_checkpoint(source)
     if not isinstance(stored.get(RECORD_KEY), dict):
-        raise ValueError(f"{source} was not written by `dgt train`: it has no entry 'dgt' with the recipe")
-    if not isinstance(stored.get("state_dict"), dict):
-        raise ValueError(f"{source} is cut off or damaged: it holds no weights")
-    weights = {
-        key[len(NETWORK_PREFIX) :]: value
-        for key, value in stored["state_dict"].items()
-        if key.startswith(NETWORK_PREFIX)
-    }
+        raise UserError(f"{source} was not written by `dgt train`: it has no entry 'dgt' with the recipe")
+    weights = stored_weights(stored)
+    if weights is None:
+        raise UserError(f"{source} is cut off or damaged: it holds no weights")
     return weights, stored[RECORD_KEY]

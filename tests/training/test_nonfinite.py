@@ -9,57 +9,67 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from dgt.training.finite import all_finite
+from dgt.training.loop import Training
+from dgt.training.nonfinite import all_finite
 
 from .test_resume import same, state, train
 
 FEW = ("--schedule.epochs=1", "--model.drop_path_rate=0", "--optimizer.clip_grad=1")
 
 
-class Spoil(Callback):
+class Spoil:
     """Changes the images or the gradients of some steps."""
 
     def __init__(self, steps: tuple[int, ...], images: Callable[[Tensor], None] | None, gradient: bool = False) -> None:
         self.steps, self.images, self.gradient = steps, images, gradient
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step in self.steps and self.images is not None:
-            self.images(batch[0])
+    def put(self, patch: pytest.MonkeyPatch) -> None:
+        whole = Training.backward
 
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.global_step in self.steps and self.gradient:
-            next(pl_module.parameters()).grad.fill_(torch.inf)  # type: ignore[union-attr]
+        def backward(training: Training, batches: Any) -> Any:
+            chosen = training.progress.step in self.steps
+            if chosen and self.images is not None:
+                self.images(batches[0].images)
+            losses = whole(training, batches)
+            if chosen and self.gradient:
+                next(training.state.network.parameters()).grad.fill_(torch.inf)  # type: ignore[union-attr]
+            return losses
+
+        patch.setattr(Training, "backward", backward)
 
 
-class Snapshot(Callback):
+class Snapshot:
     """The whole state before a step and after it."""
 
     def __init__(self, step: int) -> None:
         self.step, self.before, self.after = step, {}, {}
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == self.step:
-            self.before = look(trainer)
-        if trainer.global_step == self.step + 1:
-            self.after = look(trainer)
+    def put(self, patch: pytest.MonkeyPatch) -> None:
+        whole = Training.train_step
+
+        def train_step(training: Training, batches: Any) -> None:
+            if training.progress.step == self.step:
+                self.before = look(training)
+            if training.progress.step == self.step + 1:
+                self.after = look(training)
+            whole(training, batches)
+
+        patch.setattr(Training, "train_step", train_step)
 
 
-def look(trainer: Trainer) -> dict[str, Any]:
+def look(training: Training) -> dict[str, Any]:
     """Copies of weights, buffers, the average, the optimizer's moments and the centroids' statistics."""
-    checkpoint = trainer._checkpoint_connector.dump_checkpoint(False)
-    kept = {
-        key: checkpoint[key] for key in ("state_dict", "current_model_state", "averaging_state", "optimizer_states")
-    }
-    rates = [group.pop("lr") for group in kept["optimizer_states"][0]["param_groups"]]  # the schedule goes by steps
-    for module in trainer.lightning_module.modules():
+    kept: dict[str, Any] = training.state.state_dict()
+    for counted in ("progress", "loss_sums"):
+        del kept[counted]
+    for group in kept["optimizer"]["param_groups"]:
+        del group["lr"]  # the schedule goes by steps
+    for module in training.state.network.modules():
         if hasattr(module, "group_counts"):
             kept[str(id(module))] = (module.group_sums, module.group_counts, module.seeded)
     leaves, _ = torch.utils._pytree.tree_flatten_with_path(kept)
-    assert rates
     return {
         torch.utils._pytree.keystr(path): leaf.clone() if isinstance(leaf, Tensor) else leaf for path, leaf in leaves
     }

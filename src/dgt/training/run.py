@@ -2,7 +2,7 @@
 
 ```
 RUN/recipe.yaml           the complete recipe, written before training starts
-RUN/metrics.csv           loss, learning rate and accuracy by step; events.* hold the same for TensorBoard
+RUN/metrics.jsonl         loss, learning rate and accuracy by step; events.* hold the same for TensorBoard
 RUN/log.txt               a line for each epoch, and for whatever else happened
 RUN/status.json           where the training is: `dgt status RUN`
 RUN/checkpoints/          best.ckpt, last.ckpt and the newest step-*.ckpt, which a stopped training goes on from
@@ -14,10 +14,11 @@ RUN/results.json          metrics, epochs, seconds, seed, versions and the comma
 
 from __future__ import annotations
 
+import json
 import platform
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
@@ -28,10 +29,21 @@ import torch
 from torch import Tensor, nn
 
 from dgt.tasks.network import ModelSettings, model_arguments
-from dgt.training.files import write_json, write_whole
-from dgt.training.recipe import Recipe
+from dgt.training.recipe import Recipe, load_recipe
+from dgt.training.state import step_checkpoints
+from dgt.utils.atomic_write import atomic_write, write_json
+from dgt.utils.errors import UserError
 
 RECORD_FORMAT = 1
+RESULTS = "results.json"
+
+# What may change between a stop and its resumption: places, speed, and how much is put up with or looked at.
+# A change of the number of processes is found when the checkpoint is opened.
+FREE = (
+    *("name", "out", "checkpoint", "data.root", "data.num_workers", "data.cache", "data.max_broken_share"),
+    *("trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.strategy", "trainer.check_val_every"),
+    *("trainer.max_skipped", "trainer.pictures_every", "trainer.compile"),
+)
 
 
 def choose_run_folder(recipe: Recipe, again: bool = False) -> Path:
@@ -76,6 +88,47 @@ def is_run(folder: Path, name: str = "") -> bool:
     return recipe.is_file() and recipe.read_bytes().startswith(f"name: {name}\n".encode() if name else b"name: ")
 
 
+def run_to_resume(recipe: Recipe) -> Path | None:
+    """The folder of the recipe's run (`out`, or runs/NAME), if it holds one that began.
+
+    Raises:
+        FileExistsError: the folder holds files of something else, or the run of another recipe.
+        NotADirectoryError: `out` is a file.
+    """
+    folder = Path(recipe.out) if recipe.out is not None else Path("runs") / recipe.name
+    check_folder(folder)
+    if not folder.exists() or not any(folder.iterdir()):
+        return None
+    if not is_run(folder):
+        raise FileExistsError(f"{folder} holds files that are not a run's: give another folder with --out")
+    if not step_checkpoints(folder) and not (folder / RESULTS).exists():
+        return None
+    there, asked = (dict(_leaves(each.to_dict())) for each in (load_recipe(folder / "recipe.yaml"), recipe))
+    for key in sorted({*there, *asked}):
+        if there.get(key) != asked.get(key) and not _is_free(key):
+            raise FileExistsError(
+                f"{folder} was begun with {key} {there.get(key)!r}, now {asked.get(key)!r} is asked for: give the "
+                "same, or another folder with --out"
+            )
+    return folder
+
+
+def finished_results(folder: Path) -> dict[str, Any] | None:
+    """What `results.json` of a run says; None where the run is not finished.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    path = folder / RESULTS
+    if not path.is_file():
+        return None
+    try:
+        results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is damaged: {error}") from error
+    return results
+
+
 def make_record(recipe: Recipe, class_names: Sequence[str]) -> dict[str, Any]:
     """What a checkpoint must hold, beside its weights, to be rebuilt: plain values only.
 
@@ -103,7 +156,7 @@ def export_model(
     config = {**(_timm_config(network, record) if classifier else {}), "dgt": record}
     state = network.state_dict() if weights is None else weights
     tensors = {key: value.detach().cpu().contiguous() for key, value in state.items()}
-    write_whole(folder / "model.safetensors", safetensors.torch.save(tensors, metadata={"format": "pt"}))
+    atomic_write(folder / "model.safetensors", safetensors.torch.save(tensors, metadata={"format": "pt"}))
     write_json(folder / "config.json", config)
 
 
@@ -157,3 +210,15 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _is_free(key: str) -> bool:
+    return any(key == free or key.startswith(f"{free}.") for free in FREE)

@@ -14,7 +14,7 @@ from torch import nn
 
 from dgt.models.heads.backbone import build_backbone
 from dgt.training import Result, load_run
-from dgt.training.checkpoints import initialize
+from dgt.training.load import initialize
 
 
 @pytest.mark.parametrize(

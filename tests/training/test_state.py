@@ -6,6 +6,7 @@ import errno
 import os
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dgt.training.storage import SafeCheckpointIO, read_checkpoint
+from dgt.training.log import RunLog
+from dgt.training.recipe import CheckpointSettings
+from dgt.training.state import Checkpoints, read_checkpoint
 
 CONTENT = {"weights": torch.arange(4096.0), "step": 3}
 
@@ -23,7 +26,7 @@ CONTENT = {"weights": torch.arange(4096.0), "step": 3}
 def test_cut_off_or_changed_in_one_bit(share: float, bit: int | None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "step.ckpt"
-        SafeCheckpointIO().save_checkpoint(CONTENT, path)
+        torch.save(CONTENT, path)
         whole = bytearray(path.read_bytes())
         offset = int(share * len(whole))
         if bit is None:
@@ -45,18 +48,22 @@ def test_cut_off_or_changed_in_one_bit(share: float, bit: int | None) -> None:
 def test_a_write_that_fails_is_told_and_leaves_the_older_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
 ) -> None:
-    io = SafeCheckpointIO()
-    io.save_checkpoint(CONTENT, tmp_path / "step.ckpt")
+    checkpoints = Checkpoints(tmp_path, CheckpointSettings(), {}, sharded=False)
+    content: dict[str, Any] = {"step": 3}
+    state: Any = SimpleNamespace(state_dict=lambda: content, fabric=SimpleNamespace(is_global_zero=True))
+    checkpoints.write(state, tmp_path / "step.ckpt")
 
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(number, os.strerror(number))
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, RunLog(None):
         patch.setattr(os, "fsync" if number == errno.ENOSPC else "replace", fail)
-        io.save_checkpoint({"step": 4}, tmp_path / "step.ckpt")
-    assert io.failure is not None
+        content = {"step": 4}
+        checkpoints.write(state, tmp_path / "step.ckpt")
+    assert checkpoints.failure is not None
     assert f"warning: the checkpoint {tmp_path / 'step.ckpt'} could not be written" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["step.ckpt"]
     assert read_checkpoint(tmp_path / "step.ckpt")["step"] == 3
-    io.save_checkpoint({"step": 5}, tmp_path / "step.ckpt")
-    assert io.failure is None
+    content = {"step": 5}
+    checkpoints.write(state, tmp_path / "step.ckpt")
+    assert checkpoints.failure is None

@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 
 from dgt.training import fit, load_recipe, load_run
-from dgt.training.callbacks import EpochReport, _moving_average, ema_decay
+from dgt.training.ema import WeightAverage, ema_decay
 
 
 def test_the_decay_forgets_as_fast_image_for_image() -> None:
@@ -22,13 +20,13 @@ def test_the_decay_forgets_as_fast_image_for_image() -> None:
 
 def test_the_average_is_exponential_and_counters_are_copied() -> None:
     network = nn.BatchNorm1d(2)
-    averaged = AveragedModel(network, multi_avg_fn=_moving_average(0.75), use_buffers=True)
+    averaged = WeightAverage(network, 0.75)
     expected: Tensor | None = None
     for step in range(4):
         with torch.no_grad():
             network.weight.fill_(float(step))
         network(torch.randn(8, 2))
-        averaged.update_parameters(network)
+        averaged.update(network)
         now = network.weight.detach().clone()
         expected = now if expected is None else 0.75 * expected + 0.25 * now
     torch.testing.assert_close(averaged.module.weight.detach(), expected)
@@ -40,37 +38,13 @@ def test_a_trained_average_differs_and_keeps_centroids_of_unit_norm(tmp_path: Pa
     overrides += ["--schedule.epochs=2", "--schedule.warmup_epochs=0", "--optimizer.lr=0.01", "--ema.decay=0.0000001"]
     folder = fit(load_recipe("scenes", [*overrides, "--trainer.accelerator=cpu", f"--out={tmp_path / 'run'}"])).folder
     stored = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
-    averaged, current = stored["state_dict"], stored["current_model_state"]
+    averaged, current = stored["state_dict"], stored["training_weights"]
     centroids = [key for key in averaged if key.endswith("centroids")]
     assert centroids
     for key in centroids:
         torch.testing.assert_close(averaged[key].norm(dim=-1), torch.ones(averaged[key].shape[:-1]), rtol=0, atol=1e-5)
         assert averaged[key].dtype == torch.float32
     assert any(not torch.equal(averaged[key], current[key]) for key in centroids)
-    assert not torch.equal(averaged["network.head.fc.weight"], current["network.head.fc.weight"])
+    assert not torch.equal(averaged["head.fc.weight"], current["head.fc.weight"])
     exported = load_run(folder).network.state_dict()
-    assert all(torch.equal(exported[key.removeprefix("network.")], averaged[key]) for key in averaged)
-
-
-class _Trainer:
-    current_epoch = 2
-    max_epochs = 5
-    num_training_batches = 1
-    accumulate_grad_batches = 1
-    should_stop = False
-    callbacks: tuple[object, ...] = ()
-    check_val_every_n_epoch = 1
-    is_global_zero = True
-
-    def __init__(self, loss: float) -> None:
-        self.callback_metrics = {"train/loss_epoch": torch.tensor(loss), "lr": torch.tensor(1e-3)}
-
-
-def test_a_loss_that_is_no_number_stops_the_training_with_advice() -> None:
-    with pytest.raises(FloatingPointError, match=r"the training loss became nan in epoch 3: lower optimizer\.lr"):
-        EpochReport(str).on_train_epoch_end(_Trainer(float("nan")), LightningModule())  # type: ignore[arg-type]
-
-
-def test_each_epoch_gives_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    EpochReport(str).on_train_epoch_end(_Trainer(0.5), LightningModule())  # type: ignore[arg-type]
-    assert capsys.readouterr().out.startswith("epoch 3/5  loss 0.5000  lr 1.00e-03")
+    assert all(torch.equal(exported[key], averaged[key]) for key in averaged)
