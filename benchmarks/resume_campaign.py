@@ -30,12 +30,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import Callback
 
+from dgt.tasks.classify import ClassificationMetrics
+from dgt.tasks.segment import SegmentationMetrics
 from dgt.training import fit, load_recipe
-from dgt.training.resuming import newest_place
-from dgt.training.storage import read_checkpoint
-from dgt.training.trainer import add_callbacks, build_trainer
+from dgt.training.loop import Training
+from dgt.training.state import latest_checkpoint, read_checkpoint
 
 SMALL = (
     "{stem_width: 8, dims: [16, 32, 64, 64], num_heads: [1, 2, 2, 2], depths: [1, 1, 1, 1], num_groups: 4, top_k: 8}"
@@ -62,27 +62,38 @@ TASKS = {
     ),
     "segment": ("scenes_segment", (*COMMON, "--ema.decay=1e-9", "--data.image_size=64")),
 }
-EVENTS = 3 * (12 * 4 + 4 * 2 + 1)  # of a Bomb, in one of these trainings
-COMPARED = ("state_dict", "current_model_state", "averaging_state", "optimizer_states", "lr_schedulers")
+EVENTS = 3 * (6 * 4 + 4 * 2 + 2)  # of a Bomb, in one of these trainings
+COMPARED = ("state_dict", "training_weights", "optimizer", "loss_sums")
 
 
-HOOKS = (
-    *("on_train_batch_start", "on_before_backward", "on_after_backward", "on_train_batch_end"),
-    *("on_validation_batch_start", "on_validation_batch_end", "on_train_epoch_end"),
-)
+# Before and after each: a step, its forward and backward, a validation's batch, an epoch's end.
+PLACES = ((Training, "train_step"), (Training, "backward"), (Training, "end_epoch"))
+PLACES += ((ClassificationMetrics, "update"), (SegmentationMetrics, "update"))  # type: ignore[assignment]
 
 
-class Bomb(Callback):
+class Bomb:
     """Sends this process a signal a moment after a number of events: random, whatever the speed of the machine."""
 
     def __init__(self, event: int, delay: float, number: signal.Signals) -> None:
         self.events = event
         self.timer = threading.Timer(delay, os.kill, (os.getpid(), number))
         self.timer.daemon = True
-        for hook in HOOKS:
-            setattr(self, hook, self._count)
 
-    def _count(self, *_: Any) -> None:
+    def arm(self) -> None:
+        """Count the events of the training that this process will run."""
+        for owner, name in PLACES:
+            setattr(owner, name, self._counting(getattr(owner, name)))
+
+    def _counting(self, method: Any) -> Any:
+        def counted(*arguments: Any, **keys: Any) -> Any:
+            self._count()
+            found = method(*arguments, **keys)
+            self._count()
+            return found
+
+        return counted
+
+    def _count(self) -> None:
         if self.events == 0:
             self.timer.start()
         self.events -= 1
@@ -98,7 +109,7 @@ def train(recipe: Any, resume: bool, bomb: tuple[int, float, signal.Signals] | N
                 os.dup2(log.fileno(), 1)
                 os.dup2(log.fileno(), 2)
             if bomb is not None:
-                sys.modules["dgt.training.fit"].build_trainer = armed(bomb)  # type: ignore[attr-defined]
+                Bomb(*bomb).arm()
             fit(recipe, resume=resume)
             status = 0
         except SystemExit as stop:
@@ -109,17 +120,6 @@ def train(recipe: Any, resume: bool, bomb: tuple[int, float, signal.Signals] | N
             os._exit(status)
     _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status)
-
-
-def armed(bomb: tuple[int, float, signal.Signals]) -> Any:
-    """`build_trainer` with a bomb."""
-
-    def build(*arguments: Any) -> Any:
-        trainer, batch = build_trainer(*arguments)
-        add_callbacks(trainer, [Bomb(*bomb)])
-        return trainer, batch
-
-    return build
 
 
 def final_state(out: Path) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def stop_once(task: str, workers: int, number: signal.Signals, folder: Path, dra
     event, delay = draw.randrange(EVENTS), draw.uniform(0, 0.05)
     first = train(recipe, resume=True, bomb=(event, delay, number))
     begun = out.exists() and not (out / "results.json").exists()
-    place = newest_place(out) if begun else None
+    place = latest_checkpoint(out) if begun else None
     same = train(recipe, resume=True) == 0 and equal(final_state(whole), final_state(out))
     shutil.rmtree(out, ignore_errors=True)
     row = {"task": task, "workers": workers, "signal": number.name, "event": event, "delay": round(delay, 3)}
@@ -174,7 +174,7 @@ def kills(count: int, folder: Path, draw: random.Random) -> dict[str, Any]:
     for _ in range(count):
         event, delay = 4 * draw.randrange(1, 3) - 1, draw.uniform(0, 0.03)  # a step's end: the write comes next
         status = train(recipe, resume=True, bomb=(event, delay, signal.SIGKILL))
-        place = newest_place(out)
+        place = latest_checkpoint(out)
         opened += place is not None or not (out / "checkpoints").is_dir()
         steps.append(place.step if place else 0)
         if status == 0:

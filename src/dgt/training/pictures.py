@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dgt.data.image_io import BrokenImage
 from dgt.data.dataset import Key
+from dgt.data.image_io import BrokenImage
 from dgt.training.load import LoadedRun
 from dgt.training.recipe import Recipe
 
