@@ -47,9 +47,15 @@ ALLOWED: dict[str, set[str]] = {
 BUDGETS = {
     **{"utils": 190, "ops": 1450, "ops.triton": 1750, "layers": 1090, "models": 1590, "data": 1940, "tasks": 930},
     **{"training": 1250, "experiments": 680, "figures": 840, "inference": 960, "explorer": 600, "bench": 330},
-    **{"app": 762, "export": 20, "__init__": 60, "__main__": 10},
+    **{"app": 762, "export": 20, "__init__": 60, "__main__": 10, "all": 14_500},
 }
-MAX_LINES = 14_500
+# Packages that are above their budget, with the lines that they have: a number here may only fall.
+OVER_BUDGET: dict[str, int] = {
+    **{"utils": 215, "ops": 1503, "ops.triton": 1977, "models": 1764, "data": 2769, "tasks": 1125},
+    **{"training": 3365, "figures": 990, "inference": 1302, "explorer": 745, "bench": 705, "app": 867},
+    **{"all": 18891},
+}
+SLACK = 40  # lines that a package may have fallen below its number here before it must be brought down
 MAX_MODULE_LINES = 400
 MAX_FUNCTION_LINES = 60
 TASK_NAMES = {"classify", "segment", "detect"}
@@ -61,27 +67,24 @@ EXCEPTIONS: dict[str, set[str]] = {
     "imports": set(),
     "cycles": set(),
     "private names": {
-        *("data: _call_kernel", "data: _erase", "data: _params_per_batch"),
-        *("inference: _convolution_pointwise", "inference: _is_mkldnn_bf16_supported", "inference: _version"),
-        *("models: _native_batch_norm_legit_no_training", "models: timm.models._features.feature_take_indices"),
-        *("ops: _native_batch_norm_legit_no_training", "ops: torch._subclasses.fake_tensor.FakeTensor"),
-        *("training: _BatchNorm", "training: _average_model", "training: _foreach_copy_"),
-        *("training: _foreach_lerp_", "training: _foreach_norm", "training: _kwargs"),
-        *("training: _load_combined_loader_states", "training: _should_accumulate"),
-        *("training: _swap_models", "training: torch.utils._pytree.tree_leaves"),
+        *("inference: _convolution_pointwise", "inference: _is_mkldnn_bf16_supported"),  # oneDNN's packed products
+        "inference: _version",  # whether a packed weight is stale
+        "models: _native_batch_norm_legit_no_training",  # an operator to count
+        "models: timm.models._features.feature_take_indices",  # what timm's own models import
+        "ops: torch._subclasses.fake_tensor.FakeTensor",
+        *("training: _BatchNorm", "training: _foreach_copy_", "training: _foreach_norm"),
+        "training: torch.utils._pytree.tree_leaves",
     },
-    "overrides": {
-        *("CentroidState._apply", "CentroidState._load_from_state_dict"),  # torch's way of casting and loading
-        *("SummedBatchNorm._check_input_dim", "RunBar._get_train_description"),
+    "overrides": {  # torch's way of casting and loading modules, and of checking shapes
+        *("CentroidState._apply", "CentroidState._load_from_state_dict", "SummedBatchNorm._check_input_dim"),
     },
-    "lines": {*BUDGETS, "all"} - {"layers"},
-    "task names": {"export", "inference", "models", "training", "experiments", "app"},
+    "task names": {"training"},
     "reference": set(),
     "scripting": set(),
-    "plain errors": {"tasks", "training", "experiments"},
-    "renames": {"data", "training", "inference", "export"},
+    "plain errors": set(),
+    "renames": set(),
 }
-STRICT = False  # whether an exception that is no longer needed is an error
+STRICT = True  # whether an exception that is no longer needed is an error
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 SOURCE_ROOT = PACKAGE.parent
@@ -258,19 +261,20 @@ def test_no_private_method_of_another_library_is_overridden() -> None:
 
 
 def test_packages_keep_to_their_budgets() -> None:
-    """Lines of Python; static pages and YAML are not counted."""
+    """Lines of Python; static pages and YAML are not counted. What is above its budget may only come nearer to it."""
     lines = dict.fromkeys(BUDGETS, 0)
     for path in SOURCES:
         name = "ops.triton" if dotted(path)[1:3] == ["ops", "triton"] else package(dotted(path))
         lines[name] = lines.get(name, 0) + len(path.read_text(encoding="utf-8").splitlines())
-    found = {
-        name: f"{name} has {count} lines, {BUDGETS.get(name, 0)} are its budget"
-        for name, count in lines.items()
-        if count > BUDGETS.get(name, 0)
-    }
-    if sum(lines.values()) > MAX_LINES:
-        found["all"] = f"{sum(lines.values())} lines in all, {MAX_LINES} are the budget"
-    check("lines", found)
+    lines["all"] = sum(lines.values())
+    wrong = []
+    for name, count in lines.items():
+        budget, limit = BUDGETS.get(name, 0), OVER_BUDGET.get(name, BUDGETS.get(name, 0))
+        if count > limit:
+            wrong.append(f"{name} has {count} lines, {limit} are allowed (budget {budget})")
+        elif name in OVER_BUDGET and (count <= budget or count < limit - SLACK):
+            wrong.append(f"{name} has shrunk to {count} lines (budget {budget}): say so in OVER_BUDGET, now {limit}")
+    assert not wrong, "\n".join(["", *wrong])
 
 
 def test_tasks_are_told_apart_in_their_registry_alone() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from types import TracebackType
+
+from dgt.utils.errors import Disagreement, LostProcess, UserError
 
 
 def run(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -17,11 +18,12 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
     """
     try:
         return COMMANDS[options.command](options, overrides)
-    except (ValueError, TypeError, OSError, RuntimeError, FloatingPointError) as error:
-        if not isinstance(error, OSError) and not _raised_here(error.__traceback__):
-            raise
+    except (UserError, OSError) as error:
         print(f"dgt: error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError | TypeError | OSError) else 1
+        return 2
+    except (LostProcess, Disagreement, FloatingPointError) as error:
+        print(f"dgt: error: {error}", file=sys.stderr)
+        return 1
 
 
 def run_demo(options: argparse.Namespace, _: list[str]) -> int:
@@ -191,13 +193,6 @@ def _quiet() -> None:
     warnings.filterwarnings("ignore", message=".*treespec.*")  # Lightning's own use of torch, told to its users
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-
-
-def _raised_here(traceback: TracebackType | None) -> bool:
-    """Whether this package raised an error itself, with a sentence for the user; anything else is a bug to be shown."""
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    return traceback is not None and str(traceback.tb_frame.f_globals.get("__name__", "")).startswith("dgt.")
 
 
 COMMANDS = {

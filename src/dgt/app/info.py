@@ -2,59 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from dgt.models.cost import PAPER, Cost, cost
-from dgt.models.heads.mask_rcnn import mask_rcnn_cost
-from dgt.models.heads.upernet import build_upernet
+from dgt.tasks import TASKS
 from dgt.utils.errors import UserError
-
-MODELS = ("dgt_tiny", "dgt_small", "dgt_base", "dgt_nano")
-
-
-@dataclass(frozen=True)
-class CountedTask:
-    """How the models of one task are counted.
-
-    Args:
-        count: cost of the task's network over a timm model, at a height and width.
-        models: those that are listed when none is named.
-        image_size: height and width of the paper's FLOPs.
-        paper: model -> parameters in millions and GFLOPs as printed.
-    """
-
-    count: Callable[[str, tuple[int, int]], Cost]
-    models: tuple[str, ...]
-    image_size: tuple[int, int]
-    paper: Mapping[str, tuple[float, float]]
-
-
-def _count_upernet(name: str, image_size: tuple[int, int]) -> Cost:
-    """UperNet with ADE20K's 150 classes; the auxiliary head has parameters but does not run."""
-    with torch.device("meta"):
-        network = build_upernet(name, num_classes=150, image_size=max(image_size))
-    return cost(network, image_size)
-
-
-TASKS = {
-    "classify": CountedTask(cost, MODELS, (224, 224), PAPER),
-    "segment": CountedTask(
-        _count_upernet,
-        ("dgt_tiny", "dgt_small", "dgt_base"),
-        (512, 2048),
-        {"dgt_tiny": (52.5, 954), "dgt_small": (81.9, 1074), "dgt_base": (122.2, 1234)},
-    ),
-    "detect": CountedTask(
-        mask_rcnn_cost,
-        ("dgt_tiny", "dgt_small", "dgt_base"),
-        (800, 1280),
-        {"dgt_tiny": (42, 272), "dgt_small": (70, 386), "dgt_base": (108, 540)},
-    ),
-}
 
 
 def model_rows(
@@ -78,13 +29,13 @@ def model_rows(
     """
     if task not in TASKS:
         raise UserError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
-    counted = TASKS[task]
+    counted = TASKS[task].counted
     names = counted.models if model is None else (model,)
     return [_row(name, task, image_size or counted.image_size) for name in names]
 
 
 def _row(name: str, task: str, image_size: tuple[int, int]) -> dict[str, Any]:
-    counted = TASKS[task]
+    counted = TASKS[task].counted
     total = counted.count(name, image_size)
     paper_params, paper_flops = counted.paper.get(name, (None, None))
     same_size = image_size == counted.image_size

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from dgt.data.coco import encode_masks
+from dgt.utils.errors import UserError
 
 Entry = dict[str, Any]
 KINDS = {"box": "bbox", "mask": "segm"}
@@ -39,7 +40,7 @@ def average_precision(
     known = {entry["id"] for entry in ground_truth["images"]}
     strangers = {entry["image_id"] for entry in detections} - known
     if strangers:
-        raise ValueError(f"detections must be of images in the ground truth, got {sorted(strangers)[:5]}")
+        raise UserError(f"detections must be of images in the ground truth, got {sorted(strangers)[:5]}")
     wanted = sorted(known if image_ids is None else set(image_ids))
     return {
         f"{kind}_{name}": value

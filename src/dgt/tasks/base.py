@@ -11,6 +11,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from dgt.data.module import ImageData
+from dgt.models.cost import Cost
 from dgt.tasks.network import ModelSettings
 from dgt.tasks.prediction import Prediction, Run, Source
 
@@ -34,11 +35,29 @@ class Metrics(ABC):
 
 
 @dataclass(frozen=True)
+class Counted:
+    """How the models of a task are counted, and what the paper prints.
+
+    Args:
+        count: cost of the task's network over a timm model, at a height and width.
+        models: those that are listed when none is named.
+        image_size: height and width of the paper's FLOPs.
+        paper: model -> parameters in millions and GFLOPs as printed.
+    """
+
+    count: Callable[[str, tuple[int, int]], Cost]
+    models: tuple[str, ...]
+    image_size: tuple[int, int]
+    paper: Mapping[str, tuple[float, float]]
+
+
+@dataclass(frozen=True)
 class Task:
     """One task that a recipe can name.
 
     Args:
         name: its key in `TASKS`.
+        counted: how `dgt info` counts its models.
         data: the data module; its constructor's arguments are the recipe's section `data`.
         build: makes the network from the recipe's model, the number of classes and the side of the training images in
             pixels; a network with a backbone has it as its attribute `backbone`, a `FeatureBackbone`.
@@ -58,6 +77,7 @@ class Task:
     """
 
     name: str
+    counted: Counted
     data: type[ImageData]
     build: Callable[[ModelSettings, int, int], nn.Module]
     headline: Mapping[str, str]

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from dgt.data.classification import ClassificationData
 from dgt.data.transforms import evaluation_transform
 from dgt.figures import denormalize, figure_titled, raster
-from dgt.tasks.base import Losses, Metrics, Task
+from dgt.models.cost import PAPER, cost
+from dgt.tasks.base import Counted, Losses, Metrics, Task
 from dgt.tasks.network import build_classifier
 from dgt.tasks.prediction import Prediction, Run, Source, name_of, normalized, open_image
 from dgt.utils.distributed import gather_objects
@@ -101,6 +102,7 @@ def draw(run: Run, prediction: Prediction) -> Image.Image:
 
 CLASSIFY = Task(
     name="classify",
+    counted=Counted(cost, ("dgt_tiny", "dgt_small", "dgt_base", "dgt_nano"), (224, 224), PAPER),
     data=ClassificationData,
     build=build_classifier,
     headline={"top1": "top-1", "top5": "top-5"},

@@ -14,9 +14,9 @@ from dgt.data.coco import encode_masks
 from dgt.data.detection import DetectionData
 from dgt.figures import png
 from dgt.figures.detections import Detections, draw_detections
-from dgt.models.heads.mask_rcnn import PaddedMaskRCNN, build_mask_rcnn
+from dgt.models.heads.mask_rcnn import PaddedMaskRCNN, build_mask_rcnn, mask_rcnn_cost
 from dgt.tasks.average_precision import Entry, average_precision, coco_results
-from dgt.tasks.base import Losses, Metrics, Task
+from dgt.tasks.base import Counted, Losses, Metrics, Task
 from dgt.tasks.network import ModelSettings
 from dgt.tasks.prediction import Prediction, Run, Source, name_of, read_bytes, to_array
 from dgt.utils.distributed import gather_objects
@@ -39,13 +39,13 @@ def build_detector(settings: ModelSettings, num_classes: int, image_size: int) -
         arguments.setdefault("drop_path_rate", settings.drop_path_rate)
     unknown = sorted(set(settings.head) - set(HEAD_KEYS))
     if unknown:
-        raise ValueError(f"model.head must hold keys among {', '.join(HEAD_KEYS)}, got {', '.join(unknown)}")
+        raise UserError(f"model.head must hold keys among {', '.join(HEAD_KEYS)}, got {', '.join(unknown)}")
     try:
         detector: PaddedMaskRCNN = build_mask_rcnn(
             settings.name, num_classes + 1, image_size=image_size, **settings.head, **arguments
         )
     except TypeError as error:
-        raise ValueError(f"model.head of the recipe: {error}") from error
+        raise UserError(f"model.head of the recipe: {error}") from error
     return detector
 
 
@@ -120,8 +120,11 @@ def files(run: Run, prediction: Prediction, drawing: Image.Image) -> dict[str, b
     return {"objects.png": png(drawing), "objects.json": (json.dumps(entries, indent=2) + "\n").encode()}
 
 
+PAPER = {"dgt_tiny": (42.0, 272.0), "dgt_small": (70.0, 386.0), "dgt_base": (108.0, 540.0)}  # Table 4 (a)
+
 DETECT = Task(
     name="detect",
+    counted=Counted(mask_rcnn_cost, tuple(PAPER), (800, 1280), PAPER),
     data=DetectionData,
     build=build_detector,
     headline={"box_ap": "box AP", "box_ap50": "box AP50", "mask_ap": "mask AP", "mask_ap50": "mask AP50"},

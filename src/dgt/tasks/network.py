@@ -13,6 +13,8 @@ from typing import Any
 import timm
 from torch import nn
 
+from dgt.utils.errors import UserError
+
 
 @dataclass(frozen=True)
 class ModelSettings:
@@ -36,7 +38,7 @@ class ModelSettings:
     def __post_init__(self) -> None:
         """Raise ValueError, naming the recipe's key, for a value out of range."""
         if self.drop_path_rate is not None and not 0 <= self.drop_path_rate < 1:
-            raise ValueError(f"model.drop_path_rate must be null or in [0, 1), got {self.drop_path_rate!r}")
+            raise UserError(f"model.drop_path_rate must be null or in [0, 1), got {self.drop_path_rate!r}")
 
 
 def model_arguments(settings: ModelSettings, image_size: int) -> dict[str, Any]:
@@ -52,7 +54,7 @@ def model_arguments(settings: ModelSettings, image_size: int) -> dict[str, Any]:
     if not timm.is_model(settings.name):
         near = difflib.get_close_matches(settings.name, timm.list_models(), n=3)
         hint = f"; did you mean {' or '.join(near)}?" if near else "; timm.list_models() lists them"
-        raise ValueError(f"model.name must be a model that timm knows, got {settings.name!r}{hint}")
+        raise UserError(f"model.name must be a model that timm knows, got {settings.name!r}{hint}")
     arguments = dict(settings.args)
     if settings.drop_path_rate is not None:
         arguments.setdefault("drop_path_rate", settings.drop_path_rate)
@@ -77,12 +79,12 @@ def build_classifier(settings: ModelSettings, num_classes: int, image_size: int)
         ValueError: timm knows no such model, it does not take these arguments, or arguments of a head are given.
     """
     if settings.head:
-        raise ValueError(f"model.head must be empty for classification, got {settings.head}")
+        raise UserError(f"model.head must be empty for classification, got {settings.head}")
     arguments = model_arguments(settings, image_size)
     try:
         return timm.create_model(settings.name, num_classes=num_classes, **arguments)
     except (TypeError, AssertionError, RuntimeError, ValueError) as error:
-        raise ValueError(
+        raise UserError(
             f"model {settings.name!r} cannot be built with {arguments}: {error}; see model.args and "
             "model.drop_path_rate of the recipe"
         ) from error

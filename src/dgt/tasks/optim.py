@@ -16,6 +16,8 @@ from timm.optim import param_groups_weight_decay
 from torch import nn
 from torch.optim import AdamW
 
+from dgt.utils.errors import UserError
+
 
 @dataclass(frozen=True)
 class OptimizerSettings:
@@ -77,7 +79,7 @@ class ScheduleSettings:
         if self.warmup_steps is not None:
             _require(self.warmup_steps >= 0, "schedule.warmup_steps", "null or at least 0", self.warmup_steps)
         elif self.steps is not None:
-            raise ValueError("schedule.warmup_steps must be given where schedule.steps is, got none")
+            raise UserError("schedule.warmup_steps must be given where schedule.steps is, got none")
         else:
             expected = f"at least 0 and less than schedule.epochs ({self.epochs})"
             _require(0 <= self.warmup_epochs < self.epochs, "schedule.warmup_epochs", expected, self.warmup_epochs)
@@ -93,7 +95,7 @@ class ScheduleSettings:
 
 def _require(holds: bool, key: str, expected: str, got: object) -> None:
     if not holds:
-        raise ValueError(f"{key} must be {expected}, got {got!r}")
+        raise UserError(f"{key} must be {expected}, got {got!r}")
 
 
 def learning_rate(step: int, total_steps: int, optimizer: OptimizerSettings, schedule: ScheduleSettings) -> float:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dgt.data.joint_transforms import fitting_size
 from dgt.data.segmentation import SegmentationTest
+from dgt.utils.errors import UserError
 
 PIXELS_AT_ONCE = 2**26  # logits brought to a picture's size at a time, 256 MiB of them
 
@@ -53,7 +54,7 @@ def predict_probabilities(network: nn.Module, images: Tensor, scale: tuple[int, 
             part = logits.float().softmax(dim=1)
             total = part if total is None else total.add_(part)
     if total is None:
-        raise ValueError("test.scales must be at least one number above 0, got []")
+        raise UserError("test.scales must be at least one number above 0, got []")
     return total.div_(len(test.scales) * (1 + test.flip))
 
 
@@ -83,7 +84,7 @@ def _scan(network: nn.Module, images: Tensor, test: SegmentationTest) -> Tensor:
             total[place] += logits
             seen[place] += 1
     if total is None:
-        raise ValueError(f"images must not be empty, got {tuple(images.shape)}")
+        raise UserError(f"images must not be empty, got {tuple(images.shape)}")
     return total.div_(seen)
 
 

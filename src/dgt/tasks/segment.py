@@ -18,9 +18,10 @@ from dgt.data.label_maps import IGNORED
 from dgt.data.segmentation import LabelMaps, SegmentationData, SegmentationTest
 from dgt.figures import png, raster
 from dgt.figures.label_map import figure_label_map, label_png
+from dgt.models.cost import Cost, cost
 from dgt.models.heads.upernet import build_upernet
 from dgt.models.padding import real_pixels
-from dgt.tasks.base import Losses, Metrics, Task
+from dgt.tasks.base import Counted, Losses, Metrics, Task
 from dgt.tasks.confusion import segmentation_scores
 from dgt.tasks.network import ModelSettings
 from dgt.tasks.prediction import Prediction, Run, Source, name_of, normalized, read_bytes, to_array
@@ -28,6 +29,7 @@ from dgt.tasks.scanning import predict_labels
 from dgt.utils.errors import UserError
 
 AUXILIARY_WEIGHT = 0.4
+PAPER = {"dgt_tiny": (52.5, 954.0), "dgt_small": (81.9, 1074.0), "dgt_base": (122.2, 1234.0)}  # Table 3
 
 
 def segmentation_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -58,7 +60,7 @@ def build_segmenter(settings: ModelSettings, num_classes: int, image_size: int) 
     """
     unknown = sorted(set(settings.head) - {"channels", "auxiliary_channels"})
     if unknown:
-        raise ValueError(f"model.head takes channels and auxiliary_channels for segmentation, got {', '.join(unknown)}")
+        raise UserError(f"model.head takes channels and auxiliary_channels for segmentation, got {', '.join(unknown)}")
     arguments = dict(settings.args)
     if settings.drop_path_rate is not None:
         arguments.setdefault("drop_path_rate", settings.drop_path_rate)
@@ -126,8 +128,16 @@ def files(run: Run, prediction: Prediction, drawing: Image.Image) -> dict[str, b
     return {"labels.png": label_png(prediction.found, len(run.class_names)), "overlay.png": png(drawing)}
 
 
+def _count(name: str, image_size: tuple[int, int]) -> Cost:
+    """UperNet with ADE20K's 150 classes; the auxiliary head has parameters but does not run."""
+    with torch.device("meta"):
+        network = build_upernet(name, num_classes=150, image_size=max(image_size))
+    return cost(network, image_size)
+
+
 SEGMENT = Task(
     name="segment",
+    counted=Counted(_count, tuple(PAPER), (512, 2048), PAPER),
     data=SegmentationData,
     build=build_segmenter,
     headline={"miou": "mIoU", "accuracy": "pixel accuracy"},

@@ -29,6 +29,7 @@ from dgt.training.run import check_folder, is_run, run_to_resume
 from dgt.training.tables import Row, Table, load_table
 from dgt.training.tabulate import write_table
 from dgt.utils.atomic_write import write_json
+from dgt.utils.errors import UserError
 
 RESULTS, DIVERGED, DIAGNOSIS = "results.json", "diverged.json", "diagnosis.json"
 DIAGNOSED_IMAGES = 256
@@ -92,7 +93,7 @@ def ablate(
         BrokenImagesError: as `fit`.
     """
     if seeds < 1:
-        raise ValueError(f"seeds must be at least 1, got {seeds}")
+        raise UserError(f"seeds must be at least 1, got {seeds}")
     chosen = load_table(table, size)
     folder = Path(out) if out is not None else Path("runs") / f"ablate-{chosen.name}-{chosen.size}"
     check_folder(folder)
@@ -138,9 +139,9 @@ def _check_overrides(table: Table, overrides: Sequence[str]) -> None:
     own = {key for row in table.rows for key in (*table.common, *row.changes)}
     for key in (word[2:].partition("=")[0] for word in overrides if word.startswith("--")):
         if key in CHOSEN_HERE:
-            raise ValueError(f"recipe key {key!r} cannot be changed for a table: {CHOSEN_HERE[key]}")
+            raise UserError(f"recipe key {key!r} cannot be changed for a table: {CHOSEN_HERE[key]}")
         if key in own:
-            raise ValueError(f"recipe key {key!r} cannot be changed for table {table.name!r}: its rows set it")
+            raise UserError(f"recipe key {key!r} cannot be changed for table {table.name!r}: its rows set it")
 
 
 def _check_runs(folder: Path, runs: Sequence[PlannedRun]) -> None:

@@ -166,7 +166,7 @@ def synchronise_batchnorm(network: nn.Module, device: torch.device) -> nn.Module
     for name, module in network.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             if type(module) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
-                raise ValueError(f"trainer.sync_batchnorm: {name} is a {type(module).__name__}, not known on {device}")
+                raise UserError(f"trainer.sync_batchnorm: {name} is a {type(module).__name__}, not known on {device}")
             module.__class__ = SummedBatchNorm
     return network
 

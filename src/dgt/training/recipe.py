@@ -22,6 +22,7 @@ import yaml
 from dgt.tasks import TASKS
 from dgt.tasks.network import ModelSettings
 from dgt.tasks.optim import OptimizerSettings, ScheduleSettings
+from dgt.utils.errors import UserError
 
 Precision = Literal["auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true"]
 
@@ -40,7 +41,7 @@ class EmaSettings:
     def __post_init__(self) -> None:
         """Raise ValueError, naming the recipe's key, for a value out of range."""
         if self.decay is not None and not 0 <= self.decay < 1:
-            raise ValueError(f"ema.decay must be null or in [0, 1), got {self.decay!r}")
+            raise UserError(f"ema.decay must be null or in [0, 1), got {self.decay!r}")
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,11 @@ class TrainerSettings:
         """Raise ValueError, naming the recipe's key, for a value out of range."""
         for key in ("num_nodes", "accumulate", "check_val_every"):
             if getattr(self, key) < 1:
-                raise ValueError(f"trainer.{key} must be at least 1, got {getattr(self, key)!r}")
+                raise UserError(f"trainer.{key} must be at least 1, got {getattr(self, key)!r}")
         if self.max_skipped is not None and self.max_skipped < 0:
-            raise ValueError(f"trainer.max_skipped must be null or at least 0, got {self.max_skipped!r}")
+            raise UserError(f"trainer.max_skipped must be null or at least 0, got {self.max_skipped!r}")
         if self.pictures_every is not None and self.pictures_every < 1:
-            raise ValueError(f"trainer.pictures_every must be null or at least 1, got {self.pictures_every!r}")
+            raise UserError(f"trainer.pictures_every must be null or at least 1, got {self.pictures_every!r}")
 
 
 @dataclass(frozen=True)
@@ -109,9 +110,9 @@ class CheckpointSettings:
         for key in ("every_epochs", "every_steps", "every_minutes"):
             value = getattr(self, key)
             if value is not None and value <= 0:
-                raise ValueError(f"checkpoint.{key} must be null or above 0, got {value!r}")
+                raise UserError(f"checkpoint.{key} must be null or above 0, got {value!r}")
         if self.keep < 1:
-            raise ValueError(f"checkpoint.keep must be at least 1, got {self.keep!r}")
+            raise UserError(f"checkpoint.keep must be at least 1, got {self.keep!r}")
 
 
 @dataclass(frozen=True)
@@ -148,9 +149,9 @@ class Recipe:
         """Raise ValueError, naming the recipe's key, for a value out of range."""
         _check_task(self.task)
         if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed must be at least 0 and less than 2**32, got {self.seed!r}")
+            raise UserError(f"seed must be at least 0 and less than 2**32, got {self.seed!r}")
         if self.trainer.strategy == "fsdp2" and self.ema.decay is not None:
-            raise ValueError("ema.decay must be null under trainer.strategy fsdp2: shared-out weights have no average")
+            raise UserError("ema.decay must be null under trainer.strategy fsdp2: shared-out weights have no average")
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as nested plain values, ready for YAML or JSON."""
@@ -226,9 +227,9 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     try:
         values = yaml.safe_load(text) or {}
     except yaml.YAMLError as error:
-        raise ValueError(f"recipe {str(recipe)!r} is not valid YAML: {' '.join(str(error).split())}") from error
+        raise UserError(f"recipe {str(recipe)!r} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"recipe {str(recipe)!r} must be a mapping of keys, got {type(values).__name__}")
+        raise UserError(f"recipe {str(recipe)!r} must be a mapping of keys, got {type(values).__name__}")
     return parse_recipe({"name": name, **values}, overrides)
 
 
@@ -253,10 +254,10 @@ def parse_recipe(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Re
     try:
         parsed = parser.parse_args(list(overrides), namespace=parser.parse_object(base))
     except jsonargparse.ArgumentError as error:
-        raise ValueError(_sentence(str(error))) from error
+        raise UserError(_sentence(str(error))) from error
     settings = parsed.as_dict()
     if settings["task"] != task:  # the keys of `data` are the task's
-        raise ValueError(f"task must stay the recipe's, {task!r}, got {settings['task']!r}: take a recipe of that task")
+        raise UserError(f"task must stay the recipe's, {task!r}, got {settings['task']!r}: take a recipe of that task")
     return Recipe(
         **{key: settings[key] for key in ("name", "task", "seed", "out")},
         data=_plain(settings["data"]),
@@ -276,7 +277,7 @@ def build_data(recipe: Recipe) -> Any:
         ValueError: an argument of the data module is out of range, or the images' place is not given.
     """
     if recipe.data["root"] is None and recipe.data.get("dataset") != "scenes":
-        raise ValueError(f"recipe {recipe.name!r} needs images: give --data.root, {TASKS[recipe.task].data.root_holds}")
+        raise UserError(f"recipe {recipe.name!r} needs images: give --data.root, {TASKS[recipe.task].data.root_holds}")
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(TASKS[recipe.task].data, "data")
     return parser.instantiate(parser.parse_object({"data": {**recipe.data, "seed": recipe.seed}}))["data"]
@@ -284,7 +285,7 @@ def build_data(recipe: Recipe) -> Any:
 
 def _check_task(task: str) -> None:
     if task not in TASKS:
-        raise ValueError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
+        raise UserError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
 
 
 def _read(recipe: str | Path) -> tuple[str, str]:
@@ -295,7 +296,7 @@ def _read(recipe: str | Path) -> tuple[str, str]:
         try:
             return path.stem, path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise ValueError(f"recipe {str(recipe)!r} is not a text in UTF-8: {error}") from error
+            raise UserError(f"recipe {str(recipe)!r} is not a text in UTF-8: {error}") from error
     shipped = shipped_recipes()
     if str(recipe) not in shipped:
         near = difflib.get_close_matches(str(recipe), shipped, n=1)
@@ -330,7 +331,7 @@ def _check_keys(values: Mapping[str, Any], known: set[str], prefix: str = "") ->
         path = f"{prefix}{key}"
         is_section = any(name.startswith(f"{path}.") for name in known)
         if is_section and not isinstance(value, Mapping):
-            raise ValueError(f"recipe key {path!r} must be a section of keys, got {value!r}")
+            raise UserError(f"recipe key {path!r} must be a section of keys, got {value!r}")
         if is_section:
             _check_keys(value, known, f"{path}.")
         elif path not in known:
@@ -346,12 +347,12 @@ def _override_keys(overrides: Sequence[str], known: set[str]) -> set[str]:
     return keys
 
 
-def _unknown(key: str, known: set[str]) -> ValueError:
+def _unknown(key: str, known: set[str]) -> UserError:
     by_last = {name.rpartition(".")[2]: name for name in sorted(known)}
     near = difflib.get_close_matches(key, sorted(known), n=2, cutoff=0.75)
     near += [by_last[last] for last in difflib.get_close_matches(key.rpartition(".")[2], by_last, n=1, cutoff=0.75)]
     hint = f"; did you mean {' or '.join(dict.fromkeys(near))}?" if near else "; `dgt train --help` lists all keys"
-    return ValueError(f"unknown recipe key {key!r}{hint}")
+    return UserError(f"unknown recipe key {key!r}{hint}")
 
 
 def _sentence(message: str) -> str:

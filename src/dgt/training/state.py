@@ -284,7 +284,7 @@ def read_checkpoint(source: Path) -> dict[str, Any]:
     size, is_zip = len(content.getbuffer()), zipfile.is_zipfile(content)
     try:
         if is_zip and (part := zipfile.ZipFile(content).testzip()) is not None:
-            raise ValueError(f"{part} does not have its checksum")
+            raise UserError(f"{part} does not have its checksum")
         content.seek(0)
         stored = torch.load(content, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:

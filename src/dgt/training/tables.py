@@ -27,6 +27,8 @@ from typing import Any
 
 import yaml
 
+from dgt.utils.errors import UserError
+
 KEYS = ("title", "paper", "column", "diagnose", "sizes", "rows")
 
 
@@ -113,18 +115,18 @@ def load_table(table: str | Path, size: str | None = None) -> Table:
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"table {str(table)!r} is not valid YAML: {' '.join(str(error).split())}") from error
+        raise UserError(f"table {str(table)!r} is not valid YAML: {' '.join(str(error).split())}") from error
     values = _mapping(values, f"table {name!r}")
     unknown = sorted(set(values) - set(KEYS))
     if unknown:
-        raise ValueError(f"table {name!r} has an unknown key {unknown[0]!r}; it takes {', '.join(KEYS)}")
+        raise UserError(f"table {name!r} has an unknown key {unknown[0]!r}; it takes {', '.join(KEYS)}")
     sizes = _mapping(values.get("sizes"), f"sizes of table {name!r}")
     size = next(iter(sizes)) if size is None else size
     if size not in sizes:
-        raise ValueError(f"size must be one of {', '.join(sizes)} for table {name!r}, got {size!r}")
+        raise UserError(f"size must be one of {', '.join(sizes)} for table {name!r}, got {size!r}")
     chosen = _mapping(sizes[size], f"size {size!r} of table {name!r}")
     if not isinstance(chosen.get("recipe"), str):
-        raise ValueError(f"size {size!r} of table {name!r} must name a recipe, got {chosen.get('recipe')!r}")
+        raise UserError(f"size {size!r} of table {name!r} must name a recipe, got {chosen.get('recipe')!r}")
     return Table(
         name=name,
         title=str(values.get("title", name)),
@@ -140,7 +142,7 @@ def load_table(table: str | Path, size: str | None = None) -> Table:
 
 def _rows(table: str, entries: Any, size: str, sizes: set[str]) -> tuple[Row, ...]:
     if not isinstance(entries, Sequence) or isinstance(entries, str) or not entries:
-        raise ValueError(f"rows of table {table!r} must be a list of at least one row, got {entries!r}")
+        raise UserError(f"rows of table {table!r} must be a list of at least one row, got {entries!r}")
     rows = []
     for entry in entries:
         values = _mapping(entry, f"every row of table {table!r}")
@@ -148,19 +150,19 @@ def _rows(table: str, entries: Any, size: str, sizes: set[str]) -> tuple[Row, ..
         unknown = sorted(set(values) - {"name", "paper"} - sizes)
         if not isinstance(name, str) or unknown:
             keys = ", ".join(("name", "paper", *sorted(sizes)))
-            raise ValueError(f"a row of table {table!r} must be a mapping of {keys}, got {entry!r}")
+            raise UserError(f"a row of table {table!r} must be a mapping of {keys}, got {entry!r}")
         if paper is not None and not isinstance(paper, int | float):
-            raise ValueError(f"paper of row {name!r} of table {table!r} must be a number, got {paper!r}")
+            raise UserError(f"paper of row {name!r} of table {table!r} must be a number, got {paper!r}")
         changes = _mapping(values.get(size), f"size {size!r} of row {name!r} of table {table!r}", empty=True)
         rows.append(Row(name, changes, paper))
     if len({row.slug for row in rows}) < len(rows):
-        raise ValueError(f"rows of table {table!r} must have different names, got {[row.name for row in rows]}")
+        raise UserError(f"rows of table {table!r} must have different names, got {[row.name for row in rows]}")
     return tuple(rows)
 
 
 def _mapping(value: Any, what: str, empty: bool = False) -> dict[str, Any]:
     if not isinstance(value, Mapping) or not (value or empty):
-        raise ValueError(f"{what} must be a mapping of keys, got {value!r}")
+        raise UserError(f"{what} must be a mapping of keys, got {value!r}")
     return dict(value)
 
 
@@ -176,7 +178,7 @@ def _read(table: str | Path) -> tuple[str, str]:
         try:
             return path.stem, path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise ValueError(f"table {str(table)!r} is not a text in UTF-8: {error}") from error
+            raise UserError(f"table {str(table)!r} is not a text in UTF-8: {error}") from error
     shipped = shipped_tables()
     if str(table) not in shipped:
         near = difflib.get_close_matches(str(table), shipped, n=1)

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from dgt.training.run import RECORD_FORMAT
+from dgt.utils.errors import UserError
 
 WRAPPER = "timm_model."  # transformers' name for the model inside its own
 
@@ -32,7 +33,7 @@ def read_timm_folder(
     prepared = config.get("pretrained_cfg") or config  # timm before 1.0 wrote one level
     architecture, count = config.get("architecture"), prepared.get("num_classes", config.get("num_classes"))
     if not architecture or not count:
-        raise ValueError(
+        raise UserError(
             f"{path} was not written by `dgt train` nor by timm: it has neither an entry 'dgt' with the recipe nor "
             "'architecture' and 'num_classes' of a classifier"
         )
