@@ -32,7 +32,7 @@ print(1 + len(list(batches)), sum(worker.is_alive() for worker in workers))
 @pytest.mark.parametrize("signals", [(), ("TERM", "INT", "USR1")], ids=["in peace", "told to stop with the group"])
 def test_workers_end_with_the_main_process_and_for_nobody_else(signals):
     process = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *signals], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", SCRIPT, *signals], capture_output=True, text=True, timeout=240, check=False
     )
     assert (process.returncode, process.stdout) == (0, "16 2\n"), process.stderr
 

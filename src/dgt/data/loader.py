@@ -134,7 +134,6 @@ class Loader:
     ) -> None:
         self.sampler, self.finish, self.ledger = sampler, finish, ledger
         self.device = torch.device("cpu")
-        self.batch_sampler = sampler  # where Lightning looks for what shuffles
         self._epoch, self._batch = sampler.epoch, sampler.first_batch
         self._batches: DataLoader[Any] = DataLoader(
             dataset,

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import lightning
-
 from dgt.data.dataset import Drawn, Key, SeededDataset
 from dgt.data.image_io import BrokenImages, write_broken_images
 from dgt.data.loader import Batch, EpochBatches, Loader
@@ -46,7 +44,7 @@ def subset_indices(part: str, split: str, total: int, size: int | None) -> list[
 
 
 @dataclass(eq=False)
-class ImageData(lightning.LightningDataModule, ABC):
+class ImageData(ABC):
     """Images for training and validation; a subclass says what a split is and how its samples make a batch.
 
     Args:
@@ -82,7 +80,6 @@ class ImageData(lightning.LightningDataModule, ABC):
     scenes_size = {"train": 5000, "val": 1000}  # noqa: RUF012
 
     def __post_init__(self) -> None:
-        super().__init__()
         reads = type(self).dataset  # the default, for a root
         if self.dataset not in (reads, "scenes"):
             raise UserError(f"dataset must be one of {reads}, scenes, got {self.dataset!r}")
