@@ -97,7 +97,8 @@ class ClassificationData(NormalizedData):
                 num_classes=self.num_classes,
             )
             with seeded("mixup", self.seed, *key):
-                return Batch(key, *mixup(samples), broken)
+                images, targets = mixup(samples)
+            return Batch(key, images, targets, broken)
         images, labels = torch.stack([image for image, _ in samples]), torch.tensor([label for _, label in samples])
         if part == "train" and smoothing:
             labels = mixup_target(labels, self.num_classes, smoothing=smoothing)

@@ -174,7 +174,7 @@ def _polygon_problem(polygons: Any) -> str | None:
 def _run_length_problem(code: Entry, height: int, width: int) -> str | None:
     if code.get("size") != [height, width]:
         return f"has a run-length code of size {code.get('size')!r} in an image of {[height, width]}"
-    counts = code.get("counts")
+    counts: Any = code.get("counts")
     if isinstance(counts, str):
         try:
             coco_mask.decode(code)

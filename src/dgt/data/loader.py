@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from dgt.data.dataset import Drawn, Key, SeededDataset
+from dgt.data.dataset import Key, SeededDataset
 from dgt.data.image_io import BrokenImage, BrokenImages, BrokenImagesError
 from dgt.utils.seeding import generator
 
@@ -127,7 +127,7 @@ class Loader:
         self,
         dataset: SeededDataset,
         sampler: EpochBatches,
-        collate: Callable[[Drawn], Batch],
+        collate: Callable[[Any], Batch],
         finish: Callable[[Key, Any, Any], tuple[Any, Any]],
         ledger: BrokenImages,
         num_workers: int,

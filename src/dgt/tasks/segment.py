@@ -7,6 +7,7 @@ kept out of the attention too, through the mask of real pixels.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -67,7 +68,7 @@ def build_segmenter(settings: ModelSettings, num_classes: int, image_size: int) 
     return build_upernet(settings.name, num_classes, image_size=image_size, **settings.head, **arguments)
 
 
-def losses(network: nn.Module, images: Tensor, targets: LabelMaps) -> Losses:
+def losses(network: Any, images: Tensor, targets: LabelMaps) -> Losses:
     """Cross entropy of both heads of a UperNet for padded crops (B, 3, S, S)."""
     labels = targets.labels.long()
     logits = network.forward_both(images, real_pixels(targets.sizes, (labels.shape[1], labels.shape[2])))

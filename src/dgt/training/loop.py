@@ -12,10 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.fabric import Fabric
+from torch import Tensor
 
 from dgt.tasks import TASKS, Losses
 from dgt.tasks.optim import batch_scale, schedule_factor
@@ -317,7 +318,8 @@ class Training:
         Raises:
             FloatingPointError: there is none.
         """
-        total, count = self.fabric.all_reduce(self.state.loss_sums.clone(), reduce_op="sum").tolist()
+        sums = cast(Tensor, self.fabric.all_reduce(self.state.loss_sums.clone(), reduce_op="sum"))
+        total, count = sums.tolist()
         if not count or not math.isfinite(total):
             raise FloatingPointError(
                 f"the training loss became {total / count if count else math.nan} in epoch {self.progress.epoch + 1}: "

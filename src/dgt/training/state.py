@@ -74,7 +74,7 @@ class TrainingState:
     """
 
     def __init__(
-        self, fabric: Fabric, objective: nn.Module, network: nn.Module, average: Any, optimizer: Any, data: Any
+        self, fabric: Fabric, objective: Any, network: nn.Module, average: Any, optimizer: Any, data: Any
     ) -> None:
         self.fabric, self.objective, self.network, self.optimizer = fabric, objective, network, optimizer
         self.average: WeightAverage | None = average

@@ -39,9 +39,8 @@ def run_status(folder: str | Path) -> dict[str, Any]:
     folder = Path(folder)
     if not is_run(folder):
         raise FileNotFoundError(f"{str(folder)!r} is not the folder of a run: it has no recipe.yaml")
-    now, status, path = time.time(), {"state": "begun"}, folder / STATUS
-    if path.is_file():
-        status = _read(path)
+    now, path = time.time(), folder / STATUS
+    status: dict[str, Any] = _read(path) if path.is_file() else {"state": "begun"}
     status = {"folder": str(folder), **status, "age": now - status["time"] if "time" in status else None}
     if finished_results(folder) is not None:
         status["state"] = "finished"
