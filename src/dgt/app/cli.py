@@ -67,8 +67,8 @@ def run_ablate(options: argparse.Namespace, overrides: list[str]) -> int:
     """`dgt ablate`: trains what is missing and prints the table; without one, which there are."""
     if options.table in options.experiments:
         return _retrieval(options, overrides)
-    from dgt.training.ablate import ablate
-    from dgt.training.tables import tables_text
+    from dgt.experiments.ablate import ablate
+    from dgt.experiments.tables import tables_text
 
     if options.table is None:
         print("\n".join([tables_text(), *(f"{name:<18}{title}" for name, title in options.experiments.items())]))

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import timm
 
+from dgt.experiments.ablate import _alone, ablate
+from dgt.experiments.tables import load_table, shipped_tables, tables_text
 from dgt.training import load_recipe
-from dgt.training.ablate import _alone, ablate
-from dgt.training.tables import load_table, shipped_tables, tables_text
 
 TABLE = """
 title: Two small peers

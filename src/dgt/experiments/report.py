@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dgt.experiments.tables import Row, Table
 from dgt.models import cost
 from dgt.tasks import TASKS
 from dgt.training.load import load_run
 from dgt.training.recipe import load_recipe
-from dgt.training.tables import Row, Table
 from dgt.utils.atomic_write import atomic_write, write_json
 
 MEASURES = {  # of `diagnose`, means over the blocks where k is below the number of tokens

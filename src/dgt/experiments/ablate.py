@@ -20,14 +20,14 @@ from pathlib import Path
 
 import torch
 
+from dgt.experiments.report import write_table
+from dgt.experiments.tables import Row, Table, load_table
 from dgt.models import diagnose
 from dgt.tasks import TASKS
 from dgt.training.fit import fit
 from dgt.training.load import load_run
 from dgt.training.recipe import Recipe, build_data, load_recipe
 from dgt.training.run import check_folder, is_run, run_to_resume
-from dgt.training.tables import Row, Table, load_table
-from dgt.training.tabulate import write_table
 from dgt.utils.atomic_write import write_json
 from dgt.utils.errors import UserError
 
