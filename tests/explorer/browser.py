@@ -157,7 +157,7 @@ class Browser:
 
 
 def main() -> None:
-    """Take a picture of an explorer page."""
+    """Take an image of an explorer page."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("url")
     parser.add_argument("file", type=Path)

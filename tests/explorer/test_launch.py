@@ -130,9 +130,7 @@ def test_a_model_without_groups_is_refused(explorer: Explorer) -> None:
     recipe = load_recipe("scenes", ["--model.name", "test_resnet"])
     network = build_classifier(recipe.model, 8, 64)
     assert shown_blocks(network) == []
-    with pytest.raises(
-        ValueError, match="are explored, nowhere is 'test_resnet' of task 'classify'"
-    ):
+    with pytest.raises(ValueError, match="are explored, nowhere is 'test_resnet' of task 'classify'"):
         Explorer(LoadedRun(network, recipe, explorer.run.class_names, Path("nowhere")), Album())
 
 
@@ -156,7 +154,7 @@ def test_dgt_tiny_at_224_takes_less_than_a_second() -> None:
         work = []
         for scene in range(3):
             start = time.process_time()
-            explorer.trace(f"scene-{scene}", 224)
+            explorer.view(f"scene-{scene}", 224, 0, 0, 98)
             work.append(time.process_time() - start)
     finally:
         torch.set_num_threads(threads)

@@ -28,7 +28,7 @@ def page(browser: Any, address: str) -> Iterator[Any]:
 
 
 def place(page: Any, x: float, y: float) -> tuple[float, float]:
-    """The window's pixels at a share of the picture's width and height."""
+    """The window's pixels at a share of the image's width and height."""
     left, top, width, height = page.run(
         "(() => { const b = document.getElementById('view').getBoundingClientRect();"
         "return [b.left, b.top, b.width, b.height] })()"
@@ -189,7 +189,7 @@ def test_the_keyboard_alone_is_enough(page: Any) -> None:
     assert page.run("document.getElementById('about').open")
 
 
-def test_a_dropped_picture_is_shown_and_a_bad_one_told(page: Any, tmp_path: Path) -> None:
+def test_a_dropped_image_is_shown_and_a_bad_one_told(page: Any, tmp_path: Path) -> None:
     Image.effect_noise((150, 100), 60).convert("RGB").save(tmp_path / "wide.png")
     (tmp_path / "page.html").write_text("<script>alert(1)</script>")
     (tmp_path / "torn.png").write_bytes((tmp_path / "wide.png").read_bytes()[:900])
@@ -197,7 +197,7 @@ def test_a_dropped_picture_is_shown_and_a_bad_one_told(page: Any, tmp_path: Path
     settle(page, "explorer.state.image.startsWith('upload-') && explorer.now.view.columns > explorer.now.view.rows")
     assert page.run("document.querySelectorAll('.strip button').length") == 9
     assert page.run("document.getElementById('notice').hidden")
-    for name, words in (("page.html", "not a picture"), ("torn.png", "damaged")):
+    for name, words in (("page.html", "not an image"), ("torn.png", "damaged")):
         page.drop(tmp_path / name, *place(page, 0.5, 0.5))
         page.wait(f"document.getElementById('notice').textContent.includes('{words}')")
     page.errors[:] = [error for error in page.errors if "415" not in error]  # the refusals themselves
@@ -213,7 +213,7 @@ def test_a_view_is_saved_as_png(page: Any, tmp_path: Path) -> None:
         time.sleep(0.05)
     with Image.open(found[0]) as saved:
         assert saved.format == "PNG"
-        assert saved.height > saved.width > 300  # the picture, and a line of words under it
+        assert saved.height > saved.width > 300  # the image, and a line of words under it
 
 
 @pytest.mark.parametrize("width", [390, 820, 1440])

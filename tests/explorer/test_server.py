@@ -21,7 +21,7 @@ from PIL import Image
 
 import dgt
 from dgt.explorer import Album, Explorer, create_app
-from dgt.explorer.album import MAX_BYTES, MAX_UPLOADS, RefusedUploadError, decode_upload
+from dgt.explorer.album import MAX_BYTES, MAX_UPLOADS, RefusedError, decode_upload
 from dgt.ops.attention_mass import attention_mass
 
 PNG_TYPE = {"content-type": "image/png"}
@@ -31,7 +31,7 @@ def unpack(text: str, kind: str, *shape: int) -> NDArray[np.generic]:
     return np.frombuffer(base64.b64decode(text), kind).reshape(shape)
 
 
-def picture(size: tuple[int, int] = (90, 60), form: str = "PNG", mode: str = "RGB") -> bytes:
+def image_bytes(size: tuple[int, int] = (90, 60), form: str = "PNG", mode: str = "RGB") -> bytes:
     buffer = io.BytesIO()
     Image.effect_noise(size, 80).convert(mode).save(buffer, form)
     return buffer.getvalue()
@@ -136,9 +136,9 @@ def test_a_huge_k_is_held_to_the_tokens(client: TestClient) -> None:
 
 
 def hostile() -> list[tuple[str, bytes, str]]:
-    """A hundred uploads that are no picture, by kind: name, bytes and the type they claim."""
+    """A hundred uploads that are no image, by kind: name, bytes and the type they claim."""
     random_bytes = random.Random(0).randbytes
-    whole = {form: picture(form=form) for form in ("PNG", "JPEG", "GIF", "WEBP", "BMP")}
+    whole = {form: image_bytes(form=form) for form in ("PNG", "JPEG", "GIF", "WEBP", "BMP")}
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as opened:
         opened.writestr("../../evil.png", whole["PNG"])
@@ -157,8 +157,8 @@ def hostile() -> list[tuple[str, bytes, str]]:
     for kind in ("text/html", "application/json", "multipart/form-data; boundary=x", ""):
         found += [("wrong type", whole["PNG"], kind), ("HTML", html, kind)]
     for form in ("TIFF", "ICO", "PPM", "PDF", "TGA"):
-        found += [(f"other format {form}", picture(form=form), "image/png")]
-    for offset in range(8):  # a whole picture with a broken middle
+        found += [(f"other format {form}", image_bytes(form=form), "image/png")]
+    for offset in range(8):  # a whole image with a broken middle
         damaged = bytearray(whole["PNG"])
         damaged[200 + 100 * offset : 240 + 100 * offset] = random_bytes(40)
         found += [("damaged", bytes(damaged), "image/png")]
@@ -181,7 +181,7 @@ def test_a_hundred_hostile_uploads_leave_it_serving(client: TestClient, tmp_path
         os.chdir(home)
     assert os.listdir(tmp_path) == []
     assert client.get("/api/images").json() == before
-    assert client.post("/api/images", content=picture(), headers=PNG_TYPE).status_code == 200
+    assert client.post("/api/images", content=image_bytes(), headers=PNG_TYPE).status_code == 200
     assert client.get("/api/view?image=scene-0&size=64&block=0&head=0&k=5").status_code == 200
 
 
@@ -209,15 +209,15 @@ def test_pixels_are_limited_before_decoding(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", never)
     for side, words in ((7000, "7000 x 7000 pixels"), (40000, "far too many pixels")):
-        with pytest.raises(RefusedUploadError, match=words):
+        with pytest.raises(RefusedError, match=words):
             decode_upload(png_header(side, side))
 
 
 @pytest.mark.parametrize(
     ("form", "mode"), [("PNG", "RGBA"), ("PNG", "I;16"), ("JPEG", "CMYK"), ("GIF", "P"), ("WEBP", "RGB")]
 )
-def test_good_pictures_are_taken(client: TestClient, form: str, mode: str) -> None:
-    data = picture((300, 200), form, mode)
+def test_good_images_are_taken(client: TestClient, form: str, mode: str) -> None:
+    data = image_bytes((300, 200), form, mode)
     answer = client.post("/api/images", content=data, headers={"content-type": "application/octet-stream"})
     assert answer.status_code == 200, answer.text
     key = answer.json()["id"]
@@ -231,7 +231,7 @@ def test_good_pictures_are_taken(client: TestClient, form: str, mode: str) -> No
 
 def test_uploads_make_room_and_then_are_gone(explorer: Explorer) -> None:
     album = Album()
-    keys = [album.add(picture((40 + number, 40))) for number in range(MAX_UPLOADS + 1)]
+    keys = [album.add(image_bytes((40 + number, 40))) for number in range(MAX_UPLOADS + 1)]
     client = TestClient(create_app(Explorer(explorer.run, album)), base_url="http://localhost")
     assert client.get(f"/api/images/{keys[0]}?size=64").status_code == 404
     assert client.get(f"/api/images/{keys[-1]}?size=64").status_code == 200
@@ -269,9 +269,9 @@ def test_files_of_the_user_come_first(tmp_path: Path, make: Callable[[Path], Pat
     from dgt.explorer.album import image_files
 
     for name in ("b.png", "a.txt"):
-        (tmp_path / name).write_bytes(picture())
+        (tmp_path / name).write_bytes(image_bytes())
     album = Album(image_files(make(tmp_path)))
     assert album.names()[0] == ("file-0", "b.png")
-    (tmp_path / "b.png").write_bytes(b"no picture")
+    (tmp_path / "b.png").write_bytes(b"no image")
     with pytest.raises(ValueError, match=r"b\.png' cannot be read as an image"):
         Album(image_files(make(tmp_path)))

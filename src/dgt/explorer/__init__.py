@@ -1,6 +1,6 @@
 """The explorer: a web page on which one sees, live, which queries form a group and which keys the group chose.
 
-`create_app` is the server around a model and some pictures; `serve` is `dgt explore`. The page itself is plain HTML,
+`create_app` is the server around a model and some images; `serve` is `dgt explore`. The page itself is plain HTML,
 CSS and JavaScript in `static`, and asks nothing of any other host.
 """
 

@@ -1,4 +1,4 @@
-"""`dgt explore`: find a model (given, the demo's, or one trained for a minute), collect pictures, serve the page."""
+"""`dgt explore`: find a model (given, the demo's, or one trained for a minute), collect images, serve the page."""
 
 from __future__ import annotations
 
@@ -22,15 +22,12 @@ EPOCHS = 4
 
 
 def serve(
-    checkpoint: str | Path | None = None,
-    image: str | Path | None = None,
-    host: str = "127.0.0.1",
-    port: int = 7860,
+    checkpoint: str | Path | None = None, image: str | Path | None = None, host: str = "127.0.0.1", port: int = 7860
 ) -> None:
     """Serve the page until interrupted.
 
     Args:
-        checkpoint: checkpoint, run folder or model folder; None for `find_run`'s choice.
+        checkpoint: as `find_run` takes it.
         image: an image file, or a folder of them, to show besides the built-in scenes.
         host: address to listen on; anything but a loopback address lets others in.
         port: TCP port; 0 for any free one.
@@ -41,14 +38,13 @@ def serve(
     if not 0 <= port <= 65535:
         raise UserError(f"port must lie in 0 to 65535, got {port}")
     album = Album([] if image is None else image_files(image))
-    listener = listen(host, port)
-    with listener:
+    with listen(host, port) as listener:
         run = find_run(checkpoint)
         explorer = Explorer(run, album)
         explorer.warm_up()
         address = f"{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
         print(f"{run.recipe.model.name} from {run.source}\nopen http://{address}/  (Ctrl-C ends it)", flush=True)
-        local = is_loopback(host)
+        local = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
         if not local:
             print(f"listening on {host}: whoever reaches this machine can use the page", flush=True)
         app = create_app(explorer, [*LOOPBACK, host] if local else ["*"])
@@ -60,11 +56,7 @@ def serve(
 def find_run(checkpoint: str | Path | None) -> LoadedRun:
     """The model to show: the given one, else the demo's, else one kept from an earlier call, else a new one.
 
-    Args:
-        checkpoint: checkpoint, run folder or model folder, or None.
-
-    Raises:
-        FileNotFoundError, ValueError: as `load_run` does.
+    `checkpoint` is a checkpoint, run folder or model folder, or None; errors as `load_run`.
     """
     if checkpoint is not None:
         return load_run(checkpoint)
@@ -80,15 +72,7 @@ def find_run(checkpoint: str | Path | None) -> LoadedRun:
 
 
 def train(folder: Path, epochs: int = EPOCHS) -> Path:
-    """Train the nano model on the scenes for a short time; the run's folder appears whole or not at all.
-
-    Args:
-        folder: where it goes; replaced if it is there.
-        epochs: passes over the scenes.
-
-    Returns:
-        The folder.
-    """
+    """Train the nano model on the scenes for a short time; return `folder`, which appears whole or not at all."""
     with replacing(folder) as partial:
         fit(load_recipe("scenes", ["--name", folder.name, "--out", str(partial), "--schedule.epochs", str(epochs)]))
     return folder
@@ -97,23 +81,10 @@ def train(folder: Path, epochs: int = EPOCHS) -> Path:
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens before any model is loaded: a port in use is told at once, and who comes early waits.
 
-    Raises:
-        ValueError: the address cannot be bound, and why.
+    Raises UserError where the address cannot be bound, and why.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen()
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address, family=family)
     except OSError as error:
         raise UserError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
-    return listener
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address or name means this machine alone."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

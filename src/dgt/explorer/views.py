@@ -1,4 +1,4 @@
-"""What the page shows of a picture: one forward of the model, then a block's groups, keys and weights as compact JSON.
+"""What the page shows of an image: one forward of the model, then a block's groups, keys and weights as compact JSON.
 
 The forward keeps what every DG-Attention layer got; a view calls `dgt.dynamic_group_attention` on that again, with the
 number of keys that the page asks for, so another k changes the block that is shown and none before it. Numbers travel
@@ -10,18 +10,18 @@ from __future__ import annotations
 import base64
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor, nn
 
-from dgt.explorer.album import Album, crop, fit_sides
+from dgt.explorer.album import Album, fit_sides
 from dgt.figures import choose_groups, distinct_colours
 from dgt.layers import DGAttention
 from dgt.models import DynamicGroupTransformer, capture
@@ -34,14 +34,12 @@ MAX_TOKENS = 112 * 112
 MAX_KEYS, MAX_WEIGHTS = 1024, 4_000_000
 """Most keys for a group, and most attention weights (tokens times keys) in one answer."""
 TRACES, VIEWS = 6, 24
-"""How many forwards and how many views are remembered."""
+"""How many forwards, and how many views and curves each, are remembered."""
 
 Answer = dict[str, Any]
-Value = TypeVar("Value")
 
 
-@dataclass(frozen=True)
-class ShownBlock:
+class ShownBlock(NamedTuple):
     """A block with DG-Attention: its layer, its stage and place in the stage (from 0), and its stride in pixels."""
 
     layer: DGAttention
@@ -50,8 +48,7 @@ class ShownBlock:
     stride: int
 
 
-@dataclass(frozen=True)
-class Trace:
+class Trace(NamedTuple):
     """What one forward left: (1, h, w, C) inputs of the shown layers, sides (height, width), seconds, class scores."""
 
     inputs: list[Tensor]
@@ -61,14 +58,9 @@ class Trace:
 
 
 class Explorer:
-    """A model and pictures, and the answers to the page's questions; safe to ask from several threads.
+    """A trained model and images, and the answers to the page's questions; safe to ask from several threads.
 
-    Args:
-        run: a trained model with dynamic group attention.
-        album: the pictures.
-
-    Raises:
-        UserError: a model that is no DGT, alone and not a part of a network for another task.
+    Raises UserError for a model that is no DGT, alone and not a part of a network for another task.
     """
 
     def __init__(self, run: LoadedRun, album: Album) -> None:
@@ -80,27 +72,23 @@ class Explorer:
                 f"{run.source} is {run.recipe.model.name!r} of task {run.recipe.task!r}"
             )
         self.step = max(block.stride for block in self.blocks)
-        first = min(block.stride for block in self.blocks)
         self.size = max(32, round(run.recipe.data["image_size"] / self.step) * self.step)
-        largest = int(MAX_TOKENS**0.5) * first
+        largest = int(MAX_TOKENS**0.5) * min(block.stride for block in self.blocks)
         self.sizes = sorted({self.size, *(side for side in (2 * self.size, 224) if self.size < side <= largest)})
         self._lock = threading.Lock()
-        self._remembered: OrderedDict[Hashable, Any] = OrderedDict()
+        self._traces = lru_cache(TRACES)(self._trace)
+        self._views, self._curves = lru_cache(VIEWS)(self._view), lru_cache(VIEWS)(self._curve)
 
     def describe(self) -> Answer:
-        """The model: its name, classes, sizes of picture, and for every block stage, heads, groups and keys."""
+        """The model: its name, classes, sizes of image, and for every block stage, heads, groups and keys."""
         blocks = [
             {
-                "stage": block.stage + 1,
-                "place": block.place + 1,
-                "stride": block.stride,
-                "heads": block.layer.num_heads,
-                "groups": block.layer.centroids.shape[1],
-                "k": block.layer.top_k,
+                **{"stage": stage + 1, "place": place + 1, "stride": stride, "heads": layer.num_heads},
+                **{"groups": layer.centroids.shape[1], "k": layer.top_k},
             }
-            for block in self.blocks
+            for layer, stage, place, stride in self.blocks
         ]
-        most = max(block.layer.centroids.shape[1] for block in self.blocks)
+        most = max(block["groups"] for block in blocks)
         return {
             "name": self.run.recipe.model.name,
             "parameters": sum(parameter.numel() for parameter in self.run.network.parameters()),
@@ -114,7 +102,7 @@ class Explorer:
         }
 
     def warm_up(self) -> None:
-        """Run the model once on the first picture: the first forward of a process is slow."""
+        """Run the model once on the first image: the first forward of a process is slow."""
         with self._lock, torch.inference_mode():
             self.run.network(self.pixels(self.album.names()[0][0], self.size))
 
@@ -122,32 +110,27 @@ class Explorer:
         """Groups, keys and attention weights of one head of one block.
 
         Args:
-            image: id of a picture of the album.
+            image: id of an image of the album.
             size: one of `sizes`.
-            block: index into `blocks`.
-            head: from 0.
+            block, head: indices into `blocks` and the block's heads.
             top_k: keys for every group, at least 1; clamped to the tokens, and to what an answer may hold.
 
         Raises:
-            UnknownPictureError: an unknown picture.
-            ValueError: naming another argument that is out of range.
+            RefusedError, UserError: no such image; another argument that is out of range.
         """
-        self._check(size, block, head)
         if top_k < 1:
             raise UserError(f"k must be at least 1, got {top_k}")
-        return self._once(VIEWS, ("view", image, size, block, head, top_k), self._view)
+        with self._asked(image, size, block, head):
+            return self._views(image, size, block, head, top_k)
 
     def curve(self, image: str, size: int, block: int, head: int) -> Answer:
         """Mean share of global attention held by the best k keys, for some thirty k; arguments as in `view`."""
-        self._check(size, block, head)
-        return self._once(VIEWS, ("curve", image, size, block, head), self._curve)
+        with self._asked(image, size, block, head):
+            return self._curves(image, size, block, head)
 
-    def trace(self, image: str, size: int) -> Trace:
-        """The forward of a picture; remembered. Raises as `view` does."""
-        self._check(size, 0, 0)
-        return self._once(TRACES, ("trace", image, size), self._trace)
-
-    def _check(self, size: int, block: int, head: int) -> None:
+    @contextmanager
+    def _asked(self, image: str, size: int, block: int, head: int) -> Iterator[None]:
+        """Check a question, then let one at a time be answered."""
         if size not in self.sizes:
             raise UserError(f"size must be one of {', '.join(map(str, self.sizes))}, got {size}")
         if not 0 <= block < len(self.blocks):
@@ -155,50 +138,31 @@ class Explorer:
         heads = self.blocks[block].layer.num_heads
         if not 0 <= head < heads:
             raise UserError(f"head must lie in 0 to {heads - 1} at this block, got {head}")
-
-    def _once(self, room: int, question: tuple[Any, ...], compute: Callable[..., Value]) -> Value:
-        """The remembered answer to a question, or a new one; one question at a time is computed."""
-        self.album.picture(question[1])  # an id that is gone stays gone, whatever is remembered
+        self.album.image(image)  # an id that is gone stays gone, whatever is remembered
         with self._lock, torch.inference_mode():
-            return self._recall(room, question, compute)
-
-    def _recall(self, room: int, question: tuple[Any, ...], compute: Callable[..., Value]) -> Value:
-        if question not in self._remembered:
-            self._remembered[question] = compute(*question[1:])
-            alike = [other for other in self._remembered if cast(tuple[Any, ...], other)[0] == question[0]]
-            for oldest in alike[:-room]:
-                del self._remembered[oldest]
-        self._remembered.move_to_end(question)
-        return cast(Value, self._remembered[question])
+            yield
 
     def _trace(self, image: str, size: int) -> Trace:
-        picture = self.album.picture(image)
-        sides = fit_sides((picture.height, picture.width), size, self.step)
         pixels = self.pixels(image, size)
         start = time.perf_counter()
         inputs, logits = capture(self.run.network, pixels, lambda seen: seen.x.clone())
         seconds = time.perf_counter() - start
         best = logits.float().softmax(-1)[0].topk(min(3, logits.shape[-1]))
         names = [self.run.class_names[index] for index in best.indices.tolist()]
-        return Trace(inputs, sides, seconds, list(zip(names, best.values.tolist(), strict=True)))
+        classes = list(zip(names, best.values.tolist(), strict=True))
+        return Trace(inputs, (pixels.shape[2], pixels.shape[3]), seconds, classes)
 
     def pixels(self, image: str, size: int) -> Tensor:
-        """The (1, 3, H, W) that the model gets for a picture: its middle, resized to multiples of the token's side.
-
-        Raises:
-            UnknownPictureError: an unknown picture.
-        """
-        data = self.run.recipe.data
-        picture = self.album.picture(image)
-        height, width = fit_sides((picture.height, picture.width), size, self.step)
-        picture = crop(picture, (height, width)).resize((width, height), Image.Resampling.BICUBIC)
-        numbers = torch.from_numpy(np.asarray(picture).copy()).permute(2, 0, 1)[None] / 255
+        """The (1, 3, H, W) that the model gets for an image: its middle, resized to multiples of the token's side."""
+        data, shown = self.run.recipe.data, self.album.image(image)
+        height, width = fit_sides((shown.height, shown.width), size, self.step)
+        shown = ImageOps.fit(shown, (width, height), Image.Resampling.BICUBIC)
         mean, std = (torch.tensor(data[name]).view(1, 3, 1, 1) for name in ("mean", "std"))
-        return (numbers - mean) / std
+        return (torch.from_numpy(np.array(shown)).permute(2, 0, 1)[None] / 255 - mean) / std
 
     def _head(self, image: str, size: int, block: int, head: int) -> tuple[Trace, list[Tensor], Tensor, float]:
         """The trace; query, key and value (1, 1, L, D) of a head; its centroids (1, G, D); the scale of its scores."""
-        trace = self._recall(TRACES, ("trace", image, size), self._trace)
+        trace = self._traces(image, size)
         layer, place = self.blocks[block].layer, slice(head, head + 1)
         tensors = [part[:, place] for part in layer.split_heads(trace.inputs[block])]
         return trace, tensors, layer.unit_centroids()[place], layer.scale
@@ -212,10 +176,7 @@ class Explorer:
         groups, keys = seen.group_ids[0, 0].numpy(), seen.key_ids[0, 0].numpy()
         peaks = weights[0, 0].amax(-1, keepdim=True)
         return {
-            "grid": [rows, columns],
-            "k": keys.shape[1],
-            "max_k": most,
-            "groups": keys.shape[0],
+            **{"grid": [rows, columns], "k": keys.shape[1], "max_k": most, "groups": keys.shape[0]},
             "group_ids": _pack(groups, "<u2"),
             "key_ids": _pack(keys, "<u2"),
             "weights": _pack((255 * weights[0, 0] / peaks).round().numpy(), "u1"),
@@ -227,8 +188,7 @@ class Explorer:
 
     def _curve(self, image: str, size: int, block: int, head: int) -> Answer:
         _, (query, key, value), centroids, scale = self._head(image, size, block, head)
-        tokens = query.shape[2]
-        counts = sorted({round(float(count)) for count in np.geomspace(1, tokens, 32)})
+        counts = sorted({round(float(count)) for count in np.geomspace(1, query.shape[2], 32)})
         groups = dynamic_group_attention(query, key, value, centroids, 1, scale).group_ids
         mass = attention_mass_curve(query, key, centroids, groups, counts, scale)
         return {"counts": counts, "mass": [round(share, 5) for share in mass[0, 0].tolist()]}

@@ -8,10 +8,10 @@ const $ = (id) => document.getElementById(id);
 const percent = (share) => (share >= 0.9995 || share < 0.1 ? `${(100 * share).toFixed(share >= 0.9995 ? 0 : 1)} %` : `${Math.round(100 * share)} %`);
 const many = (count, word) => `${count} ${count === 1 ? word : word === "query" ? "queries" : `${word}s`}`;
 
-// What is chosen; places are shares of the picture's width and height, so that they hold in every block.
+// What is chosen; places are shares of the image's width and height, so that they hold in every block.
 const state = { image: null, size: 0, block: 0, head: 0, k: null, map: false, shown: null, pins: [], theme: null };
-// What is there: the model, the pictures, the current answer.
-const now = { model: null, images: [], picture: null, view: null, curve: null, hover: null, keyboard: null, table: [], bars: [] };
+// What is there: the model, the images, the current answer.
+const now = { model: null, images: [], shot: null, view: null, curve: null, hover: null, keyboard: null, table: [], bars: [] };
 const timings = { hover: [], view: [] };
 const painter = new Painter($("view"));
 let palette = colours();
@@ -54,7 +54,7 @@ const shownGroups = () => {
 
 function paint() {
   const { view } = now;
-  if (!view || !painter.fit(now.picture, palette)) return;
+  if (!view || !painter.fit(now.shot, palette)) return;
   const at = focus();
   const group = at ? view.groupIds[at.token] : null;
   const light = group === null ? null : lightOf(view, view.members[group]);
@@ -89,7 +89,7 @@ function repaint(event) {
   });
 }
 
-// The words beside the picture.
+// The words beside the image.
 function tell() {
   const { view } = now;
   if (!view) return;
@@ -136,7 +136,7 @@ function measures() {
     item.append(label, percent(share));
     return item;
   }));
-  $("classes-note").textContent = now.pictureSize === now.model.size ? "" : `trained at ${now.model.size} px`;
+  $("classes-note").textContent = now.shotSize === now.model.size ? "" : `trained at ${now.model.size} px`;
   chartCurve();
 }
 
@@ -158,13 +158,13 @@ function paintPins() {
     queries.textContent = many(view.members[group].length, "query");
     keys.textContent = many(view.k, "key");
     const [left, right] = card.painters;
-    if (left.fit(now.picture, palette)) {
+    if (left.fit(now.shot, palette)) {
       const light = lightOf(view, view.members[group]);
       left.light(view, light);
       left.outline(view, light, palette.pins[pin], 1.4);
       left.mark(view, token, palette.group, palette);
     }
-    if (right.fit(now.picture, palette)) {
+    if (right.fit(now.shot, palette)) {
       right.light(view, new Uint8Array(view.tokens));
       right.keys(view, token, palette.key, palette);
     }
@@ -190,8 +190,8 @@ function paintAll() {
 // ---- asking
 
 let running = null, again = false;
-async function refresh(picture = false) {
-  if (running) { again = again || picture || "view"; return running; }
+async function refresh() {
+  if (running) { again = true; return running; }
   running = (async () => {
     $("frame").classList.add("busy");
     try {
@@ -199,8 +199,8 @@ async function refresh(picture = false) {
       const wanted = { ...state, k: kOf() };
       const key = `${wanted.image} ${wanted.size}`;
       const curveKey = `${key} ${wanted.block} ${wanted.head}`;
-      const [view, shot] = await Promise.all([askView(wanted), now.pictureKey === key ? now.picture : load(wanted)]);
-      Object.assign(now, { view, picture: shot, pictureKey: key, pictureSize: wanted.size });
+      const [view, shot] = await Promise.all([askView(wanted), now.shotKey === key ? now.shot : load(wanted)]);
+      Object.assign(now, { view, shot, shotKey: key, shotSize: wanted.size });
       if (now.curveKey !== curveKey) now.curve = null;
       $("frame").style.setProperty("--ratio", `${shot.naturalWidth} / ${shot.naturalHeight}`);
       $("pins").style.setProperty("--ratio", `${shot.naturalWidth} / ${shot.naturalHeight}`);
@@ -229,7 +229,7 @@ function load({ image, size }) {
   return new Promise((resolve, reject) => {
     const shot = new Image();
     shot.onload = () => resolve(shot);
-    shot.onerror = () => reject(new Error("That picture is not here (any more): drop it again, or choose another."));
+    shot.onerror = () => reject(new Error("That image is not here (any more): drop it again, or choose another."));
     shot.src = imageUrl(image, size, 1024);
   });
 }
@@ -240,7 +240,7 @@ async function take(file) {
   try {
     const { id, title } = await upload(file);
     if (!now.images.some((image) => image.id === id)) now.images.push({ id, title: file.name || title });
-    pictures();
+    listImages();
     choose({ image: id, pins: [] });
   } catch (error) {
     notice(error.message);
@@ -331,7 +331,7 @@ function setK(k) {
   refresh();
 }
 
-function pictures() {
+function listImages() {
   const strip = $("strip");
   for (const { id, title } of now.images) {
     if (strip.querySelector(`[value="${CSS.escape(id)}"]`)) continue;
@@ -387,7 +387,7 @@ function restore() {
   state.image = wanted ?? now.images[0].id;
   if (wanted && !now.images.some((image) => image.id === wanted)) {
     state.image = now.images[0].id;
-    toast("The picture of this link is not here any more");
+    toast("The image of this link is not here any more");
   }
   state.size = sizes.includes(Number(parts.get("s"))) ? Number(parts.get("s")) : size;
   state.block = whole("b", 0, blocks.length - 1, 0);
@@ -467,10 +467,10 @@ function startTheme() {
   system.addEventListener("change", () => { if (!kept) setTheme(system.matches ? "dark" : "light", false); });
 }
 
-// The picture as large as the window allows, with the strip below it in sight.
+// The image as large as the window allows, with the strip below it in sight.
 function layout() {
   const wide = innerWidth > 1080;
-  const ratio = now.picture ? now.picture.naturalWidth / now.picture.naturalHeight : 1;
+  const ratio = now.shot ? now.shot.naturalWidth / now.shot.naturalHeight : 1;
   const tall = wide ? innerHeight - 232 : 0.82 * innerHeight;
   document.documentElement.style.setProperty("--fit", `${Math.max(300, Math.round(Math.min(900, tall * ratio)))}px`);
 }
@@ -569,7 +569,7 @@ try {
   $("model").append(Object.assign(document.createElement("span"), { className: "more", textContent: `, ${parameters}, trained on ${now.model.source}` }));
   restore();
   controls();
-  pictures();
+  listImages();
   await refresh();
 } catch (error) {
   notice(error.message);

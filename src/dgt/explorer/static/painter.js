@@ -1,4 +1,4 @@
-// Draws a view on canvases: the picture, the light on a group, the glow of its keys.
+// Draws a view on canvases: the image, the light on a group, the glow of its keys.
 
 const sheet = (width, height) => Object.assign(document.createElement("canvas"), { width, height });
 
@@ -14,14 +14,14 @@ export function colours() {
 
 const channels = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
 
-// The picture at a canvas's size, and the same faded: grey, near the page's colour.
+// The image at a canvas's size, and the same faded: grey, near the page's colour.
 class Plates {
-  constructor(picture, width, height, palette) {
+  constructor(image, width, height, palette) {
     this.bright = sheet(width, height);
     this.faded = sheet(width, height);
     const bright = this.bright.getContext("2d");
     bright.imageSmoothingQuality = "high";
-    bright.drawImage(picture, 0, 0, width, height);
+    bright.drawImage(image, 0, 0, width, height);
     const faded = this.faded.getContext("2d");
     faded.fillStyle = palette.dark ? "#07090c" : "#ffffff";
     faded.fillRect(0, 0, width, height);
@@ -42,15 +42,15 @@ export class Painter {
   }
 
   // Fit the canvas's pixels to its place on the page; returns whether anything can be drawn.
-  fit(picture, palette, scale = Math.min(window.devicePixelRatio || 1, 2)) {
+  fit(image, palette, scale = Math.min(window.devicePixelRatio || 1, 2)) {
     const width = Math.round(this.canvas.clientWidth * scale);
     const height = Math.round(this.canvas.clientHeight * scale);
-    if (!picture || width < 2 || height < 2) return false;
+    if (!image || width < 2 || height < 2) return false;
     const { held } = this;
-    if (held.picture !== picture || held.width !== width || held.height !== height || held.dark !== palette.dark) {
-      this.held = { picture, width, height, dark: palette.dark };
+    if (held.image !== image || held.width !== width || held.height !== height || held.dark !== palette.dark) {
+      this.held = { image, width, height, dark: palette.dark };
       for (const each of [this.canvas, this.work]) Object.assign(each, { width, height });
-      this.plates = new Plates(picture, width, height, palette);
+      this.plates = new Plates(image, width, height, palette);
     }
     this.scale = scale;
     return true;

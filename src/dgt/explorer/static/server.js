@@ -23,7 +23,7 @@ export const askModel = () => ask("api/model");
 export const askImages = () => ask("api/images");
 export const imageUrl = (id, size, side) => `api/images/${encodeURIComponent(id)}?size=${size}&side=${side}`;
 
-// The type goes with the file, so that the server can say at once that a text is no picture.
+// The type goes with the file, so that the server can say at once that a text is no image.
 export const upload = (file) =>
   ask("api/images", { method: "POST", body: file, headers: { "Content-Type": file.type || "application/octet-stream" } });
 
