@@ -82,7 +82,7 @@ def test_forms_that_do_not_go_together() -> None:
 
 
 def test_a_model_that_fails_is_named_with_its_last_words() -> None:
-    with pytest.raises(RuntimeError, match="process of dgt_nano\\+inference ended early: ValueError: the form"):
+    with pytest.raises(RuntimeError, match="process of dgt_nano\\+inference ended early: UserError: the form"):
         bench.bench_models(("dgt_nano+inference",), 32, 1, training=True, rounds=1)
 
 
