@@ -51,19 +51,9 @@ BUDGETS = {
 }
 # Packages that are above their budget, with the lines that they have: a number here may only fall.
 OVER_BUDGET: dict[str, int] = {
-    "utils": 215,
-    "ops": 1503,
-    "ops.triton": 1977,
-    "models": 1764,
-    "data": 2766,
-    "tasks": 1126,
-    "training": 2819,
-    "figures": 990,
-    "inference": 1302,
-    "bench": 705,
-    "app": 867,
-    "experiments": 944,
-    "all": 18745,
+    **{"utils": 215, "ops": 1503, "ops.triton": 1977, "models": 1764, "data": 2766, "tasks": 1126},
+    **{"training": 2819, "figures": 990, "inference": 1262, "bench": 461, "app": 867, "experiments": 944},
+    **{"all": 18458},
 }
 SLACK = 40  # lines that a package may have fallen below its number here before it must be brought down
 MAX_MODULE_LINES = 400
@@ -88,7 +78,7 @@ EXCEPTIONS: dict[str, set[str]] = {
     "overrides": {  # torch's way of casting and loading modules, and of checking shapes
         *("CentroidState._apply", "CentroidState._load_from_state_dict", "SummedBatchNorm._check_input_dim"),
     },
-    "task names": {"experiments", "training"},
+    "task names": {"training"},
     "reference": set(),
     "scripting": set(),
     "plain errors": set(),
@@ -282,7 +272,7 @@ def test_packages_keep_to_their_budgets() -> None:
         budget, limit = BUDGETS.get(name, 0), OVER_BUDGET.get(name, BUDGETS.get(name, 0))
         if count > limit:
             wrong.append(f"{name} has {count} lines, {limit} are allowed (budget {budget})")
-        elif name in OVER_BUDGET and (count <= budget or count < limit - SLACK and name != "all"):
+        elif name in OVER_BUDGET and (count <= budget or count < limit - SLACK):
             wrong.append(f"{name} has shrunk to {count} lines (budget {budget}): say so in OVER_BUDGET, now {limit}")
     assert not wrong, "\n".join(["", *wrong])
 

@@ -1,24 +1,24 @@
 """Benchmarks run on small cases, report what they must, and refuse to time what is wrong."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from dgt import bench
-from dgt.bench import Candidate, attention, report
+from dgt.bench import Candidate, attention, models
+from dgt.bench.measures import table
+from dgt_command import main
 
 
 def test_attention_rows_and_table() -> None:
     rows = bench.bench_attention(((1, 1, 300, 20),), rounds=1, groups=4, channels=8)
     assert rows[0]["ratio"] == pytest.approx(rows[0]["sdpa_ms"] / rows[0]["dgt_ms"])
     assert set(rows[0]["steps_ms"]) == {"group", "select", "attend"}
-    assert "B1 H1 L300 k20 G4 D8 float32" in bench.attention_table(rows)
+    assert "B1 H1 L300 k20 G4 D8 float32" in table(rows, attention.COLUMNS)
 
 
 def test_a_wrong_operator_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = attention._inputs(1, 1, 64, 8, 4, "cpu", torch.float32)
+    inputs = attention._inputs((1, 1, 64, 8), 4, "cpu")
     real = attention.dynamic_group_attention
 
     def wrong(*arguments: object, **options: object) -> object:
@@ -37,10 +37,10 @@ def test_model_rows_and_table() -> None:
     assert rows[0]["relative_time"] == 1.0
     assert [row["image_size"] for row in rows] == [32, 64]
     assert all(row["peak_mib"] > 1 for row in rows)
-    table = bench.models_table(rows)
-    assert "| dgt_nano+inference | 32 |" in table
-    assert "peak MiB" in table
-    assert "peak MiB" not in bench.models_table([{**row, "peak_mib": None} for row in rows])
+    text = table(rows, models.COLUMNS)
+    assert "| dgt_nano+inference | 32 |" in text
+    assert "peak MiB" in text
+    assert "peak MiB" not in table([{**row, "peak_mib": None} for row in rows], models.COLUMNS)
 
 
 def test_a_training_step_changes_weights_with_and_without_checkpointing() -> None:
@@ -86,16 +86,14 @@ def test_a_model_that_fails_is_named_with_its_last_words() -> None:
         bench.bench_models(("dgt_nano+inference",), 32, 1, training=True, rounds=1)
 
 
-def test_the_parts_of_a_model_make_up_the_whole() -> None:
-    rows = bench.profile_models(("dgt_nano", "dgt_nano+inference", "test_vit@160"), 96, batch_size=1, rounds=1)
-    for model in ("dgt_nano", "dgt_nano+inference", "test_vit@160"):
-        own = {row["part"]: row for row in rows if row["model"] == model}
+def test_a_profile_tells_the_operators_of_a_model() -> None:
+    rows = bench.profile_models(("dgt_nano", "test_vit@160"), 96, batch_size=1, rounds=1)
+    for model in ("dgt_nano", "test_vit@160"):
+        own = {row["operator"]: row for row in rows if row["model"] == model}
         assert sum(row["share"] for row in own.values()) == pytest.approx(1)
-        assert all(row["ms_per_image"] >= 0 for row in own.values())
-        assert ("IRFFN" in own) == model.startswith("dgt")
-        assert "linears" in own
-    assert {"grouping", "selection", "attention in groups", "CPE", "stem"} <= {r["part"] for r in rows}
-    assert "| together |" in bench.profile_table(rows)
+        assert ("dgt::group_queries" in own) == model.startswith("dgt")
+        assert list(own.values()) == sorted(own.values(), key=lambda row: -row["ms_per_image"])
+    assert "| dgt_nano | aten::" in table(rows, models.PROFILE)
 
 
 def test_speed_against_accuracy(tmp_path: Path) -> None:
@@ -107,10 +105,18 @@ def test_speed_against_accuracy(tmp_path: Path) -> None:
         bench.draw_accuracy([{**rows[0], "image_size": 512}], tmp_path / "none.png")
 
 
-@pytest.mark.parametrize("task", [{"what": "attention"}, {"profile": True}, {"training": True}])
-def test_only_inference_is_plotted(task: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--plot draws models at inference"):
-        report(**{"what": "models", **task}, plot=str(tmp_path / "speed.png"))
+@pytest.mark.parametrize("words", ["attention", "models --profile", "models --train"])
+def test_only_inference_is_plotted(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *words.split(), "--plot", str(tmp_path / "speed.png")]) == 2
+    assert "--plot draws models at inference" in capsys.readouterr().err
+
+
+def test_the_command_profiles_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "models", "--size", "64", "--batch", "1", "--rounds", "1", "--models"]
+    assert main([*words, "dgt_nano", "--profile"]) == 0
+    assert "aten::" in capsys.readouterr().out
+    assert main([*words, "resnet50@224", "--plot", str(tmp_path / "speed.svg")]) == 0
+    assert "ResNet-50" in (tmp_path / "speed.svg").read_text() or (tmp_path / "speed.svg").stat().st_size > 5_000
 
 
 def test_the_machine_is_described() -> None:

@@ -96,7 +96,7 @@ def test_one_part_is_the_softmax_of_the_resized_logits(images: Tensor) -> None:
 @settings(max_examples=25)
 @torch.no_grad()
 def test_windows_cover_every_pixel(height: int, width: int, window: int, stride: int) -> None:
-    images = torch.randn(1, 3, height, width, dtype=torch.float64)  # thousands of windows over a pixel are summed up
+    images = torch.randn(1, 3, height, width)
     test = SegmentationTest(window=window, stride=min(stride, window))
     frame = (max(height, width), min(height, width))
     whole = predict_probabilities(Pointwise(), images, frame, SegmentationTest())

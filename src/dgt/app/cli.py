@@ -179,9 +179,7 @@ def run_bench(options: argparse.Namespace, _: list[str]) -> int:
     """`dgt bench`: prints the table."""
     from dgt.bench import report
 
-    models = (tuple(options.models or ()) or None, options.size, options.batch, options.profile, options.plot)
-    choices = {"compiled": options.compile, "training": options.train, "memory": options.memory}
-    print(report(options.what, options.rounds, options.device, *models, as_json=options.json, **choices))
+    print(report(options))
     return 0
 
 

@@ -6,71 +6,41 @@ behind would speed the next one up.
 """
 
 import json
+from argparse import Namespace
 from typing import Any
 
-from dgt.bench.attention import ATTENTION_CASES, attention_table, bench_attention, peak_memory_mib
-from dgt.bench.measures import machine
-from dgt.bench.models import MODELS, Candidate, bench_models, models_table
-from dgt.bench.parts import profile_models, profile_table
-from dgt.bench.plot import draw_accuracy
-from dgt.ops.checks import check_count
+from dgt.bench import attention, models
+from dgt.bench.attention import bench_attention
+from dgt.bench.measures import machine, table
+from dgt.bench.models import MODELS, Candidate, bench_models, draw_accuracy, profile_models
 from dgt.utils.errors import UserError
 
-__all__ = [
-    "ATTENTION_CASES",
-    "MODELS",
-    "Candidate",
-    "attention_table",
-    "bench_attention",
-    "bench_models",
-    "draw_accuracy",
-    "machine",
-    "models_table",
-    "peak_memory_mib",
-    "profile_models",
-    "profile_table",
-    "report",
-]
+__all__ = ["Candidate", "bench_attention", "bench_models", "draw_accuracy", "machine", "profile_models", "report"]
+
+PACKED = "\n\n+inference has its weights packed for oneDNN: its like among other models is NAME+packed."
 
 
-def report(
-    what: str,
-    rounds: int = 7,
-    device: str = "cpu",
-    names: tuple[str, ...] | None = None,
-    image_size: int = 224,
-    batch_size: int = 8,
-    profile: bool = False,
-    plot: str | None = None,
-    as_json: bool = False,
-    **options: Any,
-) -> str:
-    """Run the benchmark that the command line asks for and return its table, or machine and rows as JSON.
-
-    Args:
-        what: ``"attention"`` or ``"models"``.
-        rounds, device: as in :func:`bench_attention` and :func:`bench_models`.
-        names, image_size, batch_size: of models.
-        profile: tell where the time of the models goes, instead of comparing them.
-        plot: draw speed against accuracy into this file as well.
-        as_json: return JSON.
-        options: ``compiled``, ``training``, ``memory`` of :func:`bench_models`.
+def report(flags: Namespace) -> str:
+    """Run the benchmark that the flags of ``dgt bench`` ask for: its table, or machine and rows as JSON.
 
     Raises:
         TypeError, ValueError, RuntimeError: as the benchmarks do; UserError for a plot of anything but the inference
             of models.
     """
-    check_count("--rounds", rounds)
-    if plot is not None and (what == "attention" or profile or options.get("training")):
+    if flags.plot and (flags.what == "attention" or flags.profile or flags.train):
         raise UserError("--plot draws models at inference: it goes with neither attention, --profile nor --train")
-    common: dict[str, Any] = {"device": device, "rounds": rounds}
-    models: dict[str, Any] = {"names": names or MODELS, "image_size": image_size, "batch_size": batch_size, **common}
-    if what == "attention":
-        table, rows = attention_table, bench_attention(**common)
-    elif profile:
-        table, rows = profile_table, profile_models(**models)
+    turns: dict[str, Any] = {"device": flags.device, "rounds": flags.rounds}
+    task = {**turns, "names": tuple(flags.models or MODELS), "image_size": flags.size, "batch_size": flags.batch}
+    if flags.what == "attention":
+        columns, rows = attention.COLUMNS, bench_attention(**turns)
+    elif flags.profile:
+        columns, rows = models.PROFILE, profile_models(**task)
     else:
-        table, rows = models_table, bench_models(**models, **options)
-    if plot is not None:
-        draw_accuracy(rows, plot)
-    return json.dumps({"machine": machine(), "rows": rows}, indent=2) if as_json else table(rows)
+        rows = bench_models(**task, compiled=flags.compile, training=flags.train, memory=flags.memory)
+        columns = models.COLUMNS
+    if flags.plot:
+        draw_accuracy(rows, flags.plot)
+    if flags.json:
+        return json.dumps({"machine": machine(), "rows": rows}, indent=2)
+    note = PACKED if columns is models.COLUMNS and any("+inference" in row["model"] for row in rows) else ""
+    return table([row for row in rows if row.get("share", 1) >= 0.005], columns) + note

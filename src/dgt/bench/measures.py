@@ -1,11 +1,12 @@
-"""What every benchmark shares: the machine, times taken in turns, processes of their own and peaks of memory."""
+"""What every benchmark shares: the machine, times in turns, processes of their own, peaks of memory and tables."""
 
 import datetime
 import os
 import platform
+import re
 import shlex
+import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -16,6 +17,9 @@ from unittest.mock import patch
 
 import timm
 import torch
+from torch.utils.benchmark import timer  # waits for a GPU, if there is one
+
+from dgt.utils.errors import LostProcess
 
 # An allocator under which freed memory goes back to the system at once, so that peaks add up.
 QUIET_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_TOP_PAD_": "0"}
@@ -23,68 +27,70 @@ QUIET_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": 
 
 def machine() -> dict[str, Any]:
     """Describe where and with what a benchmark ran: date, processor or GPU, threads, versions, command."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    on_gpu = torch.cuda.is_available()
-    program = Path(sys.argv[0])
+    info, program = Path("/proc/cpuinfo"), Path(sys.argv[0])
+    names = re.findall(r"^model name\s*: (.*)", info.read_text() if info.exists() else "", re.MULTILINE)
+    names = [torch.cuda.get_device_name()] if torch.cuda.is_available() else names
     return {
         "date": datetime.date.today().isoformat(),
-        "processor": torch.cuda.get_device_name() if on_gpu else (names or [platform.processor()])[0],
+        "processor": names[0] if names else platform.processor(),
         "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "timm": timm.__version__,
+        **{"python": platform.python_version(), "torch": torch.__version__, "timm": timm.__version__},
         "command": shlex.join([*(["python", str(program)] if program.suffix == ".py" else ["dgt"]), *sys.argv[1:]]),
     }
 
 
-def medians(rounds: int, device: torch.device, **candidates: Callable[[], object]) -> dict[str, float]:
-    """Let the candidates take turns and return the median time of each in milliseconds."""
-    times: dict[str, list[float]] = {name: [] for name in candidates}
-    for turn in range(rounds + 1):
-        for name, run in candidates.items():
-            taken = milliseconds(run, device)
-            if turn:  # the first turn warms up
-                times[name].append(taken)
-    return {name: sorted(taken)[len(taken) // 2] for name, taken in times.items()}
-
-
-def milliseconds(run: Callable[[], object], device: torch.device) -> float:
+def milliseconds(run: Callable[[], object]) -> float:
     """Time one call, to the end of what it starts on a GPU."""
-    start = time.perf_counter()
+    start = timer()
     run()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - start)
+    return 1e3 * (timer() - start)
+
+
+def medians(rounds: int, candidates: dict[str, Callable[[], float]]) -> dict[str, float]:
+    """Let the candidates take turns, of which the first warms up, and return the median of what each returned."""
+    turns = [{name: run() for name, run in candidates.items()} for _ in range(rounds + 1)][1:]
+    return {name: statistics.median(turn[name] for turn in turns) for name in candidates}
 
 
 @contextmanager
-def own_process(environment: dict[str, str] | None = None) -> Iterator[ProcessPoolExecutor]:
-    """A process for functions of modules to be submitted to; it keeps what they leave in their modules.
+def own_process(name: str, environment: dict[str, str] | None = None) -> Iterator[Callable[..., Any]]:
+    """A process of its own, in which ``environment`` differs: what is yielded calls functions of modules there.
 
-    Args:
-        environment: variables that differ there.
+    Raises:
+        LostProcess: where such a call fails, with the process's name and the reason.
     """
+
+    def ask(function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return process.submit(function, *arguments).result()
+        except Exception as error:  # of many kinds: whatever a model raises, or the end of its process
+            reason = f"{type(error).__name__}: {error}"
+            raise LostProcess(f"the process of {name} ended early: {reason}") from error
+
     with ProcessPoolExecutor(1, get_context("spawn")) as process, patch.dict(os.environ, environment or {}):
-        process.submit(torch.set_num_threads, torch.get_num_threads()).result()
-        yield process
+        ask(torch.set_num_threads, torch.get_num_threads())
+        yield ask
 
 
 def memory_peak(run: Callable[[], object]) -> float | None:
-    """Return the MiB that a call adds to the memory of this process at the highest point; None where no system tells.
+    """Return the MiB that a call adds to this process at the highest point; None where no system tells (but Linux)."""
 
-    Linux alone does: the high-water mark of the process is reset first.
-    """
+    def status(field: str) -> int:
+        return int(re.findall(rf"{field}:\s*(\d+)", Path("/proc/self/status").read_text())[0])
+
     try:
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
     except OSError:
         return None
-    before = _status("VmRSS")
+    before = status("VmRSS")
     run()
-    return (_status("VmHWM") - before) / 1024
+    return (status("VmHWM") - before) / 1024
 
 
-def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field))
+def table(rows: list[dict[str, Any]], columns: dict[str, str]) -> str:
+    """Lay rows out as a Markdown table of columns, title and format each, without memory where it was not measured."""
+    if any(row.get("peak_mib", 0) is None for row in rows):
+        columns = {title: text for title, text in columns.items() if "peak_mib" not in text}
+    lines = [list(columns), ["---", *["---:"] * (len(columns) - 1)]]
+    lines += [[text.format(**row) for text in columns.values()] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,47 +1,50 @@
 """Whole models in turns, each in a process of its own: inference or a training step, time and peak memory."""
 
+import json
 import re
-import statistics
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import timm
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.profiler import profile
 
-from dgt.bench.measures import QUIET_ALLOCATOR, memory_peak, milliseconds, own_process
+from dgt.bench.measures import QUIET_ALLOCATOR, medians, memory_peak, milliseconds, own_process
 from dgt.inference import optimize_for_inference, pack_weights
 from dgt.ops.checks import check_count
-from dgt.utils.errors import LostProcess, UserError
+from dgt.utils.atomic_write import replacing
+from dgt.utils.errors import UserError
 
 BASELINE = "swin_tiny_patch4_window7_224"
 MODELS = ("dgt_tiny", BASELINE, "convnext_tiny", "deit_small_patch16_224", "dgt_tiny+inference", f"{BASELINE}+packed")
 FORMS = ("inference", "packed", "global", "checkpointing")
+COLUMNS = {
+    **{"model": "{model}", "px": "{image_size}", "ms per image": "{ms_per_image:.1f}"},
+    **{"images/s": "{images_per_second:.1f}", "relative time": "**{relative_time:.2f}**", "peak MiB": "{peak_mib:.0f}"},
+}
+PROFILE = {"model": "{model}", "operator": "{operator}", "ms per image": "{ms_per_image:.2f}", "share": "{share:.1%}"}
 
 
 class Candidate(NamedTuple):
-    """A timm model and the form in which it runs, read from ``NAME[@PIXELS][+FORM...]``."""
+    """A timm model, its pixels a side and the forms in which it runs, read from ``NAME[@PIXELS][+FORM...]``.
+
+    ``inference``: :func:`dgt.optimize_for_inference`; ``packed``: of any model the weights packed as there, nothing
+    else; ``global``: global attention in all stages of a DGT; ``checkpointing``: of gradients, in a training step.
+    """
 
     text: str
-    """As it was written; the name of its row."""
     name: str
-    """timm's name."""
     size: int
-    """Pixels a side."""
     forms: tuple[str, ...]
-    """``inference``: :func:`dgt.optimize_for_inference`; ``packed``: of any model the weights packed as there, nothing
-    else; ``global``: global attention in all stages of a DGT; ``checkpointing``: of gradients, in a training step."""
 
     @classmethod
     def parse(cls, text: str, image_size: int) -> "Candidate":
-        """Read a candidate; without ``@PIXELS`` it runs at ``image_size``.
-
-        Raises:
-            TypeError, UserError: for a name timm does not know, an unknown form, or a size out of range.
-        """
+        """Read a candidate, without ``@PIXELS`` of ``image_size``; TypeError, ValueError for what is none."""
         match = re.fullmatch(r"([^@+]+)(?:@(\d+))?((?:\+\w+)*)", text)
         if match is None:
             raise UserError(f"models must look like NAME[@PIXELS][+FORM...], got {text!r}")
@@ -57,26 +60,17 @@ class Candidate(NamedTuple):
         return cls(text, name, size, forms)
 
     def build(self, device: str = "cpu", training: bool = False) -> nn.Module:
-        """Create the model in its form, with random weights of seed 0, in training or evaluation mode.
-
-        Raises:
-            UserError: for a form that does not go with the mode.
-        """
-        for form in ("inference", "packed") if training else ("checkpointing",):
-            if form in self.forms:
-                mode = "training" if training else "inference"
-                raise UserError(f"the form {form!r} is not one for {mode}: {self.text}")
-        options: dict[str, Any] = {}
+        """Create the model, with random weights of seed 0; UserError for a form that does not go with the mode."""
+        for form in set(self.forms).intersection(("inference", "packed") if training else ("checkpointing",)):
+            raise UserError(f"the form {form!r} is not one for {'training' if training else 'inference'}: {self.text}")
+        options: dict[str, Any] = {"attention": ("global",) * 4} if "global" in self.forms else {}
         if timm.get_pretrained_cfg_value(self.name, "fixed_input_size"):
             options["img_size"] = self.size
-        if "global" in self.forms:
-            options["attention"] = ("global",) * 4
         torch.manual_seed(0)
         model: Any = timm.create_model(self.name, **options).to(device).train(training)
         if "checkpointing" in self.forms:
             model.set_grad_checkpointing()
-        if "inference" in self.forms:
-            model = optimize_for_inference(model)
+        model = optimize_for_inference(model) if "inference" in self.forms else model
         return pack_weights(model) if "packed" in self.forms else model
 
     def step(
@@ -88,12 +82,11 @@ class Candidate(NamedTuple):
         images = torch.randn(batch_size, 3, self.size, self.size, device=device)
         if not training:
             return torch.inference_mode()(lambda: run(images))
-        labels = torch.arange(batch_size, device=device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
         def train() -> None:
             optimizer.zero_grad()
-            F.cross_entropy(run(images), labels).backward()
+            F.cross_entropy(run(images), torch.arange(batch_size, device=device)).backward()
             optimizer.step()
 
         return train
@@ -109,84 +102,39 @@ def bench_models(
     training: bool = False,
     memory: bool = False,
 ) -> list[dict[str, Any]]:
-    """Time the inference, or the training step, of whole models in turns.
+    """Time the inference, or with ``training`` the training step, of whole models, perhaps ``compiled``, in turns.
 
     Args:
-        names: ``NAME[@PIXELS][+FORM...]`` each, as :class:`Candidate` reads them; the times of all are compared to
-            those of plain Swin-T if it is among them, else to those of the first.
+        names: as :class:`Candidate` reads them; times are relative to plain Swin-T if it is among them, else the first.
         image_size: pixels a side, where a name does not tell.
-        batch_size: images a batch.
-        device: where to run.
-        rounds: how often the candidates take turns; medians of two steps a turn are reported.
-        compiled: run ``torch.compile``d models.
-        training: time training steps (forward, backward, AdamW) instead of inference.
+        rounds: how often the candidates take turns; medians of a step a turn are reported.
         memory: measure peaks of memory as well (Linux, CPU): weights, and whatever the step adds to them.
 
     Returns:
-        One row a model: ``model``, milliseconds per image, images per second, time relative to the baseline, peak
-        memory in MiB (None where not measured), and the settings.
+        One row a model: its name, size, times, the settings, and peak memory in MiB (None where not measured).
 
     Raises:
-        TypeError, UserError: for a name that cannot be read, or a size or batch out of range.
+        TypeError, ValueError: for a name that cannot be read, or a size or batch out of range.
         RuntimeError: where the process of a model failed; with the reason.
     """
     check_count("batch_size", batch_size)
-    candidates = [Candidate.parse(name, image_size) for name in names]
+    candidates = {name: Candidate.parse(name, image_size) for name in names}
     task = {"batch_size": batch_size, "training": training, "compiled": compiled}
-    times: dict[Candidate, list[float]] = {candidate: [] for candidate in candidates}
     with ExitStack() as stack:
-        processes = {candidate: stack.enter_context(own_process()) for candidate in candidates}
-        for candidate, process in processes.items():
-            _ask(process, candidate, _prepare, candidate, device, task)
-        for _ in range(rounds):
-            for candidate, process in processes.items():
-                times[candidate] += _ask(process, candidate, _time_twice, device)
-    median = {candidate: statistics.median(taken) for candidate, taken in times.items()}
-    baseline = median[next((c for c in candidates if c.name == BASELINE and not c.forms), candidates[0])]
-    return [
-        {
-            "model": c.text,
-            "ms_per_image": median[c] / batch_size,
-            "images_per_second": 1e3 * batch_size / median[c],
-            "relative_time": median[c] / baseline,
-            "peak_mib": _peak_of(c, task) if memory and device == "cpu" else None,
-            "image_size": c.size,
-            **task,
-        }
-        for c in candidates
-    ]
-
-
-def models_table(rows: list[dict[str, Any]]) -> str:
-    """Lay the rows of :func:`bench_models` out as a Markdown table."""
-    peaks = any(r["peak_mib"] is not None for r in rows)
-    lines = [
-        "| model | px | ms per image | images/s | relative time |" + (" peak MiB |" if peaks else ""),
-        "| --- | ---: | ---: | ---: | ---: |" + (" ---: |" if peaks else ""),
-    ]
-    for r in rows:
-        times = f"{r['ms_per_image']:.1f} | {r['images_per_second']:.1f} | **{r['relative_time']:.2f}**"
-        peak = "" if not peaks else f" {r['peak_mib']:.0f} |" if r["peak_mib"] is not None else " |"
-        lines.append(f"| {r['model']} | {r['image_size']} | {times} |{peak}")
-    if any("+inference" in r["model"] for r in rows):
-        lines += ["", "+inference has its weights packed for oneDNN: its like among other models is NAME+packed."]
-    return "\n".join(lines)
-
-
-def _ask(process: ProcessPoolExecutor, candidate: Candidate, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function gives in the process of a candidate."""
-    try:
-        return process.submit(function, *arguments).result()
-    except Exception as error:  # of many kinds: whatever a model raises, or the end of its process
-        reason = f"{type(error).__name__}: {error}"
-        raise LostProcess(f"the process of {candidate.text} ended early: {reason}") from error
-
-
-def _peak_of(candidate: Candidate, task: dict[str, Any]) -> float | None:
-    """Peak memory in MiB of a fresh process that builds the model and makes two steps; None where nothing can tell."""
-    with own_process(QUIET_ALLOCATOR) as process:
-        peak: float | None = _ask(process, candidate, _measure_peak, candidate, task)
-    return peak
+        asks = {name: stack.enter_context(own_process(name)) for name in candidates}
+        for name, ask in asks.items():
+            ask(_prepare, candidates[name], device, task)
+        median = medians(rounds, {name: partial(ask, _time) for name, ask in asks.items()})
+    baseline, rows = median[BASELINE if BASELINE in median else names[0]], []
+    for name, ms in median.items():
+        peak = None
+        if memory and device == "cpu":
+            with own_process(name, QUIET_ALLOCATOR) as ask:
+                peak = ask(_peak, candidates[name], task)
+        speed = {"ms_per_image": ms / batch_size, "images_per_second": 1e3 * batch_size / ms}
+        facts = {"relative_time": ms / baseline, "peak_mib": peak, "image_size": candidates[name].size, **task}
+        rows.append({"model": name, **speed, **facts})
+    return rows
 
 
 # What runs in the process of a candidate, which keeps its step here.
@@ -195,16 +143,15 @@ _steps: list[Callable[[], None]] = []
 
 def _prepare(candidate: Candidate, device: str, task: dict[str, Any]) -> None:
     _steps.append(candidate.step(device=device, **task))
-    for _ in range(2):
-        _steps[0]()
+    _steps[0]()
 
 
-def _time_twice(device: str) -> list[float]:
+def _time() -> float:
     _steps[0]()  # brings the model back into the caches, which the others have used since
-    return [milliseconds(_steps[0], torch.device(device)) for _ in range(2)]
+    return milliseconds(_steps[0])
 
 
-def _measure_peak(candidate: Candidate, task: dict[str, Any]) -> float | None:
+def _peak(candidate: Candidate, task: dict[str, Any]) -> float | None:
     Candidate.parse("test_resnet", 64).step(1, training=task["training"])()  # loads code and starts threads
 
     def run() -> None:
@@ -213,3 +160,50 @@ def _measure_peak(candidate: Candidate, task: dict[str, Any]) -> float | None:
         step()
 
     return memory_peak(run)
+
+
+def profile_models(
+    names: tuple[str, ...], image_size: int = 224, batch_size: int = 8, device: str = "cpu", rounds: int = 7
+) -> list[dict[str, Any]]:
+    """Tell the operators that inference spends its time in, without those inside them, longest first, as rows."""
+    rows = []
+    for name in names:
+        run = Candidate.parse(name, image_size).step(batch_size, device)
+        run()
+        with profile() as recorded:
+            for _ in range(rounds):
+                run()
+        key = "self_cpu_time_total" if device == "cpu" else "self_device_time_total"
+        times = {event.key: getattr(event, key) / 1e3 / rounds / batch_size for event in recorded.key_averages()}
+        for operator, ms in sorted(times.items(), key=lambda item: -item[1]):
+            share = ms / sum(times.values())
+            rows.append({"model": name, "operator": operator, "ms_per_image": ms, "share": share})
+    return rows
+
+
+def draw_accuracy(rows: list[dict[str, Any]], path: str | Path) -> None:
+    """Draw images per second, of rows of inference, against the accuracies of ``published.json``, at their sizes.
+
+    Raises:
+        UserError: if no row has such an accuracy, or for another suffix than .png, .svg or .pdf.
+    """
+    from matplotlib.figure import Figure
+
+    kind, published = Path(path).suffix[1:], json.loads(Path(__file__).with_name("published.json").read_text("utf-8"))
+    if kind not in ("png", "svg", "pdf"):
+        raise UserError(f"path must end in .png, .svg or .pdf, got {str(path)!r}")
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    axes = figure.add_subplot(xlabel="images per second here", ylabel="published ImageNet top-1, %")
+    for row in sorted(rows, key=lambda row: float(row["images_per_second"])):
+        _, name, size, forms = Candidate.parse(row["model"], row["image_size"])
+        if published.get(name, {}).get("pixels") == size and "global" not in forms:
+            place, colour = (row["images_per_second"], published[name]["top1"]), f"C{int(name.startswith('dgt'))}"
+            axes.scatter(*place, color=colour)
+            offset = (0, -12 if len(axes.texts) % 2 else 7)  # neighbours' labels on opposite sides
+            label = "+".join([published[name]["label"], *forms])
+            axes.annotate(label, place, offset, textcoords="offset points", ha="center", color=colour, fontsize=8)
+    if not axes.texts:
+        raise UserError("rows must hold a model with a published accuracy, at the size that it is for, got none")
+    axes.margins(x=0.16, y=0.12)
+    with replacing(path) as partial_file:
+        figure.savefig(partial_file, format=kind, dpi=200)

@@ -1,8 +1,7 @@
 """Trained models for other programs: ONNX, `torch.export`, and timm's own format; made in :mod:`dgt.inference`."""
 
 from dgt.inference.export import Export, export
-from dgt.inference.onnx_file import encode_onnx, open_onnx
-from dgt.inference.program import encode_program, open_program
+from dgt.inference.formats import encode_onnx, encode_program, open_onnx, open_program
 from dgt.inference.source import Source
 from dgt.inference.verify import Verification, verify
 

@@ -1,8 +1,8 @@
 """Trained models at work: the form that only predicts, and files for other programs (:mod:`dgt.export`).
 
 - ``form``: what `optimize_for_inference` makes, of ``fuse_bn``, ``prepacked_conv`` and ``attention``.
-- ``export``: a checked file; ``source`` of what, ``program`` for `torch.export`, ``onnx_file`` and its operators, and
-  ``verify``, whether it equals its source.
+- ``export``: a checked file; ``source`` of what, in which ``formats``, ``onnx_operators``, and ``verify``, whether it
+  equals its source.
 """
 
 from dgt.inference.form import optimize_for_inference, pack_weights

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import timm
 
-from dgt.inference.onnx_file import check_libraries, encode_onnx, open_onnx
-from dgt.inference.program import Runner, encode_program, open_program
+from dgt.inference.formats import Runner, check_libraries, encode_onnx, encode_program, open_onnx, open_program
 from dgt.inference.source import Source, backbone_of, source_of_run
 from dgt.inference.verify import Verification, verify
 from dgt.training.load import LoadedRun, load_run

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dgt.inference.program import Runner
+from dgt.inference.formats import Runner
 from dgt.utils.errors import Disagreement
 
 TOLERANCE = 1e-4
@@ -45,10 +45,9 @@ def verify(
     graph fails for every image of a size.
 
     Args:
-        module: the source.
-        run: the exported file.
+        module, run: the source and the exported file.
         sizes: heights and widths of images in pixels.
-        seed: seed of the images.
+        seed: of the images.
         least: share of the images of every size whose outputs must be equal.
 
     Raises:
@@ -75,23 +74,15 @@ def _compare(module: nn.Module, run: Runner, images: Tensor) -> list[tuple[bool,
     try:
         found = run(images)
     except Exception as error:  # of many kinds: whatever the other runtime raises
-        sides = " x ".join(map(str, images.shape[2:]))
-        reason = str(error).strip().splitlines()[0]
-        raise Disagreement(
-            f"the exported model fails for images of {sides} pixels: {reason}; nothing was written"
-        ) from error
+        what = f"images of {images.shape[2]} x {images.shape[3]} pixels: {str(error).strip().splitlines()[0]}"
+        raise Disagreement(f"the exported model fails for {what}; nothing was written") from error
     if [output.shape for output in found] != [output.shape for output in expected]:
         return [(False, float("inf"))] * len(images)
     pairs = []
-    for index in range(len(images)):
-        outputs = [(ours[index], theirs[index]) for ours, theirs in zip(expected, found, strict=True)]
-        difference = max(_difference(ours, theirs) for ours, theirs in outputs)
-        same = all(ours.dim() > 1 or ours.argmax() == theirs.argmax() for ours, theirs in outputs)
+    for outputs in zip(*expected, *found, strict=True):
+        both = list(zip(outputs[: len(expected)], outputs[len(expected) :], strict=True))
+        relative = torch.stack([(ours - theirs).abs().max() / ours.abs().max().clamp(min=1) for ours, theirs in both])
+        difference = float(relative.nan_to_num(torch.inf).max())
+        same = all(ours.dim() > 1 or ours.argmax() == theirs.argmax() for ours, theirs in both)
         pairs.append((same and difference <= TOLERANCE, difference))
     return pairs
-
-
-def _difference(ours: Tensor, theirs: Tensor) -> float:
-    """The largest difference, relative to the largest of ``ours`` or 1; infinite where one of them is not a number."""
-    difference = float((ours - theirs).abs().max()) / max(1.0, float(ours.abs().max()))
-    return difference if difference == difference else float("inf")

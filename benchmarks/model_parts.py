@@ -2,8 +2,12 @@
 
 Parts are modules, by the names of their classes, and the operators of this package inside them; the time of a part does
 not hold that of another part inside it. Any timm model can be profiled.
+
+    python benchmarks/model_parts.py --models dgt_tiny dgt_tiny+inference [--size 224] [--batch 8] [--rounds 7] [--json]
 """
 
+import argparse
+import json
 from collections import Counter
 from typing import Any
 
@@ -11,7 +15,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from dgt.bench.models import Candidate
+from dgt.bench import Candidate, machine
 
 PARTS = {
     "ConvStem": "stem", "FoldedStem": "stem", "PatchMerging": "patch merging", "Head": "head",
@@ -115,3 +119,20 @@ def _mark_parts(module: nn.Module) -> None:
             child.register_forward_hook(lambda *_, marks=marks: marks.pop().__exit__(None, None, None))
         if part not in WHOLE:
             _mark_parts(child)
+
+
+def main() -> None:
+    """Print a table for each model, or machine and rows as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["dgt_tiny", "dgt_tiny+inference"])
+    for name, number in (("size", 224), ("batch", 8), ("rounds", 7)):
+        parser.add_argument(f"--{name}", type=int, default=number)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    rows = profile_models(tuple(options.models), options.size, options.batch, options.device, options.rounds)
+    print(json.dumps({"machine": machine(), "rows": rows}, indent=2) if options.json else profile_table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""A module as a file for other programs, with batch, height and width left free, and how such files are run.
+
+`torch.export` makes a graph of PyTorch's operators: a `.pt2` file, and the first step towards one ONNX file of standard
+operators. In `.pt2` DG-Attention appears as this package's `dgt::group_queries`, `dgt::select_keys` and `dgt::attend`:
+a process that loads the file imports dgt first.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import Dim, ExportedProgram
+
+from dgt.inference.source import Source
+from dgt.utils.errors import UserError
+
+EXAMPLE = (2, 3, 96, 160)  # sides that differ, and leave more than one token at stride 32
+OPSET = 18
+LARGEST = 2 - 2**-6  # GiB of one file, by the format it is written in, less some room for the graph
+LIBRARIES = ("onnx", "onnxscript", "onnxruntime")
+
+Runner = Callable[[Tensor], list[Tensor]]
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first line of the first error of a chain."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def trace(source: Source) -> ExportedProgram:
+    """Record a module as a graph.
+
+    Its input is called `images`, which may have any batch, height and width unless it is built for one size.
+
+    Raises:
+        ValueError: the module is not float32, or depends on sizes in a way that a graph cannot follow.
+    """
+    kinds = {p.dtype for p in source.module.parameters() if p.is_floating_point()}
+    if kinds != {torch.float32}:
+        raise UserError(f"the model must be float32, got {', '.join(sorted(map(str, kinds))) or 'no parameters'}")
+    free: dict[int, Any] = {0: Dim("batch", min=1)}
+    sides = EXAMPLE[2:] if source.size is None else (source.size, source.size)
+    if source.size is None:
+        free |= {2: Dim.DYNAMIC, 3: Dim.DYNAMIC}  # of at least what leaves the last map more than one token
+    try:
+        with torch.no_grad():
+            return torch.export.export(source.module, (torch.zeros(*EXAMPLE[:2], *sides),), dynamic_shapes=(free,))
+    except Exception as error:  # of many kinds: whatever in the module cannot be traced
+        name = type(source.module).__name__
+        raise UserError(f"a {name} cannot be exported for free batch, height and width: {_reason(error)}") from error
+
+
+def encode_program(source: Source) -> bytes:
+    """Return the `.pt2` file of a module; ValueError as of :func:`trace`."""
+    program = trace(source)
+    for node in program.graph.nodes:
+        node.meta.pop("stack_trace", None)  # paths of this machine
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer, extra_files=source.about)
+    return buffer.getvalue()
+
+
+def open_program(content: bytes) -> Runner:
+    """Return a function that runs a `.pt2` file."""
+    module = torch.export.load(io.BytesIO(content)).module()
+
+    def run(images: Tensor) -> list[Tensor]:
+        result = module(images)
+        return [result] if isinstance(result, Tensor) else list(result)
+
+    return run
+
+
+def check_libraries() -> None:
+    """Raise ValueError unless everything is installed that ONNX needs."""
+    missing = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"ONNX needs {', '.join(missing)}, not installed here: pip install 'dynamic-group-transformer[export]'"
+        )
+
+
+def encode_onnx(source: Source) -> bytes:
+    """Return the ONNX file of a module: input `images`, outputs as the source names them.
+
+    Raises:
+        ValueError: as :func:`trace` does; for operators that ONNX lacks, and for more than 2 GiB.
+    """
+    import onnx_ir
+    from onnx_ir.passes.common import ClearMetadataAndDocStringPass, InlinePass
+
+    from dgt.inference.onnx_operators import FUNCTIONS, TRANSLATIONS
+
+    size = sum(tensor.nbytes for tensor in source.module.state_dict().values()) / 2**30
+    if size > LARGEST:
+        raise UserError(f"one ONNX file holds at most 2 GiB, the weights alone take {size:.1f} GiB")
+    model = _translate(source, TRANSLATIONS)
+    for function in FUNCTIONS:
+        body = onnx_ir.serde.from_proto(function.to_function_proto())
+        model.functions[body.identifier()] = body
+    InlinePass()(model)
+    ClearMetadataAndDocStringPass()(model)  # among it paths of this machine
+    model.opset_imports.pop("dgt", None)  # all functions are inlined
+    model.metadata_props.update(source.about)
+    file = onnx_ir.to_proto(model)
+    weights = {tensor.name for tensor in file.graph.initializer}
+    shapes = [value for value in file.graph.value_info if value.name not in weights]
+    del file.graph.value_info[:]  # of weights they say nothing new, and confuse onnxruntime's quantisation
+    file.graph.value_info.extend(shapes)
+    content: bytes = file.SerializeToString()
+    return content
+
+
+def _translate(source: Source, translations: dict[Any, Any]) -> Any:
+    """Return the module as a model of onnx_ir, in which the functions that translations call have no bodies yet."""
+    program = trace(source)
+    names = {0: "batch"} if source.size is not None else {0: "batch", 2: "height", 3: "width"}
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    try:
+        logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about names and versions inside the exporter: nothing a user could mend
+            exported = torch.onnx.export(
+                program,
+                dynamo=True,
+                opset_version=OPSET,
+                custom_translation_table=translations,
+                dynamic_shapes=(names,),
+                input_names=["images"],
+                output_names=list(source.outputs),
+                verbose=False,
+            )
+    except torch.onnx.errors.OnnxExporterError as error:
+        raise UserError(f"a {type(source.module).__name__} cannot be written as ONNX: {_reason(error)}") from error
+    finally:
+        logger.setLevel(level)
+    return exported.model  # type: ignore[union-attr]
+
+
+def open_onnx(content: bytes, threads: int | None = None) -> Runner:
+    """Return a function that runs an ONNX file in onnxruntime, on the CPU, with so many threads inside an operator."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads or 0  # 0: onnxruntime's choice
+    session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+
+    def run(images: Tensor) -> list[Tensor]:
+        return [torch.from_numpy(output) for output in session.run(None, {"images": images.numpy()})]
+
+    return run
