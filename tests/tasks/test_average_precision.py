@@ -15,7 +15,7 @@ import torch
 
 from dgt.data.coco import draw_masks, encode_masks, read_annotations
 from dgt.data.detection import SceneObjects
-from dgt.tasks.average_precision import average_precision, coco_results
+from dgt.tasks.detect import average_precision, coco_results
 
 Truth = dict[str, list[dict[str, Any]]]
 

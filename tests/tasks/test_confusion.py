@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torchmetrics.classification import MulticlassConfusionMatrix
 from torchmetrics.functional.classification import multiclass_accuracy, multiclass_jaccard_index
 
-from dgt.tasks.confusion import segmentation_scores
+from dgt.tasks.segment import segmentation_scores
 
 
 def confusion(predicted: torch.Tensor, labels: torch.Tensor, classes: int) -> torch.Tensor:
@@ -42,11 +42,11 @@ def test_scores_are_those_of_counting(seed: int, classes: int, pixels: int) -> N
             ious.append(both / either)
         if of_class:
             found.append(both / of_class)
-        assert float(scores.iou[label]) == pytest.approx(both / either if either else math.nan, nan_ok=True)
+        assert float(scores["iou"][label]) == pytest.approx(both / either if either else math.nan, nan_ok=True)
     right = sum(p == t for p, t in known) / len(known) if known else math.nan
-    assert float(scores.miou) == pytest.approx(np.mean(ious) if ious else math.nan, nan_ok=True)
-    assert float(scores.mean_accuracy) == pytest.approx(np.mean(found) if found else math.nan, nan_ok=True)
-    assert float(scores.accuracy) == pytest.approx(right, nan_ok=True)
+    assert float(scores["miou"]) == pytest.approx(np.mean(ious) if ious else math.nan, nan_ok=True)
+    assert float(scores["mean_accuracy"]) == pytest.approx(np.mean(found) if found else math.nan, nan_ok=True)
+    assert float(scores["accuracy"]) == pytest.approx(right, nan_ok=True)
 
 
 def test_scores_are_those_of_torchmetrics() -> None:
@@ -54,16 +54,16 @@ def test_scores_are_those_of_torchmetrics() -> None:
     labels[torch.rand(labels.shape) < 0.1] = 255
     scores = segmentation_scores(confusion(predicted, labels, 6))
     options = {"num_classes": 6, "ignore_index": 255}
-    assert float(scores.miou) == pytest.approx(float(multiclass_jaccard_index(predicted, labels, **options)))
+    assert float(scores["miou"]) == pytest.approx(float(multiclass_jaccard_index(predicted, labels, **options)))
     micro = multiclass_accuracy(predicted, labels, average="micro", **options)
-    assert float(scores.accuracy) == pytest.approx(float(micro))
+    assert float(scores["accuracy"]) == pytest.approx(float(micro))
 
 
 def test_a_class_that_is_nowhere_is_left_out_and_one_that_is_only_predicted_counts() -> None:
     labels, predicted = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 0, 1, 3])
     scores = segmentation_scores(confusion(predicted, labels, 4))
-    assert scores.iou.isnan().tolist() == [False, False, True, False]
-    assert float(scores.miou) == pytest.approx((1 + 0.5 + 0) / 3)
+    assert scores["iou"].isnan().tolist() == [False, False, True, False]
+    assert float(scores["miou"]) == pytest.approx((1 + 0.5 + 0) / 3)
 
 
 def test_parts_add_up_and_large_counts_stay_exact() -> None:
@@ -76,4 +76,4 @@ def test_parts_add_up_and_large_counts_stay_exact() -> None:
     second.merge_state(first)  # as ranks are joined
     assert torch.equal(second.compute(), whole)
     counts = torch.tensor([[2**40, 1], [0, 3]])
-    assert 1 - float(segmentation_scores(counts).iou[0]) == pytest.approx(2**-40)
+    assert 1 - float(segmentation_scores(counts)["iou"][0]) == pytest.approx(2**-40)

@@ -13,8 +13,7 @@ from PIL import Image
 from dgt.app.predict import predict_files, prediction_lines
 from dgt.data.detection import SceneObjects
 from dgt.models.heads.mask_rcnn import PaddedMaskRCNN
-from dgt.tasks.average_precision import average_precision
-from dgt.tasks.detect import DetectionMetrics, build_detector
+from dgt.tasks.detect import DetectionMetrics, average_precision, build_detector
 from dgt.tasks.network import ModelSettings
 from dgt.training import Result, evaluate, fit, load_recipe, load_run
 from dgt.training.log import read_metrics

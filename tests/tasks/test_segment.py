@@ -173,7 +173,5 @@ def test_the_papers_recipes() -> None:
 
 def test_heads_take_two_arguments() -> None:
     settings = ModelSettings("test_resnet", head={"width": 3})
-    with pytest.raises(
-        ValueError, match=r"model.head takes channels and auxiliary_channels for segmentation, got width"
-    ):
+    with pytest.raises(ValueError, match=r"model.head must hold keys among channels, auxiliary_channels, got width"):
         build_segmenter(settings, 3, 32)

@@ -2,7 +2,7 @@
 
 Training: rescale to fit a frame (2048 x 512) times a random ratio, crop a square in which no class has more than 75 %,
 flip, distort the colours, pad with nothing. Evaluation leaves size and place alone: scaling to the frame, windows and
-test-time augmentation are the business of `dgt.tasks.scanning`. The transforms are torchvision's v2 and its kind; they
+test-time augmentation are the business of `dgt.tasks.segment`. The transforms are torchvision's v2 and its kind; they
 draw from PyTorch's global generator, which `dgt.data.segmentation` seeds for every image.
 """
 

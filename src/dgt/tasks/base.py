@@ -1,22 +1,75 @@
-"""What a task is: one row that says how its network is built, what it minimises and how it is measured."""
+"""What a task is: one row that says how its network is built, what it minimises, how it is measured and predicts."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
 
+import numpy as np
+import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from dgt.data.image_io import decode_image
 from dgt.data.module import ImageData
 from dgt.models.cost import Cost
 from dgt.tasks.network import ModelSettings
-from dgt.tasks.prediction import Prediction, Run, Source
+from dgt.utils.errors import UserError
 
 Losses = dict[str, Tensor]
 """Scalars by name: "loss" is what is minimised, the others are its parts, logged as `train/NAME`."""
+
+Source = str | Path | Tensor
+"""An image file, or the bytes (3, H, W) of an image as the network gets it: cropped, not yet normalised."""
+
+
+class Run(Protocol):
+    """What a task needs to know of a trained model, in evaluation mode."""
+
+    @property
+    def network(self) -> nn.Module:
+        """The network, on the CPU."""
+
+    @property
+    def recipe(self) -> Any:
+        """What it was trained as; `data` holds the settings of the data."""
+
+    @property
+    def class_names(self) -> list[str]:
+        """Name of each class."""
+
+    @property
+    def source(self) -> Path:
+        """Where the weights came from."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a model finds in one image.
+
+    Args:
+        image: path as it was given; empty where there is none.
+        classes: (class name, probability, or share of the pixels), the largest first; empty where there are none.
+        error: why the image could not be read, or None.
+        objects: of a detector, {category, score, box (x0, y0, x1, y1)}, by falling score.
+        pixels: uint8 (H, W, 3), what the network looked at.
+        found: what the task draws over it: a label map, or detections.
+    """
+
+    image: str
+    classes: list[tuple[str, float]] = field(default_factory=list)
+    error: str | None = None
+    objects: list[dict[str, Any]] | None = None
+    pixels: Any = field(default=None, repr=False, compare=False)
+    found: Any = field(default=None, repr=False, compare=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON: `image`, `error`, and `classes` or `objects`."""
+        told = {"classes": self.classes} if self.objects is None else {"objects": self.objects}
+        return {"image": self.image, "error": self.error, **told}
 
 
 class Metrics(ABC):
@@ -40,15 +93,15 @@ class Counted:
 
     Args:
         count: cost of the task's network over a timm model, at a height and width.
-        models: those that are listed when none is named.
         image_size: height and width of the paper's FLOPs.
         paper: model -> parameters in millions and GFLOPs as printed.
+        models: those that are listed when none is named.
     """
 
     count: Callable[[str, tuple[int, int]], Cost]
-    models: tuple[str, ...]
     image_size: tuple[int, int]
     paper: Mapping[str, tuple[float, float]]
+    models: tuple[str, ...] = ("dgt_tiny", "dgt_small", "dgt_base")
 
 
 @dataclass(frozen=True)
@@ -65,13 +118,13 @@ class Task:
             chooses the best checkpoint.
         losses: network in training mode, images and targets of one batch -> losses.
         metrics: data module, set up -> the `Metrics` of one validation.
-        refused_precision: value of `trainer.precision` that its operators lack.
-        has_results: whether its metrics gather `results`.
-        predict: trained model, image file or bytes (3, H, W) as the network gets them, number of classes to give ->
-            what is found; raises FileNotFoundError or UserError for a file that cannot be read.
+        predict: trained model, image file or bytes, number of classes to give -> what is found; raises
+            FileNotFoundError or UserError for a file that cannot be read.
         draw: trained model and what was found -> the image with it.
         files: trained model, what was found and the drawing -> what `dgt predict` writes, by the end of its name; None
             where it only prints.
+        refused_precision: value of `trainer.precision` that its operators lack.
+        has_results: whether its metrics gather `results`.
         outputs: names of the tensors that the network returns for images, as an exported file has them; none where it
             returns what no tensor of one shape holds.
     """
@@ -99,3 +152,30 @@ class Task:
         """The headline metrics in percent, as far as they are there: `top-1 81.20 %  top-5 95.00 %`."""
         shown = [f"{label} {100 * metrics[key]:.2f} %" for key, label in self.headline.items() if key in metrics]
         return "  ".join(shown)
+
+
+def open_image(path: str | Path) -> Image.Image:
+    """An image file as RGB.
+
+    Raises:
+        FileNotFoundError: there is none.
+        UserError: it cannot be decoded.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"there is no image file {str(path)!r}")
+    try:
+        return decode_image(path)
+    except ValueError as error:
+        raise UserError(f"{str(path)!r} cannot be read as an image: {error}") from error
+
+
+def read_bytes(image: Source) -> Tensor:
+    """uint8 (3, H, W) of an image file, or of an image as it is. Raises as `open_image`."""
+    if isinstance(image, Tensor):
+        return image
+    return torch.from_numpy(np.array(open_image(image))).permute(2, 0, 1).contiguous()
+
+
+def name_of(image: Source) -> str:
+    """The path of an image file; nothing for an image without one."""
+    return "" if isinstance(image, Tensor) else str(image)

@@ -17,23 +17,14 @@ from dgt.data.classification import ClassificationData
 from dgt.data.transforms import evaluation_transform
 from dgt.figures import denormalize, figure_titled, raster
 from dgt.models.cost import PAPER, cost
-from dgt.tasks.base import Counted, Losses, Metrics, Task
+from dgt.tasks.base import Counted, Losses, Metrics, Prediction, Run, Source, Task, name_of, open_image
 from dgt.tasks.network import build_classifier
-from dgt.tasks.prediction import Prediction, Run, Source, name_of, normalized, open_image
 from dgt.utils.distributed import gather_objects
 from dgt.utils.errors import UserError
 
 
 def classification_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy, computed in float32.
-
-    Args:
-        logits: (B, classes).
-        targets: int64 (B,) labels, or float (B, classes) distributions.
-
-    Returns:
-        A scalar.
-    """
+    """Mean cross entropy, in float32, of logits (B, classes) against labels (B,) or distributions (B, classes)."""
     return F.cross_entropy(logits.float(), targets.float() if targets.is_floating_point() else targets)
 
 
@@ -59,16 +50,12 @@ class ClassificationMetrics(Metrics):
     def compute(self) -> dict[str, float]:
         """Means over all images; NaN where there are none."""
         *sums, count = (sum(column) for column in zip(*gather_objects(self.sums.tolist()), strict=True))
-        return {
-            name: total / (count or float("nan")) for name, total in zip(("loss", "top1", "top5"), sums, strict=True)
-        }
+        means = (total / (count or float("nan")) for total in sums)
+        return dict(zip(("loss", "top1", "top5"), means, strict=True))
 
 
 def read_image(run: Run, image: Source) -> Tensor:
-    """An image as a classifier wants it: a file resized, cropped and normalised, an image's own bytes normalised alone.
-
-    Returns:
-        (1, 3, H, W) float32.
+    """(1, 3, H, W) as a classifier wants it: a file resized, cropped and normalised, an image's bytes normalised alone.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -77,11 +64,9 @@ def read_image(run: Run, image: Source) -> Tensor:
     if run.recipe.task != CLASSIFY.name:
         raise UserError(f"only classifiers are looked into, {run.source} is of task {run.recipe.task!r}")
     data = run.recipe.data
-    if isinstance(image, Tensor):
-        return normalized(image, data)[None]
     interpolation = data["augmentation"]["interpolation"]
     transform = evaluation_transform(data["image_size"], data["crop_ratio"], data["mean"], data["std"], interpolation)
-    return transform(open_image(image))[None]
+    return (transform.normalize(image) if isinstance(image, Tensor) else transform(open_image(image)))[None]
 
 
 @torch.inference_mode()
@@ -102,7 +87,7 @@ def draw(run: Run, prediction: Prediction) -> Image.Image:
 
 CLASSIFY = Task(
     name="classify",
-    counted=Counted(cost, ("dgt_tiny", "dgt_small", "dgt_base", "dgt_nano"), (224, 224), PAPER),
+    counted=Counted(cost, (224, 224), PAPER, (*PAPER, "dgt_nano")),
     data=ClassificationData,
     build=build_classifier,
     headline={"top1": "top-1", "top5": "top-5"},

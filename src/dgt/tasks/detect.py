@@ -1,8 +1,14 @@
-"""Object detection and instance segmentation: the losses of Mask R-CNN, COCO's average precision of boxes and masks."""
+"""Object detection and instance segmentation: the losses of Mask R-CNN, COCO's average precision of boxes and masks.
+
+Precision is averaged over recall, over IoU from 0.5 to 0.95 and over categories, at most 100 detections an image, by
+faster-coco-eval; crowd regions count neither for nor against. A size without a single object has, as in COCO's own
+code, the value -1.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -10,46 +16,37 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from dgt.data.coco import encode_masks
+from dgt.data.coco import Entry, encode_masks
 from dgt.data.detection import DetectionData
 from dgt.figures import png
 from dgt.figures.detections import Detections, draw_detections
-from dgt.models.heads.mask_rcnn import PaddedMaskRCNN, build_mask_rcnn, mask_rcnn_cost
-from dgt.tasks.average_precision import Entry, average_precision, coco_results
-from dgt.tasks.base import Counted, Losses, Metrics, Task
+from dgt.models.heads.mask_rcnn import build_mask_rcnn, mask_rcnn_cost
+from dgt.tasks.base import Counted, Losses, Metrics, Prediction, Run, Source, Task, name_of, read_bytes
 from dgt.tasks.network import ModelSettings
-from dgt.tasks.prediction import Prediction, Run, Source, name_of, read_bytes, to_array
 from dgt.utils.distributed import gather_objects
 from dgt.utils.errors import UserError
 
+HEAD_KEYS = ("max_size", "fpn_channels", "box_channels", "mask_channels", "anchor_sizes", "options")
+KINDS = {"box": "bbox", "mask": "segm"}
+NAMES = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
+PAPER = {"dgt_tiny": (42.0, 272.0), "dgt_small": (70.0, 386.0), "dgt_base": (108.0, 540.0)}  # Table 4 (a)
+
 
 def build_detector(settings: ModelSettings, num_classes: int, image_size: int) -> nn.Module:
-    """Build the recipe's model as the backbone of a Mask R-CNN.
+    """Build the recipe's model as the backbone of a Mask R-CNN for so many classes, background not counted.
 
-    Args:
-        settings: the recipe's model; `head` holds keyword arguments of `dgt.build_mask_rcnn`.
-        num_classes: classes of the data, without background.
-        image_size: length that an image's shorter side is resized to.
+    The recipe's `head` holds keyword arguments of `dgt.build_mask_rcnn`; images' shorter side becomes `image_size`.
 
     Raises:
-        ValueError: no such model, or it or the head does not take these arguments.
+        UserError: no such model, or it or the head does not take these arguments.
     """
-    arguments = dict(settings.args)
-    if settings.drop_path_rate is not None:
-        arguments.setdefault("drop_path_rate", settings.drop_path_rate)
-    unknown = sorted(set(settings.head) - set(HEAD_KEYS))
-    if unknown:
-        raise UserError(f"model.head must hold keys among {', '.join(HEAD_KEYS)}, got {', '.join(unknown)}")
+    settings.check_head(*HEAD_KEYS)
+    arguments = {"image_size": image_size, **settings.head, **settings.arguments()}
     try:
-        detector: PaddedMaskRCNN = build_mask_rcnn(
-            settings.name, num_classes + 1, image_size=image_size, **settings.head, **arguments
-        )
+        detector: nn.Module = build_mask_rcnn(settings.name, num_classes + 1, **arguments)
     except TypeError as error:
         raise UserError(f"model.head of the recipe: {error}") from error
     return detector
-
-
-HEAD_KEYS = ("max_size", "fpn_channels", "box_channels", "mask_channels", "anchor_sizes", "options")
 
 
 def losses(network: nn.Module, images: list[Tensor], targets: list[dict[str, Tensor]]) -> Losses:
@@ -61,7 +58,7 @@ def losses(network: nn.Module, images: list[Tensor], targets: list[dict[str, Ten
 class DetectionMetrics(Metrics):
     """COCO's twelve averages of precision, `box_ap` to `mask_ap_large`; `results` are the detections they are of.
 
-    Images that could not be read are left out; -1 stands for a size of which there is no object.
+    Images that could not be read are left out.
     """
 
     def __init__(self, data: Any) -> None:
@@ -82,6 +79,69 @@ class DetectionMetrics(Metrics):
         return average_precision(self.data.ground_truth(), self.results, self.image_ids)
 
 
+def average_precision(
+    ground_truth: Mapping[str, Sequence[Entry]], detections: Sequence[Entry], image_ids: Iterable[int] | None = None
+) -> dict[str, float]:
+    """Compare detections, as from :func:`coco_results`, with `images`, `annotations` and `categories` in COCO's format.
+
+    Args:
+        ground_truth, detections: in COCO's format.
+        image_ids: the images to look at; None for all.
+
+    Returns:
+        `box_ap`, `box_ap50`, `box_ap75`, `box_ap_small`, `box_ap_medium`, `box_ap_large` (small is less than 32 x 32
+        pixels, large 96 x 96 and more), and the same of masks; shares in [0, 1], or -1 where no object is of that size.
+
+    Raises:
+        UserError: a detection of an image that the ground truth lacks.
+    """
+    from faster_coco_eval import COCO, COCOeval_faster
+
+    known = {entry["id"] for entry in ground_truth["images"]}
+    unknown = {entry["image_id"] for entry in detections} - known
+    if unknown:
+        raise UserError(f"detections must be of images in the ground truth, got {sorted(unknown)[:5]}")
+    numbered = [entry | {"id": number} for number, entry in enumerate(ground_truth["annotations"], start=1)]
+    truth = {**ground_truth, "annotations": numbered}  # an annotation of id 0 is taken for one that nothing has met
+    found: dict[str, float] = {}
+    for kind, coco_name in KINDS.items():
+        left_out = {"bbox"} if coco_name == "segm" else set()  # or the box's area would become the mask's
+        given = [{key: value for key, value in entry.items() if key not in left_out} for entry in detections]
+        coco = COCO({name: [dict(entry) for entry in entries] for name, entries in truth.items()})  # it writes in them
+        evaluation = COCOeval_faster(coco, coco.loadRes(given), coco_name)
+        evaluation.params.imgIds = sorted(known if image_ids is None else set(image_ids))
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+        found |= {f"{kind}_{name}": float(value) for name, value in zip(NAMES, evaluation.stats, strict=False)}
+    return found
+
+
+def coco_results(
+    detections: Sequence[Mapping[str, Tensor]], image_ids: Sequence[int], category_ids: Sequence[int]
+) -> list[Entry]:
+    """Detections in the format of COCO's results, ready for JSON; a pixel of probability above 0.5 is in the mask.
+
+    Args:
+        detections: for each image `boxes` (N, 4) x0 y0 x1 y1, `labels` (N,) from 1 on, `scores` (N,) and `masks`
+            (N, 1, H, W) probabilities, as torchvision's detectors return them.
+        image_ids, category_ids: the data set's numbers of each image, and of each label, that of label 1 first.
+    """
+    entries = []
+    for image_id, found in zip(image_ids, detections, strict=True):
+        masks = (found["masks"][:, 0] > 0.5).byte().cpu().numpy()
+        places = _coco_places(found["boxes"].float().tolist(), masks)
+        for label, score, place in zip(found["labels"].tolist(), found["scores"].tolist(), places, strict=True):
+            entries.append({"image_id": image_id, "category_id": category_ids[label - 1], "score": score, **place})
+    return entries
+
+
+def _coco_places(boxes: Sequence[Sequence[float]], masks: Any) -> list[Entry]:
+    """Boxes x0 y0 x1 y1 and masks uint8 (N, H, W) as COCO has them: `bbox` and `segmentation`."""
+    codes = zip(boxes, encode_masks(masks), strict=True)
+    return [{"bbox": [x0, y0, x1 - x0, y1 - y0], "segmentation": code} for (x0, y0, x1, y1), code in codes]
+
+
 @torch.inference_mode()
 def predict(run: Run, image: Source, top_k: int) -> Prediction:
     """The objects in an image, by falling score.
@@ -95,13 +155,12 @@ def predict(run: Run, image: Source, top_k: int) -> Prediction:
     except ValueError as error:
         raise UserError(f"{name_of(image)!r}: {error}") from error
     boxes, labels, scores = found["boxes"], found["labels"] - 1, found["scores"]
-    masks = found["masks"][:, 0] > 0.5
     objects = [
         {"category": run.class_names[label], "score": score, "box": box}
         for label, score, box in zip(labels.tolist(), scores.tolist(), boxes.tolist(), strict=True)
     ]
-    detections = Detections(boxes.numpy(), labels.numpy(), scores.numpy(), masks.numpy())
-    return Prediction(name_of(image), objects=objects, pixels=to_array(pixels), found=detections)
+    detections = Detections(boxes.numpy(), labels.numpy(), scores.numpy(), (found["masks"][:, 0] > 0.5).numpy())
+    return Prediction(name_of(image), objects=objects, pixels=pixels.permute(1, 2, 0).numpy(), found=detections)
 
 
 def draw(run: Run, prediction: Prediction) -> Image.Image:
@@ -111,20 +170,16 @@ def draw(run: Run, prediction: Prediction) -> Image.Image:
 
 def files(run: Run, prediction: Prediction, drawing: Image.Image) -> dict[str, bytes]:
     """The drawing, and all objects as COCO's results have them, with the category's name for a data set's number."""
-    masks = encode_masks(prediction.found.masks.astype("uint8"))
-    entries = []
-    for found, mask in zip(prediction.objects or (), masks, strict=True):
-        x0, y0, x1, y1 = found["box"]
-        bbox = [x0, y0, x1 - x0, y1 - y0]
-        entries.append({"category": found["category"], "score": found["score"], "bbox": bbox, "segmentation": mask})
+    objects = prediction.objects or []
+    places = _coco_places([found["box"] for found in objects], prediction.found.masks.astype("uint8"))
+    named = [{"category": found["category"], "score": found["score"]} for found in objects]
+    entries = [entry | place for entry, place in zip(named, places, strict=True)]
     return {"objects.png": png(drawing), "objects.json": (json.dumps(entries, indent=2) + "\n").encode()}
 
 
-PAPER = {"dgt_tiny": (42.0, 272.0), "dgt_small": (70.0, 386.0), "dgt_base": (108.0, 540.0)}  # Table 4 (a)
-
 DETECT = Task(
     name="detect",
-    counted=Counted(mask_rcnn_cost, tuple(PAPER), (800, 1280), PAPER),
+    counted=Counted(mask_rcnn_cost, (800, 1280), PAPER),
     data=DetectionData,
     build=build_detector,
     headline={"box_ap": "box AP", "box_ap50": "box AP50", "mask_ap": "mask AP", "mask_ap50": "mask AP50"},

@@ -27,6 +27,9 @@ class ModelSettings:
             command line drops them.
         head: keyword arguments of the head that the task puts on the model; classification has none.
         init_from: a checkpoint, run folder or model folder to take the first weights from; null for random weights.
+
+    Raises:
+        UserError: a rate out of its range, naming the recipe's key.
     """
 
     name: str = "dgt_tiny"
@@ -36,28 +39,31 @@ class ModelSettings:
     init_from: str | None = None
 
     def __post_init__(self) -> None:
-        """Raise ValueError, naming the recipe's key, for a value out of range."""
         if self.drop_path_rate is not None and not 0 <= self.drop_path_rate < 1:
             raise UserError(f"model.drop_path_rate must be null or in [0, 1), got {self.drop_path_rate!r}")
 
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of the model: `args`, and the `drop_path_rate` where there is one."""
+        return ({} if self.drop_path_rate is None else {"drop_path_rate": self.drop_path_rate}) | self.args
+
+    def check_head(self, *known: str) -> None:
+        """Raise UserError for arguments of a head that are not among those known."""
+        if unknown := sorted(set(self.head) - set(known)):
+            expected = f"hold keys among {', '.join(known)}" if known else "be empty for this task"
+            raise UserError(f"model.head must {expected}, got {', '.join(unknown)}")
+
 
 def model_arguments(settings: ModelSettings, image_size: int) -> dict[str, Any]:
-    """Keyword arguments for `timm.create_model`: those of the recipe, and `img_size` where the model needs it.
-
-    Args:
-        settings: the recipe's model.
-        image_size: height and width of the images in pixels.
+    """Keyword arguments for `timm.create_model`: the recipe's, and `img_size` in pixels where the model needs it.
 
     Raises:
-        ValueError: timm knows no such model.
+        UserError: timm knows no such model.
     """
     if not timm.is_model(settings.name):
         near = difflib.get_close_matches(settings.name, timm.list_models(), n=3)
         hint = f"; did you mean {' or '.join(near)}?" if near else "; timm.list_models() lists them"
         raise UserError(f"model.name must be a model that timm knows, got {settings.name!r}{hint}")
-    arguments = dict(settings.args)
-    if settings.drop_path_rate is not None:
-        arguments.setdefault("drop_path_rate", settings.drop_path_rate)
+    arguments = settings.arguments()
     config = timm.get_pretrained_cfg(settings.name)
     if config is not None and config.fixed_input_size and not arguments.get("dynamic_img_size"):
         arguments.setdefault("img_size", image_size)
@@ -65,21 +71,12 @@ def model_arguments(settings: ModelSettings, image_size: int) -> dict[str, Any]:
 
 
 def build_classifier(settings: ModelSettings, num_classes: int, image_size: int) -> nn.Module:
-    """Build the recipe's model as a classifier.
-
-    Args:
-        settings: the recipe's model.
-        num_classes: outputs of the classifier.
-        image_size: height and width of the images in pixels.
-
-    Returns:
-        The model: (B, 3, image_size, image_size) -> (B, num_classes).
+    """Build the recipe's model as a classifier: (B, 3, image_size, image_size) -> (B, num_classes).
 
     Raises:
-        ValueError: timm knows no such model, it does not take these arguments, or arguments of a head are given.
+        UserError: timm knows no such model, it does not take these arguments, or arguments of a head are given.
     """
-    if settings.head:
-        raise UserError(f"model.head must be empty for classification, got {settings.head}")
+    settings.check_head()
     arguments = model_arguments(settings, image_size)
     try:
         return timm.create_model(settings.name, num_classes=num_classes, **arguments)

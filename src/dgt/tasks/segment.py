@@ -1,12 +1,16 @@
 """Semantic segmentation: cross entropy of UperNet, 0.4 times that of its auxiliary head, mean intersection over union.
 
 As in the paper's ADE20K experiments. Pixels without a label are left out of the loss and of the measures; padding is
-kept out of the attention too, through the mask of real pixels.
+kept out of the attention too, through the mask of real pixels. Label maps have the size of their image whatever the
+network looked at: scaled, in sliding windows, several times over. The mean over scales and mirroring is taken in the
+order of mmsegmentation: logits are brought to the image's size, then turned to probabilities, then averaged.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,21 +19,21 @@ from PIL import Image
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassConfusionMatrix
 
+from dgt.data.joint_transforms import fitting_size
 from dgt.data.label_maps import IGNORED
 from dgt.data.segmentation import LabelMaps, SegmentationData, SegmentationTest
+from dgt.data.transforms import Normalize
 from dgt.figures import png, raster
 from dgt.figures.label_map import figure_label_map, label_png
 from dgt.models.cost import Cost, cost
 from dgt.models.heads.upernet import build_upernet
 from dgt.models.padding import real_pixels
-from dgt.tasks.base import Counted, Losses, Metrics, Task
-from dgt.tasks.confusion import segmentation_scores
+from dgt.tasks.base import Counted, Losses, Metrics, Prediction, Run, Source, Task, name_of, read_bytes
 from dgt.tasks.network import ModelSettings
-from dgt.tasks.prediction import Prediction, Run, Source, name_of, normalized, read_bytes, to_array
-from dgt.tasks.scanning import predict_labels
 from dgt.utils.errors import UserError
 
 AUXILIARY_WEIGHT = 0.4
+LOGITS_AT_ONCE = 2**26  # brought to an image's size at a time, 256 MiB of them
 PAPER = {"dgt_tiny": (52.5, 954.0), "dgt_small": (81.9, 1074.0), "dgt_base": (122.2, 1234.0)}  # Table 3
 
 
@@ -39,33 +43,20 @@ def segmentation_loss(logits: Tensor, labels: Tensor) -> Tensor:
     Args:
         logits: (B, classes, H, W).
         labels: int64 (B, H, W), 255 where there is none.
-
-    Returns:
-        A scalar.
     """
     total = F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
     return total / (labels != IGNORED).sum().clamp(min=1)
 
 
 def build_segmenter(settings: ModelSettings, num_classes: int, image_size: int) -> nn.Module:
-    """Build UperNet over the recipe's model.
-
-    Args:
-        settings: the recipe's model; `head` may have `channels` and `auxiliary_channels`.
-        num_classes: classes of the label maps.
-        image_size: side of the training crops in pixels.
+    """Build UperNet over the recipe's model, for training crops of `image_size` pixels.
 
     Raises:
-        ValueError: timm knows no such model, it is no backbone of four stages, or it or the head does not take these
+        UserError: timm knows no such model, it is no backbone of four stages, or it or the head does not take these
             arguments.
     """
-    unknown = sorted(set(settings.head) - {"channels", "auxiliary_channels"})
-    if unknown:
-        raise UserError(f"model.head takes channels and auxiliary_channels for segmentation, got {', '.join(unknown)}")
-    arguments = dict(settings.args)
-    if settings.drop_path_rate is not None:
-        arguments.setdefault("drop_path_rate", settings.drop_path_rate)
-    return build_upernet(settings.name, num_classes, image_size=image_size, **settings.head, **arguments)
+    settings.check_head("channels", "auxiliary_channels")
+    return build_upernet(settings.name, num_classes, image_size=image_size, **settings.head, **settings.arguments())
 
 
 def losses(network: Any, images: Tensor, targets: LabelMaps) -> Losses:
@@ -74,6 +65,21 @@ def losses(network: Any, images: Tensor, targets: LabelMaps) -> Losses:
     logits = network.forward_both(images, real_pixels(targets.sizes, (labels.shape[1], labels.shape[2])))
     main, auxiliary = (segmentation_loss(part, labels) for part in logits)
     return {"loss": main + AUXILIARY_WEIGHT * auxiliary, "loss_main": main, "loss_auxiliary": auxiliary}
+
+
+def segmentation_scores(confusion: Tensor) -> dict[str, Tensor]:
+    """Measures of a matrix (classes, classes) of numbers of pixels, the true class by row, the predicted by column.
+
+    Returns:
+        Shares in [0, 1]: `iou` of each class, (classes,), NaN for one that is neither there nor predicted, and `miou`,
+        the mean over the others; `mean_accuracy`, the mean over the classes that are there of the share of their pixels
+        that is found; `accuracy`, the share of all labelled pixels that is right.
+    """
+    counts = confusion.to(torch.float64) if confusion.device.type != "mps" else confusion.float()
+    right, there, predicted = counts.diagonal(), counts.sum(dim=1), counts.sum(dim=0)
+    iou = right / (there + predicted - right)
+    means = {"miou": iou.nanmean(), "mean_accuracy": (right / there).nanmean(), "accuracy": right.sum() / counts.sum()}
+    return {"iou": iou, **means}
 
 
 class SegmentationMetrics(Metrics):
@@ -102,9 +108,97 @@ class SegmentationMetrics(Metrics):
         if not counts.any():
             raise UserError("the validation's label maps hold no labelled pixel, so there is no mIoU to compute")
         scores = segmentation_scores(counts)
-        overall = {name: float(getattr(scores, name)) for name in ("miou", "mean_accuracy", "accuracy")}
-        ious = zip(self.data.class_names, scores.iou.tolist(), strict=True)
-        return overall | {f"iou/{name}": iou for name, iou in ious if not math.isnan(iou)}
+        ious = zip(self.data.class_names, scores.pop("iou").tolist(), strict=True)
+        overall = {name: float(mean) for name, mean in scores.items()}
+        return overall | {f"iou/{name}": value for name, value in ious if not math.isnan(value)}
+
+
+def predict_labels(network: nn.Module, images: Tensor, scale: tuple[int, int], test: SegmentationTest) -> Tensor:
+    """The most probable class of every pixel.
+
+    Args:
+        network: images (B, 3, h, w) -> logits (B, classes, h, w), in evaluation mode.
+        images: (B, 3, H, W), normalised, of any size.
+        scale: longer and shorter side of the frame that images are scaled to fit.
+        test: scales, mirroring and windows.
+
+    Returns:
+        int64 (B, H, W).
+    """
+    if len(test.scales) > 1 or test.flip:
+        return predict_probabilities(network, images, scale, test).argmax(dim=1)
+    # No mean to take: the largest logit is the most probable class.
+    logits = _forward_scaled(network, images, scale, test, test.scales[0], flip=False)
+    return _argmax_at(logits, (images.shape[2], images.shape[3]))
+
+
+def predict_probabilities(network: nn.Module, images: Tensor, scale: tuple[int, int], test: SegmentationTest) -> Tensor:
+    """The probability of every class at every pixel, float32 (B, classes, H, W), averaged over scales and mirroring.
+
+    Arguments as in :func:`predict_labels`.
+    """
+    views = list(product(test.scales, (False, True) if test.flip else (False,)))
+    logits = (_forward_scaled(network, images, scale, test, *view) for view in views)
+    parts = (_resize(part, (images.shape[2], images.shape[3])).float().softmax(dim=1) for part in logits)
+    total = next(parts)
+    for part in parts:
+        total.add_(part)
+    return total.div_(len(views))
+
+
+def _forward_scaled(
+    network: nn.Module, images: Tensor, scale: tuple[int, int], test: SegmentationTest, ratio: float, flip: bool
+) -> Tensor:
+    """Logits (B, classes, h, w) of the images at one scale, the right way round again where they were mirrored."""
+    scaled = _resize(images, fitting_size((images.shape[2], images.shape[3]), scale, ratio))
+    return _sliding_window(network, scaled.flip(-1), test).flip(-1) if flip else _sliding_window(network, scaled, test)
+
+
+def _sliding_window(network: nn.Module, images: Tensor, test: SegmentationTest) -> Tensor:
+    """Logits of the images as they are, whole or as the mean of overlapping windows."""
+    height, width = images.shape[2:]
+    if test.window is None or max(height, width) <= test.window:
+        logits: Tensor = network(images)
+        return logits
+    stride = test.stride or max(1, test.window * 2 // 3)
+    total, seen = images.new_zeros(0), images.new_zeros(1, 1, height, width)
+    for top, left in product(_starts(height, test.window, stride), _starts(width, test.window, stride)):
+        place = (..., slice(top, top + test.window), slice(left, left + test.window))
+        logits = network(images[place])
+        if not len(total):  # the first window tells how many classes there are
+            total = logits.new_zeros(len(images), logits.shape[1], height, width)
+        total[place] += logits
+        seen[place] += 1
+    return total.div_(seen)
+
+
+def _starts(length: int, window: int, stride: int) -> Iterator[int]:
+    """First pixels of windows that cover `length`, the last one moved back inside."""
+    last = max(0, length - window)
+    yield from range(0, last, stride)
+    yield last
+
+
+def _resize(x: Tensor, size: tuple[int, int]) -> Tensor:
+    """Bilinear, smoothed where it shrinks; unchanged where the size fits."""
+    if x.shape[2:] == size:
+        return x
+    shrinks = size[0] < x.shape[2] or size[1] < x.shape[3]
+    return F.interpolate(x, size=size, mode="bilinear", align_corners=False, antialias=shrinks)
+
+
+def _argmax_at(logits: Tensor, size: tuple[int, int]) -> Tensor:
+    """The class of the largest logit at every pixel of an image of `size`, the lowest class where several are.
+
+    A few classes at a time: all the logits of a photograph at its own size would fill a memory.
+    """
+    at_once = max(1, LOGITS_AT_ONCE // (len(logits) * size[0] * size[1]))
+    best, classes = _resize(logits[:, :at_once].float(), size).max(dim=1)
+    for first in range(at_once, logits.shape[1], at_once):
+        value, index = _resize(logits[:, first : first + at_once].float(), size).max(dim=1)
+        classes = torch.where(value > best, index + first, classes)
+        best = torch.maximum(best, value)
+    return classes
 
 
 @torch.inference_mode()
@@ -112,11 +206,12 @@ def predict(run: Run, image: Source, top_k: int) -> Prediction:
     """The label map (H, W) of an image at its own size, uint8, as the recipe's test says; shares of all its classes."""
     pixels, data = read_bytes(image), run.recipe.data
     test, scale = SegmentationTest(**data["test"]), tuple(data["scale"])
-    labels = predict_labels(run.network, normalized(pixels, data)[None], scale, test)[0].to(torch.uint8)
+    images = Normalize(data["mean"], data["std"])(pixels)[None]
+    labels = predict_labels(run.network, images, scale, test)[0].to(torch.uint8)
     shares = torch.bincount(labels.flatten(), minlength=len(run.class_names)) / labels.numel()
     order = [index for index in shares.argsort(descending=True, stable=True).tolist() if shares[index] > 0]
     classes = [(run.class_names[index], float(shares[index])) for index in order]
-    return Prediction(name_of(image), classes, pixels=to_array(pixels), found=labels.numpy())
+    return Prediction(name_of(image), classes, pixels=pixels.permute(1, 2, 0).numpy(), found=labels.numpy())
 
 
 def draw(run: Run, prediction: Prediction) -> Image.Image:
@@ -132,13 +227,12 @@ def files(run: Run, prediction: Prediction, drawing: Image.Image) -> dict[str, b
 def _count(name: str, image_size: tuple[int, int]) -> Cost:
     """UperNet with ADE20K's 150 classes; the auxiliary head has parameters but does not run."""
     with torch.device("meta"):
-        network = build_upernet(name, num_classes=150, image_size=max(image_size))
-    return cost(network, image_size)
+        return cost(build_upernet(name, num_classes=150, image_size=max(image_size)), image_size)
 
 
 SEGMENT = Task(
     name="segment",
-    counted=Counted(_count, tuple(PAPER), (512, 2048), PAPER),
+    counted=Counted(_count, (512, 2048), PAPER),
     data=SegmentationData,
     build=build_segmenter,
     headline={"miou": "mIoU", "accuracy": "pixel accuracy"},

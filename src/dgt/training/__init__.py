@@ -1,6 +1,6 @@
 """Training as users need it: recipes, runs with their folders, and the trained models opened again."""
 
-from dgt.tasks.prediction import Prediction
+from dgt.tasks.base import Prediction
 from dgt.training.evaluate import evaluate, predict
 from dgt.training.fit import Result, fit
 from dgt.training.load import LoadedRun, load_run

@@ -11,8 +11,7 @@ from lightning.fabric import Fabric
 from torch import nn
 
 from dgt.tasks import TASKS
-from dgt.tasks.base import Metrics
-from dgt.tasks.prediction import Prediction
+from dgt.tasks.base import Metrics, Prediction
 from dgt.training.load import LoadedRun, load_run
 from dgt.training.parallel import build_fabric
 from dgt.training.recipe import build_data, parse_recipe

@@ -24,8 +24,7 @@ def world_size() -> int:
 
 def gather_objects(value: Any) -> list[Any]:
     """The plain value of every process, in their order; a matter of all processes."""
-    if world_size() == 1:
-        return [value]
-    found: list[Any] = [None] * world_size()
-    dist.all_gather_object(found, value)
+    found = [value] * world_size()
+    if len(found) > 1:
+        dist.all_gather_object(found, value)
     return found

@@ -13,25 +13,21 @@ import numpy as np
 import torch
 
 
-def seed_sequence(*parts: int | str) -> np.random.SeedSequence:
-    """The seed that belongs to `parts`, e.g. `("augment", seed, epoch, index)`; integers must not be negative."""
-    words = [zlib.crc32(part.encode()) if isinstance(part, str) else int(part) for part in parts]
-    if any(word < 0 for word in words):
-        raise ValueError(f"seeds must be integers >= 0, got {parts}")
-    return np.random.SeedSequence(words)
-
-
 def generator(*parts: int | str) -> np.random.Generator:
-    """A fresh NumPy generator that depends on `parts` alone."""
-    return np.random.Generator(np.random.PCG64(seed_sequence(*parts)))
+    """A fresh NumPy generator that depends on `parts` alone, e.g. `("augment", seed, epoch, index)`; none below 0."""
+    return np.random.Generator(np.random.PCG64(_words(parts)))
 
 
 def reseed(*parts: int | str) -> None:
     """Seed the global generators with `parts` anew; to be called inside of `seeded`, which puts the old states back."""
-    python_seed, numpy_seed, torch_seed = (int(word) for word in seed_sequence(*parts).generate_state(3))
+    python_seed, numpy_seed, torch_seed = map(int, np.random.SeedSequence(_words(parts)).generate_state(3))
     random.seed(python_seed)
     np.random.seed(numpy_seed)  # noqa: NPY002
     torch.default_generator.manual_seed(torch_seed)
+
+
+def _words(parts: tuple[int | str, ...]) -> list[int]:
+    return [zlib.crc32(part.encode()) if isinstance(part, str) else int(part) for part in parts]
 
 
 @contextmanager
@@ -40,8 +36,7 @@ def seeded(*parts: int | str, device: torch.device | None = None) -> Iterator[No
 
     For library transforms that draw from the global generators; of PyTorch's, the CPU's, and a CUDA `device`'s.
     """
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()  # noqa: NPY002  # the global one is what libraries draw from
+    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
     on_gpu = device is not None and device.type == "cuda"
     with torch.random.fork_rng([device] if on_gpu else [], device_type="cuda"):
         reseed(*parts)
