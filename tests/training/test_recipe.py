@@ -106,7 +106,7 @@ def test_a_recipe_written_out_reads_back_the_same(tmp_path: Path) -> None:
         (["--optimiser.lr", "1"], r"unknown recipe key 'optimiser.lr'; did you mean optimizer\.lr"),
         (["--data.rot", "x"], r"unknown recipe key 'data.rot'; did you mean data\.root"),
         (["--data.augmentation.mixupp", "1"], r"unknown recipe key .*did you mean data\.augmentation\.mixup"),
-        (["--qqqq", "1"], "unknown recipe key 'qqqq'; `dgt train --help` lists all keys"),
+        (["--qqqq", "1"], "unknown recipe key 'qqqq'; `dgt train RECIPE --help` lists all keys"),
         (["--optimizer.lr", "fast"], "recipe key 'optimizer.lr': expected a float, got fast"),
         (["--schedule.epochs", "2.5"], "recipe key 'schedule.epochs': expected a int, got 2.5"),
         (
@@ -114,7 +114,9 @@ def test_a_recipe_written_out_reads_back_the_same(tmp_path: Path) -> None:
             r"schedule.warmup_epochs must be at least 0 and less than schedule.epochs \(10\)",
         ),
         (["--trainer.precision", "fp8"], "recipe key 'trainer.precision': expected a Literal.*got fp8"),
-        (["--trainer.accumulate", "0"], "trainer.accumulate must be at least 1, got 0"),
+        (["--trainer.accumulate", "0"], "recipe key 'trainer.accumulate': expected a PositiveInt: 0 is not >0"),
+        (["--trainer.max_skipped", "-1"], "recipe key 'trainer.max_skipped': expected NonNegativeInt or null, got -1"),
+        (["--checkpoint.every_minutes", "nan"], "recipe key 'checkpoint.every_minutes': expected PositiveFloat"),
         (["--ema.decay", "1.5"], r"ema.decay must be null or in \[0, 1\), got 1.5"),
         (["--task", "detect"], "task must stay the recipe's, 'classify', got 'detect': take a recipe of that task"),
         (["--seed", "-1"], r"seed must be at least 0 and less than 2\*\*32, got -1"),
@@ -139,6 +141,9 @@ def test_a_mistake_on_the_command_line_is_one_sentence(overrides: list[str], sen
         ({"optimizer": {"betas": [0.9]}}, "recipe key 'optimizer.betas': expected a tuple with 2 elements"),
         ({"task": "detekt"}, "task must be one of classify, segment, detect, got 'detekt'"),
         ({"data": {"seed": 3}}, "unknown recipe key 'data.seed'"),
+        ({"seed": None}, "recipe key 'seed': expected a int, got None"),
+        ({"optimizer": {"betas": None}}, "recipe key 'optimizer.betas': expected a tuple, got None"),
+        ({"trainer": {"accumulate": None}}, "recipe key 'trainer.accumulate': expected a PositiveInt"),
     ],
 )
 def test_a_mistake_in_the_file_is_one_sentence(values: dict[str, Any], sentence: str) -> None:
@@ -172,7 +177,38 @@ def test_a_recipe_of_ones_own_needs_only_what_differs(tmp_path: Path) -> None:
     assert (recipe.name, recipe.optimizer.lr, recipe.schedule.epochs) == ("mine", 5e-4, 300)
 
 
-def test_the_help_tells_every_recipe_and_key() -> None:
+def test_a_recipe_takes_the_keys_of_its_base_and_changes_some(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("base: cifar10\nmodel: {args: {top_k: 7}}\ndata: {augmentation: {flip: 0.1}}\n")
+    (tmp_path / "again.yaml").write_text("base: mine.yaml\nseed: 3\nema: {decay: null}\n")
+    whole, again = load_recipe("cifar10"), load_recipe(tmp_path / "again.yaml", ["--optimizer.lr=0.5"])
+    assert again.model.args == {"stem_stride": 1, "top_k": 7}
+    assert again.data == {**whole.data, "augmentation": {**whole.data["augmentation"], "flip": 0.1}}
+    assert (again.name, again.seed, again.ema.decay, again.optimizer.lr) == ("again", 3, None, 0.5)
+    assert again.schedule == whole.schedule
+    (tmp_path / "record.yaml").write_text(again.to_yaml())  # a run's record is complete in itself
+    assert "base" not in again.to_dict()
+    assert load_recipe(tmp_path / "record.yaml") == again
+    (tmp_path / "of_run.yaml").write_text("base: record.yaml\n")
+    assert load_recipe(tmp_path / "of_run.yaml").name == "of_run"
+
+
+@pytest.mark.parametrize(
+    ("base", "error", "sentence"),
+    [
+        ("cifar", FileNotFoundError, "there is no recipe 'cifar': did you mean cifar10"),
+        ("none.yaml", FileNotFoundError, "there is no recipe file .*none.yaml"),
+        ("mine.yaml", ValueError, "mine.yaml' has itself for a base"),
+        ("[1]", FileNotFoundError, "there is no recipe "),
+        ("scenes_detect", ValueError, "unknown recipe key 'data.crop_ratio'"),
+    ],
+)
+def test_a_wrong_base_is_one_sentence(tmp_path: Path, base: str, error: type[Exception], sentence: str) -> None:
+    (tmp_path / "mine.yaml").write_text(f"base: {base}\ndata: {{crop_ratio: 1.0}}\n")
+    with pytest.raises(error, match=sentence):
+        load_recipe(tmp_path / "mine.yaml")
+
+
+def test_the_help_tells_every_key() -> None:
     text = help_text()
-    for word in (*shipped_recipes(), "--data.root", "--optimizer.lr_batch", "--ema.decay", "--trainer.devices"):
+    for word in ("--data.root", "--optimizer.lr_batch", "--ema.decay", "--trainer.devices"):
         assert word in text

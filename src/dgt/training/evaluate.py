@@ -1,4 +1,4 @@
-"""Using a trained model: its metrics on a data set, and its classes for single images."""
+"""Using a trained model: its metrics on a data set, and what it finds in single images."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dgt.tasks import TASKS
 from dgt.tasks.base import Metrics, Prediction
 from dgt.training.load import LoadedRun, load_run
 from dgt.training.parallel import build_fabric
-from dgt.training.recipe import build_data, parse_recipe
+from dgt.training.recipe import build_data, override_keys, parse_recipe
 from dgt.utils.atomic_write import write_json
-from dgt.utils.errors import UserError
+from dgt.utils.errors import UserError, check_range
 
 TRAINER_KEYS = ("trainer.accelerator", "trainer.precision")
 
@@ -35,10 +35,13 @@ def evaluate(path: str | Path, overrides: Sequence[str] = (), predictions: str |
         `broken_images`.
 
     Raises:
-        FileNotFoundError, ValueError: as `load_run` and the data do; where the data has other classes, the machine
+        FileNotFoundError, UserError: as `load_run` and the data do; where the data has other classes, the machine
             lacks what `trainer` asks for, or an override is of another key; `predictions` of a model of another task.
     """
-    _check_overrides(overrides)
+    for key in sorted(override_keys(overrides)):
+        if key.partition(".")[0] != "data" and key not in TRAINER_KEYS:
+            allowed = " and ".join(TRAINER_KEYS)
+            raise UserError(f"recipe key {key!r} cannot be changed in an evaluation, only data.* and {allowed}")
     run = load_run(path)
     task = TASKS[run.recipe.task]
     if predictions is not None and not task.has_results:
@@ -47,10 +50,8 @@ def evaluate(path: str | Path, overrides: Sequence[str] = (), predictions: str |
     data = build_data(recipe)
     data.setup("validate")
     if list(data.class_names) != run.class_names:
-        raise UserError(
-            f"the data has other classes than the model: {_some(data.class_names)} in the data, "
-            f"{_some(run.class_names)} in {run.source}"
-        )
+        theirs, ours = (f"{len(names)} ({', '.join(names[:5])})" for names in (data.class_names, run.class_names))
+        raise UserError(f"the data has other classes than the model: {theirs} in the data, {ours} in {run.source}")
     fabric = build_fabric(recipe.trainer, task, devices=1, num_nodes=1)
     network = fabric.strategy.precision.convert_module(run.network).to(fabric.device)
     metrics = task.metrics(data)
@@ -65,15 +66,7 @@ def evaluate(path: str | Path, overrides: Sequence[str] = (), predictions: str |
 def measure(
     fabric: Fabric, metrics: Metrics, network: nn.Module, loader: Any, between: Callable[[], None] = lambda: None
 ) -> None:
-    """Run one validation; leaves the network in evaluation mode.
-
-    Args:
-        fabric: devices and precision.
-        metrics: what is counted.
-        network: on the device.
-        loader: the validation's batches.
-        between: called before every batch.
-    """
+    """Run one validation, with `between` called before every batch; leaves the network in evaluation mode."""
     network.eval()
     loader.device = fabric.device
     with torch.no_grad():
@@ -102,30 +95,15 @@ def predict(path: str | Path | LoadedRun, images: Sequence[str | Path], top_k: i
         One prediction per file, in their order; a file that cannot be read has `error` set and nothing else.
 
     Raises:
-        FileNotFoundError, ValueError: as `load_run` does; ValueError for `top_k` below 1.
+        FileNotFoundError, UserError: as `load_run` does; UserError for `top_k` below 1.
     """
-    if top_k < 1:
-        raise UserError(f"top_k must be at least 1, got {top_k}")
+    check_range(1, top_k=top_k)
     run = path if isinstance(path, LoadedRun) else load_run(path)
-    return [_predict_one(run, image, top_k) for image in images]
 
+    def of_one(image: str | Path) -> Prediction:
+        try:
+            return TASKS[run.recipe.task].predict(run, image, top_k)
+        except (FileNotFoundError, ValueError) as error:
+            return Prediction(str(image), error=str(error))
 
-def _check_overrides(overrides: Sequence[str]) -> None:
-    """Raise ValueError for a key that an evaluation would not heed."""
-    for word in overrides:
-        key = word[2:].partition("=")[0]
-        if word.startswith("--") and key.partition(".")[0] != "data" and key not in TRAINER_KEYS:
-            raise UserError(
-                f"recipe key {key!r} cannot be changed in an evaluation, only data.* and {' and '.join(TRAINER_KEYS)}"
-            )
-
-
-def _some(names: Sequence[str]) -> str:
-    return f"{len(names)} ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})"
-
-
-def _predict_one(run: LoadedRun, image: str | Path, top_k: int) -> Prediction:
-    try:
-        return TASKS[run.recipe.task].predict(run, image, top_k)
-    except (FileNotFoundError, ValueError) as error:
-        return Prediction(str(image), error=str(error))
+    return [of_one(image) for image in images]

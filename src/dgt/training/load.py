@@ -1,4 +1,4 @@
-"""Opening what a training left behind: a checkpoint, a run's folder or a model's folder.
+"""Opening what a training left behind: a checkpoint, a run's folder, or a model's folder, ours or timm's.
 
 Weights are read without unpickling code (`weights_only=True`, safetensors). Everything that can be wrong with a file is
 told in a sentence that names the file: missing, cut off, not of this package, weights of another model.
@@ -21,8 +21,10 @@ from dgt.tasks import TASKS
 from dgt.training.recipe import Recipe, parse_recipe
 from dgt.training.run import RECORD_FORMAT
 from dgt.training.state import RECORD_KEY, read_checkpoint, stored_weights
-from dgt.training.timm_folder import read_timm_folder
 from dgt.utils.errors import UserError
+
+PLACES = ("model/model.safetensors", "model.safetensors", "checkpoints/last.ckpt", "checkpoints/best.ckpt")
+WRAPPER = "timm_model."  # transformers' name for the model inside its own
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,7 @@ def load_run(path: str | Path) -> LoadedRun:
         FileNotFoundError: nothing there, or a folder that holds neither.
         UserError: a file that is cut off, was not written by this package, or holds another model's weights.
     """
-    source = find_weights(path)
-    weights, record = _read_weights(source)
+    source, weights, record = _read(path)
     if record.get("format") != RECORD_FORMAT:
         raise UserError(f"{source} has record format {record.get('format')!r}, this version reads {RECORD_FORMAT}")
     if not isinstance(record.get("recipe"), dict) or not record.get("class_names"):
@@ -63,26 +64,8 @@ def load_run(path: str | Path) -> LoadedRun:
     arguments = {key: value for key, value in recipe.model.args.items() if key != "pretrained"}
     settings = replace(recipe.model, args=arguments)
     network = TASKS[recipe.task].build(settings, len(record["class_names"]), recipe.data["image_size"])
-    load_weights(network, weights, f"model {recipe.model.name!r}", source)
+    _load_weights(network, weights, f"model {recipe.model.name!r}", source)
     return LoadedRun(network.eval(), recipe, record["class_names"], source)
-
-
-def find_weights(path: str | Path) -> Path:
-    """The file that holds the weights of a checkpoint, a run folder or a model folder.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
-    path = Path(path)
-    if path.is_file():
-        return path.with_name("model.safetensors") if path.name == "config.json" else path
-    if not path.exists():
-        raise FileNotFoundError(f"there is no checkpoint, run folder or model folder {str(path)!r}")
-    places = ("model/model.safetensors", "model.safetensors", "checkpoints/last.ckpt", "checkpoints/best.ckpt")
-    for place in places:
-        if (path / place).is_file():
-            return path / place
-    raise FileNotFoundError(f"the folder {str(path)!r} holds no model: expected one of {', '.join(places)} in it")
 
 
 def initialize(network: nn.Module, path: str | Path) -> None:
@@ -98,11 +81,9 @@ def initialize(network: nn.Module, path: str | Path) -> None:
         FileNotFoundError: nothing there.
         UserError: unreadable, or the weights are of another model.
     """
-    source = find_weights(path)
-    weights, record = _read_weights(source)
-    recipe = record.get("recipe")
+    source, weights, record = _read(path)
+    recipe, backbone = record.get("recipe"), getattr(network, "backbone", None)
     of_classifier = isinstance(recipe, dict) and recipe.get("task", "classify") == "classify"
-    backbone = getattr(network, "backbone", None)
     if isinstance(backbone, FeatureBackbone) and of_classifier:
         missing, _ = backbone.load_classifier(weights)
         if missing:
@@ -111,20 +92,16 @@ def initialize(network: nn.Module, path: str | Path) -> None:
                 f"{len(missing)} tensors are missing or have another shape, the first: {missing[0]}"
             )
         return
-    own = network.state_dict()
-    classifier = _classifier_names(network)
-    for key in list(weights):
-        if key.startswith(classifier) and key in own and weights[key].shape != own[key].shape:
-            weights[key] = own[key]
-    load_weights(network, weights, "the recipe's model", source)
+    names = (getattr(network, "pretrained_cfg", None) or {}).get("classifier") or "head"
+    classifier = tuple(f"{name}." for name in ([names] if isinstance(names, str) else names))
+    for key, value in network.state_dict().items():
+        if key.startswith(classifier) and key in weights and weights[key].shape != value.shape:
+            weights[key] = value
+    _load_weights(network, weights, "the recipe's model", source)
 
 
-def load_weights(network: nn.Module, weights: Mapping[str, Tensor], name: str, source: Path) -> None:
-    """Load weights that must fit exactly.
-
-    Raises:
-        UserError: naming the file, how many tensors do not fit, and the first of them.
-    """
+def _load_weights(network: nn.Module, weights: Mapping[str, Tensor], name: str, source: Path) -> None:
+    """Load weights that must fit exactly, or raise UserError with how many tensors do not, and the first of them."""
     own = network.state_dict()
     shapes = [
         f"{key} is {tuple(weights[key].shape)} in the file and {tuple(own[key].shape)} in the model"
@@ -133,8 +110,7 @@ def load_weights(network: nn.Module, weights: Mapping[str, Tensor], name: str, s
     ]
     missing = [f"{key} is not in the file" for key in own if key not in weights]
     surplus = [f"{key} is not in the model" for key in weights if key not in own]
-    problems = shapes + missing + surplus
-    if problems:
+    if problems := shapes + missing + surplus:
         raise UserError(
             f"{source} holds the weights of another model than {name}: {len(shapes)} tensors have another shape, "
             f"{len(missing)} are missing, {len(surplus)} are unknown; the first: {problems[0]}"
@@ -142,13 +118,28 @@ def load_weights(network: nn.Module, weights: Mapping[str, Tensor], name: str, s
     network.load_state_dict(dict(weights))
 
 
-def _classifier_names(network: nn.Module) -> tuple[str, ...]:
-    names = (getattr(network, "pretrained_cfg", None) or {}).get("classifier") or "head"
-    return tuple(f"{name}." for name in ([names] if isinstance(names, str) else names))
-
-
-def _read_weights(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    return _read_model_folder(source) if source.suffix == ".safetensors" else _read_checkpoint(source)
+def _read(path: str | Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
+    """File, weights and record of a checkpoint, a run folder or a model folder."""
+    source = path = Path(path)
+    if path.is_dir():
+        found = [path / place for place in PLACES if (path / place).is_file()]
+        if not found:
+            places = ", ".join(PLACES)
+            raise FileNotFoundError(f"the folder {str(path)!r} holds no model: expected one of {places} in it")
+        source = found[0]
+    elif not path.exists():
+        raise FileNotFoundError(f"there is no checkpoint, run folder or model folder {str(path)!r}")
+    elif path.name == "config.json":
+        source = path.with_name("model.safetensors")
+    if source.suffix == ".safetensors":
+        return source, *_read_model_folder(source)
+    stored = read_checkpoint(source)
+    if not isinstance(stored.get(RECORD_KEY), dict):
+        raise UserError(f"{source} was not written by `dgt train`: it has no entry 'dgt' with the recipe")
+    weights = stored_weights(stored)
+    if weights is None:
+        raise UserError(f"{source} is cut off or damaged: it holds no weights")
+    return source, weights, stored[RECORD_KEY]
 
 
 def _read_model_folder(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -157,22 +148,39 @@ def _read_model_folder(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]
         raise FileNotFoundError(f"{source} has no config.json beside it, which says what model it is")
     try:
         description = json.loads(config.read_text(encoding="utf-8"))
-        record = description.get("dgt")
         weights = safetensors.torch.load_file(source)
-    except (json.JSONDecodeError, AttributeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise UserError(f"{config} is not the description of a model: {error}") from error
     except SafetensorError as error:
         raise UserError(f"{source} is cut off or damaged ({source.stat().st_size} bytes): {error}") from error
-    if not isinstance(record, dict):
-        return read_timm_folder(config, description, weights)
-    return weights, record
+    if not isinstance(description, dict):
+        raise UserError(f"{config} is not the description of a model: it holds no object")
+    if isinstance(description.get(RECORD_KEY), dict):
+        return weights, description[RECORD_KEY]
+    weights = {key.removeprefix(WRAPPER): value for key, value in weights.items()}
+    return weights, _record_of_timm(config, description)
 
 
-def _read_checkpoint(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    stored = read_checkpoint(source)
-    if not isinstance(stored.get(RECORD_KEY), dict):
-        raise UserError(f"{source} was not written by `dgt train`: it has no entry 'dgt' with the recipe")
-    weights = stored_weights(stored)
-    if weights is None:
-        raise UserError(f"{source} is cut off or damaged: it holds no weights")
-    return weights, stored[RECORD_KEY]
+def _record_of_timm(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """The record of a classifier that `timm.models.save_for_hf` or transformers wrote, as far as `config.json` tells:
+    the model, its size, and how its images are prepared.
+    """
+    prepared = config.get("pretrained_cfg") or config  # timm before 1.0 wrote one level
+    architecture, count = config.get("architecture"), prepared.get("num_classes", config.get("num_classes"))
+    if not architecture or not count:
+        raise UserError(
+            f"{path} was not written by `dgt train` nor by timm: it has neither an entry 'dgt' with the recipe nor "
+            "'architecture' and 'num_classes' of a classifier"
+        )
+    names = {"crop_ratio": "crop_pct", "mean": "mean", "std": "std"}
+    data: dict[str, Any] = {ours: prepared[theirs] for ours, theirs in names.items() if theirs in prepared}
+    if "input_size" in prepared:
+        data["image_size"] = int(prepared["input_size"][-1])
+    if "interpolation" in prepared:
+        data["augmentation"] = {"interpolation": prepared["interpolation"]}
+    arguments = {key: value for key, value in (config.get("model_args") or {}).items() if key != "num_classes"}
+    labels = config.get("label_names")
+    labels = labels if isinstance(labels, list) and len(labels) == count else list(map(str, range(count)))
+    model = {"name": architecture, "args": arguments}
+    recipe = {"name": path.parent.name or architecture, "model": model, "data": data}
+    return {"format": RECORD_FORMAT, "recipe": recipe, "class_names": labels}

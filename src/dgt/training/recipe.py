@@ -2,22 +2,22 @@
 
 A recipe has the sections `model`, `data`, `optimizer`, `schedule`, `ema`, `trainer` and `checkpoint` and the keys
 `task`, `seed` and `out`. Whatever it leaves out has the default written here; `data` takes the arguments of the task's
-data module. Every key can be set on the command line as `--section.key value`. An unknown key or a wrong type is one
-sentence that names the key, as a `ValueError`.
+data module. `base` names another recipe whose keys it takes and changes, section by section. Every key but `base` can
+be set on the command line as `--section.key value`. Any mistake is one sentence that names the key, a `UserError`.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
 import jsonargparse
 import yaml
+from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
 from dgt.tasks import TASKS
 from dgt.tasks.network import ModelSettings
@@ -25,6 +25,7 @@ from dgt.tasks.optim import OptimizerSettings, ScheduleSettings
 from dgt.utils.errors import UserError
 
 Precision = Literal["auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true"]
+RECIPES = Path(__file__).parents[1] / "recipes"
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,6 @@ class EmaSettings:
     """
 
     decay: float | None = None
-
-    def __post_init__(self) -> None:
-        """Raise ValueError, naming the recipe's key, for a value out of range."""
-        if self.decay is not None and not 0 <= self.decay < 1:
-            raise UserError(f"ema.decay must be null or in [0, 1), got {self.decay!r}")
 
 
 @dataclass(frozen=True)
@@ -67,26 +63,16 @@ class TrainerSettings:
 
     accelerator: str = "auto"
     devices: int | str = "auto"
-    num_nodes: int = 1
+    num_nodes: PositiveInt = 1
     precision: Precision = "auto"
     strategy: str = "auto"
     sync_batchnorm: bool = False
-    accumulate: int = 1
-    check_val_every: int = 1
+    accumulate: PositiveInt = 1
+    check_val_every: PositiveInt = 1
     deterministic: bool = False
     compile: bool = False
-    max_skipped: int | None = 10
-    pictures_every: int | None = 10
-
-    def __post_init__(self) -> None:
-        """Raise ValueError, naming the recipe's key, for a value out of range."""
-        for key in ("num_nodes", "accumulate", "check_val_every"):
-            if getattr(self, key) < 1:
-                raise UserError(f"trainer.{key} must be at least 1, got {getattr(self, key)!r}")
-        if self.max_skipped is not None and self.max_skipped < 0:
-            raise UserError(f"trainer.max_skipped must be null or at least 0, got {self.max_skipped!r}")
-        if self.pictures_every is not None and self.pictures_every < 1:
-            raise UserError(f"trainer.pictures_every must be null or at least 1, got {self.pictures_every!r}")
+    max_skipped: NonNegativeInt | None = 10
+    pictures_every: PositiveInt | None = 10
 
 
 @dataclass(frozen=True)
@@ -100,19 +86,16 @@ class CheckpointSettings:
         keep: how many are kept, the newest; where the newest is damaged the one before serves.
     """
 
-    every_epochs: int | None = 1
-    every_steps: int | None = None
-    every_minutes: float | None = 30.0
-    keep: int = 2
+    every_epochs: PositiveInt | None = 1
+    every_steps: PositiveInt | None = None
+    every_minutes: PositiveFloat | None = 30.0
+    keep: PositiveInt = 2
 
-    def __post_init__(self) -> None:
-        """Raise ValueError, naming the recipe's key, for a value out of range."""
-        for key in ("every_epochs", "every_steps", "every_minutes"):
-            value = getattr(self, key)
-            if value is not None and value <= 0:
-                raise UserError(f"checkpoint.{key} must be null or above 0, got {value!r}")
-        if self.keep < 1:
-            raise UserError(f"checkpoint.keep must be at least 1, got {self.keep!r}")
+
+SECTIONS: dict[str, Any] = {  # `data` is the task's
+    **{"model": ModelSettings, "data": None, "optimizer": OptimizerSettings, "schedule": ScheduleSettings},
+    **{"ema": EmaSettings, "trainer": TrainerSettings, "checkpoint": CheckpointSettings},
+}
 
 
 @dataclass(frozen=True)
@@ -146,10 +129,10 @@ class Recipe:
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
 
     def __post_init__(self) -> None:
-        """Raise ValueError, naming the recipe's key, for a value out of range."""
-        _check_task(self.task)
         if not 0 <= self.seed < 2**32:
             raise UserError(f"seed must be at least 0 and less than 2**32, got {self.seed!r}")
+        if self.ema.decay is not None and not 0 <= self.ema.decay < 1:
+            raise UserError(f"ema.decay must be null or in [0, 1), got {self.ema.decay!r}")
         if self.trainer.strategy == "fsdp2" and self.ema.decay is not None:
             raise UserError("ema.decay must be null under trainer.strategy fsdp2: shared-out weights have no average")
 
@@ -163,49 +146,28 @@ class Recipe:
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
 
 
-def shipped_recipes() -> list[str]:
-    """Names of the recipes inside the package, sorted."""
-    folder = resources.files("dgt.recipes")
-    return sorted(Path(entry.name).stem for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+def shipped_recipes(folder: Path = RECIPES) -> list[str]:
+    """Names of the recipes inside the package, or of the YAML files of another folder, sorted."""
+    return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
 def help_text(task: str = "classify") -> str:
-    """What `dgt train --help` prints: the shipped recipes, each with the first line of its header, and all keys."""
-    folder = resources.files("dgt.recipes")
-    lines = [
-        "usage: dgt train RECIPE [--resume auto] [--data.root DIR] [--section.key value ...]\n",
-        "Train a recipe, shipped by name or the path of a YAML file, and write its run folder (runs/NAME).\n",
-        "recipes:",
-    ]
-    for name in shipped_recipes():
-        header = (folder / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
-        lines.append(f"  {name:<20} {header.lstrip('# ')}")
-    lines.append(f"\nkeys of task {task!r} (those of another: `dgt train RECIPE --help`), each with its default:")
-    return "\n".join(lines) + "\n" + recipe_parser(task).format_help()
+    """What `dgt train RECIPE --help` prints: all keys of the recipe's task. `dgt train --help` lists the recipes."""
+    usage = "usage: dgt train RECIPE [--resume auto] [--data.root DIR] [--section.key value ...]\n\n"
+    return f"{usage}keys of task {task!r}, each with its default:\n{recipe_parser(task).format_help()}"
 
 
 def recipe_parser(task: str = "classify") -> jsonargparse.ArgumentParser:
-    """The parser of recipes of one task: it knows every key with its type, default and description.
-
-    Args:
-        task: a key of `dgt.tasks.TASKS`.
-
-    Raises:
-        ValueError: no such task.
-    """
-    _check_task(task)
+    """The parser of recipes of one task: it knows every key with its type, default and description."""
+    if task not in TASKS:
+        raise UserError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
     parser = jsonargparse.ArgumentParser(exit_on_error=False, add_help=False, usage=jsonargparse.SUPPRESS)
     parser.add_argument("--name", type=str, default="recipe", help="name of the experiment, and of its run folder")
     parser.add_argument("--task", type=str, default=task, help="what is trained: " + ", ".join(TASKS))
     parser.add_argument("--seed", type=int, default=0, help="every random choice follows from it")
     parser.add_argument("--out", type=str | None, default=None, help="folder of the run; null for runs/NAME")
-    parser.add_class_arguments(ModelSettings, "model")
-    parser.add_class_arguments(TASKS[task].data, "data", skip={"seed"})
-    parser.add_class_arguments(OptimizerSettings, "optimizer")
-    parser.add_class_arguments(ScheduleSettings, "schedule")
-    parser.add_class_arguments(EmaSettings, "ema")
-    parser.add_class_arguments(TrainerSettings, "trainer")
-    parser.add_class_arguments(CheckpointSettings, "checkpoint")
+    for name, settings in SECTIONS.items():
+        parser.add_class_arguments(settings or TASKS[task].data, name, skip={"seed"})
     return parser
 
 
@@ -216,21 +178,56 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         recipe: name of a shipped recipe, or path of a YAML file.
         overrides: as on the command line: `["--data.root", "images", "--schedule.epochs=5"]`.
 
-    Returns:
-        The complete, checked recipe.
-
     Raises:
         FileNotFoundError: neither a shipped recipe nor a file.
-        ValueError: not UTF-8, not YAML, an unknown key, a wrong type or a value out of range.
+        UserError: not UTF-8, not YAML, an unknown key, a wrong type or a value out of range.
     """
-    name, text = _read(recipe)
+    path, values = read_yaml("recipe", recipe)
+    seen = {path.resolve()}
+    while "base" in values:
+        base = str(values.pop("base"))
+        path, below = read_yaml("recipe", path.parent / base if base.endswith((".yaml", ".yml")) else base)
+        if path.resolve() in seen:
+            raise UserError(f"recipe {str(recipe)!r} has itself for a base, by way of {str(path)!r}")
+        seen.add(path.resolve())
+        values = _merged({key: value for key, value in below.items() if key not in ("name", "out")}, values)
+    return parse_recipe({"name": Path(recipe).stem, **values}, overrides)
+
+
+def read_yaml(what: str, name: str | Path, folder: Path = RECIPES) -> tuple[Path, dict[str, Any]]:
+    """The file of a recipe or a table, and what it holds.
+
+    Args:
+        what: "recipe" or "table".
+        name: of one that is shipped, or the path of a YAML file.
+        folder: where the shipped ones are.
+
+    Raises:
+        FileNotFoundError: neither a shipped name nor a file.
+        UserError: not UTF-8, not YAML, or no mapping.
+    """
+    path = Path(name)
+    if path.suffix not in (".yaml", ".yml") and not path.is_file():
+        shipped = shipped_recipes(folder)
+        if str(name) not in shipped:
+            near = difflib.get_close_matches(str(name), shipped, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise FileNotFoundError(
+                f"there is no {what} {str(name)!r}: {hint}shipped are {', '.join(shipped)}; "
+                "any other is the path of a YAML file"
+            )
+        path = folder / f"{name}.yaml"
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no {what} file {str(name)!r}")
     try:
-        values = yaml.safe_load(text) or {}
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{what} {str(name)!r} is not a text in UTF-8: {error}") from error
     except yaml.YAMLError as error:
-        raise UserError(f"recipe {str(recipe)!r} is not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(values, dict):
-        raise UserError(f"recipe {str(recipe)!r} must be a mapping of keys, got {type(values).__name__}")
-    return parse_recipe({"name": name, **values}, overrides)
+        raise UserError(f"{what} {str(name)!r} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict | None):
+        raise UserError(f"{what} {str(name)!r} must be a mapping of keys, got {type(values).__name__}")
+    return path, values or {}
 
 
 def parse_recipe(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:
@@ -241,40 +238,31 @@ def parse_recipe(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Re
         overrides: as in `load_recipe`.
 
     Raises:
-        ValueError: an unknown key, a wrong type or a value out of range.
+        UserError: an unknown key, a wrong type or a value out of range.
     """
     task = str(values.get("task", "classify"))
     parser = recipe_parser(task)
-    known = set(_leaves(parser.get_defaults().as_dict()))
-    base = dict(values)
-    _check_keys(base, known)
-    changed = _override_keys(overrides, known)
-    if "model.name" in changed and isinstance(base.get("model"), dict):
-        base["model"] = {**base["model"], "args": {}}
+    changed = override_keys(overrides)
+    _check_keys({**flatten(values), **{key: {} for key in changed}}, flatten(parser.get_defaults().as_dict()))
+    if "model.name" in changed and isinstance(values.get("model"), Mapping):
+        values = {**values, "model": {**values["model"], "args": {}}}
     try:
-        parsed = parser.parse_args(list(overrides), namespace=parser.parse_object(base))
-    except jsonargparse.ArgumentError as error:
+        parsed = parser.parse_args(list(overrides), namespace=parser.parse_object(dict(values)))
+        parser.validate(parsed, False)  # also what is null: only keys that may be
+    except (jsonargparse.ArgumentError, TypeError) as error:
         raise UserError(_sentence(str(error))) from error
     settings = parsed.as_dict()
     if settings["task"] != task:  # the keys of `data` are the task's
         raise UserError(f"task must stay the recipe's, {task!r}, got {settings['task']!r}: take a recipe of that task")
-    return Recipe(
-        **{key: settings[key] for key in ("name", "task", "seed", "out")},
-        data=_plain(settings["data"]),
-        model=ModelSettings(**settings["model"]),
-        optimizer=OptimizerSettings(**settings["optimizer"]),
-        schedule=ScheduleSettings(**settings["schedule"]),
-        ema=EmaSettings(**settings["ema"]),
-        trainer=TrainerSettings(**settings["trainer"]),
-        checkpoint=CheckpointSettings(**settings["checkpoint"]),
-    )
+    sections = {key: section(**settings[key]) for key, section in SECTIONS.items() if section}
+    return Recipe(**{**settings, **sections, "data": _plain(settings["data"])})
 
 
 def build_data(recipe: Recipe) -> Any:
     """The recipe's data module, not yet set up; its seed is the recipe's.
 
     Raises:
-        ValueError: an argument of the data module is out of range, or the images' place is not given.
+        UserError: an argument of the data module is out of range, or the images' place is not given.
     """
     if recipe.data["root"] is None and recipe.data.get("dataset") != "scenes":
         raise UserError(f"recipe {recipe.name!r} needs images: give --data.root, {TASKS[recipe.task].data.root_holds}")
@@ -283,83 +271,66 @@ def build_data(recipe: Recipe) -> Any:
     return parser.instantiate(parser.parse_object({"data": {**recipe.data, "seed": recipe.seed}}))["data"]
 
 
-def _check_task(task: str) -> None:
-    if task not in TASKS:
-        raise UserError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
+def override_keys(words: Sequence[str]) -> set[str]:
+    """The recipe keys that the words of a command line set: `["--a.b", "1", "--c=2"]` sets a.b and c."""
+    return {word[2:].partition("=")[0] for word in words if word.startswith("--")}
 
 
-def _read(recipe: str | Path) -> tuple[str, str]:
-    path = Path(recipe)
-    if path.suffix in (".yaml", ".yml") or path.is_file():
-        if not path.is_file():
-            raise FileNotFoundError(f"there is no recipe file {str(recipe)!r}")
-        try:
-            return path.stem, path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(f"recipe {str(recipe)!r} is not a text in UTF-8: {error}") from error
-    shipped = shipped_recipes()
-    if str(recipe) not in shipped:
-        near = difflib.get_close_matches(str(recipe), shipped, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise FileNotFoundError(
-            f"there is no recipe {str(recipe)!r}: {hint}shipped are {', '.join(shipped)}; "
-            "any other is the path of a YAML file"
-        )
-    return str(recipe), (resources.files("dgt.recipes") / f"{recipe}.yaml").read_text(encoding="utf-8")
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested values by the keys of a command line: `{"a": {"b": 1}}` to `{"a.b": 1}`."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        below = isinstance(value, Mapping) and value
+        found |= flatten(value, f"{prefix}{key}.") if below else {f"{prefix}{key}": value}
+    return found
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """`below` with the values of `above` in place of its own, section by section."""
+    both = [key for key in above if isinstance(below.get(key), Mapping) and isinstance(above[key], Mapping)]
+    return {**below, **above, **{key: _merged(below[key], above[key]) for key in both}}
 
 
 def _plain(value: Any) -> Any:
-    """Nested tuples, mappings and paths as lists, dicts and strings: what YAML and JSON can hold."""
+    """Nested tuples, mappings, paths and restricted numbers as what YAML and JSON can hold."""
     if isinstance(value, Mapping):
         return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
-    return str(value) if isinstance(value, Path) else value
+    plain = next((kind for kind in (bool, int, float) if isinstance(value, kind)), None)
+    return plain(value) if plain else str(value) if isinstance(value, Path) else value
 
 
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key
+def _check_keys(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Raise UserError at the first key that is not known, or that is a value where a section belongs.
 
-
-def _check_keys(values: Mapping[str, Any], known: set[str], prefix: str = "") -> None:
-    """Raise ValueError at the first key that is not known, or that is a value where a section belongs."""
-    for key, value in values.items():
-        path = f"{prefix}{key}"
-        is_section = any(name.startswith(f"{path}.") for name in known)
-        if is_section and not isinstance(value, Mapping):
-            raise UserError(f"recipe key {path!r} must be a section of keys, got {value!r}")
-        if is_section:
-            _check_keys(value, known, f"{path}.")
-        elif path not in known:
-            raise _unknown(path, known)
-
-
-def _override_keys(overrides: Sequence[str], known: set[str]) -> set[str]:
-    keys = {word[2:].partition("=")[0] for word in overrides if word.startswith("--")}
-    for key in sorted(keys):
-        section = any(name.startswith(f"{key}.") for name in known)
-        if key not in known and not section and not key.startswith(("model.args.", "model.head.")):
-            raise _unknown(key, known)
-    return keys
-
-
-def _unknown(key: str, known: set[str]) -> UserError:
-    by_last = {name.rpartition(".")[2]: name for name in sorted(known)}
-    near = difflib.get_close_matches(key, sorted(known), n=2, cutoff=0.75)
-    near += [by_last[last] for last in difflib.get_close_matches(key.rpartition(".")[2], by_last, n=1, cutoff=0.75)]
-    hint = f"; did you mean {' or '.join(dict.fromkeys(near))}?" if near else "; `dgt train --help` lists all keys"
-    return UserError(f"unknown recipe key {key!r}{hint}")
+    Args:
+        given: value by key, of nested values those that are no section.
+        known: default by key; below one whose default is a mapping, any key will do.
+    """
+    names, free = sorted(known), tuple(f"{key}." for key, value in known.items() if isinstance(value, Mapping))
+    by_last = {name.rpartition(".")[2]: name for name in names}
+    for key, value in given.items():
+        if key in known or key.startswith(free):
+            continue
+        if not any(name.startswith(f"{key}.") for name in names):
+            last = difflib.get_close_matches(key.rpartition(".")[2], by_last, n=1, cutoff=0.75)
+            near = [*difflib.get_close_matches(key, names, n=2, cutoff=0.75), *(by_last[word] for word in last)]
+            hint = f"did you mean {' or '.join(dict.fromkeys(near))}?" if near else ""
+            raise UserError(f"unknown recipe key {key!r}; {hint or '`dgt train RECIPE --help` lists all keys'}")
+        if not isinstance(value, Mapping):
+            raise UserError(f"recipe key {key!r} must be a section of keys, got {value!r}")
 
 
 def _sentence(message: str) -> str:
     """The parser's message as one line that names the key, what was expected and what came."""
-    message = re.sub(r"<class '(\w+)'>", r"\1", message).replace("typing.", "")
+    message = re.sub(r"<class '(?:[\w.]*\.)?(\w+)'>", r"\1", message).replace("NoneType", "null")
     found = re.match(r'Parser key "([^"]+)":\s*(.*)', message, flags=re.DOTALL)
     if found is None:
         return f"recipe: {' '.join(message.split())}"
-    expected = " ".join(found[2].split()).replace("Expected", "expected").replace(". Got value:", ", got")
-    return f"recipe key {found[1]!r}: {expected}"
+    union = re.search(r"Subtypes: \[(.*?)\]\n.*Given value: (.*)", found[2], flags=re.DOTALL)
+    told = f"expected {union[1].replace(', ', ' or ')}, got {union[2]}" if union else found[2]
+    words = {"Expected": "expected", ". Got value:": ", got", "typing.": "", "Not of type": "expected a"}
+    for theirs, ours in {**words, "does not conform to restriction v": "is not "}.items():
+        told = told.replace(theirs, ours)
+    return f"recipe key {found[1]!r}: {' '.join(told.split())}"

@@ -18,7 +18,7 @@ import json
 import platform
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from dgt.tasks.network import ModelSettings, model_arguments
-from dgt.training.recipe import Recipe, load_recipe
+from dgt.training.recipe import Recipe, flatten, load_recipe
 from dgt.training.state import step_checkpoints
 from dgt.utils.atomic_write import atomic_write, write_json
 from dgt.utils.errors import UserError
@@ -37,7 +37,7 @@ from dgt.utils.errors import UserError
 RECORD_FORMAT = 1
 RESULTS = "results.json"
 
-# What may change between a stop and its resumption: places, speed, and how much is put up with or looked at.
+# What may change between a stop and its resumption: places, speed, and how much is tolerated or looked at.
 # A change of the number of processes is found when the checkpoint is opened.
 FREE = (
     *("name", "out", "checkpoint", "data.root", "data.num_workers", "data.cache", "data.max_broken_share"),
@@ -58,16 +58,41 @@ def choose_run_folder(recipe: Recipe, again: bool = False) -> Path:
             or files of something else.
         NotADirectoryError: `out` is a file, or lies below one.
     """
-    if recipe.out is not None or again:
-        folder = Path(recipe.out or f"runs/{recipe.name}")
-        check_folder(folder)
-        if any((folder / "checkpoints").glob("*.ckpt")) or (folder / "results.json").exists():
-            raise FileExistsError(f"{folder} holds a run already: give another folder with --out")
-        if folder.exists() and any(folder.iterdir()) and not is_run(folder):
-            raise FileExistsError(f"{folder} holds files that are not a run's: give another folder with --out")
-        return folder
-    candidates = (Path("runs") / (recipe.name + (f"-{number}" if number > 1 else "")) for number in count(1))
-    return next(folder for folder in candidates if not folder.exists())
+    if recipe.out is None and not again:
+        names = (recipe.name + (f"-{number}" if number > 1 else "") for number in count(1))
+        return next(folder for name in names if not (folder := Path("runs") / name).exists())
+    folder = _own_folder(recipe)
+    if any((folder / "checkpoints").glob("*.ckpt")) or (folder / RESULTS).exists():
+        raise FileExistsError(f"{folder} holds a run already: give another folder with --out")
+    return folder
+
+
+def run_to_resume(recipe: Recipe) -> Path | None:
+    """The folder of the recipe's run (`out`, or runs/NAME), if it holds one that began.
+
+    Raises:
+        FileExistsError: the folder holds files of something else, or the run of another recipe.
+        NotADirectoryError: `out` is a file.
+    """
+    folder = _own_folder(recipe)
+    if not step_checkpoints(folder) and not (folder / RESULTS).exists():
+        return None
+    there, asked = (flatten(each.to_dict()) for each in (load_recipe(folder / "recipe.yaml"), recipe))
+    for key in sorted({*there, *asked}):
+        if there.get(key) != asked.get(key) and not f"{key}.".startswith(tuple(f"{free}." for free in FREE)):
+            raise FileExistsError(
+                f"{folder} was begun with {key} {there.get(key)!r}, now {asked.get(key)!r} is asked for: give the "
+                "same, or another folder with --out"
+            )
+    return folder
+
+
+def _own_folder(recipe: Recipe) -> Path:
+    folder = Path(recipe.out or f"runs/{recipe.name}")
+    check_folder(folder)
+    if folder.exists() and any(folder.iterdir()) and not is_run(folder):
+        raise FileExistsError(f"{folder} holds files that are not a run's: give another folder with --out")
+    return folder
 
 
 def check_folder(folder: Path) -> None:
@@ -78,64 +103,34 @@ def check_folder(folder: Path) -> None:
 
 
 def is_run(folder: Path, name: str = "") -> bool:
-    """Whether a folder holds the complete recipe that a run writes first.
-
-    Args:
-        folder: any folder.
-        name: name that the recipe must have; empty for any.
-    """
+    """Whether a folder holds the complete recipe that a run writes first, and that has this name, if one is given."""
     recipe = folder / "recipe.yaml"
     return recipe.is_file() and recipe.read_bytes().startswith(f"name: {name}\n".encode() if name else b"name: ")
 
 
-def run_to_resume(recipe: Recipe) -> Path | None:
-    """The folder of the recipe's run (`out`, or runs/NAME), if it holds one that began.
-
-    Raises:
-        FileExistsError: the folder holds files of something else, or the run of another recipe.
-        NotADirectoryError: `out` is a file.
-    """
-    folder = Path(recipe.out) if recipe.out is not None else Path("runs") / recipe.name
-    check_folder(folder)
-    if not folder.exists() or not any(folder.iterdir()):
-        return None
-    if not is_run(folder):
-        raise FileExistsError(f"{folder} holds files that are not a run's: give another folder with --out")
-    if not step_checkpoints(folder) and not (folder / RESULTS).exists():
-        return None
-    there, asked = (dict(_leaves(each.to_dict())) for each in (load_recipe(folder / "recipe.yaml"), recipe))
-    for key in sorted({*there, *asked}):
-        if there.get(key) != asked.get(key) and not _is_free(key):
-            raise FileExistsError(
-                f"{folder} was begun with {key} {there.get(key)!r}, now {asked.get(key)!r} is asked for: give the "
-                "same, or another folder with --out"
-            )
-    return folder
-
-
 def finished_results(folder: Path) -> dict[str, Any] | None:
-    """What `results.json` of a run says; None where the run is not finished.
+    """What `results.json` of a run says; None where the run is not finished. Raises UserError where it is damaged."""
+    return read_json(folder / RESULTS) if (folder / RESULTS).is_file() else None
+
+
+def read_json(path: Path, needed: Sequence[str] = ()) -> dict[str, Any]:
+    """A JSON object from a run's folder.
 
     Raises:
-        UserError: the file is damaged.
+        UserError: the file is damaged, or lacks one of the keys that are `needed`.
     """
-    path = folder / RESULTS
-    if not path.is_file():
-        return None
     try:
-        results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise UserError(f"{path} is damaged: {error}") from error
-    return results
+    lacking = [key for key in needed if key not in content] if isinstance(content, dict) else ["an object"]
+    if lacking:
+        raise UserError(f"{path} is damaged: it lacks {', '.join(lacking)}")
+    return dict(content)
 
 
 def make_record(recipe: Recipe, class_names: Sequence[str]) -> dict[str, Any]:
-    """What a checkpoint must hold, beside its weights, to be rebuilt: plain values only.
-
-    Args:
-        recipe: the complete recipe.
-        class_names: name of each class, in the order of the logits.
-    """
+    """What a checkpoint must hold, beside its weights, to be rebuilt: plain values; names in the logits' order."""
     return {"format": RECORD_FORMAT, "recipe": recipe.to_dict(), "class_names": list(class_names)}
 
 
@@ -162,11 +157,9 @@ def export_model(
 
 def _timm_config(network: nn.Module, record: dict[str, Any]) -> dict[str, Any]:
     """What timm's `config.json` says of a classifier."""
-    settings = ModelSettings(**record["recipe"]["model"])
-    data = record["recipe"]["data"]
+    settings, data = ModelSettings(**record["recipe"]["model"]), record["recipe"]["data"]
+    training_only = ("drop_path_rate", "pretrained")
     arguments = model_arguments(settings, data["image_size"])
-    for training_only in ("drop_path_rate", "pretrained"):
-        arguments.pop(training_only, None)
     known = dict(getattr(network, "pretrained_cfg", None) or {})
     kept = {key: known[key] for key in ("first_conv", "classifier", "fixed_input_size") if known.get(key) is not None}
     return {
@@ -174,7 +167,7 @@ def _timm_config(network: nn.Module, record: dict[str, Any]) -> dict[str, Any]:
         "num_classes": len(record["class_names"]),
         "num_features": getattr(network, "num_features", None),
         "label_names": record["class_names"],
-        "model_args": arguments,
+        "model_args": {key: value for key, value in arguments.items() if key not in training_only},
         "pretrained_cfg": {
             **kept,
             "num_classes": len(record["class_names"]),
@@ -188,21 +181,15 @@ def _timm_config(network: nn.Module, record: dict[str, Any]) -> dict[str, Any]:
 
 
 def environment() -> dict[str, Any]:
-    """Versions, device and command of this run, for `results.json`."""
+    """Versions, device and the command that started this process, as one would type it again, for `results.json`."""
     packages = ("dynamic-group-transformer", "torch", "torchvision", "timm", "lightning")
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    gpu, program = torch.cuda.is_available(), Path(sys.argv[0])
+    script = program.suffix == ".py" and program.name != "__main__.py"
     return {
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
-        "device": gpu or f"cpu, {torch.get_num_threads()} threads",
-        "command": command_line(),
+        "device": torch.cuda.get_device_name() if gpu else f"cpu, {torch.get_num_threads()} threads",
+        "command": shlex.join([*(["python", str(program)] if script else ["dgt"]), *sys.argv[1:]]),
     }
-
-
-def command_line() -> str:
-    """The command that started this process, as one would type it again."""
-    program = Path(sys.argv[0])
-    words = ["python", str(program)] if program.suffix == ".py" and program.name != "__main__.py" else ["dgt"]
-    return shlex.join([*words, *sys.argv[1:]])
 
 
 def _version(package: str) -> str | None:
@@ -210,15 +197,3 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
-
-
-def _is_free(key: str) -> bool:
-    return any(key == free or key.startswith(f"{free}.") for free in FREE)

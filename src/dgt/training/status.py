@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
@@ -11,37 +10,33 @@ from pathlib import Path
 from typing import Any
 
 from dgt.training.log import LOG, STATUS, duration
-from dgt.training.run import finished_results, is_run
+from dgt.training.run import finished_results, is_run, read_json
 from dgt.training.state import step_checkpoints
-from dgt.utils.errors import UserError
 
-NEEDED = {"state", "error", "time", "pid", "host", "epoch", "epochs", "step", "steps", "loss", "metrics"}
-NEEDED |= {"images_per_second", "memory_bytes", "seconds"}
+NEEDED = (
+    *("state", "error", "time", "pid", "host", "epoch", "epochs", "step", "steps", "loss", "metrics"),
+    *("images_per_second", "memory_bytes", "seconds"),
+)
 SILENT_AFTER = 300.0  # seconds without a sign of life: a step, or a validation's batch, may take long
 
 
 def run_status(folder: str | Path) -> dict[str, Any]:
-    """What is known of a run.
+    """What is known of a run: what `status.json` holds, and `folder`, `age`, `checkpoints` (newest first) and `log`.
 
-    Args:
-        folder: the run's folder.
-
-    Returns:
-        What `status.json` holds, and `folder`, `age` (seconds since it was written), `checkpoints` (name, age in
-        seconds and bytes, the newest first) and `log` (the last lines). `state` is one of "finished", "training",
-        "validating", "stopped" (asked to), "failed" (see `error`), "killed" (its process is gone), "silent"
-        (no sign of life) or "begun" (no step yet).
+    `state` is "begun" (no step yet), "training", "validating", "finished", "stopped" (asked to), "failed" (see
+    `error`), "killed" (its process is gone) or "silent" (no sign of life).
 
     Raises:
         FileNotFoundError: not the folder of a run.
-        UserError: `status.json` is damaged.
+        UserError: a file in it is damaged.
     """
-    folder = Path(folder)
+    folder, now = Path(folder), time.time()
     if not is_run(folder):
         raise FileNotFoundError(f"{str(folder)!r} is not the folder of a run: it has no recipe.yaml")
-    now, path = time.time(), folder / STATUS
-    status: dict[str, Any] = _read(path) if path.is_file() else {"state": "begun"}
-    status = {"folder": str(folder), **status, "age": now - status["time"] if "time" in status else None}
+    status: dict[str, Any] = {"state": "begun", "time": None}
+    if (folder / STATUS).is_file():
+        status = read_json(folder / STATUS, NEEDED)
+    status |= {"folder": str(folder), "age": status["time"] and now - status["time"]}
     if finished_results(folder) is not None:
         status["state"] = "finished"
     elif status["state"] in ("training", "validating"):
@@ -54,19 +49,14 @@ def run_status(folder: str | Path) -> dict[str, Any]:
 
 
 def status_text(status: dict[str, Any]) -> str:
-    """`run_status` in human-readable lines.
-
-    Args:
-        status: from `run_status`.
-    """
-    state, age = status["state"], "" if status["age"] is None else f" {duration(status['age'])} ago"
+    """`run_status` in human-readable lines."""
+    state, ago = status["state"], "" if status["age"] is None else f" {duration(status['age'])}"
     after = {
         **dict.fromkeys(("training", "validating"), f", {duration(status.get('seconds_left') or 0.0)} left"),
-        **dict.fromkeys(("stopped", "killed"), f"{age}; the same command with `--resume auto` goes on"),
-        "silent": f": no sign of life for{age.removesuffix(' ago')}",
-        "failed": f"{age}: {status.get('error')}",
+        **dict.fromkeys(("stopped", "killed"), f"{ago} ago; the same command with `--resume auto` goes on"),
+        **{"silent": f": no sign of life for{ago}", "failed": f"{ago} ago: {status.get('error')}", "begun": ""},
     }
-    lines = [f"{status['folder']}: {state}{after.get(state, age)}"]
+    lines = [f"{status['folder']}: {state}{after.get(state, f'{ago} ago')}"]
     if "step" in status:
         place = f"epoch {status['epoch']}/{status['epochs']}, step {status['step']}/{status['steps']}"
         loss = "" if status["loss"] is None else f", loss {status['loss']:.4f}"
@@ -75,24 +65,8 @@ def status_text(status: dict[str, Any]) -> str:
         lines += ["  " + "  ".join(f"{name} {value:.4f}" for name, value in status["metrics"].items())]
     for checkpoint in status["checkpoints"][:1]:
         size = checkpoint["bytes"] / 2**20
-        lines.append(f"  last checkpoint {checkpoint['name']}, {duration(checkpoint['age'])} ago, {size:.1f} MiB")
+        lines += [f"  last checkpoint {checkpoint['name']}, {duration(checkpoint['age'])} ago, {size:.1f} MiB"]
     return "\n".join([line for line in [*lines, *(f"  {line}" for line in status["log"])] if line.strip()])
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """What `status.json` holds.
-
-    Raises:
-        UserError: the file is damaged.
-    """
-    try:
-        status: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is damaged: {error}") from error
-    missing = NEEDED - set(status) if isinstance(status, dict) else NEEDED
-    if missing:
-        raise UserError(f"{path} is damaged: it lacks {', '.join(sorted(missing))}")
-    return dict(status)
 
 
 def _alive(status: dict[str, Any]) -> str:
