@@ -35,25 +35,15 @@ class Detections(NamedTuple):
 def draw_detections(
     image: Image.Image, found: Detections, class_names: Sequence[str], threshold: float = SHOWN_SCORE
 ) -> Image.Image:
-    """Draw the detections whose score reaches the threshold, the surest on top.
+    """The RGB image, enlarged to a longer side of 640 pixels where it is smaller, under what was found in it.
 
-    Args:
-        image: in RGB.
-        found: what was detected in it.
-        class_names: name of each label; every class has its colour.
-        threshold: lowest score to draw, 0 to 1.
-
-    Returns:
-        The image, enlarged to a longer side of 640 pixels where it is smaller, with the detections.
-
-    Raises:
-        UserError: `threshold` outside [0, 1], or masks of another size than the image.
+    Drawn are detections whose score reaches the threshold, 0 to 1, the surest on top; each of the `class_names` has its
+    colour. Raises UserError for a threshold outside [0, 1], or masks of another size than the image.
     """
     if not 0 <= threshold <= 1:
         raise UserError(f"threshold must lie in [0, 1], got {threshold}")
-    expected = (image.height, image.width)
-    if found.masks.shape[1:] != expected:
-        raise UserError(f"masks must be of the image's size {expected}, got {found.masks.shape[1:]}")
+    if found.masks.shape[1:] != (image.height, image.width):
+        raise UserError(f"masks must be of the image's size {image.size[::-1]}, got {found.masks.shape[1:]}")
     scale = max(1.0, LONG_SIDE / max(image.size))
     image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
     shown = np.flatnonzero(found.scores >= threshold)[::-1]

@@ -37,11 +37,8 @@ def save_animation(figures: Sequence[Figure], path: str | Path, seconds: float =
     path = _check(path, (".gif",), dpi)
     if len(figures) == 0:
         raise UserError("figures must hold at least one figure, got none")
-    if seconds <= 0:
-        raise UserError(f"seconds must be positive, got {seconds}")
     frames = [raster(figure, dpi) for figure in figures]
-    sizes = {frame.size for frame in frames}
-    if len(sizes) > 1:
+    if len(sizes := {frame.size for frame in frames}) > 1:
         raise UserError(f"figures must be of one size, got {sorted(sizes)} pixels")
     # One palette for all frames: with its own each, what stands still would flicker.
     strip = Image.fromarray(np.concatenate([np.asarray(frame) for frame in frames]))

@@ -12,24 +12,20 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from PIL import Image
 
-from dgt.figures.drawing import distinct_colours
+from dgt.figures.drawing import Cell, distinct_colours, sheet
 from dgt.figures.io import png
-from dgt.figures.panel import Array
+from dgt.figures.panel import Array, check_image
 from dgt.utils.errors import UserError
 
 IGNORED = 255  # the label of pixels that have none
 OPACITY = 0.6
 UNLABELLED = 0.12  # grey of pixels without a label
-LONGEST = 7.0  # inches of an image's longer side
-CELL = (2.6, 1.95)  # most inches of an image in a comparison
-GAP, HEADER, LEGEND_ROW = 0.06, 0.24, 0.21  # inches
 
 
 def class_colours(number: int) -> Array:
     """(256, 3) colours in [0, 1]: of each class, as far apart as can be; dark grey for what has no label.
 
-    Raises:
-        UserError: fewer than 1 or more than 255 classes.
+    Raises UserError for fewer than 1 or more than 255 classes.
     """
     if not 1 <= number <= IGNORED:
         raise UserError(f"number must lie in 1 to {IGNORED}, got {number}")
@@ -51,93 +47,63 @@ def overlay(image: Array, labels: Array, colours: Array) -> Array:
     edges[:, 1:] |= labels[:, 1:] != labels[:, :-1]
     edges[1:] |= labels[1:] != labels[:-1]
     grey = image.astype(float).mean(axis=2, keepdims=True) / 255
-    mixed: Array = (1 - OPACITY) * (0.5 * grey + 0.5 * image / 255) + OPACITY * colours[labels]
+    mixed = (1 - OPACITY) * (0.5 * grey + 0.5 * image / 255) + OPACITY * colours[labels]
     mixed[edges] = 0.5 * mixed[edges] + 0.5
-    return mixed
+    return np.asarray(mixed)
 
 
 def figure_label_map(image: Array, labels: Array, class_names: Sequence[str]) -> Figure:
     """The image under its classes' colours; below, a legend of the classes that are there, the largest first.
 
-    Args:
-        image: (H, W, 3) uint8.
-        labels: (H, W) uint8, 255 for none.
-        class_names: of all classes.
-
-    Raises:
-        UserError: shapes that do not fit, or labels that have no name.
+    image (H, W, 3) and labels (H, W), 255 for none, are uint8; class_names are those of all classes. Raises UserError
+    for shapes that do not fit, or labels that have no name.
     """
-    colours = _check(image, labels, class_names)
-    height, width = (side * LONGEST / max(labels.shape) for side in labels.shape)
-    return _figure_with_legend([[overlay(image, labels, colours)]], [labels], class_names, (width, height), ())
+    _check(image, labels, class_names)
+    drawn = overlay(image, labels, class_colours(len(class_names)))
+    width = 7.0 * min(1.0, labels.shape[1] / labels.shape[0])
+    return _with_legend([(drawn, labels.shape, "")], 1, width, np.bincount(labels.ravel())[:IGNORED], class_names)
 
 
 def figure_comparison(rows: Sequence[tuple[Array, Array, Array]], class_names: Sequence[str]) -> Figure:
     """A row for each image: the image, its true label map and the predicted one; below, the legend.
 
-    Args:
-        rows: of each image the image (H, W, 3), its labels and those predicted (H, W), all uint8.
-        class_names: of all classes.
-
-    Raises:
-        UserError: no rows, shapes that do not fit, or labels that have no name.
+    A row is an image (H, W, 3), its labels and those predicted (H, W), all uint8. Raises UserError for no rows, and as
+    `figure_label_map` does.
     """
     if not rows:
         raise UserError("rows must hold at least one image, got none")
-    seen = [labels for _, truth, predicted in rows for labels in (truth, predicted)]
-    colours = class_colours(len(class_names))
+    cells: list[Cell] = []
+    counts = np.zeros(IGNORED + 1, int)
     for image, *maps in rows:
-        for labels in maps:
+        cells.append((image, image.shape[:2], "" if cells else "image"))
+        for title, labels in zip(("truth", "prediction"), maps, strict=True):
             _check(image, labels, class_names)
-    drawn = [[image / 255, colours[truth], colours[predicted]] for image, truth, predicted in rows]
-    height, width = rows[0][1].shape
-    cell = min(CELL[0], CELL[1] * width / height)
-    titles = ("image", "truth", "prediction")
-    return _figure_with_legend(drawn, seen, class_names, (cell, cell * height / width), titles)
+            counts += np.bincount(labels.ravel(), minlength=len(counts))
+            cells.append((class_colours(len(class_names))[labels], labels.shape, "" if len(cells) > 2 else title))
+    return _with_legend(cells, 3, 2.6, counts, class_names)
 
 
-def _check(image: Array, labels: Array, class_names: Sequence[str]) -> Array:
-    """Raise UserError for what cannot be drawn; return the colours."""
-    if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8 or 0 in image.shape:
-        raise UserError(f"image must be (H, W, 3) uint8, got {image.shape} {image.dtype}")
+def _check(image: Array, labels: Array, class_names: Sequence[str]) -> None:
+    """Raise UserError for what cannot be drawn."""
+    check_image(image)
     if labels.shape != image.shape[:2] or labels.dtype != np.uint8:
         raise UserError(f"labels must be {image.shape[:2]} uint8 like the image, got {labels.shape} {labels.dtype}")
-    labelled = labels[labels != IGNORED]
-    if labelled.size and labelled.max() >= len(class_names):
-        raise UserError(f"labels must be below {len(class_names)}, the number of class_names, got {labelled.max()}")
-    return class_colours(len(class_names))
+    largest = labels.max(where=labels != IGNORED, initial=0)
+    if largest >= len(class_names):
+        raise UserError(f"labels must be below {len(class_names)}, the number of class_names, got {largest}")
 
 
-def _figure_with_legend(
-    rows: list[list[Array]],
-    seen: Sequence[Array],
-    class_names: Sequence[str],
-    cell: tuple[float, float],
-    titles: Sequence[str],
+def _with_legend(
+    cells: Sequence[Cell], columns: int, width: float, counts: Array, class_names: Sequence[str]
 ) -> Figure:
-    """A grid of images, each `cell` (width, height) inches, with titles above and the legend of the labels below."""
-    counts = np.bincount(np.concatenate([labels.ravel() for labels in seen]), minlength=IGNORED + 1)
-    order = [int(label) for label in np.argsort(-counts[:IGNORED], kind="stable") if counts[label] > 0]
-    names = [class_names[label] for label in order]
-    if titles and counts[IGNORED]:
-        order, names = [*order, IGNORED], [*names, "no label"]
-    colours = class_colours(len(class_names))
-    entries = [Patch(facecolor=colours[label], edgecolor="0.4", linewidth=0.5) for label in order]
-    entry = 0.5 + 0.075 * max((len(name) for name in names), default=0)
-    wide = max(len(rows[0]) * (cell[0] + GAP) + GAP, entry)
-    columns = max(1, min(len(entries), int(wide / entry)))
-    header = HEADER if titles else 0.0
-    legend = LEGEND_ROW * -(-len(entries) // columns) + 0.12
-    high = header + len(rows) * (cell[1] + GAP) + legend
-    figure = Figure(figsize=(wide, high), facecolor="white")
-    for row, images in enumerate(rows):
-        for column, image in enumerate(images):
-            left, bottom = GAP + column * (cell[0] + GAP), high - header - (row + 1) * (cell[1] + GAP) + GAP
-            axes = figure.add_axes((left / wide, bottom / high, cell[0] / wide, cell[1] / high))
-            axes.imshow(image, aspect="auto", interpolation="antialiased")
-            axes.set_axis_off()
-            if row == 0 and titles:
-                axes.set_title(titles[column], fontsize=8, color="0.35", pad=3)
-    look = {"ncols": columns, "fontsize": 8, "frameon": False, "borderaxespad": 0.2, "handlelength": 1.2}
-    figure.legend(entries, names, loc="lower left", columnspacing=1.2, **look)
+    """A sheet, and below it a legend of the labels that `counts` has, the most frequent first, then "no label"."""
+    found = [int(label) for label in np.argsort(-counts[:IGNORED], kind="stable") if counts[label] > 0]
+    names = [class_names[label] for label in found] + ["no label"] * int(len(counts) > IGNORED and counts[IGNORED] > 0)
+    colours = class_colours(len(class_names))[[*found, IGNORED]]
+    entry = 0.5 + 0.075 * max(map(len, names), default=0)
+    across = max(1, int(columns * width / entry))
+    figure = sheet(cells, columns, width, (entry, 0.21 * -(-len(names) // across) + 0.12))
+    patches = [Patch(facecolor=colour, edgecolor="0.4", linewidth=0.5) for colour in colours[: len(names)]]
+    look = {"fontsize": 8, "frameon": False, "borderaxespad": 0.2, "handlelength": 1.2, "columnspacing": 1.2}
+    figure.legend(patches, names, loc="lower left", ncols=min(len(names), across) or 1, **look)
     return figure

@@ -26,34 +26,26 @@ class GroupPanel:
     key is drawn brightest. Tensors are taken too and kept as arrays. Raises UserError or TypeError naming the field.
     """
 
-    image: Array
+    image: Any
     grid: tuple[int, int]
-    group_ids: Array
-    key_ids: Array
+    group_ids: Any
+    key_ids: Any
     title: str = ""
-    key_weights: Array | None = None
+    key_weights: Any = None
 
     def __post_init__(self) -> None:
-        image = to_array(self.image)
-        if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8 or 0 in image.shape:
-            raise UserError(f"image must be (H, W, 3) uint8, got {image.shape} {image.dtype}")
+        for name in ("image", "group_ids", "key_ids", *(["key_weights"] if self.key_weights is not None else [])):
+            object.__setattr__(self, name, to_array(getattr(self, name)))
+        check_image(self.image)
         if len(self.grid) != 2 or min(self.grid) < 1:
             raise UserError(f"grid must be (rows, columns), both at least 1, got {self.grid}")
-        group_ids, key_ids = _check_ids(self.group_ids, self.key_ids)
-        rows, columns = self.grid
-        if group_ids.shape != (rows * columns,):
-            raise UserError(
-                f"group_ids must be ({rows * columns},) for a grid of {rows} x {columns}, got {group_ids.shape}"
-            )
-        for name, value in (("image", image), ("group_ids", group_ids), ("key_ids", key_ids)):
-            object.__setattr__(self, name, value)
-        if self.key_weights is not None:
-            weights = to_array(self.key_weights)
-            if weights.shape != key_ids.shape or not np.isfinite(weights).all() or (weights < 0).any():
-                raise UserError(
-                    f"key_weights must be finite, not negative and {key_ids.shape} like key_ids, got {weights.shape}"
-                )
-            object.__setattr__(self, "key_weights", weights)
+        _check_ids(self.group_ids, self.key_ids)
+        (rows, columns), found = self.grid, self.group_ids.shape
+        if found != (rows * columns,):
+            raise UserError(f"group_ids must be ({rows * columns},) for a grid of {rows} x {columns}, got {found}")
+        weights, wanted = self.key_weights, self.key_ids.shape
+        if weights is not None and (weights.shape != wanted or not ((weights >= 0) & (weights < np.inf)).all()):
+            raise UserError(f"key_weights must be finite, not negative and {wanted} like key_ids, got {weights.shape}")
 
 
 def panels_of(
@@ -68,34 +60,31 @@ def panels_of(
     heads = [record.attention.group_ids.shape[1] for record in records]
     if block is not None and not 0 <= block < len(records):
         raise UserError(f"block must lie in 0 to {len(records) - 1}, got {block}")
-    last = {record.grid: place for place, record in enumerate(records)}
-    chosen = list(last.values()) if block is None else [block]
+    chosen = list({record.grid: place for place, record in enumerate(records)}.values()) if block is None else [block]
     if every:
         chosen = [place for place in range(len(records)) if head < heads[place]] or [heads.index(max(heads))]
+    panels = []
     for place in chosen:
+        name, grid, seen = records[place]
         if not 0 <= head < heads[place]:
-            raise UserError(f"head must lie in 0 to {heads[place] - 1} at block {records[place].name!r}, got {head}")
-    titles = [f"block {place}" if every else records[place].name for place in chosen]
-    return [
-        GroupPanel(image, grid, to_array(seen.group_ids[0, head]), to_array(seen.key_ids[0, head]), title)
-        for title, (_, grid, seen) in zip(titles, (records[place] for place in chosen), strict=True)
-    ]
+            raise UserError(f"head must lie in 0 to {heads[place] - 1} at block {name!r}, got {head}")
+        title = f"block {place}" if every else name
+        panels.append(GroupPanel(image, grid, seen.group_ids[0, head], seen.key_ids[0, head], title))
+    return panels
 
 
 def denormalize(image: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> Array:
-    """Undo the normalization of a model's input, to draw it.
+    """(3, H, W) floating point, normalized by `(pixel / 255 - mean) / std`, as pixels (H, W, 3) uint8.
 
-    image: (3, H, W) floating point, as normalized by `(pixel / 255 - mean) / std` with three numbers each. Returns
-    (H, W, 3) uint8. Raises UserError naming the argument.
+    Raises UserError naming the argument: another shape or type, or not three numbers each.
     """
     if image.ndim != 3 or image.shape[0] != 3 or not image.is_floating_point():
         raise UserError(f"image must be (3, H, W) floating point, got {tuple(image.shape)} {image.dtype}")
     for name, numbers in (("mean", mean), ("std", std)):
         if len(numbers) != 3:
             raise UserError(f"{name} must hold 3 numbers, got {len(numbers)}")
-    pixels = image.detach().to("cpu", torch.float32)
-    pixels = pixels * torch.tensor(std).view(3, 1, 1) + torch.tensor(mean).view(3, 1, 1)
-    return to_array((pixels * 255).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0))
+    pixels = image.detach().to("cpu", torch.float32).permute(1, 2, 0) * torch.tensor(std) + torch.tensor(mean)
+    return to_array((pixels * 255).round().clamp(0, 255).to(torch.uint8))
 
 
 def choose_groups(group_ids: Array | torch.Tensor, key_ids: Array | torch.Tensor, count: int) -> list[int]:
@@ -106,26 +95,25 @@ def choose_groups(group_ids: Array | torch.Tensor, key_ids: Array | torch.Tensor
     distance to the groups taken and share of keys that those lack; ties go to the lowest index. Returns at most `count`
     indices, fewer where fewer groups have a query and a key. Raises UserError or TypeError naming the argument.
     """
-    group_ids, key_ids = _check_ids(group_ids, key_ids)
+    group_ids, key_ids = to_array(group_ids), to_array(key_ids)
+    _check_ids(group_ids, key_ids)
     if not 1 <= count <= len(key_ids):
         raise UserError(f"count must be between 1 and the number of groups, {len(key_ids)}, got {count}")
-    number = len(key_ids)
-    sizes = np.bincount(group_ids[group_ids >= 0], minlength=number)
-    places = np.zeros((number, group_ids.ndim))
+    sizes = np.bincount(group_ids[group_ids >= 0], minlength=len(key_ids))
+    places = np.zeros((len(key_ids), group_ids.ndim))
     for group in np.flatnonzero(sizes):
         places[group] = (np.argwhere(group_ids == group).mean(axis=0) + 0.5) / group_ids.shape
     key_sets = [set(row[row >= 0].tolist()) for row in key_ids]
     # The square root keeps a huge background from deciding everything.
     worth = np.sqrt(sizes) * np.array([len(keys) > 0 for keys in key_sets])
-    novelty = np.ones(number)
+    novelty = np.ones(len(key_ids))
     chosen: list[int] = []
     while len(chosen) < count and worth.max() > 0:
         best = int((worth * novelty).argmax())
         chosen.append(best)
         worth[best] = 0
         apart = np.linalg.norm(places - places[best], axis=1)
-        mine = key_sets[best]
-        shared = np.array([len(keys & mine) / max(len(keys | mine), 1) for keys in key_sets])
+        shared = np.array([len(keys & key_sets[best]) / max(len(keys | key_sets[best]), 1) for keys in key_sets])
         # Never quite zero, so that groups which agree with a chosen one still follow where nothing else is left.
         novelty = np.minimum(novelty, np.maximum((1 - shared) * np.minimum(apart + 0.25, 1.0), 1e-3))
     return chosen
@@ -136,9 +124,14 @@ def to_array(value: Any) -> Array:
     return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
 
 
-def _check_ids(group_ids: Any, key_ids: Any) -> tuple[Array, Array]:
-    """Both as integer arrays, every index in range."""
-    groups, keys = to_array(group_ids), to_array(key_ids)
+def check_image(image: Array) -> None:
+    """Raise UserError for anything but (H, W, 3) uint8."""
+    if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8 or 0 in image.shape:
+        raise UserError(f"image must be (H, W, 3) uint8, got {image.shape} {image.dtype}")
+
+
+def _check_ids(groups: Array, keys: Array) -> None:
+    """Both must hold integers, every index in range."""
     for name, ids in (("group_ids", groups), ("key_ids", keys)):
         if not np.issubdtype(ids.dtype, np.integer):
             raise TypeError(f"{name} must hold integers, got {ids.dtype}")
@@ -149,4 +142,3 @@ def _check_ids(group_ids: Any, key_ids: Any) -> tuple[Array, Array]:
     for name, ids, limit in (("group_ids", groups, len(keys)), ("key_ids", keys, groups.size)):
         if ids.min() < -1 or ids.max() >= limit:
             raise UserError(f"{name} must lie between -1 and {limit - 1}, got {ids.min()} to {ids.max()}")
-    return groups, keys

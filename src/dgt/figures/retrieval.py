@@ -1,4 +1,4 @@
-"""The picture of `dgt ablate retrieval`: the law of G and k beside the points, and what other attentions reach."""
+"""The figure of `dgt ablate retrieval`: the law of G and k beside the points, and what other attentions reach."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from dgt.figures.drawing import tidy
 from dgt.utils.errors import UserError
 
 # Okabe and Ito's colours.
@@ -34,11 +35,7 @@ NOTE: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8}
 def figure_retrieval(content: dict[str, Any]) -> Figure:
     """Left, accuracy against k G / codes and the law; right, one bar for each of `BARS`, each seed a dot.
 
-    Args:
-        content: of `retrieval.json`, with every row.
-
-    Raises:
-        UserError: a row is missing from the content.
+    `content` is that of `retrieval.json`. Raises UserError where a row is missing from it.
     """
     found: dict[str, list[dict[str, Any]]] = {}
     for run in content["runs"]:
@@ -61,13 +58,7 @@ def figure_retrieval(content: dict[str, Any]) -> Figure:
     rows.set(xlim=(0, 104), ylim=(len(BARS) - 0.4, -0.85), xlabel="right answers, %")
     rows.set_yticks(range(len(BARS)), list(BARS.values()))
     rows.set_title("Whose attention gets there", loc="left", fontsize=10)
-    for axes in (law, rows):
-        axes.tick_params(labelsize=8, length=0)
-        axes.xaxis.label.set_size(8.5)
-        axes.yaxis.label.set_size(8.5)
-        axes.grid(axis="both" if axes is law else "x", color="#eeeeee", zorder=0)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
+    tidy(law, rows, size=8)
     return figure
 
 
@@ -88,6 +79,7 @@ def _law(axes: Axes, found: dict[str, list[dict[str, Any]]], codes: int, chance:
             values = np.array([[at["accuracy"] for at in run["by_top_k"]] for run in runs])
             axes.vlines(x, values.min(0), values.max(0), colour, linewidth=1.6, zorder=4)
             axes.scatter(x, values.mean(0), 30, colour, marker=marker, linewidths=0, zorder=5, label=f"G {groups}")
+    axes.grid(axis="y", color="#eeeeee")
     axes.set_xscale("log", base=2)
     axes.set_xticks([2.0**power for power in range(-6, 6)], TICKS)
     axes.set(xlim=(0.7 / codes, 45), ylim=(0, 104), ylabel="right answers, %")
