@@ -24,10 +24,9 @@ from PIL import Image
 from timm.data import FastCollateMixup, Mixup, create_dataset, create_loader
 
 from dgt.bench import machine
-from dgt.data import Augmentation
 from dgt.data.classification import ClassificationData
 from dgt.data.readers import ImageFolder, open_images
-from dgt.data.transforms import IMAGENET_MEAN, IMAGENET_STD, allow_zero_bits
+from dgt.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Augmentation, allow_zero_bits
 
 AUGMENTATION = Augmentation()
 Batches = Callable[[], Iterable[Any]]

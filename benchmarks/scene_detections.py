@@ -32,9 +32,10 @@ def main() -> None:
     scenes = SceneObjects("val", options.first + options.scenes, run.recipe.data["image_size"])
     sheet = Image.new("RGB", (options.scenes * (SIDE + GAP) - GAP, 2 * SIDE + GAP), "white")
     for column in range(options.scenes):
-        image, truth = scenes[options.first + column][0], scenes.objects(options.first + column)
+        image = scenes[options.first + column][0]
+        boxes, labels, masks = (part.numpy() for part in scenes.objects(options.first + column).values())
         pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
-        there = Detections(truth.boxes, truth.labels - 1, np.ones(len(truth.labels)), truth.masks.astype(bool))
+        there = Detections(boxes, labels - 1, np.ones(len(labels)), masks.astype(bool))
         for row, found in enumerate((there, predict(run, pixels, 0).found)):
             drawn = draw_detections(image, found, run.class_names)
             place = (column * (SIDE + GAP), row * (SIDE + GAP))

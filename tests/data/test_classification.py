@@ -10,7 +10,7 @@ from PIL import Image
 from dgt.data.classification import ClassificationData
 from dgt.data.image_io import BrokenImagesError
 from dgt.data.loader import EpochBatches
-from dgt.data.transforms import Augmentation, CropLong, evaluation_transform, training_transform
+from dgt.data.transforms import Augmentation, crop_long, evaluation_transform, training_transform
 
 SHARED = Path(__file__).parents[2] / "../shared/data"
 PLAIN = Augmentation.none()
@@ -243,7 +243,7 @@ class TestAugmentation:
             assert image.shape == (3, 32, 32)
             assert image[:, :, 8:-8].min() > 2
         wide = Image.new("RGB", (16 * 40, 40))
-        assert CropLong()(wide) is wide
+        assert crop_long(wide) is wide
 
     def test_pad_and_crop_only_moves_the_picture(self):
         plain = scenes(augmentation=PLAIN, train_size=8, crop_ratio=1.0).train_dataloader()

@@ -6,8 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dgt.data.scenes import SceneOptions, Scenes, draw_scene
-from dgt.data.scenes.shapes import DISTANCE, KINDS, RADIUS
+from dgt.data.scenes import DISTANCE, KINDS, RADIUS, Scenes, draw_scene
 
 
 def same(first, second):
@@ -80,18 +79,13 @@ def test_same_arguments_same_scene_and_others_another():
     assert not any(torch.equal(first[0], other.image) for other in others)
 
 
-def test_another_size_is_the_same_picture():
-    options = SceneOptions(noise=0.0)
-    small, large = (draw_scene(5, image_size=size, options=options) for size in (96, 192))
+def test_another_size_is_the_same_image(monkeypatch):
+    monkeypatch.setattr("dgt.data.scenes.NOISE", 0.0)
+    small, large = (draw_scene(5, image_size=size) for size in (96, 192))
     assert small.label == large.label
     assert torch.equal(small.categories, large.categories)
     halved = torch.nn.functional.avg_pool2d(large.image.float(), 2)
     assert (halved - small.image.float()).abs().mean() < 3
-
-
-def test_options_decide_how_many_objects():
-    alone = [draw_scene(index, options=SceneOptions(0, 0)) for index in range(20)]
-    assert all(len(scene.categories) == 1 for scene in alone)
 
 
 def test_data_set_has_its_length_and_draws_by_index():
@@ -117,10 +111,6 @@ def test_bad_arguments_are_named(arguments, message):
         draw_scene(**{"index": 0, **arguments})
 
 
-def test_bad_options_are_named():
-    with pytest.raises(ValueError, match="min_small"):
-        SceneOptions(3, 2)
-    with pytest.raises(ValueError, match="noise"):
-        SceneOptions(noise=2.0)
+def test_an_empty_set_is_refused():
     with pytest.raises(ValueError, match="length"):
         Scenes("train", 0)

@@ -15,7 +15,7 @@ import torch
 import uvicorn
 from fastapi.testclient import TestClient
 
-from dgt.data.scenes.shapes import KINDS
+from dgt.data.scenes import KINDS
 from dgt.explorer import Album, Explorer, create_app
 from dgt.explorer.launch import listen
 from dgt.tasks.network import build_classifier

@@ -16,7 +16,7 @@ from PIL import Image
 import dgt
 from dgt.app.visualize import draw_training, visualize
 from dgt.data.dataset import Key
-from dgt.data.scenes.shapes import KINDS
+from dgt.data.scenes import KINDS
 from dgt.tasks.network import build_classifier
 from dgt.training import LoadedRun, fit, load_recipe
 from dgt.training.recipe import build_data

@@ -66,7 +66,7 @@ def test_a_perfect_network_has_precision_one(monkeypatch: pytest.MonkeyPatch, fi
     def perfect(images: list[torch.Tensor], _: Any = None) -> list[dict[str, torch.Tensor]]:
         found = []
         for image, index in zip(images, place, strict=False):
-            boxes, labels, masks = (torch.from_numpy(part) for part in scenes.objects(index))
+            boxes, labels, masks = scenes.objects(index).values()
             assert image.shape[1:] == masks.shape[1:]
             found.append(
                 {"boxes": boxes, "labels": labels, "scores": torch.ones(len(boxes)), "masks": masks[:, None].float()}

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import dgt
-from dgt.data.joint_transforms import fitting_size
-from dgt.data.segmentation import SegmentationTest
+from dgt.data.segmentation import SegmentationTest, fitting_size
 from dgt.tasks.segment import predict_labels, predict_probabilities
 
 FRAME = (80, 64)

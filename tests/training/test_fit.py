@@ -11,7 +11,7 @@ import timm
 import torch
 from PIL import Image
 
-from dgt.data import BrokenImagesError
+from dgt.data.image_io import BrokenImagesError
 from dgt.tasks.classify import read_image
 from dgt.training import Result, evaluate, fit, load_recipe, load_run, predict
 from dgt.training.log import read_metrics

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from dgt.data.dataset import Drawn, Key, Reader, SeededDataset
 from dgt.data.loader import Batch
-from dgt.data.module import NormalizedData, subset_indices
-from dgt.data.readers import SUFFIXES, ImageFolder, SceneImages, available_splits, open_images
+from dgt.data.module import NormalizedData
+from dgt.data.readers import SUFFIXES, ImageFolder, SceneImages, available_splits, open_images, some
 from dgt.data.transforms import Augmentation, Transform, evaluation_transform, training_transform
 from dgt.utils.errors import UserError
 from dgt.utils.seeding import seeded
@@ -67,15 +67,23 @@ class ClassificationData(NormalizedData):
         }
 
     def open_part(self, part: str) -> tuple[SeededDataset, str]:
-        """Open "train" or "val", cut it to its size and cache it.
-
-        Raises:
-            FileNotFoundError, UserError: nothing readable at `root`, no such split, a subset larger than its split, a
-                class folder without an image to train on.
-        """
-        reader, split = self._read(part)
-        indices = subset_indices(part, split, len(reader), self.size(part))
+        """As of all tasks. Raises UserError, too, for a class folder without an image to train on."""
+        reader: Reader
+        if self.root is None:
+            split, reader = part, SceneImages(part, self.scene_count(part), self.image_size)
+        else:
+            found = available_splits(self.root)
+            split, train = self.choose_split(part, found), self.choose_split("train", found)
+            columns = {"image_column": self.image_column, "label_column": self.label_column}
+            reader = open_images(self.root, split, train, **columns)
+            empty = reader.empty_classes() if isinstance(reader, ImageFolder) and part == "train" else []
+            if empty:
+                raise UserError(
+                    f"class folders of {Path(self.root) / split} without an image: {some(empty)} "
+                    f"(looked for {', '.join(SUFFIXES)}); fill or remove them"
+                )
         transform = partial(_transformed, self.transforms[part])
+        indices = self.subset(part, split, range(len(reader)))
         return SeededDataset(reader, transform, self.seed, indices, self.cache), split
 
     def collate(self, part: str, drawn: Drawn) -> Batch:
@@ -112,21 +120,6 @@ class ClassificationData(NormalizedData):
             with seeded("erase", self.seed, *key, device=images.device):
                 self.erasing(images)
         return images, targets
-
-    def _read(self, part: str) -> tuple[Reader, str]:
-        """The reader of one part, and the name of its split."""
-        if self.root is None:
-            return SceneImages(part, self.size(part) or self.scenes_size[part], self.image_size), part
-        found = available_splits(self.root)
-        split = self.choose_split(part, found)
-        images = open_images(self.root, split, self.choose_split("train", found), self.image_column, self.label_column)
-        empty = images.empty_classes() if isinstance(images, ImageFolder) and part == "train" else []
-        if empty:
-            raise UserError(
-                f"class folders of {Path(self.root) / split} without an image: {', '.join(empty[:5])}"
-                f"{', ...' if len(empty) > 5 else ''} (looked for {', '.join(SUFFIXES)}); fill or remove them"
-            )
-        return images, split
 
 
 def _transformed(transform: Transform, image: Image.Image, label: int) -> tuple[Tensor, int]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import numpy as np
 from faster_coco_eval.core import mask as coco_mask
 from numpy.typing import NDArray
 
-from dgt.data.image_io import BrokenImage
+from dgt.data.image_io import BrokenImage, Place
 from dgt.utils.errors import UserError
 
 Entry = dict[str, Any]
@@ -52,7 +51,7 @@ class CocoAnnotations:
         return {"images": self.images, "annotations": annotations, "categories": self.categories}
 
 
-def read_annotations(path: str | os.PathLike[str]) -> CocoAnnotations:
+def read_annotations(path: Place) -> CocoAnnotations:
     """Read and check a COCO file of instances.
 
     Args:
@@ -65,66 +64,56 @@ def read_annotations(path: str | os.PathLike[str]) -> CocoAnnotations:
             cannot be used raises nothing: it is listed in `bad`.
     """
     if not Path(path).is_file():
-        raise FileNotFoundError(f"there is no annotation file {os.fspath(path)!r}")
+        raise FileNotFoundError(f"there is no annotation file {str(path)!r}")
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not JSON: {error}") from error
-    sections = {name: _section(content, name, path) for name in SECTIONS}
-    images = {entry["id"]: entry for entry in sections["images"]}
-    _check_texts(sections, path)
-    categories = sorted(sections["categories"], key=lambda entry: entry["id"])
+    listed, annotations, categories = (_section(content, name, path) for name in SECTIONS)
+    images = {entry["id"]: entry for entry in listed}
     known = {entry["id"] for entry in categories}
     by_image: dict[int, list[Entry]] = {number: [] for number in images}
     bad = []
-    for entry in sections["annotations"]:
+    for entry in annotations:
         problem = annotation_problem(entry, images, known)
         if problem is None:
             by_image[entry["image_id"]].append({"iscrowd": 0, **entry})
         else:
             bad.append(BrokenImage(f"{path}: annotation {entry['id']}", problem))
-    return CocoAnnotations(sections["images"], categories, by_image, bad, len(sections["annotations"]))
+    return CocoAnnotations(listed, sorted(categories, key=lambda entry: entry["id"]), by_image, bad, len(annotations))
 
 
-def _section(content: Any, name: str, path: str | os.PathLike[str]) -> list[Entry]:
-    """One of the file's lists, whose entries have COCO's keys and ids of their own."""
+def _section(content: Any, name: str, path: Place) -> list[Entry]:
+    """One of the file's lists, whose entries have COCO's keys, ids of their own, and texts for names.
+
+    Two categories of one name are refused: what is told by name, as metrics and predictions are, would mean both.
+    """
     found = content.get(name) if isinstance(content, dict) else None
     if not isinstance(found, list):
         raise UserError(f"{path} is not in COCO's format: it has no list {name!r}")
-    seen = set()
+    if name != "annotations" and not found:
+        raise UserError(f"{path}: the list {name!r} is empty")
+    keys = SECTIONS[name]
     for place, entry in enumerate(found):
-        missing = [key for key in SECTIONS[name] if not isinstance(entry, dict) or key not in entry]
+        missing = [key for key in keys if not isinstance(entry, dict) or key not in entry]
         if missing:
             raise UserError(f"{path}: {name}[{place}] lacks {', '.join(missing)}")
         if not _is_id(entry["id"]):
             raise UserError(f"{path}: {name}[{place}] must have a 64-bit integer as its id, got {entry['id']!r}")
-        if entry["id"] in seen:
-            raise UserError(f"{path}: two entries of {name!r} have the id {entry['id']!r}")
-        seen.add(entry["id"])
-        sides = (entry["width"], entry["height"]) if name == "images" else ()
-        if not all(isinstance(side, int) and side > 0 for side in sides):
+        for key in keys[1:2]:
+            if not isinstance(entry[key], str) or not entry[key]:
+                raise UserError(f"{path}: {name} {entry['id']} must have a text as its {key}, got {entry[key]!r}")
+        if not all(isinstance(entry[side], int) and entry[side] > 0 for side in keys[2:]):
             raise UserError(f"{path}: image {entry['id']!r} is {entry['width']!r} x {entry['height']!r} pixels")
-    if name != "annotations" and not found:
-        raise UserError(f"{path}: the list {name!r} is empty")
+    for key in ("id", "name") if "name" in keys else ("id",):
+        value, times = Counter(entry[key] for entry in found).most_common(1)[0] if found else (None, 0)
+        if times > 1:
+            raise UserError(f"{path}: two entries of {name!r} have the {key} {value!r}")
     return found
 
 
 def _is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
-
-
-def _check_texts(sections: Mapping[str, Sequence[Entry]], path: str | os.PathLike[str]) -> None:
-    """Raise UserError for a file's or category's name that is no text, and for two categories of one name: what is
-    told by name, as metrics and predictions are, would mean both.
-    """
-    for name, key in (("images", "file_name"), ("categories", "name")):
-        for entry in sections[name]:
-            if not isinstance(entry[key], str) or not entry[key]:
-                raise UserError(f"{path}: {name} {entry['id']} must have a text as its {key}, got {entry[key]!r}")
-    names = Counter(entry["name"] for entry in sections["categories"])
-    name, times = names.most_common(1)[0]
-    if times > 1:
-        raise UserError(f"{path}: two entries of 'categories' have the name {name!r}")
 
 
 def annotation_problem(entry: Entry, images: Mapping[int, Entry], categories: set[int]) -> str | None:
@@ -150,7 +139,7 @@ def annotation_problem(entry: Entry, images: Mapping[int, Entry], categories: se
         return f"has neither 0 nor 1 as its iscrowd, but {entry['iscrowd']!r}"
     image = images[entry["image_id"]]
     if isinstance(entry["segmentation"], dict):
-        return _run_length_problem(entry["segmentation"], image["height"], image["width"])
+        return _run_length_problem(entry["segmentation"], [image["height"], image["width"]])
     return _polygon_problem(entry["segmentation"])
 
 
@@ -163,37 +152,30 @@ def _numbers(values: Any) -> bool:
 def _polygon_problem(polygons: Any) -> str | None:
     if not isinstance(polygons, list) or not polygons:
         return "has neither polygons nor a run-length code"
-    for polygon in polygons:
-        if not _numbers(polygon) or len(polygon) % 2:
-            return "has a polygon that is no list of finite x and y"
-        if len(polygon) < 6:
-            return f"has a polygon of {len(polygon) // 2} points, fewer than 3"
-    return None
+    if not all(_numbers(polygon) and len(polygon) % 2 == 0 for polygon in polygons):
+        return "has a polygon that is no list of finite x and y"
+    points = min(len(polygon) // 2 for polygon in polygons)
+    return f"has a polygon of {points} points, fewer than 3" if points < 3 else None
 
 
-def _run_length_problem(code: Entry, height: int, width: int) -> str | None:
-    if code.get("size") != [height, width]:
-        return f"has a run-length code of size {code.get('size')!r} in an image of {[height, width]}"
-    counts: Any = code.get("counts")
+def _run_length_problem(code: Entry, size: list[int]) -> str | None:
+    counts = code.get("counts")
+    if code.get("size") != size:
+        return f"has a run-length code of size {code.get('size')!r} in an image of {size}"
     if isinstance(counts, str):
         try:
             coco_mask.decode(code)
         except (ValueError, RuntimeError) as error:
             return f"has a run-length code that does not decode: {error}"
         return None
-    if not _numbers(counts) or any(run < 0 or run != int(run) for run in counts):
+    if counts is None or not _numbers(counts) or any(run < 0 or run != int(run) for run in counts):
         return "has a run-length code whose counts are no integers of at least 0"
-    total = sum(counts)
-    return None if total == height * width else f"has a run-length code of {total} pixels for {height * width}"
+    pixels = math.prod(size)
+    return None if sum(counts) == pixels else f"has a run-length code of {sum(counts)} pixels for {pixels}"
 
 
 def draw_masks(entries: Sequence[Entry], height: int, width: int) -> NDArray[np.uint8]:
-    """Masks of annotations, as COCO's own code draws them.
-
-    Args:
-        entries: annotations with polygons or a run-length code.
-        height: of the image in pixels.
-        width: of the image in pixels.
+    """Masks of annotations with polygons or a run-length code, as COCO's own code draws them.
 
     Returns:
         uint8 (N, height, width), 1 inside.

@@ -28,7 +28,7 @@ class Drawn(NamedTuple):
 
 
 class Reader(Protocol):
-    """What is wrapped: samples, or a `BrokenImage`, by index."""
+    """What is wrapped: samples as tuples, or a `BrokenImage`, by index."""
 
     class_names: tuple[str, ...]
 
@@ -38,28 +38,22 @@ class Reader(Protocol):
 
 
 class SeededDataset(Dataset[Any]):
-    """Some samples of a reader, or all, through a transform.
+    """Some samples of a reader through a transform.
 
     Args:
-        reader: gives samples as tuples, or a `BrokenImage`.
+        reader: gives the samples.
         transform: makes a transformed sample of the parts of one; may draw from the global random generators.
         seed: what it draws is a function of (seed, epoch, item).
-        indices: which of the reader's samples, in this order; None for all.
+        indices: which of the reader's samples, in this order.
         cache: read every sample once, into memory.
     """
 
     def __init__(
-        self,
-        reader: Reader,
-        transform: Callable[..., Any],
-        seed: int,
-        indices: Sequence[int] | None = None,
-        cache: bool = False,
+        self, reader: Reader, transform: Callable[..., Any], seed: int, indices: Sequence[int], cache: bool = False
     ) -> None:
-        self.reader, self.transform, self.seed = reader, transform, seed
-        self.indices = range(len(reader)) if indices is None else indices
+        self.reader, self.transform, self.seed, self.indices = reader, transform, seed, indices
         self.class_names = reader.class_names
-        self.cached = [reader[index] for index in self.indices] if cache else None
+        self.cached = [reader[index] for index in indices] if cache else None
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -76,7 +70,7 @@ class SeededDataset(Dataset[Any]):
                 sample = self.cached[key.item] if self.cached else self.reader[self.indices[key.item]]
                 if isinstance(sample, BrokenImage):
                     drawn.broken.append(sample)
-                    continue
-                reseed("augment", self.seed, key.epoch, key.item)
-                drawn.samples.append(self.transform(*sample))
+                else:
+                    reseed("augment", self.seed, key.epoch, key.item)
+                    drawn.samples.append(self.transform(*sample))
         return drawn

@@ -8,13 +8,11 @@ them), and a list of dicts. In training these hold `boxes` float32 (N, 4) x0 y0 
 
 import warnings
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 from torchvision import tv_tensors
@@ -24,24 +22,16 @@ from dgt.data.coco import CocoAnnotations, Entry, draw_masks, encode_masks, read
 from dgt.data.dataset import Drawn, Key, SeededDataset
 from dgt.data.image_io import BrokenImage, BrokenImages, try_decode
 from dgt.data.loader import Batch
-from dgt.data.module import ImageData, subset_indices
+from dgt.data.module import ImageData
 from dgt.data.scenes import Scenes
 from dgt.utils.errors import UserError, check_range
 
-
-class Objects(NamedTuple):
-    """The objects of one image to train on.
-
-    `boxes` float32 (N, 4) x0 y0 x1 y1; `labels` int64 (N,) from 1 on; `masks` uint8 (N, H, W).
-    """
-
-    boxes: NDArray[np.float32]
-    labels: NDArray[np.int64]
-    masks: NDArray[np.uint8]
+Objects = dict[str, Tensor]
+"""What to train on: `boxes` float32 (N, 4) x0 y0 x1 y1; `labels` int64 (N,) from 1 on; `masks` uint8 (N, H, W)."""
 
 
 class CocoImages:
-    """Images and objects of a COCO file; a sample is an image and its index. Label l is `category_ids[l - 1]`.
+    """Images of a COCO file with their indices, and their objects. Label l is category `category_ids[l - 1]`.
 
     Args:
         folder: where the images lie.
@@ -58,36 +48,32 @@ class CocoImages:
         self.class_names = tuple(str(entry["name"]) for entry in annotations.categories)
         self.category_ids = tuple(int(entry["id"]) for entry in annotations.categories)
         self.image_ids = [entry["id"] for entry in annotations.images]
-        self._labels = {number: label for label, number in enumerate(self.category_ids, start=1)}
 
     def __len__(self) -> int:
         return len(self.image_ids)
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int] | BrokenImage:
-        """Decode one image, upright where its EXIF data say how to turn it: annotations are of the upright image.
+        """One image, upright where its EXIF data say how to turn it: annotations are of the upright image.
 
         One of another size than annotated is broken: its objects would lie elsewhere.
         """
         entry = self.annotations.images[index]
-        path = self.folder / entry["file_name"]
-        image = try_decode(path, str(path))
-        if isinstance(image, BrokenImage):
-            return image
-        if image.size != (entry["width"], entry["height"]):
-            width, height = image.size
-            return BrokenImage(str(path), f"is {width} x {height}, annotated as {entry['width']} x {entry['height']}")
-        return image, index
+        path = str(self.folder / entry["file_name"])
+        sample = try_decode(path, path, index)
+        if not isinstance(sample, BrokenImage) and sample[0].size != (entry["width"], entry["height"]):
+            width, height = sample[0].size
+            return BrokenImage(path, f"is {width} x {height}, annotated as {entry['width']} x {entry['height']}")
+        return sample
 
     def objects(self, index: int) -> Objects:
         """What of one image can be trained on: neither crowd regions nor boxes without area."""
         image = self.annotations.images[index]
         entries = self._trainable(image["id"])
-        x, y, width, height = np.array([entry["bbox"] for entry in entries], np.float32).reshape(-1, 4).T
-        return Objects(
-            np.stack([x, y, x + width, y + height], axis=1),
-            np.array([self._labels[entry["category_id"]] for entry in entries], np.int64),
-            draw_masks(entries, image["height"], image["width"]),
-        )
+        boxes = torch.tensor([entry["bbox"] for entry in entries], dtype=torch.float32).reshape(-1, 4)
+        boxes[:, 2:] += boxes[:, :2]
+        labels = [1 + self.category_ids.index(entry["category_id"]) for entry in entries]
+        masks = draw_masks(entries, image["height"], image["width"])
+        return {"boxes": boxes, "labels": torch.tensor(labels, dtype=torch.int64), "masks": torch.from_numpy(masks)}
 
     def with_objects(self) -> list[int]:
         """Indices of the images that hold anything to train on."""
@@ -120,24 +106,22 @@ class SceneObjects:
     def objects(self, index: int) -> Objects:
         """The objects of one scene, as far as they can be seen."""
         scene = self.scenes[index]
-        return Objects(scene.boxes.numpy(), scene.categories.numpy() + 1, scene.masks.numpy().astype(np.uint8))
+        return {"boxes": scene.boxes, "labels": scene.categories + 1, "masks": scene.masks.byte()}
 
     def with_objects(self) -> list[int]:
         """All scenes: each holds an object."""
         return self.image_ids
 
+    @lru_cache(maxsize=1)  # noqa: B019  # as many readers live as a run has splits
     def ground_truth(self) -> dict[str, list[Entry]]:
         """Boxes and masks of all scenes, in COCO's format."""
-        return self._ground_truth
-
-    @cached_property
-    def _ground_truth(self) -> dict[str, list[Entry]]:
         size = self.scenes.image_size
         annotations: list[Entry] = []
         for number in self.image_ids:
-            boxes, labels, masks = self.objects(number)
+            boxes, labels, masks = self.objects(number).values()
             boxes[:, 2:] -= boxes[:, :2]
-            for box, label, mask, code in zip(boxes.tolist(), labels.tolist(), masks, encode_masks(masks), strict=True):
+            codes = encode_masks(masks.numpy())
+            for box, label, mask, code in zip(boxes.tolist(), labels.tolist(), masks, codes, strict=True):
                 entry = {"id": len(annotations) + 1, "image_id": number, "category_id": label, "iscrowd": 0}
                 annotations.append({**entry, "bbox": box, "area": int(mask.sum()), "segmentation": code})
         return {
@@ -147,29 +131,22 @@ class SceneObjects:
         }
 
 
-class DetectionTransform:
-    """An image to bytes (3, H, W) and its target: in training flipped at random, with objects; else its image id.
+def _validated(reader: CocoImages | SceneObjects, image: Image.Image, index: int) -> tuple[Tensor, Objects]:
+    """An image as bytes (3, H, W), and its id."""
+    return v2.functional.pil_to_tensor(image), {"image_id": torch.tensor(reader.image_ids[index])}
 
-    Args:
-        reader: tells the objects of an image.
-        flip: probability of a horizontal flip; None outside training.
+
+def _trained(reader: CocoImages | SceneObjects, flip: float, image: Image.Image, index: int) -> tuple[Tensor, Objects]:
+    """An image as bytes (3, H, W), and its objects, flipped at random.
+
+    Boxes end at the image's border; objects whose box is then thinner than a pixel go.
     """
-
-    def __init__(self, reader: CocoImages | SceneObjects, flip: float | None) -> None:
-        self.reader, self.flip = reader, None if flip is None else v2.RandomHorizontalFlip(flip)
-
-    def __call__(self, image: Image.Image, index: int) -> tuple[Tensor, dict[str, Tensor]]:
-        pixels = tv_tensors.Image(image)
-        if self.flip is None:
-            return pixels.as_subclass(Tensor), {"image_id": torch.tensor(self.reader.image_ids[index])}
-        boxes, labels, masks = (torch.from_numpy(part) for part in self.reader.objects(index))
-        size = (image.height, image.width)
-        boxes = tv_tensors.BoundingBoxes(boxes, format="XYXY", canvas_size=size)
-        pixels, boxes, masks = self.flip(pixels, boxes, tv_tensors.Mask(masks))
-        # Boxes end at the image's border; those that are then thinner than a pixel go.
-        boxes, valid = v2.functional.sanitize_bounding_boxes(v2.functional.clamp_bounding_boxes(boxes))
-        target = {"boxes": boxes, "labels": labels[valid], "masks": masks[valid]}
-        return pixels.as_subclass(Tensor), {key: value.as_subclass(Tensor) for key, value in target.items()}
+    boxes, labels, masks = reader.objects(index).values()
+    boxes = tv_tensors.BoundingBoxes(boxes, format="XYXY", canvas_size=(image.height, image.width))
+    pixels, boxes, masks = v2.RandomHorizontalFlip(flip)(tv_tensors.Image(image), boxes, tv_tensors.Mask(masks))
+    boxes, valid = v2.functional.sanitize_bounding_boxes(v2.functional.clamp_bounding_boxes(boxes))
+    target = {"boxes": boxes, "labels": labels[valid], "masks": masks[valid]}
+    return pixels.as_subclass(Tensor), {key: value.as_subclass(Tensor) for key, value in target.items()}
 
 
 @dataclass(eq=False)
@@ -210,7 +187,6 @@ class DetectionData(ImageData):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range(0, 1, flip=self.flip)
-        self.readers: dict[str, CocoImages | SceneObjects] = {}
 
     def open_part(self, part: str) -> tuple[SeededDataset, str]:
         """Open "train" or "val".
@@ -226,13 +202,11 @@ class DetectionData(ImageData):
             indices = useful
             if not indices:
                 raise UserError(f"{part} holds no image with an object to train on")
-        chosen = subset_indices(part, part, len(indices), self.size(part))
-        indices = indices if chosen is None else [indices[place] for place in chosen]
-        if part == "val" and not set(indices).intersection(useful):
-            raise UserError(f"the {len(indices)} images of {part} hold no object to compare detections with")
-        self.readers[part] = reader
-        transform = DetectionTransform(reader, self.flip if part == "train" else None)
-        return SeededDataset(reader, transform, self.seed, indices), part
+        chosen = self.subset(part, part, indices)
+        if part == "val" and not set(chosen).intersection(useful):
+            raise UserError(f"the {len(chosen)} images of {part} hold no object to compare detections with")
+        transform = partial(_trained, reader, self.flip) if part == "train" else partial(_validated, reader)
+        return SeededDataset(reader, transform, self.seed, chosen), part
 
     def collate(self, part: str, drawn: Drawn) -> Batch:
         """Lists of images and targets."""
@@ -246,22 +220,23 @@ class DetectionData(ImageData):
     @property
     def category_ids(self) -> tuple[int, ...]:
         """The data set's category numbers; label l is number l - 1 of them. After `setup`."""
-        return next(iter(self.readers.values())).category_ids
+        reader: Any = next(iter(self.datasets.values())).reader
+        return tuple(reader.category_ids)
 
     def ground_truth(self) -> dict[str, list[Entry]]:
         """What the validation's detections are compared with, in COCO's format; after `setup`."""
-        return self.readers["val"].ground_truth()
+        reader: Any = self.datasets["val"].reader
+        return dict(reader.ground_truth())
 
     def _read(self, part: str) -> CocoImages | SceneObjects:
         """The reader of one part; reports annotations that cannot be used."""
         if self.root is None:
-            return SceneObjects(part, self.size(part) or self.scenes_size[part], self.image_size)
+            return SceneObjects(part, self.scene_count(part), self.image_size)
         folder, file = (Path(self.root, getattr(self, f"{part}_{what}")) for what in ("images", "annotations"))
         annotations = read_annotations(file)
         reader = CocoImages(folder, annotations)
-        for other in self.readers.values():
-            if (other.class_names, other.category_ids) != (reader.class_names, reader.category_ids):
-                raise UserError(f"{file} has other categories than the training split's file")
+        if self.datasets and (self.class_names, self.category_ids) != (reader.class_names, reader.category_ids):
+            raise UserError(f"{file} has other categories than the training split's file")
         ledger = BrokenImages(part, annotations.total, self.max_broken_share, "annotations", "cannot be used")
         self.ledgers[f"{part} annotations"] = ledger
         ledger.record(annotations.bad)

@@ -6,7 +6,10 @@ it out, and `BrokenImages` of the main process counts and lists it, and stops th
 
 import io
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +18,8 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from dgt.utils.atomic_write import atomic_write
 from dgt.utils.errors import UserError, check_range
 
-Source = bytes | str | os.PathLike[str]
+Place = str | os.PathLike[str]
+Source = bytes | Place
 
 
 class BrokenImage(NamedTuple):
@@ -33,24 +37,28 @@ class BrokenImagesError(UserError):
     """Too many images of a data set cannot be read."""
 
 
-def _to_eight_bits(image: Image.Image) -> Image.Image:
-    """Bring 16-bit and 32-bit grey values (0 to 65535) down to 8 bits; other modes come back as they are."""
-    if image.mode == "F":
-        raise UserError("floating-point pixels have no defined range")
-    if image.mode != "I" and not image.mode.startswith("I;16"):
-        return image
-    values = np.asarray(image)
-    if values.size and (values.min() < 0 or values.max() > 65535):
-        raise UserError(f"grey values from {values.min()} to {values.max()} do not fit 16 bits")
-    return Image.fromarray((values // 257).astype(np.uint8))
+@contextmanager
+def decoding(source: Source) -> Iterator[Image.Image]:
+    """An image file, or its bytes, opened by Pillow; whatever decoders raise is a UserError that says why."""
+    try:
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as opened:
+            yield opened
+    except (MemoryError, UserError):
+        raise
+    except UnidentifiedImageError:
+        raise UserError("not an image in any format that Pillow knows") from None
+    except Exception as error:  # decoders raise nearly everything on bad bytes: OSError, SyntaxError, struct.error ...
+        raise UserError(f"{type(error).__name__}: {error}") from error
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
-    """A loaded image in RGB, what is transparent laid on white; the image itself where it is that already."""
-    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image if image.mode == "RGB" else image.convert("RGB")
+def decode_oriented(source: Source) -> tuple[Image.Image, int]:
+    """`decode_image`, and the EXIF orientation by which it was turned upright: 1 for not at all, 2 to 8."""
+    with decoding(source) as opened:
+        found = opened.getexif().get(ExifTags.Base.Orientation)
+        orientation = found if isinstance(found, int) and 2 <= found <= 8 else 1  # Pillow, too, ignores others
+        ImageOps.exif_transpose(opened, in_place=True)
+        opened.load()
+        return _to_rgb(opened), orientation
 
 
 def decode_image(source: Source) -> Image.Image:
@@ -65,33 +73,32 @@ def decode_image(source: Source) -> Image.Image:
     return decode_oriented(source)[0]
 
 
-def decode_oriented(source: Source) -> tuple[Image.Image, int]:
-    """`decode_image`, and the EXIF orientation by which it was turned upright: 1 for not at all, 2 to 8."""
+def try_decode(source: Source, name: str, answer: int) -> tuple[Image.Image, int] | BrokenImage:
+    """`decode_image` beside the image's label or index, or a `BrokenImage` called `name` where that fails."""
     try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as opened:
-            found = opened.getexif().get(ExifTags.Base.Orientation)
-            orientation = found if isinstance(found, int) and 2 <= found <= 8 else 1  # Pillow, too, ignores others
-            ImageOps.exif_transpose(opened, in_place=True)
-            opened.load()
-            return _to_rgb(_to_eight_bits(opened)), orientation
-    except MemoryError:
-        raise
-    except UnidentifiedImageError:
-        raise UserError("not an image in any format that Pillow knows") from None
-    except Exception as error:  # decoders raise nearly everything on bad bytes: OSError, SyntaxError, struct.error ...
-        raise UserError(f"{type(error).__name__}: {error}") from error
-
-
-def try_decode(source: Source, name: str) -> Image.Image | BrokenImage:
-    """`decode_image`, or a `BrokenImage` called `name` where that fails."""
-    try:
-        return decode_image(source)
+        return decode_image(source), answer
     except UserError as error:
         return BrokenImage(name, str(error))
 
 
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """A loaded image in RGB, 16 bits of grey scaled to 8, what is transparent laid on white."""
+    if image.mode == "F":
+        raise UserError("floating-point pixels have no defined range")
+    if image.mode.startswith("I"):
+        values = np.asarray(image)
+        if values.min() < 0 or values.max() > 65535:
+            raise UserError(f"grey values from {values.min()} to {values.max()} do not fit 16 bits")
+        image = Image.fromarray((values // 257).astype(np.uint8))
+    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+@dataclass
 class BrokenImages:
-    """The broken-image report of one split: which of its images could not be read.
+    """The broken-image report of one split: which of its images could not be read, and why.
 
     Each image counts once, however often it is tried. The run stops as soon as the broken ones exceed `max_share` of
     the images of the split, so that a few bad files met early in an epoch do not stop it.
@@ -107,13 +114,15 @@ class BrokenImages:
         UserError: `max_share` outside [0, 1].
     """
 
-    def __init__(
-        self, split: str, total: int, max_share: float, things: str = "images", fault: str = "cannot be read"
-    ) -> None:
-        check_range(0, 1, max_broken_share=max_share)
-        self.split, self.total, self.max_share = split, total, max_share
-        self.things, self.fault = things, fault
-        self.broken: dict[str, str] = {}
+    split: str
+    total: int
+    max_share: float
+    things: str = "images"
+    fault: str = "cannot be read"
+    broken: dict[str, str] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        check_range(0, 1, max_broken_share=self.max_share)
 
     def __len__(self) -> int:
         return len(self.broken)
@@ -138,12 +147,12 @@ class BrokenImages:
             )
 
 
-def write_broken_images(path: str | os.PathLike[str], reports: Iterable[BrokenImages]) -> int:
+def write_broken_images(path: Place, reports: Iterable[BrokenImages]) -> int:
     """Write every broken image as a line `split <tab> path <tab> reason`, whole or not at all; return how many."""
     lines = [
-        "\t".join((report.split, name, " ".join(reason.split()))) + "\n"
+        f"{report.split}\t{name}\t{' '.join(reason.split())}\n"
         for report in reports
         for name, reason in sorted(report.broken.items())
     ]
-    atomic_write(os.fspath(path), "".join(lines).encode("utf-8", "surrogateescape"))
+    atomic_write(Path(path), "".join(lines).encode("utf-8", "surrogateescape"))
     return len(lines)

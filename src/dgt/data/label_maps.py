@@ -6,7 +6,7 @@ ROOT/images/<split>/NAME.jpg  ROOT/labels/<split>/NAME.png          plain: label
 ```
 
 A label map is an 8-bit image of one channel (grey or palette), of its image's size; 255 is ignored in both layouts.
-A image whose EXIF data say how to turn it upright is turned, so its label map must be that of the upright image: a
+An image whose EXIF data say how to turn it upright is turned, so its label map must be that of the upright image: a
 size with the sides exchanged shows that it is, and where none can show it (a half turn, a mirror, a square) the file is
 refused.
 What cannot be decoded is a `BrokenImage`, left out and counted; a label map that can be read but is wrong would teach
@@ -23,10 +23,10 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageFile
 
-from dgt.data.image_io import BrokenImage, WrongLabels, decode_oriented
-from dgt.data.readers import folder_names, image_files
+from dgt.data.image_io import BrokenImage, Place, WrongLabels, decode_oriented, decoding
+from dgt.data.readers import folder_names, image_files, some
 from dgt.data.scenes import Scenes
 from dgt.utils.errors import UserError
 
@@ -35,19 +35,17 @@ CLASS_FILES = ("classes.txt", "objectInfo150.txt")
 LABEL_FOLDERS = {"annotations": True, "labels": False}
 """Folder of the label maps -> whether label 0 is ignored there."""
 
-LabelMap = NDArray[np.uint8]
-
 
 class MappedImage(NamedTuple):
     """An RGB image and its label map (H, W): class numbers from 0, `IGNORED` where there is none."""
 
     image: Image.Image
-    labels: LabelMap
+    labels: NDArray[np.uint8]
 
 
 class LabelMapFolder:
-    """Images in `<root>/images/<split>/` with label maps of the same names in `<root>/labels/<split>/`, or in
-    `<root>/annotations/<split>/` as ADE20K has them. Sub-folders are fine where both have the same.
+    """Images in `<root>/images/<split>/` with label maps of the same names in `<root>/labels/<split>/` or
+    `<root>/annotations/<split>/`. Sub-folders are fine where both have the same.
 
     Args:
         root: the data set's folder.
@@ -62,50 +60,43 @@ class LabelMapFolder:
     """
 
     def __init__(
-        self,
-        root: str | os.PathLike[str],
-        split: str,
-        class_names: Sequence[str],
-        zero_is_ignored: bool | None = None,
+        self, root: Place, split: str, class_names: Sequence[str], zero_is_ignored: bool | None = None
     ) -> None:
         if not 1 <= len(class_names) <= IGNORED:
             raise UserError(f"classes must be 1 to {IGNORED} names, got {len(class_names)}")
         name, times = Counter(class_names).most_common(1)[0]
         if times > 1:
             raise UserError(f"classes must have names of their own, got {name!r} {times} times")
-        place = label_folder(root)
-        images, maps = Path(root) / "images" / split, place / split
-        for folder in (images, maps):
-            if not folder.is_dir():
-                raise FileNotFoundError(
-                    f"split: {split!r} is not a folder in {folder.parent}; found there: {_folders(folder.parent)}"
-                )
+        maps = label_folder(root)
+        for parent in (Path(root) / "images", maps):
+            if not (parent / split).is_dir():
+                found = some(folder_names(parent))
+                raise FileNotFoundError(f"split: {split!r} is not a folder in {parent}; found there: {found}")
         self.class_names = tuple(class_names)
-        self.zero_is_ignored = LABEL_FOLDERS[place.name] if zero_is_ignored is None else zero_is_ignored
-        self.samples = _pairs(images, maps)
+        self.zero_is_ignored = LABEL_FOLDERS[maps.name] if zero_is_ignored is None else zero_is_ignored
+        self.samples = _pairs(Path(root) / "images" / split, maps / split)
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> MappedImage | BrokenImage:
         path, map_path = self.samples[index]
+        name = path
         try:
             image, orientation = decode_oriented(path)
+            name = map_path
+            with decoding(map_path) as opened:
+                fault = _kind_fault(opened) or _size_fault(opened.size, path, image.size, orientation)
+                stored = np.array([] if fault else opened, dtype=np.uint8)
         except UserError as error:
-            return BrokenImage(path, str(error))
-        stored = _read_label_map(map_path)
-        if isinstance(stored, BrokenImage):
-            return stored
-        mismatch = _mismatch(stored, path, image.size, orientation)
-        if mismatch is not None:
-            return WrongLabels(map_path, f"the label map {mismatch}")
+            return BrokenImage(name, str(error))
         labels = np.where(stored == IGNORED, stored, stored - np.uint8(self.zero_is_ignored))  # 0 becomes 255
         largest = labels[labels != IGNORED].max(initial=0)
-        if largest < len(self.class_names):
-            return MappedImage(image, labels)
-        first, also = (1, "0 and 255") if self.zero_is_ignored else (0, "255")
-        last = first + len(self.class_names) - 1
-        return WrongLabels(map_path, f"expected labels {first} to {last}, {also} for none, got {largest + first}")
+        if largest >= len(self.class_names):
+            first, also = (1, "0 and 255") if self.zero_is_ignored else (0, "255")
+            last = first + len(self.class_names) - 1
+            fault = f"expected labels {first} to {last}, {also} for none, got {largest + first}"
+        return WrongLabels(map_path, fault) if fault else MappedImage(image, labels)
 
 
 class SceneMaps(Scenes):
@@ -113,12 +104,12 @@ class SceneMaps(Scenes):
 
     class_names = ("background", *Scenes.class_names)
 
-    def __getitem__(self, index: int) -> MappedImage:  # type: ignore[override]
+    def __getitem__(self, index: int) -> MappedImage:
         scene = super().__getitem__(index)
         return MappedImage(scene.to_pil(), scene.label_map.numpy().astype(np.uint8))
 
 
-def label_folder(root: str | os.PathLike[str]) -> Path:
+def label_folder(root: Place) -> Path:
     """The folder with the label maps of all splits.
 
     Raises:
@@ -130,39 +121,31 @@ def label_folder(root: str | os.PathLike[str]) -> Path:
     found = [root / name for name in LABEL_FOLDERS if (root / name).is_dir()]
     if len(found) != 1 or not (root / "images").is_dir():
         expected = f"images and one of {' and '.join(LABEL_FOLDERS)}"
-        raise FileNotFoundError(f"root: expected the folders {expected} in {root}, found {_folders(root)}")
+        raise FileNotFoundError(f"root: expected the folders {expected} in {root}, found {some(folder_names(root))}")
     return found[0]
 
 
-def _folders(parent: Path) -> str:
-    """The folders in a place, the first five by name, for a message."""
-    names = folder_names(parent) if parent.is_dir() else ()
-    return ", ".join([*names[:5], *(["..."] if len(names) > 5 else [])]) or "none"
-
-
-def read_class_names(root: str | os.PathLike[str]) -> tuple[str, ...]:
+def read_class_names(root: Place) -> tuple[str, ...]:
     """The classes that a file beside the images lists: `classes.txt`, a name a line, or ADE20K's `objectInfo150.txt`.
 
     Raises:
         FileNotFoundError: there is neither.
         UserError: a file without names, or not in UTF-8.
     """
-    for name in CLASS_FILES:
-        path = Path(root) / name
-        if not path.is_file():
-            continue
-        try:
-            lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path} is not a text in UTF-8: {error}") from error
-        if name != CLASS_FILES[0]:  # a table whose last column holds synonyms, the usual one first
-            lines = [line.split("\t")[-1].split(",")[0].strip() for line in lines[1:]]
-        if not lines:
-            raise UserError(f"{path} lists no classes")
-        return tuple(lines)
-    raise FileNotFoundError(
-        f"the classes of {root} are not known: name them in data.classes, or in {root}/{CLASS_FILES[0]}, one a line"
-    )
+    path = next((path for path in (Path(root, name) for name in CLASS_FILES) if path.is_file()), None)
+    if path is None:
+        raise FileNotFoundError(
+            f"the classes of {root} are not known: name them in data.classes, or in {root}/{CLASS_FILES[0]}, one a line"
+        )
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not a text in UTF-8: {error}") from error
+    if path.name != CLASS_FILES[0]:  # a table whose last column holds synonyms, the usual one first
+        lines = [line.split("\t")[-1].split(",")[0].strip() for line in lines[1:]]
+    if not lines:
+        raise UserError(f"{path} lists no classes")
+    return tuple(lines)
 
 
 def _pairs(images: Path, maps: Path) -> list[tuple[str, str]]:
@@ -176,8 +159,7 @@ def _pairs(images: Path, maps: Path) -> list[tuple[str, str]]:
     ):
         alone = [path for name, path in here.items() if name not in there]
         if alone:
-            shown = ", ".join(alone[:3]) + (", ..." if len(alone) > 3 else "")
-            raise UserError(f"{len(alone)} {what}: {shown}")
+            raise UserError(f"{len(alone)} {what}: {some(alone, 3)}")
     return [(paths[name], labels[name]) for name in sorted(paths)]
 
 
@@ -192,43 +174,29 @@ def _by_name(folder: Path) -> dict[str, str]:
     return found
 
 
-def _mismatch(labels: LabelMap, image: str, size: tuple[int, int], orientation: int) -> str | None:
-    """Why a label map cannot be taken for that of the upright image, or None where it can.
+def _kind_fault(opened: Image.Image) -> str:
+    """Why a file cannot hold a label map; empty where it can."""
+    if opened.mode not in ("L", "P"):
+        kind = "16-bit" if opened.mode.startswith("I") else opened.mode
+        return f"expected a label map of one 8-bit channel (grey or palette), got {kind}"
+    stored_as = opened.tile[0][3] if isinstance(opened, ImageFile.ImageFile) and opened.tile else ""
+    if opened.mode == "L" and stored_as in ("L;2", "L;4"):
+        return f"expected 8 bits a label, got {str(stored_as)[-1]} bits of grey, which decoding stretches"
+    return "expected a lossless label map such as PNG, got JPEG, which blurs labels" if opened.format == "JPEG" else ""
 
-    Args:
-        labels: as they are stored, (H, W).
-        image: the image's name.
-        size: width and height of the upright image.
-        orientation: the EXIF orientation by which it was turned; above 4 its sides changed places.
+
+def _size_fault(stored: tuple[int, int], image: str, size: tuple[int, int], orientation: int) -> str:
+    """Why a label map of width and height `stored` cannot be taken for that of the upright image; empty where it can.
+
+    The image, now of `size`, was turned by its EXIF `orientation`; above 4 its sides changed places.
     """
-    height, width = labels.shape
-    if (width, height) != size:
+    if stored != size:
         turned = "" if orientation == 1 else f" once it is upright, as its EXIF orientation {orientation} says"
-        return f"has {width} x {height} pixels, its image {image} has {size[0]} x {size[1]}{turned}"
-    if orientation == 1 or (orientation > 4 and width != height):
-        return None
+        has, image_has = ("{} x {}".format(*pair) for pair in (stored, size))
+        return f"the label map has {has} pixels, its image {image} has {image_has}{turned}"
+    if orientation == 1 or (orientation > 4 and size[0] != size[1]):
+        return ""
     return (
-        f"may be of {image} as it is stored or as it is upright by its EXIF orientation {orientation}, nothing tells: "
-        "store the image's pixels as the label map has them, without an orientation"
+        f"the label map may be of {image} as it is stored or as it is upright by its EXIF orientation {orientation}, "
+        "nothing tells: store the image's pixels as the label map has them, without an orientation"
     )
-
-
-def _read_label_map(path: str) -> LabelMap | BrokenImage:
-    """The numbers in a label map as they are stored, (H, W)."""
-    try:
-        with Image.open(path) as opened:
-            if opened.mode not in ("L", "P"):
-                kind = "16-bit" if opened.mode.startswith("I") else opened.mode
-                return WrongLabels(path, f"expected a label map of one 8-bit channel (grey or palette), got {kind}")
-            if opened.mode == "L" and opened.tile and opened.tile[0][3] in ("L;2", "L;4"):
-                bits = opened.tile[0][3][-1]
-                return WrongLabels(path, f"expected 8 bits a label, got {bits} bits of grey, which decoding stretches")
-            if opened.format == "JPEG":
-                return WrongLabels(path, "expected a lossless label map such as PNG, got JPEG, which blurs labels")
-            return np.array(opened, dtype=np.uint8)
-    except MemoryError:
-        raise
-    except UnidentifiedImageError:
-        return BrokenImage(path, "not an image in any format that Pillow knows")
-    except Exception as error:  # cut off or damaged: decoders raise nearly everything
-        return BrokenImage(path, f"{type(error).__name__}: {error}")

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from lightning.fabric.utilities import move_data_to_device
 from torch.utils.data import DataLoader, Sampler
 
 from dgt.data.dataset import Key, SeededDataset
 from dgt.data.image_io import BrokenImage, BrokenImages, BrokenImagesError
+from dgt.utils.distributed import rank, world_size
 from dgt.utils.seeding import generator
 
 
@@ -65,55 +66,46 @@ class EpochBatches(Sampler[list[Key]]):
     def __iter__(self) -> Iterator[list[Key]]:
         epoch, first_batch = self.epoch, self.first_batch
         self.epoch, self.first_batch = epoch + 1, 0
-        order = np.arange(self.length)
-        if self.training:
+        mine = np.arange(self.rank, self.length, self.world_size)
+        if self.training:  # the processes' batches, one after another, are the batch of one process with all of them
             order = generator("order", self.seed, epoch).permutation(self.length)
-            # The processes' batches, one after another, are the batch of one process with all of them, order and all.
             order = order[: len(self) * self.world_size * self.batch_size]
             mine = order.reshape(-1, self.world_size, self.batch_size)[:, self.rank].ravel()
-        else:
-            mine = order[self.rank :: self.world_size]
         for batch in range(first_batch, len(self)):
             chosen = mine[batch * self.batch_size : (batch + 1) * self.batch_size]
             yield [Key(epoch, batch, int(index)) for index in chosen]
 
 
 def _leave_stopping_to_the_main_process(_: int) -> None:
-    """In a worker: what a scheduler or Ctrl-C tells the whole group is for the main process, which ends its workers."""
+    """In a worker: what a scheduler or Ctrl-C tells the whole group is for the main process, which ends its workers.
+
+    Of SIGTERM only the parent's counts: at its own exit it sends one and waits.
+    """
+
+    def end_when_told_by_the_main_process() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+            pass
+        os._exit(0)
+
     for name in ("SIGINT", "SIGUSR1"):
         if hasattr(signal, name):  # Windows has no SIGUSR1
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):  # macOS does not say who sent it: there SIGTERM always ends a worker
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_end_when_told_by_the_main_process, daemon=True).start()
-
-
-def _end_when_told_by_the_main_process() -> None:
-    """End this worker at a SIGTERM of its parent, which at its own exit sends one and waits; ignore any other's."""
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
-        pass
-    os._exit(0)
-
-
-def to_device(value: Any, device: torch.device) -> Any:
-    """Tensors, and those in lists, dicts and named tuples, on a device."""
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, dict):
-        return {key: to_device(item, device) for key, item in value.items()}
-    moved = [to_device(item, device) for item in value]
-    return type(value)(*moved) if isinstance(value, tuple) else moved
+        threading.Thread(target=end_when_told_by_the_main_process, daemon=True).start()
 
 
 class Loader:
     """Iterates batches `(images, targets)`, finished, and keeps the report of broken images in the main process.
 
     `len()` is the number of batches of a whole epoch. `state_dict` tells the place in the epoch; after
-    `load_state_dict`, the loader's next pass gives the batches that were still to come.
+    `load_state_dict`, the loader's next pass gives the batches that were still to come. The processes of a distributed
+    run share the work.
 
     Args:
         dataset: samples by key.
-        sampler: their order.
+        batch_size: images per batch and process.
+        training: whether batches are shuffled and full.
         collate: makes a batch of bytes, in a worker; it must pickle.
         finish: makes a batch's 8-bit images and its targets, moved to `device`, what the network takes.
         ledger: the report of broken images.
@@ -126,18 +118,21 @@ class Loader:
     def __init__(
         self,
         dataset: SeededDataset,
-        sampler: EpochBatches,
+        batch_size: int,
+        training: bool,
         collate: Callable[[Any], Batch],
         finish: Callable[[Key, Any, Any], tuple[Any, Any]],
         ledger: BrokenImages,
         num_workers: int,
     ) -> None:
-        self.sampler, self.finish, self.ledger = sampler, finish, ledger
-        self.device = torch.device("cpu")
-        self._epoch, self._batch = sampler.epoch, sampler.first_batch
+        self.sampler = EpochBatches(
+            len(dataset), batch_size, dataset.seed, training=training, rank=rank(), world_size=world_size()
+        )
+        self.finish, self.ledger, self.device = finish, ledger, torch.device("cpu")
+        self._epoch = self._batch = 0
         self._batches: DataLoader[Any] = DataLoader(
             dataset,
-            batch_sampler=sampler,
+            batch_sampler=self.sampler,
             collate_fn=collate,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
@@ -155,18 +150,16 @@ class Loader:
             self._batch += 1
             self.ledger.record(broken)
             if len(images):
-                yield self.finish(key, to_device(images, self.device), to_device(targets, self.device))
+                yield self.finish(key, *move_data_to_device((images, targets), self.device))
             elif self.sampler.training:
                 reasons = "\n".join(f"  {path}: {reason}" for path, reason in broken[:5])
                 raise BrokenImagesError(f"too few images of a training batch can be read; broken:\n{reasons}")
 
     def state_dict(self) -> dict[str, int]:
         """The epoch and the number of its batches handed out; at its end, the start of the next."""
-        if self._batch >= len(self):
-            return {"epoch": self._epoch + 1, "batch": 0}
-        return {"epoch": self._epoch, "batch": self._batch}
+        ended = self._batch >= len(self)
+        return {"epoch": self._epoch + ended, "batch": 0 if ended else self._batch}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go to a place that `state_dict` told."""
-        self._epoch, self._batch = state["epoch"], state["batch"]
-        self.sampler.epoch, self.sampler.first_batch = state["epoch"], state["batch"]
+        self._epoch, self._batch = self.sampler.epoch, self.sampler.first_batch = state["epoch"], state["batch"]

@@ -1,7 +1,4 @@
-"""What the data modules of all tasks share: two splits, their loaders, and the report of unreadable images.
-
-The loaders share the work among the processes of a distributed run by themselves.
-"""
+"""What the data modules of all tasks share: two splits, their loaders, and the report of unreadable images."""
 
 from __future__ import annotations
 
@@ -14,33 +11,13 @@ from typing import Any
 
 from dgt.data.dataset import Drawn, Key, SeededDataset
 from dgt.data.image_io import BrokenImages, write_broken_images
-from dgt.data.loader import Batch, EpochBatches, Loader
+from dgt.data.loader import Batch, Loader
 from dgt.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize, Triple
-from dgt.utils.distributed import rank, world_size
+from dgt.utils.distributed import world_size
 from dgt.utils.errors import UserError, check_range
 from dgt.utils.seeding import generator
 
 USUAL_SPLITS = {"train": ("train", "training"), "val": ("val", "validation", "valid", "test")}
-
-
-def subset_indices(part: str, split: str, total: int, size: int | None) -> list[int] | None:
-    """Which images of a split a subset holds: the first of one permutation that depends on the split's name alone.
-
-    Args:
-        part: "train" or "val", for the error.
-        split: the split's name.
-        total: images in the split.
-        size: images wanted; None for all.
-
-    Returns:
-        Indices, or None for the whole split.
-
-    Raises:
-        UserError: more are wanted than there are.
-    """
-    if size is not None and size > total:
-        raise UserError(f"{part}_size: expected at most {total}, the images of split {split!r}, got {size}")
-    return None if size in (None, total) else generator("subset", split).permutation(total)[:size].tolist()
 
 
 @dataclass(eq=False)
@@ -83,13 +60,11 @@ class ImageData(ABC):
         reads = type(self).dataset  # the default, for a root
         if self.dataset not in (reads, "scenes"):
             raise UserError(f"dataset must be one of {reads}, scenes, got {self.dataset!r}")
-        if (self.dataset == "scenes") != (self.root is None):
-            raise UserError(
-                f"root: expected {self.root_holds}, got none (only 'scenes' needs none)"
-                if self.root is None
-                else f"root must be left out for dataset 'scenes', got {self.root!r}; "
-                f"for a folder set --data.dataset {reads}"
-            )
+        if self.dataset != "scenes" and self.root is None:
+            raise UserError(f"root: expected {self.root_holds}, got none (only 'scenes' needs none)")
+        if self.dataset == "scenes" and self.root is not None:
+            hint = f"for a folder set --data.dataset {reads}"
+            raise UserError(f"root must be left out for dataset 'scenes', got {self.root!r}; {hint}")
         check_range(32, image_size=self.image_size)
         check_range(1, batch_size=self.batch_size, train_size=self.train_size, val_size=self.val_size)
         check_range(0, num_workers=self.num_workers, seed=self.seed)
@@ -97,13 +72,10 @@ class ImageData(ABC):
 
     @abstractmethod
     def open_part(self, part: str) -> tuple[SeededDataset, str]:
-        """Open "train" or "val".
-
-        Returns:
-            The dataset, and the name of its split for messages.
+        """Open "train" or "val", cut to its size: the dataset, and the name of its split for messages.
 
         Raises:
-            FileNotFoundError, UserError: nothing readable there.
+            FileNotFoundError, UserError: nothing readable there, or less than what is asked for.
         """
 
     @abstractmethod
@@ -114,16 +86,25 @@ class ImageData(ABC):
     def finish(self, part: str, key: Key, images: Any, targets: Any) -> tuple[Any, Any]:
         """Make a batch's bytes, on the loader's device, what the network takes."""
 
-    def size(self, part: str) -> int | None:
-        """How many images of "train" or "val" are wanted; None for all."""
-        return self.train_size if part == "train" else self.val_size
+    def scene_count(self, part: str) -> int:
+        """How many scenes "train" or "val" holds."""
+        return int(getattr(self, f"{part}_size") or self.scenes_size[part])
 
-    def setup(self, stage: str | None = None) -> None:
-        """Open the splits that `stage` needs: both for "fit" or None, else the validation split.
+    def subset(self, part: str, split: str, indices: Sequence[int]) -> Sequence[int]:
+        """Which of a split's images "train" or "val" holds: all, or the first of a permutation by the split's name.
 
         Raises:
-            FileNotFoundError, UserError: as `open_part` does.
+            UserError: more are wanted than there are.
         """
+        size, total = getattr(self, f"{part}_size"), len(indices)
+        if size is not None and size > total:
+            raise UserError(f"{part}_size: expected at most {total}, the images of split {split!r}, got {size}")
+        if size in (None, total):
+            return indices
+        return [indices[place] for place in generator("subset", split).permutation(total)[:size]]
+
+    def setup(self, stage: str | None = None) -> None:
+        """Open both splits for "fit" or None, else the validation split. Raises as `open_part`."""
         for part in ("train", "val") if stage in ("fit", None) else ("val",):
             if part not in self.datasets:
                 self.datasets[part], split = self.open_part(part)
@@ -159,26 +140,23 @@ class ImageData(ABC):
         """Every validation image once, in order."""
         return self._loader("val")
 
+    def _loader(self, part: str) -> Loader:
+        collate, finish, training = partial(self.collate, part), partial(self.finish, part), part == "train"
+        ledger = self.ledgers[part]
+        return Loader(self.datasets[part], self.batch_size, training, collate, finish, ledger, self.num_workers)
+
     def state_dict(self) -> dict[str, Any]:
         """What goes into checkpoints: the unreadable images met so far."""
         return {"broken": {part: dict(ledger.broken) for part, ledger in self.ledgers.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the unreadable images of a checkpoint."""
+        """Resume with the unreadable images of a checkpoint."""
         for part, broken in state_dict["broken"].items():
             self.ledgers[part].broken.update(broken)
 
     def write_broken_images(self, path: str | os.PathLike[str]) -> int:
         """List the unreadable images met so far in a file, a line each; return how many there are."""
         return write_broken_images(path, self.ledgers.values())
-
-    def _loader(self, part: str) -> Loader:
-        dataset = self.datasets[part]
-        sampler = EpochBatches(
-            len(dataset), self.batch_size, self.seed, training=part == "train", rank=rank(), world_size=world_size()
-        )
-        collate, finish = partial(self.collate, part), partial(self.finish, part)
-        return Loader(dataset, sampler, collate, finish, self.ledgers[part], self.num_workers)
 
 
 @dataclass(eq=False)
@@ -203,6 +181,5 @@ class NormalizedData(ImageData):
 
     def choose_split(self, part: str, found: Sequence[str]) -> str:
         """The split of "train" or "val" that the user named, or the first usual one among those found."""
-        wanted = self.train_split if part == "train" else self.val_split
         usual = USUAL_SPLITS[part]
-        return wanted or next((name for name in usual if name in found), usual[0])
+        return getattr(self, f"{part}_split") or next((name for name in usual if name in found), usual[0])

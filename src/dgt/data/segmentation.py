@@ -1,24 +1,67 @@
 """The data module of semantic segmentation: images with label maps in folders, or the built-in scenes.
 
-Training batches are `(images, LabelMaps)`: normalised crops (B, 3, S, S), padded with zeros on the right and below
-where an image is smaller. Validation batches are `(images, labels)`: lists of whole images (3, H, W) and label maps
-(H, W) of the images' own size, so that metrics are those of the labels as they were drawn.
+Training follows Swin's recipe for ADE20K: rescale to fit a frame (2048 x 512) times a random ratio, crop a square in
+which no class has more than 75 %, flip, distort the colours. Its batches are `(images, LabelMaps)`: normalised crops
+(B, 3, S, S), padded with zeros on the right and below where an image is smaller. Validation batches are lists of whole
+images (3, H, W) and of label maps (H, W) of their own size, so that metrics are those of the labels as they were drawn;
+scaling, windows and test-time augmentation are the business of `dgt.tasks.scanning`.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
+from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
+from torchvision import tv_tensors
+from torchvision.transforms.v2 import functional as F
 
 from dgt.data.dataset import Drawn, Key, SeededDataset
-from dgt.data.joint_transforms import SMALLEST, SegmentationAugmentation, evaluation_pair, training_pair_transform
 from dgt.data.label_maps import IGNORED, LabelMapFolder, SceneMaps, label_folder, read_class_names
 from dgt.data.loader import Batch, Loader
-from dgt.data.module import NormalizedData, subset_indices
+from dgt.data.module import NormalizedData
 from dgt.data.readers import folder_names
 from dgt.utils.errors import UserError, check_range
+
+SMALLEST = 32
+"""Fewest pixels a side that an image is scaled to: what the backbones take."""
+CROP_TRIES = 10
+
+
+@dataclass(frozen=True)
+class SegmentationAugmentation:
+    """Training augmentation; the defaults are the paper's for ADE20K.
+
+    Args:
+        min_ratio: smallest factor on `data.scale`.
+        max_ratio: largest factor on `data.scale`.
+        max_class_share: largest share that one class may have in a crop, unless ten tries find none better.
+        flip: probability of a horizontal flip.
+        distortion: probability of each of four changes of colour: brightness, contrast, saturation, hue.
+
+    Raises:
+        UserError: a value out of its range.
+    """
+
+    min_ratio: float = 0.5
+    max_ratio: float = 2.0
+    max_class_share: float = 0.75
+    flip: float = 0.5
+    distortion: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min_ratio <= self.max_ratio:
+            raise UserError(f"expected 0 < min_ratio <= max_ratio, got {self.min_ratio} and {self.max_ratio}")
+        check_range(0, 1, max_class_share=self.max_class_share, flip=self.flip, distortion=self.distortion)
+
+    @classmethod
+    def none(cls) -> SegmentationAugmentation:
+        """No augmentation but the place of the crop."""
+        return cls(1.0, 1.0, 1.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -47,6 +90,82 @@ class SegmentationTest:
             raise UserError(f"test.window must be null or at least {SMALLEST}, got {self.window}")
         if self.stride is not None and (self.window is None or not 1 <= self.stride <= self.window):
             raise UserError(f"test.stride must be null or lie in 1 to test.window ({self.window}), got {self.stride}")
+
+
+def fitting_size(size: tuple[int, int], frame: tuple[int, int], ratio: float = 1.0) -> tuple[int, int]:
+    """Height and width of an image scaled to fit a frame, its shape kept.
+
+    Args:
+        size: height and width in pixels.
+        frame: longest longer side and longest shorter side in pixels, in either order.
+        ratio: factor on the frame.
+
+    Returns:
+        The largest height and width that fit `ratio * frame`, either way round; at least 32 each.
+    """
+    longer, shorter = (int(side * ratio) for side in sorted(frame, reverse=True))
+    factor = min(longer / max(size), shorter / min(size))
+    height, width = (max(SMALLEST, int(side * factor + 0.5)) for side in size)
+    return height, width
+
+
+def choose_crop(labels: Tensor, size: int, max_share: float) -> list[int]:
+    """Top, left, height and width of a random square of `size` pixels, or less where the label map (H, W) is smaller.
+
+    Drawn again, up to ten times, where one class has `max_share` or more of the labelled pixels.
+    """
+    height, width = labels.shape
+    for _ in range(CROP_TRIES):
+        top, left = (int(torch.randint(0, max(0, side - size) + 1, ())) for side in (height, width))
+        if max_share == 1:
+            break
+        counts = torch.bincount(labels[top : top + size, left : left + size].flatten(), minlength=256)[:IGNORED]
+        if (counts > 0).sum() > 1 and counts.max() < max_share * counts.sum():
+            break
+    return [top, left, min(height, size), min(width, size)]
+
+
+_CHANGES: list[tuple[float, float, Any]] = [  # bounds of a strength, and what it does to 8-bit pixels
+    (-32 / 255, 32 / 255, lambda image, by: (image.int() + round(255 * by)).clamp(0, 255).to(torch.uint8)),
+    (0.5, 1.5, F.adjust_brightness),  # contrast: a factor on the values; torchvision's own pulls towards their mean
+    (0.5, 1.5, F.adjust_saturation),
+    (-0.1, 0.1, F.adjust_hue),
+]
+
+
+def distort_colours(image: Tensor, probability: float) -> Tensor:
+    """Brightness, contrast, saturation and hue of uint8 (3, H, W), each changed with one probability.
+
+    Contrast comes second or last. Unlike torchvision's `RandomPhotometricDistort` it leaves the order of the channels
+    alone, as Swin's recipe does.
+    """
+    *drawn, (last, _) = torch.rand(len(_CHANGES) + 1, 2).tolist()
+    steps = list(zip(drawn, _CHANGES, strict=True))
+    if last < 0.5:
+        steps.append(steps.pop(1))
+    for (chance, place), (low, high, change) in steps:
+        image = change(image, low + (high - low) * place) if chance < probability else image
+    return image
+
+
+def to_bytes(image: Image.Image, labels: NDArray[Any]) -> tuple[Tensor, Tensor]:
+    """An image as uint8 (3, H, W), and its labels uint8 (H, W)."""
+    return F.pil_to_tensor(image), torch.from_numpy(labels)
+
+
+def augment(
+    image: Image.Image, labels: NDArray[Any], *, crop: int, frame: tuple[int, int], options: SegmentationAugmentation
+) -> tuple[Tensor, Tensor]:
+    """`to_bytes`, rescaled, cropped to at most `crop` pixels a side, flipped and distorted; not yet padded."""
+    pixels, classes = to_bytes(image, labels)
+    ratio = options.min_ratio + (options.max_ratio - options.min_ratio) * float(torch.rand(()))
+    size = list(fitting_size((image.height, image.width), frame, ratio))
+    pixels, classes = F.resize(pixels, size), F.resize(tv_tensors.Mask(classes), size).as_subclass(Tensor)
+    place = choose_crop(classes, crop, options.max_class_share)
+    pixels, classes = F.crop(pixels, *place), F.crop(classes, *place)
+    if torch.rand(1) < options.flip:
+        pixels, classes = pixels.flip(-1), classes.flip(-1)
+    return distort_colours(pixels, options.distortion), classes
 
 
 class LabelMaps(NamedTuple):
@@ -85,7 +204,7 @@ class SegmentationData(NormalizedData):
     classes: list[str] | None = None
     zero_is_ignored: bool | None = None
     scale: tuple[int, int] = (2048, 512)
-    augmentation: SegmentationAugmentation = SegmentationAugmentation()  # noqa: RUF009  # frozen: one may serve all
+    augmentation: SegmentationAugmentation = SegmentationAugmentation()  # frozen: one may serve all
     test: SegmentationTest = SegmentationTest()
 
     root_holds = "a folder with images/SPLIT/ and labels/SPLIT/, or annotations/SPLIT/ as in ADE20K"
@@ -105,28 +224,29 @@ class SegmentationData(NormalizedData):
         """
         reader: LabelMapFolder | SceneMaps
         if self.root is None:
-            split, reader = part, SceneMaps(part, self.size(part) or self.scenes_size[part], self.image_size)
+            split, reader = part, SceneMaps(part, self.scene_count(part), self.image_size)
         else:
             split = self.choose_split(part, folder_names(label_folder(self.root)))
             classes = read_class_names(self.root) if self.classes is None else self.classes
             reader = LabelMapFolder(self.root, split, classes, self.zero_is_ignored)
-        indices = subset_indices(part, split, len(reader), self.size(part))
-        training = training_pair_transform(self.image_size, self.scale, self.augmentation)
-        return SeededDataset(reader, training if part == "train" else evaluation_pair, self.seed, indices), split
+        training = partial(augment, crop=self.image_size, frame=self.scale, options=self.augmentation)
+        transform = training if part == "train" else to_bytes
+        return SeededDataset(reader, transform, self.seed, self.subset(part, split, range(len(reader)))), split
 
     def collate(self, part: str, drawn: Drawn) -> Batch:
         """Crops for training, padded on the right and below; lists of whole images for validation."""
         key, samples, broken = drawn
-        images, labels = [image for image, _ in samples], [labels for _, labels in samples]
         if part == "val":
-            return Batch(key, images, labels, broken)
+            return Batch(key, [image for image, _ in samples], [labels for _, labels in samples], broken)
         if len(samples) < 2:  # too few for the head's BatchNorm
             return Batch(key, [], [], broken)
-        sizes = torch.tensor([labels.shape for _, labels in samples])
-        margins = [(0, self.image_size - width, 0, self.image_size - height) for height, width in sizes.tolist()]
-        padded = [F.pad(image, margin) for image, margin in zip(images, margins, strict=True)]
-        maps = [F.pad(one, margin, value=IGNORED) for one, margin in zip(labels, margins, strict=True)]
-        return Batch(key, torch.stack(padded), LabelMaps(torch.stack(maps), sizes), broken)
+        side = self.image_size
+        images = torch.zeros(len(samples), 3, side, side, dtype=torch.uint8)
+        maps = torch.full((len(samples), side, side), IGNORED, dtype=torch.uint8)
+        for place, (image, labels) in enumerate(samples):
+            height, width = labels.shape
+            images[place, :, :height, :width], maps[place, :height, :width] = image, labels
+        return Batch(key, images, LabelMaps(maps, torch.tensor([labels.shape for _, labels in samples])), broken)
 
     def finish(self, part: str, key: Key, images: Any, targets: Any) -> tuple[Any, Any]:
         """Normalise; padding becomes zeros."""
@@ -138,11 +258,7 @@ class SegmentationData(NormalizedData):
         return images.mul_(real[:, None]), targets
 
     def train_dataloader(self) -> Loader:
-        """Shuffled, augmented, full batches; another order in each epoch.
-
-        Raises:
-            UserError: fewer images than one batch of all processes, or batches of one image.
-        """
+        """As of all tasks. Raises UserError, too, for batches of one image."""
         if self.batch_size < 2:
             raise UserError(
                 f"batch_size must be at least 2 in training, got {self.batch_size}: the head's BatchNorm after pooling "

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from timm.data.auto_augment import RandAugment, posterize
@@ -53,23 +52,19 @@ class Normalize:
         return images.float().sub_(self.mean).div_(self.std)
 
 
+@dataclass(frozen=True)
 class Transform:
-    """From an image to a normalised float tensor, by way of bytes.
+    """From an image to a normalised float tensor (3, H, W), by way of bytes.
 
     Args:
-        on_image: what is done to the image; the result must be RGB.
-        normalize: makes floats of bytes.
+        to_bytes: an image to uint8 (3, H, W).
+        normalize: makes floats of them.
     """
 
-    def __init__(self, on_image: Callable[[Image.Image], Image.Image], normalize: Normalize) -> None:
-        self.on_image, self.normalize = on_image, normalize
-
-    def to_bytes(self, image: Image.Image) -> Tensor:
-        """An image to uint8 (3, H, W)."""
-        return torch.from_numpy(np.array(self.on_image(image))).permute(2, 0, 1)
+    to_bytes: Callable[[Image.Image], Tensor]
+    normalize: Normalize
 
     def __call__(self, image: Image.Image) -> Tensor:
-        """An image to (3, H, W) float32."""
         return self.normalize(self.to_bytes(image).contiguous())
 
 
@@ -131,14 +126,6 @@ class Augmentation:
         return cls(None, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0)
 
 
-def _posterize(image: Image.Image, bits: int, **options: Any) -> Image.Image:
-    """timm's posterize; where rand-augment at its strongest asks for 0 bits, a black image."""
-    if bits < 1:
-        return Image.new(image.mode, image.size)
-    posterized: Image.Image = posterize(image, bits, **options)
-    return posterized
-
-
 def allow_zero_bits(steps: transforms.Compose) -> None:
     """Make timm's rand-augment among `steps` work with Pillow 13, which refuses to posterize to 0 bits; in place."""
     for step in steps.transforms:
@@ -147,18 +134,21 @@ def allow_zero_bits(steps: transforms.Compose) -> None:
                 operation.aug_fn = _posterize
 
 
-class CropLong:
+def _posterize(image: Image.Image, bits: int, **options: Any) -> Any:
+    """timm's posterize; where rand-augment at its strongest asks for 0 bits, a black image."""
+    return posterize(image, bits, **options) if bits >= 1 else Image.new(image.mode, image.size)
+
+
+def crop_long(image: Image.Image) -> Image.Image:
     """Cut an image longer than `MAX_ASPECT` times its width (or height) down to that, around its middle.
 
     Of such a strip a centre crop shows a small part, which stays; resizing its shorter side would first make gigabytes.
     """
-
-    def __call__(self, image: Image.Image) -> Image.Image:
-        width, height = (min(side, MAX_ASPECT * min(image.size)) for side in image.size)
-        if (width, height) == image.size:
-            return image
-        left, top = (image.width - width) // 2, (image.height - height) // 2
-        return image.crop((left, top, left + width, top + height))
+    width, height = (min(side, MAX_ASPECT * min(image.size)) for side in image.size)
+    if (width, height) == image.size:
+        return image
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    return image.crop((left, top, left + width, top + height))
 
 
 def training_transform(
@@ -178,17 +168,18 @@ def training_transform(
     )
     allow_zero_bits(colour)
     if augmentation.pad_crop or augmentation.min_scale == 1:
+        padding = augmentation.pad_crop
         crop = transforms.Compose(
             [
-                CropLong(),
+                crop_long,
                 transforms.Resize(image_size, transforms.InterpolationMode(augmentation.interpolation)),
-                transforms.RandomCrop(image_size, padding=augmentation.pad_crop, padding_mode="reflect")
-                if augmentation.pad_crop
+                transforms.RandomCrop(image_size, padding=padding, padding_mode="reflect")
+                if padding
                 else transforms.CenterCrop(image_size),
                 transforms.RandomHorizontalFlip(augmentation.flip),
             ]
         )
-    return Transform(transforms.Compose([crop, colour]), Normalize(mean, std))
+    return Transform(transforms.Compose([crop, colour, transforms.PILToTensor()]), Normalize(mean, std))
 
 
 def evaluation_transform(
@@ -207,7 +198,7 @@ def evaluation_transform(
     """
     if not 0 < crop_ratio <= 1:
         raise UserError(f"crop_ratio must lie in (0, 1], got {crop_ratio}")
-    *on_image, _, _ = create_transform(
+    *crop, _, _ = create_transform(
         image_size, crop_pct=crop_ratio, crop_mode="center", interpolation=interpolation
     ).transforms
-    return Transform(transforms.Compose([CropLong(), *on_image]), Normalize(mean, std))
+    return Transform(transforms.Compose([crop_long, *crop, transforms.PILToTensor()]), Normalize(mean, std))

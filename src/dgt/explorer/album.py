@@ -19,8 +19,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from dgt.data import readers
 from dgt.data.image_io import decode_image
-from dgt.data.scenes import draw_scene
-from dgt.data.scenes.shapes import KINDS
+from dgt.data.scenes import KINDS, draw_scene
 from dgt.utils.errors import UserError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")

@@ -19,9 +19,8 @@ from PIL import Image
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassConfusionMatrix
 
-from dgt.data.joint_transforms import fitting_size
 from dgt.data.label_maps import IGNORED
-from dgt.data.segmentation import LabelMaps, SegmentationData, SegmentationTest
+from dgt.data.segmentation import LabelMaps, SegmentationData, SegmentationTest, fitting_size
 from dgt.data.transforms import Normalize
 from dgt.figures import png, raster
 from dgt.figures.label_map import figure_label_map, label_png
