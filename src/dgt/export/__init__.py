@@ -1,9 +1,8 @@
 """Trained models for other programs: ONNX, `torch.export`, and timm's own format; made in :mod:`dgt.inference`."""
 
-from dgt.inference.export import Export, export
+from dgt.inference.export import Export, Verification, export, verify
 from dgt.inference.formats import encode_onnx, encode_program, open_onnx, open_program
 from dgt.inference.source import Source
-from dgt.inference.verify import Verification, verify
 
 __all__ = [
     "Export",

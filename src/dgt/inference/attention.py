@@ -43,50 +43,39 @@ torch.library.define(
 )
 
 
-@torch.library.impl("dgt::attention", "CPU")
-def _attention(qkv: Tensor, centroids: Tensor, top_k: int, scale: float, key_mask: Tensor | None) -> Tensor:
-    _, batch, heads, tokens, _ = qkv.shape
-    groups, count = centroids.shape[1], min(top_k, tokens)
-    with full_precision(qkv.device):
-        if not is_dense_masked(tokens, groups, count):
-            return _merge_heads(_attend_in_steps(qkv, centroids, top_k, scale, key_mask))
-        centroids = centroids.float()
-        images = max(1, CHUNK_ELEMENTS // (heads * tokens * max(tokens, groups)))
-        if images >= batch:
-            return _merge_heads(_attend_densely(qkv, centroids, count, scale, key_mask))
-        masks = [None] * batch if key_mask is None else key_mask.split(images)
-        parts = [
-            _merge_heads(_attend_densely(part, centroids, count, scale, mask))
-            for part, mask in zip(qkv.split(images, dim=1), masks, strict=False)
-        ]
-        return torch.cat(parts)
-
-
 @torch.library.register_fake("dgt::attention")
 def _(qkv: Tensor, centroids: Tensor, top_k: int, scale: float, key_mask: Tensor | None) -> Tensor:
     _, batch, heads, tokens, channels = qkv.shape
     return qkv.new_empty(batch, tokens, heads * channels)
 
 
-def _merge_heads(attended: Tensor) -> Tensor:
-    return attended.transpose(1, 2).reshape(attended.shape[0], attended.shape[2], -1)
+@torch.library.impl("dgt::attention", "CPU")
+def _attention(qkv: Tensor, centroids: Tensor, top_k: int, scale: float, key_mask: Tensor | None) -> Tensor:
+    _, batch, heads, tokens, channels = qkv.shape
+    groups, count = centroids.shape[1], min(top_k, tokens)
+    step = max(1, CHUNK_ELEMENTS // (heads * tokens * max(tokens, groups)))
+    output = qkv.new_empty(batch, tokens, heads, channels)
+    with full_precision(qkv.device):
+        if not is_dense_masked(tokens, groups, count):
+            query, key, value = qkv.unbind(0)
+            ids = torch.ops.dgt.group_queries(query, centroids, key_mask)
+            keys = torch.ops.dgt.select_keys(centroids, key, top_k, key_mask)
+            output.copy_(torch.ops.dgt.attend(query, key, value, ids, keys, scale).transpose(1, 2))
+        else:
+            for start in range(0, batch, step):
+                part = slice(start, start + step)
+                mask = None if key_mask is None else key_mask[part]
+                output[part] = _attend_dense_masked(qkv[:, part], centroids, count, scale, mask).transpose(1, 2)
+    return output.flatten(2)
 
 
-def _attend_in_steps(qkv: Tensor, centroids: Tensor, top_k: int, scale: float, mask: Tensor | None) -> Tensor:
-    """Many tokens: group, select, attend."""
-    query, key, value = qkv.unbind(0)
-    groups = torch.ops.dgt.group_queries(query, centroids, mask)
-    keys = torch.ops.dgt.select_keys(centroids, key, top_k, mask)
-    attended: Tensor = torch.ops.dgt.attend(query, key, value, groups, keys, scale)
-    return attended
-
-
-def _attend_densely(qkv: Tensor, centroids: Tensor, count: int, scale: float, mask: Tensor | None) -> Tensor:
+def _attend_dense_masked(qkv: Tensor, centroids: Tensor, count: int, scale: float, mask: Tensor | None) -> Tensor:
     """Few tokens: attention over all keys of a head, under the mask of each query's group."""
     query, key, value = qkv.unbind(0)
     if mask is None and count == key.shape[2]:  # every group has every key
         return F.scaled_dot_product_attention(query, key, value, scale=scale)
-    of_queries, of_keys = torch.matmul(centroids, qkv[:2].float().transpose(-1, -2)).unbind(0)  # (B, H, G, L)
+    scores = torch.matmul(centroids.float(), qkv[:2].float().transpose(-1, -2))
+    of_queries, of_keys = scores.unbind(0)  # (B, H, G, L)
     if mask is not None:
         of_keys.masked_fill_(~mask[:, None, None], -torch.inf)
     groups = nearest_group(of_queries)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import timm
+import torch
+from torch import Tensor, nn
 
 from dgt.inference.formats import Runner, check_libraries, encode_onnx, encode_program, open_onnx, open_program
 from dgt.inference.source import Source, backbone_of, source_of_run
-from dgt.inference.verify import Verification, verify
 from dgt.training.load import LoadedRun, load_run
 from dgt.training.run import export_model, make_record
 from dgt.utils.atomic_write import atomic_write
-from dgt.utils.errors import UserError
+from dgt.utils.errors import Disagreement, UserError
 
 FORMATS: dict[str, tuple[Callable[[Source], bytes], Callable[[bytes], Runner]]] = {
     ".onnx": (encode_onnx, open_onnx),
@@ -24,6 +25,27 @@ FORMATS: dict[str, tuple[Callable[[Source], bytes], Callable[[bytes], Runner]]] 
 }
 FURTHER_SIZES = ((160, 224), (97, 65))  # many tokens in the first stages; odd, with fewer tokens than keys
 LARGEST_SIDE = 512  # of the images that a file is checked with
+BATCH = 3
+TOLERANCE = 1e-4
+"""Largest difference of equal outputs, relative to the largest output or 1."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """How an exported file and its source agreed.
+
+    Args:
+        images: how many images both got, one by one and in batches.
+        equal: for how many of them all outputs were within `TOLERANCE`, and the largest of the logits the same.
+        difference: the largest difference of all, relative to the largest output or 1.
+    """
+
+    images: int
+    equal: int
+    difference: float
+
+    def __str__(self) -> str:
+        return f"equal for {self.equal} of {self.images} images, largest difference {self.difference:.1e}"
 
 
 @dataclass(frozen=True)
@@ -69,8 +91,8 @@ def export(checkpoint: str | Path, out: str | Path, features: bool = False) -> E
 
 def _check_place(path: Path, features: bool) -> None:
     """Check all that can be known of the place before a model is opened."""
+    endings = " or ".join(FORMATS)
     if path.suffix and path.suffix not in FORMATS:
-        endings = " or ".join(FORMATS)
         raise UserError(f"OUT must end in {endings}, or have no ending and name a folder for timm, got {str(path)!r}")
     if path.suffix == ".onnx":
         check_libraries()
@@ -78,8 +100,8 @@ def _check_place(path: Path, features: bool) -> None:
         raise IsADirectoryError(f"{path} is a folder: name a file in it")
     if not path.suffix and features:
         raise UserError("feature maps are exported to a file, .onnx or .pt2; a folder for timm has them as they are")
-    if not path.suffix and path.exists() and not path.is_dir():
-        raise NotADirectoryError(f"{path} is a file: name a folder, or a file ending in {' or '.join(FORMATS)}")
+    if not path.suffix and path.is_file():
+        raise NotADirectoryError(f"{path} is a file: name a folder, or a file ending in {endings}")
     above = next(place for place in (path if path.is_dir() else path.parent, *path.parents) if place.exists())
     if not above.is_dir():
         raise NotADirectoryError(f"{path} cannot be written: {above} is a file")
@@ -120,3 +142,58 @@ def _sizes(run: LoadedRun, source: Source) -> list[tuple[int, int]]:
         return [(source.size, source.size)]
     side = min(max(run.recipe.data["image_size"], 33), LARGEST_SIDE)
     return [(side, side), *FURTHER_SIZES]
+
+
+@torch.inference_mode()
+def verify(
+    module: nn.Module, run: Runner, sizes: Sequence[tuple[int, int]], seed: int = 0, least: float = 0.5
+) -> Verification:
+    """Compare an exported file with its source on random images, in batches of three and one by one.
+
+    Where two groups (or keys) are as near to a query (a centroid) as float32 can tell, rounding decides, and runtimes
+    round differently: such an image may differ in some places. It is counted, and does not make the file wrong; a wrong
+    graph fails for every image of a size.
+
+    Args:
+        module, run: the source and the exported file.
+        sizes: heights and widths of images in pixels.
+        seed: of the images.
+        least: share of the images of every size whose outputs must be equal.
+
+    Raises:
+        RuntimeError: they are equal for less, or the file cannot be run.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    equal, differences = [], []
+    for height, width in sizes:
+        images = torch.randn(BATCH, 3, height, width, generator=generator)
+        pairs = [_compare(module, run, batch) for batch in (images, *images.split(1))]
+        same, difference = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+        if same.float().mean() < least:
+            raise Disagreement(
+                f"the exported model is not equal to its source: images of {height} x {width} pixels differ by up to "
+                f"{difference.max():.1e}; nothing was written"
+            )
+        equal.append(same)
+        differences.append(difference)
+    return Verification(len(torch.cat(equal)), int(torch.cat(equal).sum()), float(torch.cat(differences).max()))
+
+
+def _compare(module: nn.Module, run: Runner, images: Tensor) -> tuple[Tensor, Tensor]:
+    """For each image of a batch: whether the outputs are equal, and their largest relative difference."""
+    expected = module(images)
+    expected = [expected] if isinstance(expected, Tensor) else list(expected)
+    try:
+        found = run(images)
+    except Exception as error:  # of many kinds: whatever the other runtime raises
+        what = f"images of {images.shape[2]} x {images.shape[3]} pixels: {str(error).strip().splitlines()[0]}"
+        raise Disagreement(f"the exported model fails for {what}; nothing was written") from error
+    same, difference = torch.ones(len(images), dtype=torch.bool), torch.zeros(len(images))
+    if [output.shape for output in found] != [output.shape for output in expected]:
+        return ~same, difference + torch.inf
+    for ours, theirs in zip(expected, found, strict=True):
+        largest = ours.flatten(1).abs().amax(1).clamp(min=1)
+        difference = difference.maximum((ours - theirs).flatten(1).abs().amax(1).div(largest).nan_to_num(torch.inf))
+        if ours.dim() == 2:
+            same &= ours.argmax(1) == theirs.argmax(1)
+    return same & (difference <= TOLERANCE), difference

@@ -2,9 +2,8 @@
 
 Normalisations move into convolutions (:mod:`dgt.inference.fuse_bn`), which keep their weights packed
 (:mod:`dgt.inference.prepacked_conv`); the attention is one operator (:mod:`dgt.inference.attention`), its centroids are
-brought to unit norm once and for all; residuals are added in place. Linears are 1x1 convolutions, which oneDNN runs on
-channels-last tokens without copies, and about twice as fast as the matrix product of linears on processors that the
-vendor's BLAS does not favour.
+brought to unit norm once and for all. Linears are 1x1 convolutions, which oneDNN runs on channels-last tokens without
+copies, and about twice as fast as the matrix product of linears on processors that the vendor's BLAS does not favour.
 """
 
 import copy
@@ -19,9 +18,7 @@ from dgt.inference.attention import attention
 from dgt.inference.fuse_bn import FoldedConv, affine, fold_after, fold_before
 from dgt.inference.prepacked_conv import PackedConv, takes_gradients
 from dgt.layers.attention import DGAttention, GlobalAttention
-from dgt.layers.baselines.cmt import CMTBlock
-from dgt.layers.block import Block
-from dgt.layers.convolution import ConvStem, InvertedResidualFFN, PatchMerging
+from dgt.layers.convolution import ConditionalPositionEncoding, ConvStem, InvertedResidualFFN, PatchMerging
 from dgt.layers.head import Head
 from dgt.layers.scripting import check_layer_input
 from dgt.ops.backends import resolve_backend
@@ -50,9 +47,7 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
     if not any(type(module) in FORMS for module in model.modules()):
         raise UserError(f"model must contain parts of a DGT, got a {type(model).__name__} without any")
     with torch.inference_mode(False):  # else nobody could tell when its weights change
-        twin = nn.ModuleList([copy.deepcopy(model).eval().requires_grad_(False)])
-        _replace_parts(twin)
-        return twin[0].to(memory_format=torch.channels_last)
+        return _finished(inference_form(copy.deepcopy(model)))
 
 
 def pack_weights(model: nn.Module) -> nn.Module:
@@ -61,29 +56,27 @@ def pack_weights(model: nn.Module) -> nn.Module:
     What :func:`optimize_for_inference` gains by this alone, for comparison with models that have no such form.
     """
     with torch.inference_mode(False):
-        twin = copy.deepcopy(model).eval().requires_grad_(False)
+        twin = copy.deepcopy(model)
         for parent in list(twin.modules()):
             for name, child in parent.named_children():
                 if type(child) is nn.Linear:
                     setattr(parent, name, TokenLinear(child))
                 elif type(child) is nn.Conv2d:
                     setattr(parent, name, PackedConv(child))
-        return twin.to(memory_format=torch.channels_last)
+        return _finished(twin)
 
 
 def inference_form(module: nn.Module) -> nn.Module:
-    """Return a module in the form that only predicts, or as it is where there is none; may change it in place."""
-    form = FORMS.get(type(module))
-    return module if form is None else form(module)
-
-
-def _replace_parts(module: nn.Module) -> None:
-    """Bring every part of a module, at any depth, into the form that only predicts, in place."""
+    """Return a module with every part, at any depth, in the form that only predicts; may change it in place."""
+    if type(module) in FORMS:
+        return FORMS[type(module)](module)
     for name, child in list(module.named_children()):
-        if type(child) in FORMS:
-            setattr(module, name, inference_form(child))
-        else:
-            _replace_parts(child)
+        setattr(module, name, inference_form(child))
+    return module
+
+
+def _finished(twin: nn.Module) -> nn.Module:
+    return twin.eval().requires_grad_(False).to(memory_format=torch.channels_last)
 
 
 def _gelu(x: Tensor) -> Tensor:
@@ -99,11 +92,10 @@ class FoldedStem(nn.Module):
 
     def __init__(self, stem: ConvStem) -> None:
         super().__init__()
-        convs, norms = cast(list[nn.Conv2d], list(stem.convs)), cast(list[nn.BatchNorm2d], list(stem.norms))
-        first, *others = convs
+        (first, *convs), (*norms, last) = cast(Any, stem.convs), cast(Any, stem.norms)
         self.first = PackedConv(first, gelu=True)
-        self.others = nn.ModuleList(FoldedConv(*pair) for pair in zip(others, norms[:-1], strict=True))
-        for name, value in zip(("scale", "shift"), affine(norms[-1]), strict=True):
+        self.others = nn.ModuleList(FoldedConv(*pair) for pair in zip(convs, norms, strict=True))
+        for name, value in zip(("scale", "shift"), affine(last), strict=True):
             self.register_buffer(name, value.detach()[:, None, None].to(first.weight.dtype))
 
     def forward(self, image: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -155,90 +147,20 @@ class InferenceDGAttention(DGAttention):
         super().__init__(heads * channels, heads, groups, source.top_k, **settings)
         self.qkv, self.proj = TokenLinear(source.qkv), TokenLinear(source.proj)  # type: ignore[assignment]
         if source.cosine:
-            self.logit_scale = nn.Parameter(source.logit_scale.detach(), requires_grad=False)
+            self.logit_scale = source.logit_scale
         self.centroids, self.num_updates, self.seeded = source.unit_centroids(), source.num_updates, source.seeded
-
-    def unit_centroids(self) -> Tensor:
-        """Return the centroids, which have unit norm here."""
-        return self.centroids
-
-    def split_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Project (B, ..., C) tokens to query, key and value, each (B, H, L, D)."""
-        query, key, value = self._project(x).unbind(0)
-        return query, key, value
-
-    def _project(self, x: Tensor) -> Tensor:
-        """Project (B, ..., C) tokens to (3, B, H, L, D)."""
-        qkv = self.qkv(x).flatten(1, -2)
-        qkv = qkv.unflatten(-1, [3, self.num_heads, qkv.shape[-1] // (3 * self.num_heads)])
-        qkv = qkv.permute(2, 0, 3, 1, 4).contiguous()
-        return torch.stack([*self.comparable(qkv[0], qkv[1]), qkv[2]]) if self.cosine else qkv
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, H, W, C) or (B, L, C) to the same shape; ``mask`` is bool, True where a token is real."""
         if x.device.type != "cpu" or takes_gradients(x) or resolve_backend(self.backend, x) != "eager":
             return super().forward(x, mask)
         check_layer_input(x, self.qkv.in_features, mask)
+        qkv = self.qkv(x).flatten(1, -2).unflatten(-1, [3, self.num_heads, x.shape[-1] // self.num_heads])
+        qkv = qkv.permute(2, 0, 3, 1, 4).contiguous()  # (3, B, H, L, D)
+        qkv = torch.stack([*self.comparable(qkv[0], qkv[1]), qkv[2]]) if self.cosine else qkv
         real = None if mask is None else mask.flatten(1)
-        attended = attention(self._project(x), self.centroids, self.top_k, self.scale, real)
-        projected: Tensor = self.proj(attended.view(x.shape))
+        projected: Tensor = self.proj(attention(qkv, self.centroids, self.top_k, self.scale, real).view(x.shape))
         return projected
-
-
-class InferenceBlock(Block):
-    """A :class:`Block` that only predicts: its parts folded, position encoding and residuals without extra tensors."""
-
-    def __init__(self, source: Block) -> None:
-        nn.Module.__init__(self)
-        self.post_norm = source.post_norm
-        encoding = source.cpe
-        folded = None if encoding is None else FoldedConv(encoding.conv, residual=True)
-        self.cpe = folded  # type: ignore[assignment]
-        self.norm1, self.norm2 = source.norm1, source.norm2
-        self.attn: nn.Module = inference_form(source.attn)
-        self.ffn: nn.Module = inference_form(source.ffn)
-        self.eval()
-
-    def train(self, mode: bool = True) -> "InferenceBlock":
-        """Stay in evaluation mode.
-
-        Raises:
-            RuntimeError: when asked to train.
-        """
-        if mode:
-            raise RuntimeError("the inference form of a model cannot be trained: train the model it was made from")
-        super().train(False)
-        return self
-
-    def forward(self, x: Tensor, mask: Tensor | None = None, *position: Tensor) -> Tensor:
-        """Map (B, H, W, C) to (B, H, W, C); arguments as in :class:`Block`, or of CMT's."""
-        x = self.positioned(x, mask)
-        attended = self.attn(x if self.post_norm else self.norm1(x), mask, *position)
-        attended = self.norm1(attended) if self.post_norm else attended
-        kept = self.cpe is None or takes_gradients(x)  # without an encoding x is still the caller's
-        x = x + attended if kept else x.add_(attended)
-        forwarded = self.ffn(x if self.post_norm else self.norm2(x), mask)
-        forwarded = self.norm2(forwarded) if self.post_norm else forwarded
-        return x + forwarded if takes_gradients(x) else x.add_(forwarded)
-
-    def positioned(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """Apply the position encoding, if there is one (Eq. 8); the result is then a new tensor."""
-        if self.cpe is None:
-            return super().positioned(x, mask)
-        encoded: Tensor = self.cpe(x.permute(0, 3, 1, 2), mask)
-        return encoded.permute(0, 2, 3, 1)
-
-
-def fold_head(head: Head) -> Head:
-    """Fold the normalisation behind the head's convolution into it, in place, if there is one."""
-    if isinstance(head.conv, nn.Conv2d) and isinstance(head.norm, nn.BatchNorm2d):
-        head.conv, head.norm = fold_after(head.conv, head.norm), nn.Identity()
-    return head
-
-
-def _with_packed_conv(merging: PatchMerging) -> PatchMerging:
-    merging.conv = PackedConv(merging.conv)
-    return merging
 
 
 def _with_token_linears(attention: GlobalAttention) -> GlobalAttention:
@@ -247,13 +169,23 @@ def _with_token_linears(attention: GlobalAttention) -> GlobalAttention:
     return attention
 
 
+def _with_packed_conv(part: Any) -> nn.Module:
+    part.conv = PackedConv(part.conv)
+    return cast(nn.Module, part)
+
+
+def _with_folded_norm(head: Head) -> Head:
+    if isinstance(head.conv, nn.Conv2d) and isinstance(head.norm, nn.BatchNorm2d):
+        head.conv, head.norm = fold_after(head.conv, head.norm), nn.Identity()
+    return head
+
+
 FORMS: dict[type[nn.Module], Callable[[Any], nn.Module]] = {
     ConvStem: FoldedStem,
-    Block: InferenceBlock,
-    CMTBlock: InferenceBlock,
+    ConditionalPositionEncoding: _with_packed_conv,
     DGAttention: InferenceDGAttention,
     GlobalAttention: _with_token_linears,
     InvertedResidualFFN: FoldedFFN,
     PatchMerging: _with_packed_conv,
-    Head: fold_head,
+    Head: _with_folded_norm,
 }

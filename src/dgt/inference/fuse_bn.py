@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from dgt.inference.prepacked_conv import PackedConv
 from dgt.utils.errors import UserError
 
+ENDS, INNER = slice(None, None, 2), slice(1, 2)  # of three rows or columns
+
 
 def affine(norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
     """Return scale and shift, float64 (C,), of a BatchNorm in evaluation mode."""
@@ -21,14 +23,14 @@ def affine(norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
     return scale, norm.bias.double() - norm.running_mean.double() * scale
 
 
-def fold_after(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> nn.Conv2d:
+def fold_after(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> PackedConv:
     """Return ``norm(conv(x))`` as one convolution: exact for any kernel and padding."""
     scale, shift = affine(norm)
     weight = conv.weight.double() * scale[:, None, None, None]
     return _conv_like(conv, weight, _bias(conv) * scale + shift)
 
 
-def fold_before(norm: nn.BatchNorm2d, conv: nn.Conv2d) -> nn.Conv2d:
+def fold_before(norm: nn.BatchNorm2d, conv: nn.Conv2d) -> PackedConv:
     """Return ``conv(norm(x))`` as one convolution, for a 1x1 convolution: exact because it has no padding."""
     scale, shift = affine(norm)
     weight = conv.weight.double()
@@ -53,76 +55,49 @@ class FoldedConv(nn.Module):
 
     Args:
         conv: 3x3, stride 1, padding 1, dense or depthwise.
-        norm: what precedes it, or None.
+        norm: what precedes it.
         residual: add the convolution's input to its output.
     """
 
-    taps: Tensor
     inner_bias: Tensor
-    rows: Tensor
-    columns: Tensor
-    corners: Tensor
+    taps: Tensor  # (C', 1, 3, 3): what the shift contributes through every tap
+    edges: Tensor  # (1, C', 3, 3): what it would contribute from outside to an image of 3 x 3
 
-    def __init__(self, conv: nn.Conv2d, norm: nn.BatchNorm2d | None = None, residual: bool = False) -> None:
+    def __init__(self, conv: nn.Conv2d, norm: nn.BatchNorm2d, residual: bool = False) -> None:
         super().__init__()
-        weight, bias = conv.weight.double(), _bias(conv)
+        weight, bias = conv.weight.double().clone(), _bias(conv)
+        scale, shift = (value[:, None, None] for value in affine(norm))
         depthwise = conv.groups > 1
         if residual:
-            weight = weight.clone()
             weight[range(len(weight)), 0 if depthwise else range(len(weight)), 1, 1] += 1
-        self.has_shift = norm is not None
-        taps = torch.zeros_like(weight[:, 0])  # (C, 3, 3): what the shift contributes through every tap
-        if norm is not None:
-            scale, shift = affine(norm)
-            taps = weight[:, 0] * shift[:, None, None] if depthwise else torch.einsum("oikl,i->okl", weight, shift)
-            weight = weight * (scale[:, None, None, None] if depthwise else scale[:, None, None])
-        self.conv = _conv_like(conv, weight, bias + taps.sum((1, 2)))
-        outer = taps[:, ::2].permute(1, 2, 0)  # (2, 3, C): the taps above and below
-        constants = {
-            "taps": taps[:, None],
-            "inner_bias": bias,
-            "rows": outer.sum(1, keepdim=True),  # (2, 1, C): what is missing in the first and the last row
-            "columns": taps[:, :, ::2].permute(2, 1, 0).sum(1),  # (2, C)
-            "corners": outer[:, ::2],  # (2, 2, C): what rows and columns both took off
-        }
-        for name, value in constants.items():
-            self.register_buffer(name, value.detach().to(conv.weight.dtype).contiguous())
+        if depthwise:
+            scale, shift = scale[:, None], shift[:, None]
+        taps = (weight * shift).sum(1, keepdim=True)
+        self.conv = _conv_like(conv, weight * scale, bias + taps.sum((1, 2, 3)))
+        for name, value in (("inner_bias", bias), ("taps", taps)):
+            self.register_buffer(name, value.detach().to(conv.weight.dtype))
+        self.register_buffer("edges", self._outside(3, 3))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, C, H, W) to (B, C', H, W); ``mask`` is bool (B, H, W), True where a token is real."""
         if mask is not None:
             real = mask.unsqueeze(1).to(x.dtype)
             x = F.conv2d(x * real, self.conv.weight, self.inner_bias, padding=1, groups=self.conv.groups)
-            return x + F.conv2d(real, self.taps, padding=1) if self.has_shift else x
+            return x + F.conv2d(real, self.taps, padding=1)
         x = self.conv(x)
-        if self.has_shift:
-            tokens = x.permute(0, 2, 3, 1)
-            if torch.compiler.is_compiling():
-                return (tokens - self._outside(*tokens.shape[1:3])).permute(0, 3, 1, 2)
-            self._take_off_outside(tokens)
+        height, width = x.shape[2:]
+        if torch.compiler.is_compiling() or min(height, width) < 3:
+            return x - self._outside(height, width)
+        rows, columns, corners = (self.edges[:, :, i, j] for i, j in ((ENDS, INNER), (INNER, ENDS), (ENDS, ENDS)))
+        x[:, :, :: height - 1] -= rows
+        x[..., :: width - 1] -= columns
+        x[:, :, :: height - 1, :: width - 1] += rows + columns - corners
         return x
 
-    def _take_off_outside(self, x: Tensor) -> None:
-        """Subtract from (B, H, W, C), in place, what the shift would contribute from outside the image."""
-        rows, columns, corners = self.rows, self.columns, self.corners
-        height, width = x.shape[1:3]
-        if height == 1:  # the first row is the last one
-            rows, corners = rows.sum(0, keepdim=True), corners.sum(0, keepdim=True)
-        if width == 1:
-            columns, corners = columns.sum(0, keepdim=True), corners.sum(1, keepdim=True)
-        down, across = max(height - 1, 1), max(width - 1, 1)  # steps from the first to the last
-        x[:, ::down] -= rows
-        x[:, :, ::across] -= columns
-        x[:, ::down, ::across] += corners
-
     def _outside(self, height: int, width: int) -> Tensor:
-        """What `_take_off_outside` subtracts, as a map (H, W, C) that a compiler computes on its way."""
-        row = torch.arange(height, device=self.rows.device)[:, None, None]
-        column = torch.arange(width, device=self.rows.device)[:, None]
-        rows, columns = (row == 0, row == height - 1), (column == 0, column == width - 1)
-        outside = columns[0] * self.columns[0] + columns[1] * self.columns[1]
-        for i in range(2):
-            outside = outside + rows[i] * self.rows[i]
-            for j in range(2):
-                outside = outside - (rows[i] & columns[j]) * self.corners[i, j]
-        return outside
+        """What the shift would contribute from outside to (1, C', H, W): along a side the same, so 3 x 3 tell all."""
+        inside = F.conv2d(self.taps.new_ones(1, 1, min(height, 3), min(width, 3)), self.taps, padding=1)
+        outside = self.taps.sum((2, 3)).view(1, -1, 1, 1) - inside
+        place = [torch.arange(size, device=inside.device) for size in (height, width)]
+        rows, columns = (p.clamp(max=1) + (p >= max(len(p) - 1, 2)) for p in place)
+        return outside[:, :, rows[:, None], columns]

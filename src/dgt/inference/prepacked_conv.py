@@ -43,12 +43,19 @@ class PackedConv(nn.Conv2d):
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self.gelu = gelu
 
+    def train(self, mode: bool = True) -> "PackedConv":
+        """Stay in evaluation mode; RuntimeError when asked to train."""
+        if mode:
+            raise RuntimeError("the inference form of a model cannot be trained: train the model it was made from")
+        super().train(False)
+        return self
+
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, C, H, W) to (B, C', H', W')."""
         compiled: Any = torch.ops.dgt.convolve
         convolve = _plain if not self._can_pack(x) else compiled if torch.compiler.is_compiling() else _packed
-        place = (self.stride, self.padding, self.dilation, self.groups)
-        convolved: Tensor = convolve(x, self.weight, self.bias, self.gelu, *place)
+        geometry = (self.stride, self.padding, self.dilation, self.groups)
+        convolved: Tensor = convolve(x, self.weight, self.bias, self.gelu, *geometry)
         return convolved
 
     def _can_pack(self, x: Tensor) -> bool:
@@ -68,26 +75,33 @@ class Packed(NamedTuple):
 PACKED = WeakIdKeyDictionary()  # weight -> Packed
 
 
-def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, *place: Any) -> Tensor:
+def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, *geometry: Any) -> Tensor:
     """A convolution of this stride, padding, dilation and groups, then GELU or nothing."""
-    convolved = F.conv2d(x, weight, bias, *place)
+    convolved = F.conv2d(x, weight, bias, *geometry)
     return F.gelu(convolved) if gelu else convolved
 
 
-def _packed(
-    x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, stride: Any, padding: Any, dilation: Any, groups: int
-) -> Tensor:
+def _packed(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, *geometry: Any) -> Tensor:
     """The same with a packed weight."""
     if weight.is_inference():  # nothing tells when it changes
-        return _plain(x, weight, bias, gelu, stride, padding, dilation, groups)
-    version, place = (weight.data_ptr(), weight._version, weight.dtype), (padding, stride, dilation, groups)
+        return _plain(x, weight, bias, gelu, *geometry)
+    stride, padding, dilation, groups = geometry
+    version = (weight.data_ptr(), weight._version, weight.dtype)
     kept = PACKED.get(weight)
     if kept is None or kept.version != version or kept.storage.expired():
-        # The size is a hint: the operator takes any other one too.
-        packed = torch.ops.aten.mkldnn_reorder_conv2d_weight(weight.detach().to_mkldnn(), *place, x.shape)
+        packed = torch.ops.aten.mkldnn_reorder_conv2d_weight(
+            weight.detach().to_mkldnn(),
+            padding,
+            stride,
+            dilation,
+            groups,
+            x.shape,  # of which any other will do too
+        )
         kept = PACKED[weight] = Packed(packed, version, StorageWeakRef(weight.untyped_storage()))
-    name, algorithm = ("gelu", "none") if gelu else ("none", "")
-    result: Tensor = torch.ops.mkldnn._convolution_pointwise(x, kept.weight, bias, *place, name, [], algorithm)
+    after: tuple[str, list[float], str] = ("gelu", [], "none") if gelu else ("none", [], "")
+    result: Tensor = torch.ops.mkldnn._convolution_pointwise(
+        x, kept.weight, bias, padding, stride, dilation, groups, *after
+    )
     return result
 
 
@@ -100,13 +114,7 @@ torch.library.define(
 torch.library.impl("dgt::convolve", "CPU", _packed)
 torch.library.register_fake("dgt::convolve", _plain)
 
-
-def _packable() -> tuple[torch.dtype, ...]:
-    """The types that oneDNN takes on this processor with this PyTorch."""
-    operators = (torch.ops.mkldnn, "_convolution_pointwise"), (torch.ops.aten, "mkldnn_reorder_conv2d_weight")
-    if not torch.backends.mkldnn.is_available() or not all(hasattr(*each) for each in operators):
-        return ()
-    return (torch.float32, torch.bfloat16) if torch.ops.mkldnn._is_mkldnn_bf16_supported() else (torch.float32,)
-
-
-PACKABLE = _packable()
+# The types that oneDNN takes on this processor with this PyTorch.
+PACKABLE: tuple[torch.dtype, ...] = ()
+if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_convolution_pointwise"):
+    PACKABLE = (torch.float32, torch.bfloat16) if torch.ops.mkldnn._is_mkldnn_bf16_supported() else (torch.float32,)
