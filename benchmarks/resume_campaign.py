@@ -152,7 +152,7 @@ def stop_once(task: str, workers: int, number: signal.Signals, folder: Path, dra
     same = train(recipe, resume=True) == 0 and equal(final_state(whole), final_state(out))
     shutil.rmtree(out, ignore_errors=True)
     row = {"task": task, "workers": workers, "signal": number.name, "event": event, "delay": round(delay, 3)}
-    return {**row, "status": first, "resumed_after_step": place and place.step, "bit_equal": same}
+    return {**row, "status": first, "resumed_after_step": place and place[1]["progress"]["step"], "bit_equal": same}
 
 
 def stops(count: int, tasks: Sequence[str], folder: Path, draw: random.Random) -> Iterator[dict[str, Any]]:
@@ -176,7 +176,7 @@ def kills(count: int, folder: Path, draw: random.Random) -> dict[str, Any]:
         status = train(recipe, resume=True, bomb=(event, delay, signal.SIGKILL))
         place = latest_checkpoint(out)
         opened += place is not None or not (out / "checkpoints").is_dir()
-        steps.append(place.step if place else 0)
+        steps.append(place[1]["progress"]["step"] if place else 0)
         if status == 0:
             break
     status = train(recipe, resume=True)

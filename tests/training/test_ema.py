@@ -26,7 +26,7 @@ def test_the_average_is_exponential_and_counters_are_copied() -> None:
         with torch.no_grad():
             network.weight.fill_(float(step))
         network(torch.randn(8, 2))
-        averaged.update(network)
+        averaged.update(network, step + 1)
         now = network.weight.detach().clone()
         expected = now if expected is None else 0.75 * expected + 0.25 * now
     torch.testing.assert_close(averaged.module.weight.detach(), expected)

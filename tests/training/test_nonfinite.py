@@ -1,4 +1,4 @@
-"""Steps that are not finite: skipped without a trace, and a training of nothing else is stopped with a report."""
+"""Steps that are not finite: skipped without a trace; a training of nothing else is stopped and the layer named."""
 
 from __future__ import annotations
 
@@ -105,17 +105,11 @@ def test_a_step_that_is_not_finite_leaves_no_trace(
     )
 
 
-def test_too_many_in_a_row_stop_the_training_with_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_in_a_row_stop_the_training_and_name_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil = Spoil((1, 2, 3), lambda images: images.mul_(1e30))
-    with pytest.raises(
-        FloatingPointError, match=r"3 steps in a row .* The first not finite: the (output of|buffer) network\."
-    ):
+    told = r"3 steps in a row .* up to step 4 \(epoch 1, batch 4\), .* The first not finite: the (output of|buffer) net"
+    with pytest.raises(FloatingPointError, match=told):
         train(tmp_path / "run", *FEW, "--trainer.max_skipped=2", poke=[spoil], monkeypatch=monkeypatch)
-    report = json.loads((tmp_path / "run" / "nonfinite.json").read_text())
-    assert (report["epoch"], report["step"]) == (0, 4)
-    ((images, *_),) = torch.load(tmp_path / "run" / "nonfinite.pt", weights_only=True)
-    assert images.shape == (4, 3, 32, 32)
-    assert images.abs().max() > 1e29
 
 
 def test_the_guard_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

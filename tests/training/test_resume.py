@@ -9,9 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +18,11 @@ from lightning.fabric import Fabric
 
 from dgt.tasks.classify import ClassificationMetrics
 from dgt.training import fit, load_recipe
-from dgt.training.log import read_metrics
+from dgt.training.log import Report, read_metrics
 from dgt.training.loop import Training
 from dgt.training.preemption import Interrupted, Preempted
-from dgt.training.run import make_record, run_to_resume
-from dgt.training.state import Checkpoints, ResumePoint, latest_checkpoint, step_checkpoints
+from dgt.training.run import run_to_resume
+from dgt.training.state import TrainingState, latest_checkpoint, step_checkpoints
 
 SMALL_DGT = "{stem_width: 8, dims: [16, 32, 64, 64], num_heads: [1, 2, 2, 2], depths: [1, 1, 1, 1], num_groups: 4}"
 KEYS = (
@@ -52,8 +50,8 @@ HOOKS: dict[str, tuple[type, str, bool]] = {  # of whom, which method, whether a
     "after backward": (Training, "backward", True),
     "after a step": (Training, "train_step", True),
     "in a validation": (ClassificationMetrics, "update", True),
-    "at an epoch's end": (Training, "log_epoch", True),
-    "before the first batch": (Training, "__post_init__", False),
+    "at an epoch's end": (Report, "epoch", True),
+    "before the first batch": (Training, "__init__", False),
 }
 
 
@@ -205,9 +203,9 @@ def test_an_error_in_a_step_leaves_the_step_before(
     poke = Poke("after backward", lambda training: training.progress.step == 8, fail)
     with pytest.raises(RuntimeError, match="the device fell off"):
         train(tmp_path / "run", poke=[poke], monkeypatch=monkeypatch)
-    assert latest_checkpoint(tmp_path / "run") == ResumePoint(
-        tmp_path / "run" / "checkpoints" / "step-00000008.ckpt", step=8, epoch=1, world_size=1
-    )
+    path, stored = latest_checkpoint(tmp_path / "run") or (Path(), {})
+    assert (path.name, stored["world_size"]) == ("step-00000008.ckpt", 1)
+    assert (stored["progress"]["step"], stored["progress"]["epoch"]) == (8, 1)
     assert same(train(tmp_path / "run", monkeypatch=monkeypatch, resume=True), state(whole))
 
 
@@ -223,7 +221,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     for path in (newest, before):
         path.write_bytes(b"")
     (tmp_path / "run" / "results.json").unlink()
-    with pytest.raises(ValueError, match=r"all 2 checkpoints in .* are damaged: remove that folder to begin again"):
+    with pytest.raises(ValueError, match=r"all 2 checkpoints in .* are damaged: remove it to begin again"):
         train(tmp_path / "run", monkeypatch=monkeypatch, resume=True)
 
 
@@ -260,15 +258,11 @@ def test_what_the_weights_do_not_depend_on_may_change(whole: Path) -> None:
 
 
 def test_another_number_of_processes_is_refused(whole: Path) -> None:
-    point = latest_checkpoint(whole)
-    assert point is not None
-    recipe = load_recipe("scenes", [*KEYS, f"--out={whole}"])
-    checkpoints = Checkpoints(whole, recipe.checkpoint, make_record(recipe, ["a"]), sharded=False)
+    path, stored = latest_checkpoint(whole) or (Path(), {})
+    fabric = Fabric(accelerator="cpu", devices=1)
+    state = TrainingState(fabric, None, torch.nn.Identity(), None, None, None, 4)
     with pytest.raises(ValueError, match="was trained by 8 processes, now there are 1"):
-        checkpoints.load(
-            SimpleNamespace(fabric=Fabric(accelerator="cpu", devices=1)),
-            replace(point, world_size=8),  # type: ignore[arg-type]
-        )
+        state.load(path, {**stored, "world_size": 8})
 
 
 def test_a_run_of_an_earlier_version_says_what_to_do(whole: Path, tmp_path: Path) -> None:

@@ -48,9 +48,9 @@ def test_cut_off_or_changed_in_one_bit(share: float, bit: int | None) -> None:
 def test_a_write_that_fails_is_told_and_leaves_the_older_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
 ) -> None:
-    checkpoints = Checkpoints(tmp_path, CheckpointSettings(), {}, sharded=False)
+    checkpoints = Checkpoints(tmp_path, CheckpointSettings(), {})
     content: dict[str, Any] = {"step": 3}
-    state: Any = SimpleNamespace(state_dict=lambda: content, fabric=SimpleNamespace(is_global_zero=True))
+    state: Any = SimpleNamespace(state_dict=lambda: content, sharded=False, fabric=SimpleNamespace(is_global_zero=True))
     checkpoints.write(state, tmp_path / "step.ckpt")
 
     def fail(*_: Any, **__: Any) -> None:

@@ -28,19 +28,13 @@ class WeightAverage(ModelEmaV3):
     Args:
         network: whose weights are averaged; it is copied.
         decay: share of the average kept at each optimizer step.
-        started: whether steps were averaged before, in a training that is resumed.
     """
 
-    def __init__(self, network: nn.Module, decay: float, started: bool = False) -> None:
+    def __init__(self, network: nn.Module, decay: float) -> None:
         super().__init__(network, decay=decay, stochastic_rounding=False)
         self.requires_grad_(False)
-        self.started = started
 
-    def update(self, network: nn.Module) -> None:  # type: ignore[override]
-        """Take in the weights after an optimizer step."""
-        if self.started:
-            super().update(network)
-        else:
-            self.set(network)
-        self.started = True
+    def update(self, network: nn.Module, step: int) -> None:  # type: ignore[override]
+        """Take in the weights after an optimizer step, counted from 1."""
+        super().update(network, step)
         renormalize_centroids(self.module)

@@ -15,11 +15,9 @@ from dgt.tasks import TASKS
 from dgt.tasks.optim import batch_scale, build_optimizer
 from dgt.training.ema import WeightAverage, ema_decay
 from dgt.training.load import initialize
-from dgt.training.log import QUIET, RunLog, StatusFile
-from dgt.training.loop import Training
-from dgt.training.objective import Objective
-from dgt.training.parallel import SHARDED, build_fabric, explain_lost_processes, full_weights, synchronise_batchnorm
-from dgt.training.pictures import Draw
+from dgt.training.log import QUIET, Report, RunLog
+from dgt.training.loop import Draw, Objective, Training
+from dgt.training.parallel import SHARDED, build_fabric, full_weights, lost_process, synchronise_batchnorm
 from dgt.training.preemption import Interrupted
 from dgt.training.recipe import Recipe, build_data
 from dgt.training.run import (
@@ -31,8 +29,8 @@ from dgt.training.run import (
     make_record,
     run_to_resume,
 )
-from dgt.training.state import Checkpoints, ResumePoint, TrainingState, latest_checkpoint
-from dgt.utils.atomic_write import atomic_write, write_json
+from dgt.training.state import Checkpoints, TrainingState, latest_checkpoint
+from dgt.utils.atomic_write import atomic_write, remove_leftovers, write_json
 from dgt.utils.errors import LOGGER, NonFiniteInput
 
 BROKEN_IMAGES = "broken_images.txt"
@@ -77,55 +75,40 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
     folder = run_to_resume(recipe) if resume else None
     if folder is not None and (results := finished_results(folder)) is not None:
         return Result(folder, results["metrics"], results["epochs"], results["seconds"])
-    point = None
-    if folder is None:
-        folder = choose_run_folder(recipe, resume)
-    else:
-        with RunLog(None):
-            point = latest_checkpoint(folder)
+    with RunLog(None):
+        checkpoint = None if folder is None else latest_checkpoint(folder)
+    folder = folder or choose_run_folder(recipe, resume)
     data = build_data(recipe)
     data.setup("fit")
     fabric = build_fabric(recipe.trainer, TASKS[recipe.task])
     fabric.launch()  # from here on every process of the training is here; nothing was written before
     folder = fabric.broadcast(folder)
-    with RunLog(folder if fabric.is_global_zero else None):
-        return _fit(recipe, folder, fabric, data, point, draw)
-
-
-def _fit(
-    recipe: Recipe, folder: Path, fabric: Fabric, data: Any, point: ResumePoint | None, draw: Draw | None
-) -> Result:
-    """Train in a folder that is chosen, from `point` on."""
-    record = make_record(recipe, data.class_names)
-    if fabric.is_global_zero:
-        atomic_write(folder / "recipe.yaml", recipe.to_yaml())
-        (folder / BROKEN_IMAGES).unlink(missing_ok=True)  # of an earlier try
-    status = StatusFile(folder if fabric.is_global_zero else None)
-    listing = _listing_broken_images(data, folder, fabric)
-    with _noting_failure(status), _explaining_divergence(), explain_lost_processes(), listing:
-        global_batch = data.batch_size * fabric.world_size * recipe.trainer.accumulate
-        state = build_state(recipe, fabric, data, global_batch, point is None)
-        checkpoints = Checkpoints(folder, recipe.checkpoint, record, recipe.trainer.strategy == SHARDED)
+    report = Report(folder if fabric.is_global_zero else None)
+    with RunLog(report.folder):
         if fabric.is_global_zero:
-            checkpoints.clean()
-        if point is not None:
-            checkpoints.load(state, point)
-            place = f"step {point.step} (epochs complete: {point.epoch})"
-            LOGGER.info(f"resumed after {place} from {point.checkpoint.name}")
-        training = Training(recipe, folder, fabric, state, data, checkpoints, status, draw)
-        training.run()
-        weights = full_weights(state.evaluated)
-        result = Result(folder, state.progress.metrics, state.progress.epoch, training.throughput.seconds)
-        if fabric.is_global_zero:
-            export_model(folder / "model", state.evaluated, record, weights)
-            write_json(folder / RESULTS, _results(result, recipe, training, global_batch))
-            if any(data.ledgers.values()):
-                data.write_broken_images(folder / BROKEN_IMAGES)
-            status.write("finished")
-    return result
+            atomic_write(folder / "recipe.yaml", recipe.to_yaml())
+            remove_leftovers(folder / "checkpoints")
+            (folder / BROKEN_IMAGES).unlink(missing_ok=True)  # of an earlier try
+        with _noting_failure(folder, report, data):
+            state = build_state(recipe, fabric, data, fresh=checkpoint is None)
+            if checkpoint is not None:
+                state.load(*checkpoint)
+                place = f"step {state.progress.step} (epochs complete: {state.progress.epoch})"
+                LOGGER.info(f"resumed after {place} from {checkpoint[0].name}")
+            checkpoints = Checkpoints(folder, recipe.checkpoint, make_record(recipe, data.class_names))
+            training = Training(recipe, state, checkpoints, report, draw)
+            training.run()
+            weights = full_weights(state.evaluated)
+            if fabric.is_global_zero:
+                export_model(folder / "model", state.evaluated, checkpoints.record, weights)
+                write_json(folder / RESULTS, _results(recipe, training))
+                if any(data.ledgers.values()):
+                    data.write_broken_images(folder / BROKEN_IMAGES)
+                report.write_status("finished")
+    return Result(folder, state.progress.metrics, state.progress.epoch, report.seconds)
 
 
-def build_state(recipe: Recipe, fabric: Fabric, data: Any, global_batch: int, fresh: bool) -> TrainingState:
+def build_state(recipe: Recipe, fabric: Fabric, data: Any, fresh: bool) -> TrainingState:
     """Network, average and optimizer of a recipe on its devices, with the first weights where the training begins."""
     seed_everything(recipe.seed, verbose=False)
     task = TASKS[recipe.task]
@@ -137,75 +120,64 @@ def build_state(recipe: Recipe, fabric: Fabric, data: Any, global_batch: int, fr
     if recipe.trainer.compile:
         network.compile()
     objective = fabric.setup_module(Objective(network, task.losses, recipe.trainer.max_skipped is not None))
+    global_batch = data.batch_size * fabric.world_size * recipe.trainer.accumulate
     optimizer = fabric.setup_optimizers(build_optimizer(network, recipe.optimizer, global_batch))
     average = None
     if recipe.ema.decay is not None:
         average = WeightAverage(network, ema_decay(recipe.ema.decay, global_batch))
         if recipe.trainer.compile:
             average.module.compile()
-    return TrainingState(fabric, objective, network, average, optimizer, data)
+    sharded = recipe.trainer.strategy == SHARDED
+    return TrainingState(fabric, objective, network, average, optimizer, data, global_batch, sharded)
 
 
 @contextmanager
-def _noting_failure(status: StatusFile) -> Iterator[None]:
-    """Note in the log and in the status what ends a training early: a stop, or an error, which whoever called shows."""
+def _noting_failure(folder: Path, report: Report, data: Any) -> Iterator[None]:
+    """Note in the log and the status what ends a training early: a stop, or an error, which whoever called shows.
+
+    Raises:
+        FloatingPointError: in place of the attention's refusal of NaN, which here comes of the weights.
+        LostProcess: in place of what a collective says when another process has gone.
+    """
     try:
         yield
     except SystemExit as stop:
         if isinstance(stop, Interrupted):
             LOGGER.info("interrupted at once; `--resume auto` goes on from the last checkpoint, where there is one")
-        status.write("stopped")
+        report.write_status("stopped")
         raise
     except Exception as error:
-        LOGGER.info(f"failed: {str(error).partition(chr(10))[0] or type(error).__name__}", extra=QUIET)
-        status.write("failed", error)
-        raise
+        told: Exception = lost_process(error) or error
+        if isinstance(error, NonFiniteInput):
+            advice = "lower optimizer.lr or set optimizer.clip_grad"
+            told = FloatingPointError(f"the training diverged, the attention met NaN: {advice}")
+        if isinstance(error, BrokenImagesError):
+            data.write_broken_images(folder / BROKEN_IMAGES)
+        LOGGER.info(f"failed: {str(told).partition(chr(10))[0] or type(told).__name__}", extra=QUIET)
+        report.write_status("failed", told)
+        if told is error:
+            raise
+        raise told from error
 
 
-@contextmanager
-def _explaining_divergence() -> Iterator[None]:
-    """Turn the attention's refusal of NaN, which here comes of the weights, into what it means for a training.
-
-    Raises:
-        FloatingPointError: in its place.
-    """
-    try:
-        yield
-    except NonFiniteInput as error:
-        raise FloatingPointError(
-            "the training diverged, the attention met NaN: lower optimizer.lr or set optimizer.clip_grad"
-        ) from error
-
-
-@contextmanager
-def _listing_broken_images(data: Any, folder: Path, fabric: Fabric) -> Iterator[None]:
-    """Where unreadable images stop the run, list them in its folder first; each process all it knows."""
-    try:
-        yield
-    except BrokenImagesError:
-        rank = fabric.global_rank
-        data.write_broken_images(folder / (f"broken_images.{rank}.txt" if rank else BROKEN_IMAGES))
-        raise
-
-
-def _results(result: Result, recipe: Recipe, training: Training, global_batch: int) -> dict[str, Any]:
+def _results(recipe: Recipe, training: Training) -> dict[str, Any]:
     """What `results.json` says."""
-    progress = training.progress
+    state, progress = training.state, training.progress
     return {
         "recipe": recipe.name,
         "task": recipe.task,
         "model": recipe.model.name,
-        "parameters": sum(parameter.numel() for parameter in training.state.network.parameters()),
-        "metrics": result.metrics,
+        "parameters": sum(parameter.numel() for parameter in state.network.parameters()),
+        "metrics": progress.metrics,
         "best": progress.best,
-        "epochs": result.epochs,
+        "epochs": progress.epoch,
         "steps": progress.step,
-        "seconds": round(result.seconds, 2),
+        "seconds": round(training.report.seconds, 2),
         "seed": recipe.seed,
-        "global_batch": global_batch,
-        "learning_rate": recipe.optimizer.lr * batch_scale(recipe.optimizer, global_batch),
-        "precision": training.fabric.strategy.precision.precision,
+        "global_batch": state.global_batch,
+        "learning_rate": recipe.optimizer.lr * batch_scale(recipe.optimizer, state.global_batch),
+        "precision": state.fabric.strategy.precision.precision,
         "skipped_steps": progress.skipped,
-        "broken_images": sum(len(ledger) for ledger in training.data.ledgers.values()),
+        "broken_images": sum(len(ledger) for ledger in state.data.ledgers.values()),
         **environment(),
     }

@@ -17,29 +17,25 @@ import resource
 import socket
 import sys
 import time
-from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tqdm import tqdm
 
+from dgt.tasks import Losses
+from dgt.training.state import Progress
 from dgt.utils.atomic_write import atomic_write, write_json
 from dgt.utils.errors import LOGGER
 
 LOG, METRICS, STATUS = "log.txt", "metrics.jsonl", "status.json"
 QUIET = {"quiet": True}  # `extra` of a record that goes into the log alone, as whoever called shows it
 SECONDS_BETWEEN = 10.0
-NOTHING_YET: dict[str, Any] = {
-    **{"epoch": 0, "epochs": 0, "step": 0, "steps": 0, "loss": None, "metrics": {}},
-    **{"images_per_second": 0.0, "memory_bytes": 0, "seconds": 0.0, "seconds_left": None},
-}
-RECENT = 50  # batches that the rate is measured over
 
 
 class RunLog(logging.Handler):
@@ -66,22 +62,23 @@ class RunLog(logging.Handler):
         LOGGER.setLevel(level)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a sentence, a warning on standard error, and keep it."""
+        """Print a sentence, a warning on standard error; keep the others."""
         text = record.getMessage()
         if record.levelno >= logging.WARNING:
-            print(f"dgt: warning: {text}", file=sys.stderr, flush=True)
-        elif not getattr(record, "quiet", False):
-            print(text, flush=True)
-        if self.folder is not None and self.folder.is_dir() and record.levelno < logging.WARNING:
+            tqdm.write(f"dgt: warning: {text}", file=sys.stderr)
+            return
+        if not getattr(record, "quiet", False):
+            tqdm.write(text, file=sys.stdout)
+        if self.folder is not None and self.folder.is_dir():
             try:
                 with (self.folder / LOG).open("a", encoding="utf-8") as log:
                     log.write(f"{datetime.now().astimezone().isoformat(' ', 'seconds')}  {text}\n")
             except OSError as error:
-                print(f"dgt: warning: the log could not be written: {error}", file=sys.stderr, flush=True)
+                tqdm.write(f"dgt: warning: the log could not be written: {error}", file=sys.stderr)
 
 
 class MetricsLog:
-    """Rows of numbers in `metrics.jsonl` and TensorBoard; what cannot be written is told once, and later caught up.
+    """Rows of numbers in `metrics.jsonl` and TensorBoard; what cannot be written is told once, rows are caught up.
 
     Args:
         folder: the run's folder.
@@ -90,30 +87,33 @@ class MetricsLog:
     """
 
     def __init__(self, folder: Path, step: int = 0, epoch: int = 0) -> None:
-        self.path, self.step = folder / METRICS, step
+        self.path, self.purge = folder / METRICS, {"purge_step": step + 1} if step else {}
         self.waiting: list[str] = []
         self.told: set[str] = set()
         self.board: Any = None
         if self.path.is_file():
-            rows = read_metrics(folder)
-            kept = [row for row in rows if row["step"] <= step and row.get("epoch", 0) <= epoch]
+            kept = [row for row in read_metrics(folder) if row["step"] <= step and row.get("epoch", 0) <= epoch]
             atomic_write(self.path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def write(self, row: dict[str, Any]) -> None:
         """Add a row; its key `step` counts optimizer steps, all other numbers are curves."""
         self.waiting.append(json.dumps(row) + "\n")
-        self._try("metrics", self._append)
-        for name in row.keys() - {"step", "epoch"}:
-            self._try("events", partial(self._add_scalar, name, row[name], row["step"]))
+        with self._tolerating("metrics"):
+            self._append()
+        with self._tolerating("events"):
+            for name in row.keys() - {"step", "epoch"}:
+                self._events().add_scalar(name, row[name], row["step"])
 
     def add_image(self, name: str, image: NDArray[np.uint8], step: int) -> None:
         """Show an image (H, W, 3) in TensorBoard."""
-        self._try("events", lambda: self._events().add_image(name, image, step, dataformats="HWC"))
+        with self._tolerating("events"):
+            self._events().add_image(name, image, step, dataformats="HWC")
 
     def close(self) -> None:
         """Write what is left."""
-        if self.board is not None:
-            self._try("events", self.board.close)
+        with self._tolerating("events"):
+            if self.board is not None:
+                self.board.close()
 
     def _append(self) -> None:
         size = self.path.stat().st_size if self.path.is_file() else 0
@@ -122,39 +122,31 @@ class MetricsLog:
                 file.writelines(self.waiting)
             self.waiting = []
         except OSError:
-            with suppress(OSError), self.path.open("r+b") as file:
-                file.truncate(size)  # no half lines
+            with suppress(OSError):
+                os.truncate(self.path, size)  # no half lines
             raise
-
-    def _add_scalar(self, name: str, value: float, step: int) -> None:
-        self._events().add_scalar(name, value, step)
 
     def _events(self) -> Any:
         if self.board is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            purge = {"purge_step": self.step + 1} if self.step and "events" not in self.told else {}
-            self.board = SummaryWriter(str(self.path.parent), **purge)
+            self.board, self.purge = SummaryWriter(str(self.path.parent), **self.purge), {}
         return self.board
 
-    def _try(self, what: str, write: Callable[[], Any]) -> None:
+    @contextmanager
+    def _tolerating(self, what: str) -> Iterator[None]:
         try:
-            write()
-            self.told.discard(what) if what == "metrics" else None
+            yield
         except OSError as error:
-            if what == "events":
-                self.board = None  # the next row begins another file
             if what not in self.told:
                 LOGGER.warning(f"{self.path.parent}: {what} could not be written, training goes on: {error}")
             self.told.add(what)
+            if what == "events":
+                self.board = None  # the next row begins another file
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The rows of a run's metrics; a last line that a kill cut off is left out.
-
-    Args:
-        folder: the run's folder.
-    """
+    """The rows of a run's metrics; a last line that a kill cut off is left out."""
     rows = []
     for line in (folder / METRICS).read_text(encoding="utf-8").splitlines():
         with suppress(json.JSONDecodeError):
@@ -162,95 +154,90 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-class Throughput:
-    """How fast a training goes: images a second, and the time left at the speed so far, validations included.
+class Report:
+    """Tells how a training goes: `metrics.jsonl` and TensorBoard, `status.json`, log lines, and a bar in a terminal.
 
     Args:
-        images_per_batch: images of one batch over all processes.
-        seconds: trained so far.
+        folder: the run's folder; None for a process that only trains along, and tells nothing.
     """
 
-    def __init__(self, images_per_batch: int, seconds: float = 0.0) -> None:
-        self.images_per_batch, self.seconds_before = images_per_batch, seconds
-        self.start = time.perf_counter()
-        self.recent: deque[float] = deque(maxlen=RECENT)
-        self.batches = 0
+    def __init__(self, folder: Path | None) -> None:
+        self.folder, self.status_at, self.start = folder, 0.0, time.perf_counter()
+        self.progress, self.first_step, self.seconds_before = Progress(), 0, 0.0
+        self.facts: dict[str, Any] = {"epochs": 0, "steps": 0, "loss": None, "images_per_second": 0.0}
 
-    def count(self, batches: int) -> None:
-        """Count batches that are done now."""
-        self.batches += batches
-        self.recent.extend([time.perf_counter()] * batches)
+    def begin(self, progress: Progress, steps: int, epochs: int, images: int) -> None:
+        """Begin to report on a training of so many steps with so many images each, from `progress` on."""
+        self.progress, self.images = progress, images
+        self.start, self.first_step, self.seconds_before = time.perf_counter(), progress.step, progress.seconds
+        self.facts |= {"epochs": epochs, "steps": steps}
+        self.metrics = MetricsLog(self.folder, progress.step, progress.epoch) if self.folder is not None else None
+        self.bar = tqdm(total=steps, initial=progress.step, disable=None if self.folder else True, dynamic_ncols=True)
+        self.begin_epoch()
+        self.write_status("training")
+
+    def begin_epoch(self) -> None:
+        """Measure the speed of an epoch from here."""
+        self.epoch_start, self.epoch_first_step = time.perf_counter(), self.progress.step
 
     @property
     def seconds(self) -> float:
         """Wall time of the training, the times between a stop and its resumption left out."""
         return self.seconds_before + time.perf_counter() - self.start
 
-    @property
-    def images_per_second(self) -> float:
-        """Over the last batches; 0 before the second."""
-        if len(self.recent) < 2:
-            return 0.0
-        return (len(self.recent) - 1) * self.images_per_batch / max(self.recent[-1] - self.recent[0], 1e-9)
-
-    def seconds_left(self, batches: int) -> float | None:
-        """Until so many more batches are done; None before the first of this process."""
-        return (time.perf_counter() - self.start) / self.batches * batches if self.batches else None
-
-
-class StatusFile:
-    """`status.json`: rewritten every few seconds while a training goes on, and at its end.
-
-    Args:
-        folder: the run's folder; None for a process that only trains along.
-    """
-
-    def __init__(self, folder: Path | None) -> None:
-        self.folder, self.written = folder, 0.0
-        self.facts: Callable[[], dict[str, Any]] = lambda: dict(NOTHING_YET)  # set once there is a training
-
-    def is_due(self) -> bool:
-        """Whether the last one is some seconds old."""
-        return self.folder is not None and time.monotonic() - self.written >= SECONDS_BETWEEN
-
-    def write(self, state: str, error: BaseException | None = None) -> None:
-        """Say where the training is; a full disk does not stop it here."""
-        if self.folder is None:
+    def step(self, losses: Losses, rate: float, every: int) -> None:
+        """After each step: its numbers every few steps, the bar, and the status now and then."""
+        if self.metrics is None:
             return
-        self.written = time.monotonic()
+        seconds, steps = time.perf_counter() - self.epoch_start, self.progress.step - self.epoch_first_step
+        self.facts["images_per_second"] = round(steps * self.images / seconds, 2)
+        if self.progress.step % every == 0:
+            numbers = {f"train/{name}": float(value) for name, value in losses.items()}
+            self.facts["loss"] = numbers["train/loss_step"] = numbers.pop("train/loss")
+            self.metrics.write({"step": self.progress.step, **numbers, "lr": rate})
+        loss = "" if self.facts["loss"] is None else f"loss {self.facts['loss']:.4f}, "
+        speed = f"{self.facts['images_per_second']:.0f} images/s, {memory_in_use() / 2**30:.1f} GiB"
+        self.bar.set_description(f"epoch {self.progress.epoch + 1}/{self.facts['epochs']}", refresh=False)
+        self.bar.set_postfix_str(f"{loss}lr {rate:.2e}, {speed}", refresh=False)
+        self.bar.update()
+        self.write_status("training", only_if_due=True)
+
+    def epoch(self, loss: float, rate: float, metrics: dict[str, float], summary: str) -> None:
+        """After each epoch: its row of numbers and its line; of a validation, if there was one, metrics and summary."""
+        if self.metrics is None:
+            return
+        found = {f"val/{name}": value for name, value in metrics.items()}
+        epoch, step = self.progress.epoch, self.progress.step
+        self.metrics.write({"step": step, "epoch": epoch, "train/loss_epoch": loss, **found})
+        seconds = f"{time.perf_counter() - self.epoch_start:.1f} s"
+        speed = f"{self.facts['images_per_second']:.0f} images/s  {memory_in_use() / 2**30:.2f} GiB"
+        parts = [f"epoch {epoch}/{self.facts['epochs']}", f"loss {loss:.4f}", summary, f"lr {rate:.2e}", seconds, speed]
+        LOGGER.info("  ".join(filter(None, parts)))
+        self.write_status("training")
+
+    def write_status(self, state: str, error: BaseException | None = None, only_if_due: bool = False) -> None:
+        """Say in `status.json` where the training is; a full disk does not stop it here."""
+        if self.folder is None or (only_if_due and time.monotonic() - self.status_at < SECONDS_BETWEEN):
+            return
+        self.status_at = time.monotonic()
+        done, left = self.progress.step - self.first_step, self.facts["steps"] - self.progress.step
+        self.facts |= {
+            "epoch": min(self.progress.epoch + 1, self.facts["epochs"]),
+            "step": self.progress.step,
+            "metrics": self.progress.metrics,
+            "memory_bytes": memory_in_use(),
+            "seconds": round(self.seconds, 1),
+            "seconds_left": round((time.perf_counter() - self.start) / done * left, 1) if done else None,
+        }
         place = {"time": time.time(), "pid": os.getpid(), "host": socket.gethostname()}
         with suppress(OSError):
-            write_json(self.folder / STATUS, {"state": state, "error": error and str(error), **place, **self.facts()})
+            write_json(self.folder / STATUS, {"state": state, "error": error and str(error), **place, **self.facts})
 
-
-class ProgressBar:
-    """Inside its `with` block, a bar with the numbers of the last step, where someone watches a terminal.
-
-    Args:
-        total: optimizer steps of the whole training.
-        shown: whether to show it at all; it needs a terminal besides.
-    """
-
-    def __init__(self, total: int, shown: bool) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-        texts = TextColumn("{task.description}"), TextColumn("{task.fields[numbers]}")
-        self.bar = Progress(
-            texts[0], BarColumn(), MofNCompleteColumn(), texts[1], disable=not (shown and sys.stdout.isatty())
-        )
-        self.task = self.bar.add_task("", total=total, numbers="")
-
-    def __enter__(self) -> ProgressBar:
-        self.bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.stop()
-
-    def show(self, step: int, description: str, numbers: dict[str, str]) -> None:
-        """Move to a step."""
-        text = "  ".join(f"{name} {value}" for name, value in numbers.items())
-        self.bar.update(self.task, completed=step, description=description, numbers=text)
+    def close(self) -> None:
+        """Write what is left, and take the bar away."""
+        self.bar.close()
+        if self.metrics is not None:
+            self.metrics.close()
 
 
 def memory_in_use() -> int:
@@ -263,11 +250,9 @@ def memory_in_use() -> int:
 
 def duration(seconds: float) -> str:
     """A human-readable length of time: `42 s`, `12 min`, `3 h 05 min`, `2 d 4 h`."""
-    minutes, hours, days = seconds / 60, seconds / 3600, seconds / 86400
-    if seconds < 60:
+    minutes, hours = seconds / 60, seconds / 3600
+    if minutes < 1:
         return f"{seconds:.0f} s"
-    if minutes < 60:
+    if hours < 1:
         return f"{minutes:.0f} min"
-    if hours < 24:
-        return f"{int(hours)} h {int(minutes % 60):02d} min"
-    return f"{int(days)} d {int(hours % 24)} h"
+    return f"{int(hours)} h {int(minutes % 60):02d} min" if hours < 24 else f"{int(hours / 24)} d {int(hours % 24)} h"

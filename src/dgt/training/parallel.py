@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -39,38 +37,31 @@ def build_fabric(settings: TrainerSettings, task: Task, **alone: Any) -> Fabric:
     """Fabric with the recipe's devices and precision, not yet launched; sets what torch has of it for the process.
 
     Args:
-        settings: the recipe's section `trainer`.
+        settings: the recipe's section `trainer`; precision "auto" is bf16-mixed on a GPU that has it, else 32-true.
         task: the recipe's.
         alone: `devices=1` and the like, in place of the recipe's.
 
     Raises:
         UserError: naming the section, where the machine or the task has not what it asks for.
     """
-    if settings.precision == task.refused_precision:
-        mixed = settings.precision.replace("true", "mixed")
-        raise UserError(
-            f"trainer.precision must not be {settings.precision!r} for task {task.name!r}; {mixed!r} is possible"
-        )
+    precision: Any = settings.precision
+    if precision == task.refused_precision:
+        mixed = precision.replace("true", "mixed")
+        raise UserError(f"trainer.precision must not be {precision!r} for task {task.name!r}; {mixed!r} is possible")
+    if precision == "auto":
+        on_gpu = settings.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+        precision = "bf16-mixed" if on_gpu and torch.cuda.is_bf16_supported() else "32-true"
     if settings.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(settings.deterministic)
     torch.backends.cudnn.benchmark = not settings.deterministic
-    places: dict[str, Any] = {"devices": settings.devices, "num_nodes": settings.num_nodes}
-    sharded = settings.strategy == SHARDED and not alone
-    strategy: Any = ModelParallelStrategy(_shard) if sharded else "auto" if alone else settings.strategy
+    strategy: Any = ModelParallelStrategy(_shard) if settings.strategy == SHARDED else settings.strategy
+    places = {"strategy": strategy, "devices": settings.devices, "num_nodes": settings.num_nodes}
+    places = {"strategy": "auto", **alone} if alone else places
     try:
-        where = {"accelerator": settings.accelerator, "strategy": strategy, **places, **alone}
-        return Fabric(precision=choose_precision(settings), **where)
+        return Fabric(accelerator=settings.accelerator, precision=precision, **places)
     except (ValueError, MisconfigurationException) as error:
         raise UserError(f"recipe section 'trainer' does not fit this machine: {error}") from error
-
-
-def choose_precision(settings: TrainerSettings) -> Any:
-    """Fabric's precision: the recipe's; auto is bf16-mixed on a GPU that has it and 32-true elsewhere."""
-    if settings.precision != "auto":
-        return settings.precision
-    on_gpu = settings.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
-    return "bf16-mixed" if on_gpu and torch.cuda.is_bf16_supported() else "32-true"
 
 
 def _shard(objective: nn.Module, _: Any) -> nn.Module:
@@ -78,9 +69,8 @@ def _shard(objective: nn.Module, _: Any) -> nn.Module:
     network = cast(nn.Module, objective.network)
     device = "cuda" if torch.cuda.is_available() and dist.get_backend() == "nccl" else "cpu"
     mesh = init_device_mesh(device, (world_size(),))
-    for block in [module for module in network.modules() if "Block" in type(module).__name__]:
-        fully_shard(block, mesh=mesh)
-    fully_shard(network, mesh=mesh)
+    for module in [*(each for each in network.modules() if "Block" in type(each).__name__), network]:
+        fully_shard(module, mesh=mesh)
     for name in getattr(network, "forward_methods", ()):
         register_fsdp_forward_method(network, name)
     return objective
@@ -112,43 +102,31 @@ class _SumOverProcesses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        total = gradients[0].clone()
-        dist.all_reduce(total)
-        return total
+        return _SumOverProcesses.forward(ctx, gradients[0])
 
 
-class SummedBatchNorm(nn.modules.batchnorm._BatchNorm):
+class SummedBatchNorm(nn.BatchNorm2d):
     """BatchNorm whose training statistics are those of all processes' batches, on any device: two collectives each.
 
     On a GPU torch's own `SyncBatchNorm` is faster; it refuses other devices.
     """
 
-    def _check_input_dim(self, input: Tensor) -> None:
-        """Any (B, C, ...) will do."""
-
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise (B, C, ...) by the mean and variance of each channel."""
+        """Normalise (B, C, H, W) by the mean and variance of each channel."""
         if not self.training or world_size() == 1:
             return super().forward(input)
-        dims = [dim for dim in range(input.dim()) if dim != 1]
-        shape = [1, -1, *[1] * (input.dim() - 2)]
         count = input.new_tensor([input.numel() / input.shape[1]])
-        sums = _SumOverProcesses.apply(torch.cat([input.sum(dims), count]))
+        sums = _SumOverProcesses.apply(torch.cat([input.sum((0, 2, 3)), count]))
         mean, total = sums[:-1] / sums[-1], sums[-1].detach()
-        centred = input - mean.view(shape)
-        variance = _SumOverProcesses.apply(centred.square().sum(dims)) / total
-        self._follow(mean.detach(), variance.detach() * total / (total - 1))
-        normal = centred * torch.rsqrt(variance + self.eps).view(shape)
-        return normal if self.weight is None else normal * self.weight.view(shape) + self.bias.view(shape)
-
-    def _follow(self, mean: Tensor, variance: Tensor) -> None:
-        """Move the running statistics."""
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
-            return
-        self.num_batches_tracked += 1
-        weight = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
-        self.running_var.lerp_(variance.to(self.running_var.dtype), weight)
+        centred = input - mean.view(1, -1, 1, 1)
+        variance = _SumOverProcesses.apply(centred.square().sum((0, 2, 3))) / total
+        kept: Any = self  # not None, as `synchronise_batchnorm` saw
+        with torch.no_grad():
+            kept.num_batches_tracked += 1
+            kept.running_mean.lerp_(mean.to(kept.running_mean), kept.momentum)
+            kept.running_var.lerp_((variance * total / (total - 1)).to(kept.running_var), kept.momentum)
+        scale = self.weight * torch.rsqrt(variance + self.eps)
+        return centred * scale.view(1, -1, 1, 1) + self.bias.view(1, -1, 1, 1)
 
 
 def synchronise_batchnorm(network: nn.Module, device: torch.device) -> nn.Module:
@@ -159,13 +137,14 @@ def synchronise_batchnorm(network: nn.Module, device: torch.device) -> nn.Module
         device: what it trains on: torch's SyncBatchNorm on a GPU, `SummedBatchNorm` elsewhere.
 
     Raises:
-        ValueError: a kind of BatchNorm that cannot be converted on this device.
+        UserError: a kind of BatchNorm that cannot be converted on this device.
     """
     if device.type == "cuda":
         return convert_sync_batchnorm(network)
     for name, module in network.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            if type(module) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
+            usual = module.affine and module.track_running_stats and module.momentum is not None
+            if type(module) is not nn.BatchNorm2d or not usual:
                 raise UserError(f"trainer.sync_batchnorm: {name} is a {type(module).__name__}, not known on {device}")
             module.__class__ = SummedBatchNorm
     return network
@@ -177,28 +156,17 @@ def join_ledgers(ledgers: dict[str, BrokenImages]) -> None:
     Raises:
         BrokenImagesError: on all of them, where together they are too many.
     """
-    if world_size() == 1:
-        return
-    found = gather_objects({part: ledger.broken for part, ledger in ledgers.items()})
-    for part, ledger in ledgers.items():
-        joined = {path: reason for of_one in found for path, reason in of_one[part].items()}
-        ledger.record(BrokenImage(path, reason) for path, reason in joined.items())
+    for of_one in gather_objects({part: ledger.broken for part, ledger in ledgers.items()}):
+        for part, ledger in ledgers.items():
+            ledger.record(BrokenImage(*each) for each in of_one[part].items())
 
 
-@contextmanager
-def explain_lost_processes() -> Iterator[None]:
-    """Turn what a collective says when another process has gone into a sentence.
-
-    Raises:
-        LostProcess: in its place.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if world_size() == 1 or not (isinstance(error, dist.DistError) or _LOST.search(str(error))):
-            raise
-        reason = " ".join(str(error).split())[:200]
-        raise LostProcess(
-            f"process {rank()} of {world_size()} lost another one, whose own output says why it ended; "
-            f"started again with `--resume auto` the run goes on from its last checkpoint ({reason})"
-        ) from error
+def lost_process(error: Exception) -> LostProcess | None:
+    """What a collective says when another process has gone, as a sentence; None for any other error."""
+    told_by_torch = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _LOST.search(str(error)))
+    if world_size() == 1 or not told_by_torch:
+        return None
+    return LostProcess(
+        f"process {rank()} of {world_size()} lost another one, whose own output says why it ended; started again with "
+        f"`--resume auto` the run goes on from its last checkpoint ({' '.join(str(error).split())[:200]})"
+    )

@@ -30,21 +30,11 @@ class PreemptionHandler:
     """
 
     def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
+        self.name, self.exit_status = "", 0
         self.usual: dict[signal.Signals, Any] = {}
 
     def __bool__(self) -> bool:
-        return self.signal is not None
-
-    @property
-    def name(self) -> str:
-        """The signal's name; "another process" where the request came from there."""
-        return "another process" if self.signal is None else self.signal.name
-
-    @property
-    def exit_status(self) -> int:
-        """What the process ends with once all is saved."""
-        return 130 if self.signal == signal.SIGINT else 0
+        return self.name != ""
 
     def __enter__(self) -> PreemptionHandler:
         if threading.current_thread() is threading.main_thread():
@@ -56,8 +46,7 @@ class PreemptionHandler:
             signal.signal(number, handler)
 
     def _remember(self, number: int, _: FrameType | None) -> None:
-        if self.signal == signal.SIGINT == number:
+        if self.exit_status and number == signal.SIGINT:
             raise Interrupted(130)
-        self.signal = signal.Signals(number)
-        again = " (Ctrl-C again: at once)" if number == signal.SIGINT else ""
-        LOGGER.warning(f"{self.signal.name}: saving after this step{again}")
+        self.name, self.exit_status = signal.Signals(number).name, 130 if number == signal.SIGINT else 0
+        LOGGER.warning(f"{self.name}: saving after this step" + " (Ctrl-C again: at once)" * bool(self.exit_status))

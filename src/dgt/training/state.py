@@ -1,9 +1,9 @@
 """The state of a training: what a checkpoint holds, how it is written and read, and which one a training resumes from.
 
-A checkpoint is taken only where nothing is under way, between two optimizer steps, at the end of an epoch or before a
-validation. It is a zip of tensors and plain values as `torch.save` writes it, opened without running code and refused
-where a part does not have its checksum, which `torch.load` alone does not look at. Under "fsdp2" it is a folder with a
-file from each process. A run has
+A checkpoint is taken only where nothing is under way: between two optimizer steps or at the end of an epoch. It is a
+zip of tensors and plain values as `torch.save` writes it, opened without running code and refused where a part does not
+have its checksum, which `torch.load` alone does not look at. Under "fsdp2" it is a folder with a file from each
+process. A run has
 
 ```
 checkpoints/step-00001234.ckpt    after so many optimizer steps; the newest `checkpoint.keep` of them
@@ -21,6 +21,7 @@ import shutil
 import time
 import zipfile
 import zlib
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from torch import Tensor, nn
 
 from dgt.training.ema import WeightAverage
 from dgt.training.recipe import CheckpointSettings
-from dgt.utils.atomic_write import atomic_write, remove_leftovers, replacing
+from dgt.utils.atomic_write import atomic_write, replacing
 from dgt.utils.errors import LOGGER, UserError
 
 RECORD_KEY = "dgt"
@@ -61,6 +62,7 @@ class Progress:
     seconds: float = 0.0
 
 
+@dataclass
 class TrainingState:
     """All that a training is: resumed from it, it is the same to the last bit as one that never stopped.
 
@@ -71,55 +73,74 @@ class TrainingState:
         average: of its weights, or None.
         optimizer: as Fabric set it up.
         data: the data module, which knows the unreadable images.
+        global_batch: images of an optimizer step, over all processes.
+        sharded: whether each process holds a share of the weights alone.
     """
 
-    def __init__(
-        self, fabric: Fabric, objective: Any, network: nn.Module, average: Any, optimizer: Any, data: Any
-    ) -> None:
-        self.fabric, self.objective, self.network, self.optimizer = fabric, objective, network, optimizer
-        self.average: WeightAverage | None = average
-        self.data = data
-        self.progress = Progress()
-        self.loss_sums = torch.zeros(2, device=fabric.device)  # of this epoch, and images
+    fabric: Fabric
+    objective: Any
+    network: nn.Module
+    average: WeightAverage | None
+    optimizer: Any
+    data: Any
+    global_batch: int
+    sharded: bool = False
+    progress: Progress = field(default_factory=Progress)
+
+    def __post_init__(self) -> None:
+        self.loss_sums = torch.zeros(2, device=self.fabric.device)  # of this epoch, and images
 
     @property
     def evaluated(self) -> nn.Module:
         """The network that is validated and exported: the average, where there is one."""
         return self.network if self.average is None else self.average.module
 
-    def plain(self) -> dict[str, Any]:
-        """All but weights and moments; a matter of all processes."""
-        return {
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds; a matter of all processes. Sharded weights are left to Fabric, as objects."""
+        content = {
             "progress": asdict(self.progress),
             "loss_sums": self.fabric.all_reduce(self.loss_sums.clone(), reduce_op="sum"),
             "precision": self.fabric.strategy.precision.state_dict(),
             "broken_images": self.data.state_dict(),
             "world_size": self.fabric.world_size,
         }
+        if self.sharded:
+            return {**content, "objective": self.objective, "optimizer": self.optimizer}
+        if self.average is not None:
+            content["training_weights"] = self.network.state_dict()
+        return {**content, "state_dict": self.evaluated.state_dict(), "optimizer": self.optimizer.state_dict()}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything, where this process holds the whole network; a matter of all processes."""
-        averaged = {} if self.average is None else {"training_weights": self.network.state_dict()}
-        whole = {"state_dict": self.evaluated.state_dict(), **averaged, "optimizer": self.optimizer.state_dict()}
-        return {**whole, **self.plain()}
+    def load(self, path: Path, stored: dict[str, Any]) -> None:
+        """Go to where a checkpoint was taken; a matter of all processes.
 
-    def load(self, stored: dict[str, Any]) -> None:
-        """Take a checkpoint's content; the weights of a sharded one are loaded by `Checkpoints.load`."""
+        Args:
+            path: the checkpoint.
+            stored: what it holds, but for the weights of a sharded one.
+
+        Raises:
+            UserError: another number of processes, which would share out the images in another way.
+        """
+        if stored["world_size"] != self.fabric.world_size:
+            raise UserError(
+                f"{path} was trained by {stored['world_size']} processes, now there are {self.fabric.world_size}: set "
+                "trainer.devices and trainer.num_nodes as before"
+            )
         self.progress = Progress(**stored["progress"])
         if self.fabric.is_global_zero:  # goes on from the sum of all processes
             self.loss_sums.copy_(stored["loss_sums"])
         self.fabric.strategy.precision.load_state_dict(stored["precision"])
         self.data.load_state_dict(stored["broken_images"])
-        if "state_dict" in stored:
-            self.network.load_state_dict(stored.get("training_weights", stored["state_dict"]))
-            self.optimizer.load_state_dict(stored["optimizer"])
+        if self.sharded:
+            self.fabric.load(path, {"objective": self.objective, "optimizer": self.optimizer}, strict=False)
+            return
+        self.network.load_state_dict(stored.get("training_weights", stored["state_dict"]))
+        self.optimizer.load_state_dict(stored["optimizer"])
         if self.average is not None:
             self.average.module.load_state_dict(stored["state_dict"])
-            self.average.started = self.progress.step > self.progress.skipped
 
 
 class Checkpoints:
-    """Writes checkpoints when they are due, keeps the newest, and loads one.
+    """Writes checkpoints when they are due, and keeps the newest.
 
     A write that fails is told and kept in `failure`, not raised: a full disk costs a checkpoint, not the training, and
     the older file is as it was.
@@ -128,18 +149,17 @@ class Checkpoints:
         folder: the run's folder.
         settings: how often, and how many are kept.
         record: put into every checkpoint: recipe, class names, version.
-        sharded: whether each process holds a share of the weights alone.
     """
 
-    def __init__(self, folder: Path, settings: CheckpointSettings, record: dict[str, Any], sharded: bool) -> None:
-        self.folder, self.settings, self.record, self.sharded = folder / "checkpoints", settings, record, sharded
+    def __init__(self, folder: Path, settings: CheckpointSettings, record: dict[str, Any]) -> None:
+        self.folder, self.settings, self.record = folder / "checkpoints", settings, record
         self.failure: OSError | None = None
         self.saved_at = time.monotonic()
 
     def is_due(self, step: int, epoch: int | None = None) -> bool:
         """Whether steps, minutes or, at the end of an epoch (counted from 1), epochs ask for a checkpoint now."""
         epochs, steps, minutes = self.settings.every_epochs, self.settings.every_steps, self.settings.every_minutes
-        if (steps is not None and step % steps == 0) or (epoch and epochs is not None and epoch % epochs == 0):
+        if (steps and step % steps == 0) or (epoch and epochs and epoch % epochs == 0):
             return True
         return minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
 
@@ -150,7 +170,7 @@ class Checkpoints:
         self.saved_at = time.monotonic()
         if not state.fabric.is_global_zero or self.failure is not None:
             return
-        if not self.sharded:
+        if not state.sharded:
             with replacing(self.folder / "last.ckpt") as partial:
                 try:
                     os.link(path, partial)
@@ -161,19 +181,12 @@ class Checkpoints:
 
     def write(self, state: TrainingState, path: Path) -> None:
         """Write one checkpoint whole or not at all; a matter of all processes."""
-        fabric, record = state.fabric, {RECORD_KEY: self.record}
-        content = {**record, **(state.plain() if self.sharded else state.state_dict())}
+        fabric, content = state.fabric, {RECORD_KEY: self.record, **state.state_dict()}
         try:
-            if self.sharded:
-                content |= {"objective": state.objective, "optimizer": state.optimizer}
-                if fabric.is_global_zero:
-                    with replacing(path) as partial:
-                        fabric.save(fabric.broadcast(partial), content)
-                        fabric.barrier()  # all have written their part
-                else:
-                    fabric.save(fabric.broadcast(path), content)
-                    fabric.barrier()
-                fabric.barrier()
+            if state.sharded:
+                with replacing(path) if fabric.is_global_zero else nullcontext(path) as partial:
+                    fabric.save(fabric.broadcast(partial), content)
+                    fabric.barrier()  # all have written their part
             elif fabric.is_global_zero:
                 buffer = io.BytesIO()
                 torch.save(content, buffer)
@@ -183,64 +196,20 @@ class Checkpoints:
             self.failure = error
             LOGGER.warning(f"the checkpoint {path} could not be written: {error.strerror or error}")
 
-    def load(self, state: TrainingState, point: ResumePoint) -> None:
-        """Put a training where a checkpoint was taken.
-
-        Raises:
-            UserError: another number of processes, which would share out the images in another way.
-        """
-        if state.fabric.world_size != point.world_size:
-            raise UserError(
-                f"{self.folder.parent} was trained by {point.world_size} processes, now there are "
-                f"{state.fabric.world_size}: set trainer.devices and trainer.num_nodes as before"
-            )
-        state.load(point.content)
-        if self.sharded:
-            parts = {"objective": state.objective, "optimizer": state.optimizer}
-            state.fabric.load(point.checkpoint, parts, strict=False)
-
-    def clean(self) -> None:
-        """Remove what a killed write left."""
-        if self.folder.is_dir():
-            remove_leftovers(self.folder)
-
-
-@dataclass(frozen=True)
-class ResumePoint:
-    """Where a training goes on.
-
-    Args:
-        checkpoint: the file.
-        step: optimizer steps taken.
-        epoch: epochs completed.
-        world_size: processes that trained.
-        content: what the file holds.
-    """
-
-    checkpoint: Path
-    step: int
-    epoch: int
-    world_size: int
-    content: dict[str, Any] = field(repr=False, compare=False, default_factory=dict)
-
 
 def step_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints of a run that a training can go on from, the newest first.
-
-    Args:
-        folder: the run's folder.
-    """
+    """The checkpoints of a run's folder that a training can go on from, the newest first."""
     return sorted((folder / "checkpoints").glob("step-*.ckpt"), reverse=True)
 
 
-def latest_checkpoint(folder: Path) -> ResumePoint | None:
+def latest_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     """The newest checkpoint of a run that is whole; damaged ones are told and left alone.
 
     Args:
         folder: the run's folder.
 
     Returns:
-        None where the run has none yet.
+        The file, and what it holds (of a sharded one, all but the weights); None where the run has none yet.
 
     Raises:
         UserError: there are some, and all are damaged, or they are of an earlier version of this package.
@@ -249,49 +218,38 @@ def latest_checkpoint(folder: Path) -> ResumePoint | None:
     for path in paths:
         try:
             stored = read_checkpoint(path / "meta.pt" if path.is_dir() else path)
-            if "loops" not in stored:
-                progress = stored["progress"]
-                return ResumePoint(path, progress["step"], progress["epoch"], stored["world_size"], stored)
-        except (ValueError, KeyError, OSError) as error:
-            reason = f"it lacks {error}" if isinstance(error, KeyError) else error
-            LOGGER.warning(f"{path.name} cannot be used, trying the one before: {reason}")
+        except (ValueError, OSError) as error:
+            LOGGER.warning(f"{path.name} cannot be used, trying the one before: {error}")
             continue
+        if "progress" in stored:
+            return path, stored
         raise UserError(
             f"{path} was written by an earlier version, whose trainings cannot be resumed: begin one with another "
             f"--out, with --model.init_from {folder} to take its weights, or finish it with the version that began it"
         )
     if paths:
-        raise UserError(
-            f"all {len(paths)} checkpoints in {paths[0].parent} are damaged: remove that folder to begin again"
-        )
+        raise UserError(f"all {len(paths)} checkpoints in {paths[0].parent} are damaged: remove it to begin again")
     return None
 
 
 def read_checkpoint(source: Path) -> dict[str, Any]:
-    """Read a checkpoint of a training.
-
-    Args:
-        source: the file.
-
-    Returns:
-        What the file holds, tensors on the CPU.
+    """What a checkpoint holds, tensors on the CPU.
 
     Raises:
         OSError: the file cannot be opened.
         UserError: naming the file: cut off, damaged, Python objects inside, or not a mapping.
     """
     content = io.BytesIO(source.read_bytes())  # read first: torch.load's OSError would look like a missing permission
-    size, is_zip = len(content.getbuffer()), zipfile.is_zipfile(content)
+    damaged = f"{source} is cut off or damaged ({len(content.getbuffer())} bytes)"
     try:
-        if is_zip and (part := zipfile.ZipFile(content).testzip()) is not None:
-            raise UserError(f"{part} does not have its checksum")
+        if zipfile.ZipFile(content).testzip() is not None:  # the first part that does not have its checksum
+            raise UserError(damaged)
         content.seek(0)
         stored = torch.load(content, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        reason = "it holds Python objects" if is_zip else "it is cut off or damaged"
-        raise UserError(f"{source} ({size} bytes) is not a checkpoint of `dgt train`: {reason}") from error
+        raise UserError(f"{source} is not a checkpoint of `dgt train`: it holds Python objects") from error
     except (RuntimeError, EOFError, OSError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(f"{source} is cut off or damaged ({size} bytes)") from error
+        raise UserError(damaged) from error
     if not isinstance(stored, dict):
         raise UserError(f"{source} was not written by `dgt train`: it holds no mapping")
     return stored
