@@ -72,12 +72,9 @@ EXCEPTIONS: dict[str, set[str]] = {
         "models: _native_batch_norm_legit_no_training",  # an operator to count
         "models: timm.models._features.feature_take_indices",  # what timm's own models import
         "ops: torch._subclasses.fake_tensor.FakeTensor",
-        *("training: _BatchNorm", "training: _foreach_copy_", "training: _foreach_norm"),
         "training: torch.utils._pytree.tree_leaves",
     },
-    "overrides": {  # torch's way of casting and loading modules, and of checking shapes
-        *("CentroidState._apply", "CentroidState._load_from_state_dict", "SummedBatchNorm._check_input_dim"),
-    },
+    "overrides": {"CentroidState._apply", "CentroidState._load_from_state_dict"},  # torch's way of casting and loading
     "task names": {"training"},
     "reference": set(),
     "scripting": set(),

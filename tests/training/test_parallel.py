@@ -34,7 +34,7 @@ RECIPE = {
         "num_workers": 0,
         "train_size": 160,
         "val_size": 16,
-        "augmentation": {"rand_augment": None, "mixup": 0.0, "cutmix": 0.0},
+        "augmentation": {"rand_augment": None, "mixup": 0.0, "cutmix": 0.0, "erasing": 0.0},
     },
     "optimizer": {"lr": 1.0e-3, "lr_batch": 16},
     "schedule": {"steps": STEPS, "warmup_steps": 2},
