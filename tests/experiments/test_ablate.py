@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import timm
 
-from dgt.experiments.ablate import _alone, ablate
-from dgt.experiments.tables import load_table, shipped_tables, tables_text
-from dgt.training import load_recipe
+from dgt.experiments.ablate import ablate
+from dgt.experiments.report import alone
+from dgt.experiments.tables import TABLES, load_table, tables_text
+from dgt.training import load_recipe, shipped_recipes
 
 TABLE = """
 title: Two small peers
@@ -161,7 +162,7 @@ def test_another_setting_than_the_finished_runs_is_refused(done: Path, tmp_path:
 
 
 def test_a_second_process_is_kept_out(tmp_path: Path) -> None:
-    with _alone(tmp_path / "peers"), pytest.raises(FileExistsError, match="another process trains a table in"):
+    with alone(tmp_path / "peers" / "runs"), pytest.raises(FileExistsError, match="another process is at work in"):
         ablate(write_table(tmp_path), SMALL, seeds=1, out=tmp_path / "peers")
 
 
@@ -202,7 +203,8 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("a: [", "is not valid YAML"),
-        ("", "table 'peers' must be a mapping of keys, got None"),
+        ("", "sizes of table 'peers' must be a mapping of keys, got None"),
+        ("- a", "table .*peers.* must be a mapping of keys, got list"),
         ("sizes: {a: {recipe: scenes}}\nrows: []", "rows of table 'peers' must be a list of at least one row"),
         ("sizes: {a: {}}\nrows: [{name: x}]", "size 'a' of table 'peers' must be a mapping"),
         ("sizes: {a: {set: {}}}\nrows: [{name: x, a: {}}]", "must name a recipe, got None"),
@@ -227,7 +229,8 @@ def test_a_table_that_is_not_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [(name, size) for name in shipped_tables() for size in ("nano", "tiny")[name == "imagenette" :]]
+    ("name", "size"),
+    [(name, size) for name in shipped_recipes(TABLES) for size in ("nano", "tiny")[name == "imagenette" :]],
 )
 def test_shipped_tables_fit_their_recipes(name: str, size: str) -> None:
     table = load_table(name, size)
@@ -239,7 +242,7 @@ def test_shipped_tables_fit_their_recipes(name: str, size: str) -> None:
 
 
 def test_the_papers_numbers_are_those_printed() -> None:
-    printed = {name: [row.paper for row in load_table(name).rows if row.paper] for name in shipped_tables()}
+    printed = {name: [row.paper for row in load_table(name).rows if row.paper] for name in shipped_recipes(TABLES)}
     assert printed["blocks"] == [82.8, 83.0, 83.4, 83.8]
     assert printed["hybrids"] == [81.3, 82.5, 82.7, 83.4]
     assert printed["groups_and_keys"] == [83.8, 83.6, 83.7]

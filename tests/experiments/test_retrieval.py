@@ -149,17 +149,17 @@ def test_rows_are_kept_and_done_ones_are_not_trained_again(tmp_path: Path, monke
     monkeypatch.setattr(module, "train", counted)
     with pytest.raises(KeyboardInterrupt):
         retrieval(WORDS, 1, tmp_path)
-    assert retrieval(WORDS, 1, tmp_path, "a command") == tmp_path
+    assert retrieval(WORDS, 1, tmp_path) == tmp_path
     assert trained == [("stripes", 0)]
     retrieval(WORDS, 1, tmp_path)
     assert trained == [("stripes", 0)]
     content = json.loads((tmp_path / "retrieval.json").read_text(encoding="utf-8"))
     assert [run["row"] for run in content["runs"]] == [each.name for each in few]
-    assert content["command"] == "a command"
+    assert {"command", "device", "versions", "settings"} < set(content)
     assert content["runs"][0] | {"cpu_seconds": 0} == train(few[0], 0, SMALL) | {"cpu_seconds": 0}
     assert [len(at["accuracies"]) for at in content["runs"][1]["last_batch"]] == [module.REPEATS] * 3
     text = (tmp_path / "retrieval.md").read_text(encoding="utf-8")
-    assert text == markdown(content)
+    assert text == markdown(content["runs"])
     assert len(text.splitlines()) == 2 + len(few)
 
 

@@ -87,8 +87,7 @@ def _retrieval(options: argparse.Namespace, words: list[str]) -> int:
     from dgt.figures.retrieval import figure_retrieval
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    command = " ".join(["dgt ablate", options.table, f"--seeds {options.seeds}", *words])
-    folder = retrieval(words, options.seeds, options.out, command)
+    folder = retrieval(words, options.seeds, options.out)
     content = json.loads((folder / "retrieval.json").read_text(encoding="utf-8"))
     save_figure(figure_retrieval(content), folder / "retrieval.png", dpi=130)
     print((folder / "retrieval.md").read_text(encoding="utf-8") + f"\n{folder / 'retrieval.png'}")

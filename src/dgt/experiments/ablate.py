@@ -13,49 +13,36 @@ the unfinished one and ends with the same table.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from dgt.experiments.report import write_table
+from dgt.experiments.report import DIAGNOSIS, alone, write_table
 from dgt.experiments.tables import Row, Table, load_table
 from dgt.models import diagnose
 from dgt.tasks import TASKS
 from dgt.training.fit import fit
 from dgt.training.load import load_run
-from dgt.training.recipe import Recipe, build_data, load_recipe
-from dgt.training.run import check_folder, is_run, run_to_resume
+from dgt.training.recipe import Recipe, build_data, load_recipe, override_keys
+from dgt.training.run import RESULTS, check_folder, is_run, run_to_resume
 from dgt.utils.atomic_write import write_json
-from dgt.utils.errors import UserError
+from dgt.utils.errors import UserError, check_range
 
-RESULTS, DIVERGED, DIAGNOSIS = "results.json", "diverged.json", "diagnosis.json"
+DIVERGED = "diverged.json"
 DIAGNOSED_IMAGES = 256
-CHOSEN_HERE = {
-    "seed": "--seeds chooses the seeds",
-    "out": "--out is the table's folder",
-    "name": "the table names them",
-}
+CHOSEN_HERE = {"seed": "--seeds chooses the seeds", "out": "--out is the table's folder", "name": "the rows name them"}
 
 
-@dataclass(frozen=True)
-class PlannedRun:
-    """One row with one seed.
-
-    Args:
-        row: the row.
-        recipe: complete; its `out` is the run's folder, its `seed` the seed.
-    """
+class PlannedRun(NamedTuple):
+    """One row with one seed, its complete recipe and the run's folder."""
 
     row: Row
     recipe: Recipe
-
-    @property
-    def folder(self) -> Path:
-        """Where the run goes."""
-        return Path(str(self.recipe.out))
+    folder: Path
 
     @property
     def finished(self) -> bool:
@@ -89,17 +76,20 @@ def ablate(
         FileExistsError: the folder holds runs with other settings, or files of something else, or another process is
             at work in it.
         NotADirectoryError: the folder is a file.
-        ValueError: a number of seeds below 1, a key that the table sets, or what `load_table` and `fit` refuse.
+        UserError: a number of seeds below 1, a key that the table sets, or what `load_table` and `fit` refuse.
         BrokenImagesError: as `fit`.
     """
-    if seeds < 1:
-        raise UserError(f"seeds must be at least 1, got {seeds}")
+    check_range(1, seeds=seeds)
     chosen = load_table(table, size)
     folder = Path(out) if out is not None else Path("runs") / f"ablate-{chosen.name}-{chosen.size}"
     check_folder(folder)
-    runs = plan(chosen, overrides, seeds, folder)
-    _check_runs(folder, runs)
-    with _alone(folder):
+    runs = _plan(chosen, overrides, seeds, folder)
+    if folder.exists() and any(folder.iterdir()) and not (folder / "runs").is_dir():
+        raise FileExistsError(f"{folder} holds files that are not a table's: give another folder with --out")
+    for run in runs:
+        if is_run(run.folder):
+            run_to_resume(run.recipe)  # raises where other settings began it
+    with alone(folder / "runs"):
         for number, run in enumerate(runs, 1):
             if not run.finished:
                 print(f"[{number}/{len(runs)}] {run.row.name}, seed {run.recipe.seed}", flush=True)
@@ -110,65 +100,27 @@ def ablate(
     return folder
 
 
-def plan(table: Table, overrides: Sequence[str], seeds: int, folder: Path) -> list[PlannedRun]:
-    """The runs of a table in their order, each with its complete recipe; every model is built once, to see that it can.
-
-    Args:
-        table: the table.
-        overrides: changes of the recipe for all rows.
-        seeds: number of seeds.
-        folder: the table's folder.
+def _plan(table: Table, overrides: Sequence[str], seeds: int, folder: Path) -> list[PlannedRun]:
+    """The runs of a table in their order; every model is built once, to see that it can.
 
     Raises:
-        FileNotFoundError, ValueError: as `load_recipe` and the task's `build`; a key that the table sets itself.
+        UserError: a key that the table, or this command, sets itself.
     """
-    _check_overrides(table, overrides)
-    runs = []
-    for seed in range(seeds):
-        for row in table.rows:
-            recipe = load_recipe(table.recipe, [*overrides, *table.overrides(row)])
-            place = folder / "runs" / row.slug / f"seed-{seed}"
-            runs.append(PlannedRun(row, replace(recipe, seed=seed, out=str(place))))
-    for run in runs[: len(table.rows)]:
-        TASKS[run.recipe.task].build(run.recipe.model, 2, run.recipe.data["image_size"])
-    return runs
-
-
-def _check_overrides(table: Table, overrides: Sequence[str]) -> None:
-    """Raise ValueError for a key that the table, or this command, sets itself."""
     own = {key for row in table.rows for key in (*table.common, *row.changes)}
-    for key in (word[2:].partition("=")[0] for word in overrides if word.startswith("--")):
+    for key in sorted(override_keys(overrides)):
         if key in CHOSEN_HERE:
             raise UserError(f"recipe key {key!r} cannot be changed for a table: {CHOSEN_HERE[key]}")
         if key in own:
             raise UserError(f"recipe key {key!r} cannot be changed for table {table.name!r}: its rows set it")
-
-
-def _check_runs(folder: Path, runs: Sequence[PlannedRun]) -> None:
-    """Raise FileExistsError for a folder of something else, or runs in it that other settings began."""
-    if folder.exists() and any(folder.iterdir()) and not (folder / "runs").is_dir():
-        raise FileExistsError(f"{folder} holds files that are not a table's: give another folder with --out")
-    for run in runs:
-        if is_run(run.folder):
-            run_to_resume(run.recipe)
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Keep a second process out of the folder, whose unfinished runs it would take for left over.
-
-    Raises:
-        FileExistsError: another process is in it.
-    """
-    import fcntl
-
-    (folder / "runs").mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go of it however the process ends
-        except BlockingIOError as error:
-            raise FileExistsError(f"another process trains a table in {folder}") from error
-        yield
+    recipes = [load_recipe(table.recipe, [*overrides, *table.overrides(row)]) for row in table.rows]
+    for recipe in recipes:
+        TASKS[recipe.task].build(recipe.model, 2, recipe.data["image_size"])
+    runs = []
+    for seed in range(seeds):
+        for row, recipe in zip(table.rows, recipes, strict=True):
+            place = folder / "runs" / row.slug / f"seed-{seed}"
+            runs.append(PlannedRun(row, replace(recipe, seed=seed, out=str(place)), place))
+    return runs
 
 
 def _train(run: PlannedRun) -> None:
@@ -188,11 +140,6 @@ def _diagnose(folder: Path) -> None:
     run = load_run(folder)
     data = build_data(run.recipe)
     data.setup("validate")
-    batches, count = [], 0
-    for batch in data.val_dataloader():
-        batches.append(batch[0])
-        count += len(batch[0])
-        if count >= DIAGNOSED_IMAGES:
-            break
-    blocks = diagnose(run.network, torch.cat(batches)[:DIAGNOSED_IMAGES])
+    batches = islice(data.val_dataloader(), -(-DIAGNOSED_IMAGES // data.batch_size))
+    blocks = diagnose(run.network, torch.cat([batch[0] for batch in batches])[:DIAGNOSED_IMAGES])
     write_json(folder / DIAGNOSIS, [block._asdict() for block in blocks])

@@ -1,10 +1,12 @@
-"""The table of an ablation as JSON and Markdown: mean and spread over seeds, cost, time, and the paper's numbers."""
+"""What an experiment writes as it goes: a folder for one process alone, and its rows as JSON and Markdown."""
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,10 @@ from dgt.models import cost
 from dgt.tasks import TASKS
 from dgt.training.load import load_run
 from dgt.training.recipe import load_recipe
+from dgt.training.run import RESULTS, read_json
 from dgt.utils.atomic_write import atomic_write, write_json
 
+DIAGNOSIS = "diagnosis.json"
 MEASURES = {  # of `diagnose`, means over the blocks where k is below the number of tokens
     "selected": "mass on selected keys",
     "random": "on random keys",
@@ -26,134 +30,116 @@ MEASURES = {  # of `diagnose`, means over the blocks where k is below the number
 }
 
 
-def write_table(folder: Path, table: Table, runs: Sequence[tuple[Row, Path]]) -> None:
-    """Write `table.json` and `table.md`, each whole.
-
-    Args:
-        folder: where they go.
-        table: which table.
-        runs: the finished runs: row and folder, in any order.
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Make the folder and keep a second process out of it, which would take unfinished runs for left over.
 
     Raises:
-        OSError: the folder cannot be written to.
+        FileExistsError: another process is in it.
     """
-    known = _known_costs(folder / "table.json")
-    rows = [
-        _row(table, row, [place for other, place in runs if other == row], known)
-        for row in table.rows
-        if any(other == row for other, _ in runs)
-    ]
-    headline = TASKS[load_recipe(runs[0][1] / "recipe.yaml").task].headline
-    metric = next(iter(headline))
-    content: dict[str, Any] = {
-        "table": table.name,
-        "title": table.title,
-        "size": table.size,
-        "recipe": table.recipe,
-        "metric": metric,
-        "paper": table.paper,
-        "column": table.column,
-        "rows": rows,
+    import fcntl
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go of it however the process ends
+        except BlockingIOError as error:
+            raise FileExistsError(f"another process is at work in {folder}") from error
+        yield
+
+
+def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown, its first column to the left, the others to the right."""
+    lines = ["| " + " | ".join(cells) + " |" for cells in (heads, *rows)]
+    return "\n".join([lines[0], "| --- |" + " ---: |" * (len(heads) - 1), *lines[1:]]) + "\n"
+
+
+def number(value: float | None, digits: int, factor: float = 1.0) -> str:
+    """A cell with a number, or a dash for None."""
+    return "-" if value is None else f"{factor * value:.{digits}f}"
+
+
+def write_table(folder: Path, table: Table, runs: Sequence[tuple[Row, Path]]) -> None:
+    """Write `table.json` and `table.md`, each whole, of the finished runs: row and folder, in any order."""
+    recipe = load_recipe(runs[0][1] / "recipe.yaml")
+    metric, label = next(iter(TASKS[recipe.task].headline.items()))
+    folders = {row.name: [place for other, place in runs if other == row] for row in table.rows}
+    content = {
+        **{"table": table.name, "title": table.title, "size": table.size, "recipe": table.recipe, "metric": metric},
+        **{"paper": table.paper, "column": table.column},
+        "rows": [_row(table, row, folders[row.name], metric) for row in table.rows if folders[row.name]],
     }
     write_json(folder / "table.json", content)
-    atomic_write(folder / "table.md", markdown(content, headline[metric]))
+    atomic_write(folder / "table.md", markdown(content, label))
 
 
-def _known_costs(path: Path) -> dict[str, int | None]:
-    """FLOPs by row that an earlier table of this folder has."""
-    if not path.is_file():
-        return {}
-    return {row["name"]: row["flops"] for row in json.loads(path.read_text(encoding="utf-8"))["rows"]}
-
-
-def _row(table: Table, row: Row, folders: Sequence[Path], known: dict[str, int | None]) -> dict[str, Any]:
+def _row(table: Table, row: Row, folders: Sequence[Path], metric: str) -> dict[str, Any]:
     """One row: its settings, one entry a seed, mean and spread over those that did not diverge."""
-    done = [place for place in folders if (place / "results.json").is_file()]
-    results = [json.loads((place / "results.json").read_text(encoding="utf-8")) for place in done]
-    recipe = load_recipe(folders[0] / "recipe.yaml")
-    metric = next(iter(TASKS[recipe.task].headline))
+    done = [place for place in folders if (place / RESULTS).is_file()]
+    results = [read_json(place / RESULTS) for place in done]
     values = [result["metrics"][metric] for result in results]
-    flops = known.get(row.name)
-    if flops is None and done and recipe.task == "classify":
-        side = recipe.data["image_size"]
-        flops = cost(load_run(done[0]).network, (side, side)).flops
     return {
         "name": row.name,
-        "model": recipe.model.name,
+        "model": load_recipe(folders[0] / "recipe.yaml").model.name,
         "changes": row.changes,
         "paper": row.paper,
         "parameters": results[0]["parameters"] if results else None,
-        "flops": flops,
+        "flops": _flops(done[0]) if results else None,
         "mean": statistics.fmean(values) if values else None,
         "spread": statistics.stdev(values) if len(values) > 1 else None,
         "seconds": statistics.fmean(result["seconds"] for result in results) if results else None,
         "diverged": len(folders) - len(done),
-        "measures": _measures(done) if table.diagnose and done else None,
+        "measures": _measures(done) if table.diagnose else None,
         "runs": results,
     }
 
 
+@cache
+def _flops(run: Path) -> int | None:
+    """FLOPs of a finished run's network; None for one with a head on its backbone."""
+    loaded = load_run(run)
+    side = loaded.recipe.data["image_size"]
+    return None if hasattr(loaded.network, "backbone") else cost(loaded.network, (side, side)).flops
+
+
 def _measures(folders: Sequence[Path]) -> dict[str, float] | None:
     """Means of the measures over seeds and over blocks whose k leaves some keys out; None without such blocks."""
-    blocks = [
-        block
-        for place in folders
-        if (place / "diagnosis.json").is_file()
-        for block in json.loads((place / "diagnosis.json").read_text(encoding="utf-8"))
-        if block["top_k"] < block["tokens"]
-    ]
-    if not blocks:
-        return None
-    return {
-        name: statistics.fmean(block[name] for block in blocks)
-        for name in MEASURES
-        if all(block.get(name) is not None for block in blocks)
-    }
+    files = [place / DIAGNOSIS for place in folders if (place / DIAGNOSIS).is_file()]
+    blocks = [block for file in files for block in json.loads(file.read_bytes()) if block["top_k"] < block["tokens"]]
+    found = {name: [block.get(name) for block in blocks] for name in MEASURES}
+    return {name: statistics.fmean(values) for name, values in found.items() if None not in values} if blocks else None
 
 
-def markdown(content: dict[str, Any], label: str) -> str:
-    """A table's JSON as a page of Markdown.
-
-    Args:
-        content: as in `table.json`.
-        label: name of the metric for people.
-    """
-    rows = content["rows"]
-    measured = [name for name in MEASURES if any(name in (row["measures"] or {}) for row in rows)]
-    heads = ["", "parameters, M", "GFLOPs", f"{label}, %", "seeds", "minutes"]
-    heads += [MEASURES[name] for name in measured]
+def markdown(content: Mapping[str, Any], label: str) -> str:
+    """The content of `table.json` as a page of Markdown; `label` is the metric's human-readable name."""
+    measured = [name for name in MEASURES if any(name in (row["measures"] or {}) for row in content["rows"])]
+    heads = ["", "parameters, M", "GFLOPs", f"{label}, %", "seeds", "minutes", *(MEASURES[name] for name in measured)]
     heads += [f"{content['column']}, %"] if content["paper"] else []
-    lines = [f"# {content['title']}", "", _caption(content), ""]
-    lines += ["| " + " | ".join(heads) + " |", "| --- |" + " ---: |" * (len(heads) - 1)]
-    for row in rows:
-        cells = [row["name"], _number(row["parameters"], 1e-6, 3), _number(row["flops"], 1e-9, 3), _score(row)]
-        cells += [str(len(row["runs"]) + row["diverged"]), _number(row["seconds"], 1 / 60, 1)]
-        cells += [_number((row["measures"] or {}).get(name), 1, 1 if name == "perplexity" else 3) for name in measured]
-        cells += [_number(row["paper"], 1, 1)] if content["paper"] else []
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    rows = []
+    for row in content["rows"]:
+        cells = [row["name"], number(row["parameters"], 3, 1e-6), number(row["flops"], 3, 1e-9), _score(row)]
+        cells += [str(len(row["runs"]) + row["diverged"]), number(row["seconds"], 1, 1 / 60)]
+        cells += [number((row["measures"] or {}).get(name), 1 if name == "perplexity" else 3) for name in measured]
+        rows.append(cells + ([number(row["paper"], 1)] if content["paper"] else []))
+    return f"# {content['title']}\n\n{_caption(content)}\n\n{markdown_table(heads, rows)}"
 
 
-def _caption(content: dict[str, Any]) -> str:
+def _caption(content: Mapping[str, Any]) -> str:
     """What was trained, on what, and what the paper's numbers are."""
-    runs = [run for row in content["rows"] for run in row["runs"]]
     text = f"Recipe `{content['recipe']}`, size {content['size']}; mean ± standard deviation over seeds."
-    if runs:
-        versions = ", ".join(f"{name} {runs[0]['versions'][name]}" for name in ("torch", "timm"))
-        text += f" {runs[0]['epochs']} epochs, {runs[0]['steps']} steps; {runs[0]['device']}; {versions}."
-        text += f"\nCommand: `{runs[0]['command']}`."
+    runs = [run for row in content["rows"] for run in row["runs"]]
+    for run in runs[:1]:
+        versions = ", ".join(f"{name} {run['versions'][name]}" for name in ("torch", "timm"))
+        text += f" {run['epochs']} epochs, {run['steps']} steps; {run['device']}; {versions}."
+        text += f"\nCommand: `{run['command']}`."
     if content["paper"]:
         text += f"\nThe column {content['column']}: {content['paper']}; other trainings than these."
     return text
 
 
-def _score(row: dict[str, Any]) -> str:
+def _score(row: Mapping[str, Any]) -> str:
     diverged = f"{row['diverged']} diverged" if row["diverged"] else ""
     if row["mean"] is None:
         return diverged
     spread = "" if row["spread"] is None else f" ± {100 * row['spread']:.2f}"
     return f"{100 * row['mean']:.2f}{spread}" + (f" ({diverged})" if diverged else "")
-
-
-def _number(value: float | None, factor: float, digits: int) -> str:
-    return "-" if value is None else f"{factor * value:.{digits}f}"

@@ -15,13 +15,10 @@ source is among the keys of their group, in either head.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,12 +27,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dgt.experiments.report import alone, markdown_table
 from dgt.layers import Block, DGAttention, GlobalAttention
 from dgt.layers.baselines.cmt import ReducedAttention
 from dgt.layers.baselines.cswin import StripeAttention
 from dgt.layers.baselines.swin import WindowAttention
+from dgt.training.run import environment
 from dgt.utils.atomic_write import atomic_write, write_json
-from dgt.utils.errors import LOGGER, UserError
+from dgt.utils.errors import LOGGER, UserError, check_range
 from dgt.utils.seeding import seeded
 
 CODE = 16  # channels of a code and of a value; two more tell sources and probes
@@ -298,14 +297,13 @@ def _other_last_batches(network: Network, settings: Settings, test: Sequence[Bat
     return found
 
 
-def retrieval(words: Sequence[str] = (), seeds: int = 3, out: str | Path | None = None, command: str = "") -> Path:
+def retrieval(words: Sequence[str] = (), seeds: int = 3, out: str | Path | None = None) -> Path:
     """Train what is missing of all rows, seed by seed, and write `retrieval.json` and `retrieval.md`.
 
     Args:
         words: changes of `Settings`, as on the command line.
         seeds: number of seeds, from 0 on.
         out: the folder; None for runs/ablate-retrieval. A row and seed that it has is not trained again.
-        command: noted in the results.
 
     Returns:
         The folder.
@@ -316,8 +314,7 @@ def retrieval(words: Sequence[str] = (), seeds: int = 3, out: str | Path | None 
         OSError: the folder cannot be written to.
     """
     settings = Settings.parse(words)
-    if seeds < 1:
-        raise UserError(f"seeds must be at least 1, got {seeds}")
+    check_range(1, seeds=seeds)
     folder = Path(out) if out is not None else Path("runs") / "ablate-retrieval"
     with alone(folder):
         path = folder / "retrieval.json"
@@ -327,21 +324,9 @@ def retrieval(words: Sequence[str] = (), seeds: int = 3, out: str | Path | None 
         for number, (row, seed) in enumerate(todo, 1):
             runs.append(train(row, seed, settings))
             LOGGER.info("[%d/%d] %s, seed %d: %.1f %%", number, len(todo), row.name, seed, runs[-1]["accuracy"])
-            write_json(path, {**_circumstances(command), "settings": asdict(settings), "runs": runs})
-        atomic_write(folder / "retrieval.md", markdown(json.loads(path.read_text(encoding="utf-8"))))
+            write_json(path, {**environment(), "settings": asdict(settings), "runs": runs})
+        atomic_write(folder / "retrieval.md", markdown(runs))
     return folder
-
-
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Make the folder and keep a second process out of it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise FileExistsError(f"another process is at work in {folder}") from error
-        yield
 
 
 def _load(path: Path, settings: Settings) -> list[dict[str, Any]]:
@@ -357,40 +342,23 @@ def _load(path: Path, settings: Settings) -> list[dict[str, Any]]:
     return runs
 
 
-def _circumstances(command: str) -> dict[str, Any]:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
-    parts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    name = parts.get("model name", platform.processor() or platform.machine())
-    family = f", family {parts['cpu family']}, model {parts['model']}" if "cpu family" in parts else ""
-    return {
-        "command": command,
-        "processor": name + family,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-    }
-
-
 def interval(values: Sequence[float]) -> tuple[float, float | None]:
     """Mean, and half of its 95 % interval by Student's t; None for a single value."""
     if len(values) < 2:
         return values[0], None
-    student = STUDENT[len(values) - 2] if len(values) - 2 < len(STUDENT) else 2.26
+    student = STUDENT[min(len(values) - 2, len(STUDENT) - 1)]
     return statistics.fmean(values), student * statistics.stdev(values) / len(values) ** 0.5
 
 
-def markdown(content: dict[str, Any]) -> str:
-    """The results as a table, one line a row: mean and 95 % interval over seeds, each seed, and accuracy by k."""
-    keys = [str(top_k) for top_k in FEWER_KEYS]
-    heads = ["", "accuracy, %", "seeds", "served, %", *(f"k {key}" for key in keys)]
-    lines = ["| " + " | ".join(heads) + " |", "| --- |" + " ---: |" * (len(heads) - 1)]
-    for name in dict.fromkeys(run["row"] for run in content["runs"]):
-        runs = [run for run in content["runs"] if run["row"] == name]
+def markdown(trained: Sequence[dict[str, Any]]) -> str:
+    """The runs as a table, one line a row: mean and 95 % interval over seeds, each seed, and accuracy by k."""
+    rows = []
+    for name in dict.fromkeys(run["row"] for run in trained):
+        runs = [run for run in trained if run["row"] == name]
         mean, half = interval([run["accuracy"] for run in runs])
-        by_top_k = [{str(at["top_k"]): at["accuracy"] for at in run.get("by_top_k", ())} for run in runs]
+        by_top_k = [{at["top_k"]: at["accuracy"] for at in run.get("by_top_k", ())} for run in runs]
+        columns = [[run.get("served") for run in runs], *([at.get(top_k) for at in by_top_k] for top_k in FEWER_KEYS)]
         cells = [name, f"{mean:.1f}" + (f" ± {half:.1f}" if half is not None else "")]
         cells += [", ".join(f"{run['accuracy']:.1f}" for run in runs)]
-        cells += [f"{statistics.fmean(run['served'] for run in runs):.1f}" if "served" in runs[0] else "-"]
-        cells += [f"{statistics.fmean(at[key] for at in by_top_k):.1f}" if key in by_top_k[0] else "-" for key in keys]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        rows.append(cells + ["-" if None in values else f"{statistics.fmean(values):.1f}" for values in columns])
+    return markdown_table(["", "accuracy, %", "seeds", "served, %", *(f"k {top_k}" for top_k in FEWER_KEYS)], rows)

@@ -17,18 +17,15 @@ rows:
 
 from __future__ import annotations
 
-import difflib
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from dgt.training.recipe import RECIPES, read_yaml, shipped_recipes
 from dgt.utils.errors import UserError
 
+TABLES = RECIPES / "tables"
 KEYS = ("title", "paper", "column", "diagnose", "sizes", "rows")
 
 
@@ -49,52 +46,34 @@ class Row:
     @property
     def slug(self) -> str:
         """The name as the name of a folder."""
-        words = "".join(letter if letter.isalnum() else " " for letter in self.name.lower()).split()
-        return "-".join(words)
+        return "-".join("".join(letter if letter.isalnum() else " " for letter in self.name.lower()).split())
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table at one size of its models.
-
-    Args:
-        name: file name without its ending.
-        title: what is compared.
-        size: name of the size.
-        recipe: what trains every row: name of a shipped recipe, or path of a YAML file.
-        rows: at least one; their names differ.
-        common: changes of the recipe that all rows of this size share.
-        paper: what the paper's numbers are; None where it has none.
-        column: whose those numbers are: the head of their column.
-        diagnose: whether groups and selection are measured after each training.
-    """
+    """A table at one size of its models: what the file says, and for all rows the recipe and what they share of it."""
 
     name: str
     title: str
     size: str
     recipe: str
     rows: tuple[Row, ...]
-    common: dict[str, Any] = field(default_factory=dict)
-    paper: str | None = None
-    column: str = "paper"
-    diagnose: bool = False
+    common: dict[str, Any]
+    paper: str | None
+    column: str
+    diagnose: bool
 
     def overrides(self, row: Row) -> list[str]:
         """The changes of one row, those of the whole size before its own, as words of a command line."""
-        return [f"--{key}={_word(value)}" for key, value in {**self.common, **row.changes}.items()]
-
-
-def shipped_tables() -> list[str]:
-    """Names of the tables inside the package, sorted."""
-    folder = resources.files("dgt.recipes") / "tables"
-    return sorted(Path(entry.name).stem for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+        changes = {**self.common, **row.changes}
+        return [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in changes.items()]
 
 
 def tables_text() -> str:
-    """The shipped tables with their titles, sizes and rows, for people."""
+    """The shipped tables with their titles, sizes and rows, human-readable."""
     lines = []
-    for name in shipped_tables():
-        values = yaml.safe_load(_read(name)[1])
+    for name in shipped_recipes(TABLES):
+        values = read_yaml("table", name, TABLES)[1]
         rows = "; ".join(row["name"] for row in values["rows"])
         lines += [f"{name:<18}{values['title']} ({', '.join(values['sizes'])})", f"{'':<18}{rows}"]
     return "\n".join(lines)
@@ -109,15 +88,11 @@ def load_table(table: str | Path, size: str | None = None) -> Table:
 
     Raises:
         FileNotFoundError: neither a shipped table nor a file.
-        ValueError: not YAML, something missing or misplaced in it, or a size it does not have.
+        UserError: not YAML, something missing or misplaced in it, or a size it does not have.
     """
-    name, text = _read(table)
-    try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UserError(f"table {str(table)!r} is not valid YAML: {' '.join(str(error).split())}") from error
-    values = _mapping(values, f"table {name!r}")
-    unknown = sorted(set(values) - set(KEYS))
+    path, values = read_yaml("table", table, TABLES)
+    name = path.stem
+    unknown = sorted(set(values) - set(KEYS), key=str)
     if unknown:
         raise UserError(f"table {name!r} has an unknown key {unknown[0]!r}; it takes {', '.join(KEYS)}")
     sizes = _mapping(values.get("sizes"), f"sizes of table {name!r}")
@@ -127,64 +102,27 @@ def load_table(table: str | Path, size: str | None = None) -> Table:
     chosen = _mapping(sizes[size], f"size {size!r} of table {name!r}")
     if not isinstance(chosen.get("recipe"), str):
         raise UserError(f"size {size!r} of table {name!r} must name a recipe, got {chosen.get('recipe')!r}")
-    return Table(
-        name=name,
-        title=str(values.get("title", name)),
-        size=size,
-        recipe=chosen["recipe"],
-        rows=_rows(name, values.get("rows"), size, set(sizes)),
-        common=dict(chosen.get("set") or {}),
-        paper=values.get("paper"),
-        column=str(values.get("column", "paper")),
-        diagnose=bool(values.get("diagnose", False)),
-    )
-
-
-def _rows(table: str, entries: Any, size: str, sizes: set[str]) -> tuple[Row, ...]:
-    if not isinstance(entries, Sequence) or isinstance(entries, str) or not entries:
-        raise UserError(f"rows of table {table!r} must be a list of at least one row, got {entries!r}")
-    rows = []
+    rows, entries = [], values.get("rows")
+    if not isinstance(entries, list) or not entries:
+        raise UserError(f"rows of table {name!r} must be a list of at least one row, got {entries!r}")
     for entry in entries:
-        values = _mapping(entry, f"every row of table {table!r}")
-        name, paper = values.get("name"), values.get("paper")
-        unknown = sorted(set(values) - {"name", "paper"} - sizes)
-        if not isinstance(name, str) or unknown:
+        row = _mapping(entry, f"every row of table {name!r}")
+        called, paper = row.get("name"), row.get("paper")
+        if not isinstance(called, str) or set(row) - {"name", "paper", *sizes}:
             keys = ", ".join(("name", "paper", *sorted(sizes)))
-            raise UserError(f"a row of table {table!r} must be a mapping of {keys}, got {entry!r}")
-        if paper is not None and not isinstance(paper, int | float):
-            raise UserError(f"paper of row {name!r} of table {table!r} must be a number, got {paper!r}")
-        changes = _mapping(values.get(size), f"size {size!r} of row {name!r} of table {table!r}", empty=True)
-        rows.append(Row(name, changes, paper))
+            raise UserError(f"a row of table {name!r} must be a mapping of {keys}, got {entry!r}")
+        if not isinstance(paper, int | float | None):
+            raise UserError(f"paper of row {called!r} of table {name!r} must be a number, got {paper!r}")
+        changes = _mapping(row.get(size), f"size {size!r} of row {called!r} of table {name!r}", least=0)
+        rows.append(Row(called, changes, paper))
     if len({row.slug for row in rows}) < len(rows):
-        raise UserError(f"rows of table {table!r} must have different names, got {[row.name for row in rows]}")
-    return tuple(rows)
+        raise UserError(f"rows of table {name!r} must have different names, got {[row.name for row in rows]}")
+    title, column, diagnose = values.get("title", name), values.get("column", "paper"), values.get("diagnose", False)
+    common, paper = dict(chosen.get("set") or {}), values.get("paper")
+    return Table(name, str(title), size, chosen["recipe"], tuple(rows), common, paper, str(column), bool(diagnose))
 
 
-def _mapping(value: Any, what: str, empty: bool = False) -> dict[str, Any]:
-    if not isinstance(value, Mapping) or not (value or empty):
+def _mapping(value: Any, what: str, least: int = 1) -> dict[str, Any]:
+    if not isinstance(value, dict) or len(value) < least:
         raise UserError(f"{what} must be a mapping of keys, got {value!r}")
-    return dict(value)
-
-
-def _word(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _read(table: str | Path) -> tuple[str, str]:
-    path = Path(table)
-    if path.suffix in (".yaml", ".yml"):
-        if not path.is_file():
-            raise FileNotFoundError(f"there is no table file {str(table)!r}")
-        try:
-            return path.stem, path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(f"table {str(table)!r} is not a text in UTF-8: {error}") from error
-    shipped = shipped_tables()
-    if str(table) not in shipped:
-        near = difflib.get_close_matches(str(table), shipped, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise FileNotFoundError(
-            f"there is no table {str(table)!r}: {hint}shipped are {', '.join(shipped)}; "
-            "any other is the path of a YAML file"
-        )
-    return str(table), (resources.files("dgt.recipes") / "tables" / f"{table}.yaml").read_text(encoding="utf-8")
+    return value

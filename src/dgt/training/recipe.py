@@ -162,10 +162,8 @@ def recipe_parser(task: str = "classify") -> jsonargparse.ArgumentParser:
     if task not in TASKS:
         raise UserError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
     parser = jsonargparse.ArgumentParser(exit_on_error=False, add_help=False, usage=jsonargparse.SUPPRESS)
-    parser.add_argument("--name", type=str, default="recipe", help="name of the experiment, and of its run folder")
-    parser.add_argument("--task", type=str, default=task, help="what is trained: " + ", ".join(TASKS))
-    parser.add_argument("--seed", type=int, default=0, help="every random choice follows from it")
-    parser.add_argument("--out", type=str | None, default=None, help="folder of the run; null for runs/NAME")
+    parser.add_class_arguments(Recipe, skip=set(SECTIONS))
+    parser.set_defaults(task=task)
     for name, settings in SECTIONS.items():
         parser.add_class_arguments(settings or TASKS[task].data, name, skip={"seed"})
     return parser

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -183,11 +184,14 @@ def _timm_config(network: nn.Module, record: dict[str, Any]) -> dict[str, Any]:
 def environment() -> dict[str, Any]:
     """Versions, device and the command that started this process, as one would type it again, for `results.json`."""
     packages = ("dynamic-group-transformer", "torch", "torchvision", "timm", "lightning")
-    gpu, program = torch.cuda.is_available(), Path(sys.argv[0])
+    program, info = Path(sys.argv[0]), Path("/proc/cpuinfo")
     script = program.suffix == ".py" and program.name != "__main__.py"
+    named = re.search(r"model name\s*: (.*)", info.read_text(encoding="utf-8") if info.is_file() else "")
+    processor = named[1] if named else platform.processor() or platform.machine()
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
-        "device": torch.cuda.get_device_name() if gpu else f"cpu, {torch.get_num_threads()} threads",
+        "device": gpu or f"cpu, {torch.get_num_threads()} threads ({processor})",
         "command": shlex.join([*(["python", str(program)] if script else ["dgt"]), *sys.argv[1:]]),
     }
 
