@@ -357,7 +357,10 @@ def markdown(trained: Sequence[dict[str, Any]]) -> str:
         runs = [run for run in trained if run["row"] == name]
         mean, half = interval([run["accuracy"] for run in runs])
         by_top_k = [{at["top_k"]: at["accuracy"] for at in run.get("by_top_k", ())} for run in runs]
-        columns = [[run.get("served") for run in runs], *([at.get(top_k) for at in by_top_k] for top_k in FEWER_KEYS)]
+        columns: list[list[Any]] = [
+            [run.get("served") for run in runs],
+            *([at.get(top_k) for at in by_top_k] for top_k in FEWER_KEYS),
+        ]
         cells = [name, f"{mean:.1f}" + (f" ± {half:.1f}" if half is not None else "")]
         cells += [", ".join(f"{run['accuracy']:.1f}" for run in runs)]
         rows.append(cells + ["-" if None in values else f"{statistics.fmean(values):.1f}" for values in columns])

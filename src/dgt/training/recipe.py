@@ -104,7 +104,7 @@ class Recipe:
 
     Args:
         name: file name of the recipe without its ending.
-        task: a key of `dgt.tasks.TASKS`.
+        task: classify, segment or detect.
         seed: every random choice follows from it.
         out: folder of the run; null for runs/NAME, or the first of runs/NAME-2, runs/NAME-3, ... that is free.
         model: which model.
