@@ -20,21 +20,27 @@ def test_operators_pass_the_checks_of_pytorch(tokens, masked, draw) -> None:
     query, key, value, centroids, key_mask = operands(draw, tokens, masked)
     group_ids, key_ids = dgt.group_queries(query, centroids, key_mask), dgt.select_keys(centroids, key, 7, key_mask)
     inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
-    torch.library.opcheck(torch.ops.dgt.attend.default, (*inputs, group_ids, key_ids, 0.4))
+    bias = torch.randn(2, 2, tokens, requires_grad=True)
+    for more in ((), (bias,)):
+        torch.library.opcheck(torch.ops.dgt.attend.default, (*inputs, group_ids, key_ids, 0.4, *more))
+        torch.library.opcheck(torch.ops.dgt.attend_with_logsumexp.default, (*inputs, group_ids, key_ids, 0.4, *more))
     with torch.no_grad():
         grad, *plain = (torch.randn_like(query), *(tensor.detach() for tensor in inputs))
-        torch.library.opcheck(torch.ops.dgt.attend_backward.default, (grad, *plain, group_ids, key_ids, 0.4))
+        for sums, constant in ((None, None), (grad[..., 0], bias.detach())):
+            arguments = (grad, sums, *plain, group_ids, key_ids, constant, 0.4)
+            torch.library.opcheck(torch.ops.dgt.attend_backward.default, arguments)
         torch.library.opcheck(torch.ops.dgt.group_queries.default, (plain[0], centroids, key_mask))
         torch.library.opcheck(torch.ops.dgt.select_keys.default, (centroids, plain[1], 7, key_mask))
         torch.library.opcheck(torch.ops.dgt.seed_from_batch.default, (plain[0], 4, key_mask))
 
 
+@pytest.mark.parametrize("remainder", [False, True])
 @pytest.mark.parametrize("tokens", [12, 150])
-def test_compiles_without_a_break_and_gives_the_same(tokens, draw, with_gradients) -> None:
+def test_compiles_without_a_break_and_gives_the_same(tokens, remainder, draw, with_gradients) -> None:
     *inputs, centroids = draw(2, 2, tokens, 8, 4)
 
     def attention(query, key, value):
-        return dgt.dynamic_group_attention(query, key, value, centroids, 9).output
+        return dgt.dynamic_group_attention(query, key, value, centroids, 9, remainder=remainder).output
 
     torch.compiler.reset()
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")

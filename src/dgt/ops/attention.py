@@ -7,11 +7,14 @@
 The first two steps choose indices and carry no gradient; the centroids learn by Eqs. 3-4 (:mod:`dgt.ops.grouping`).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dgt.ops import eager, reference
+from dgt.ops import remainder as remainders
 from dgt.ops.backends import load_triton, resolve_backend
 from dgt.ops.checks import (
     check_choice,
@@ -27,6 +30,7 @@ from dgt.ops.checks import (
     check_tokens,
 )
 from dgt.ops.grouping import group_queries
+from dgt.ops.remainder import add_remainder
 from dgt.ops.selection import select_keys
 
 
@@ -50,43 +54,80 @@ def dynamic_group_attention(
     scale: float | None = None,
     key_mask: Tensor | None = None,
     backend: str = "auto",
+    num_prefix_tokens: int = 0,
+    remainder: bool = False,
 ) -> DynamicGroupAttentionOutput:
     """Attend from every query to the ``top_k`` keys of its group, anywhere in the image (Eqs. 1-2).
 
-    With ``top_k >= L`` this equals ``F.scaled_dot_product_attention(query, key, value)``.
+    With ``top_k >= S`` this equals ``F.scaled_dot_product_attention(query, key, value)``.
 
     Args:
-        query, key, value: (B, H, L, D) float tensors of one type.
-        centroids: (H, G, D) float tensor, unit norm.
-        top_k: k >= 1 keys for every group; clamped to L.
+        query: (B, H, L, D) float tensor.
+        key, value: (B, H, S, D) float tensors of query's type; S is L, but where queries and keys are of two images.
+            With fewer heads, a divisor of H, each serves as many heads of the queries in turn.
+        centroids: (H, G, D) float tensor, unit norm; or (B, H, G, D), every image's own (:func:`dgt.find_centroids`).
+        top_k: k >= 1 keys for every group; clamped to S.
         scale: factor on the scores; default 1 / sqrt(D).
-        key_mask: optional bool (B, L), True where a token is real. Padding is never selected, never counted, and
-            yields zero; what it holds must be finite.
+        key_mask: optional bool (B, S), True where a token is real. Padding is never selected, never counted, and, where
+            L is S, yields zero; what it holds must be finite.
         backend: ``"reference"`` (dense, any type, twice differentiable, shares no code with the others), ``"eager"``
             (fast, plain PyTorch, any device), ``"triton"`` (fused kernels for CUDA; up to 128 channels per head, no
-            float64), or ``"auto"``: Triton where it can run, eager elsewhere. It governs all three steps, and a choice
-            never falls back to another.
+            float64, no remainder), or ``"auto"``: Triton where it can run, eager elsewhere. It governs all steps,
+            and a choice never falls back to another.
+        num_prefix_tokens: the first P tokens (class, registers, text) are of no group: they attend to all tokens, and
+            every token attends to them besides the keys of its group. L must be S.
+        remainder: attend also to what the selected keys leave out, summed up in one key a group
+            (:mod:`dgt.ops.remainder`): for models that were trained with global attention.
 
     Returns:
-        :class:`DynamicGroupAttentionOutput`: ``output``, ``group_ids``, ``key_ids``.
+        :class:`DynamicGroupAttentionOutput`: ``output``, ``group_ids`` (-1 also for prefix tokens), ``key_ids`` (the
+        prefix first).
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
+    if isinstance(centroids, Tensor) and centroids.dim() == 4:
+        rest = (top_k, scale, key_mask, backend, num_prefix_tokens, remainder)
+        return _with_own_centroids(query, key, value, centroids, *rest)
+    key, value = _all_heads(query, key, value)
     _check_inputs(query, key, value)
-    check_shape("key", key, "BHLD", tuple(query.shape), "query")
     check_scale(scale)
+    check_key_mask(key_mask, key.shape[0], key.shape[2], key)
+    check_count("num_prefix_tokens", num_prefix_tokens, least=0)
+    tokens, prefix = key.shape[2], num_prefix_tokens
+    alike = tokens == query.shape[2]
+    if prefix and (not alike or prefix >= tokens):
+        raise ValueError(
+            f"num_prefix_tokens must be 0 or fewer than the tokens, as many queries as keys, got {prefix} with "
+            f"{query.shape[2]} queries and {tokens} keys"
+        )
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if resolve_backend(backend, query) == "triton":  # may do all three steps in one kernel
+    backend = _resolve(backend, query, remainder, "a remainder")
+    if backend == "triton" and alike and not prefix:  # may do all three steps in one kernel
         check_tokens("query", query, centroids)
         check_count("top_k", top_k)
-        check_key_mask(key_mask, query.shape[0], query.shape[2], query)
         check_no_nan("query", query)
         fused = load_triton().attention(query, key, value, centroids, top_k, scale, key_mask)
         return DynamicGroupAttentionOutput(*fused)
-    group_ids = group_queries(query, centroids, key_mask, backend)
-    key_ids = select_keys(centroids, key, top_k, key_mask, backend)
-    output = _attend(query, key, value, group_ids, key_ids, scale, backend)
+    patches, mask = query[:, :, prefix:], None if key_mask is None else key_mask[:, prefix:]
+    group_ids = group_queries(patches, centroids, mask if alike else None, backend)
+    key_ids = select_keys(centroids, key[:, :, prefix:], top_k, mask, backend)
+    if prefix:
+        key_ids = _with_prefix(key_ids, prefix, key_mask)
+    lists, k, v, bias = key_ids, key, value, None
+    if remainder:
+        step = reference if backend == "reference" else remainders
+        rest = step.summarize_unselected(patches, key, value, group_ids, key_ids, scale, key_mask)
+        k, v, lists, bias = add_remainder(key, value, key_ids, rest)
+    output = _attend(patches, k, v, group_ids, lists, scale, backend, bias)[0]
+    if prefix:
+        whole = F.scaled_dot_product_attention(
+            query[:, :, :prefix], key, value, None if key_mask is None else key_mask[:, None, None], scale=scale
+        )
+        if key_mask is not None:
+            whole = whole.masked_fill(~key_mask[:, None, :prefix, None], 0.0)
+        output = torch.cat([whole, output], dim=2)
+        group_ids = F.pad(group_ids, (prefix, 0), value=-1)
     return DynamicGroupAttentionOutput(output, group_ids, key_ids)
 
 
@@ -98,18 +139,22 @@ def attend(
     key_ids: Tensor,
     scale: float | None = None,
     backend: str = "auto",
+    key_bias: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention of every query over the selected keys of its group (Eq. 2).
 
-    ``output[b, h, l] = softmax(scale query[b, h, l] key[b, h, ids]^T) value[b, h, ids]`` with
-    ``ids = key_ids[b, h, group_ids[b, h, l]]``. Differentiable in query, key and value.
+    ``output[b, h, l] = softmax(scale query[b, h, l] key[b, h, ids]^T + key_bias[b, h, ids]) value[b, h, ids]`` with
+    ``ids = key_ids[b, h, group_ids[b, h, l]]``. Differentiable in query, key, value and key_bias.
 
     Args:
-        query, key, value: (B, H, L, D) float tensors of one type.
+        query: (B, H, L, D) float tensor.
+        key, value: (B, H, S, D) float tensors of query's type.
         group_ids: (B, H, L) int64; -1 marks padding.
         key_ids: (B, H, G, K) int64, no key twice in one list; -1 marks an empty place.
         scale: factor on the scores; default 1 / sqrt(D).
         backend: as in :func:`dynamic_group_attention`.
+        key_bias: optional (B, H, S) float tensor, added to the scores of a key: the logarithm of how many keys it
+            stands for. Not in Triton.
 
     Returns:
         (B, H, L, D) of the query's type; zero at padding, and for a group without keys.
@@ -118,23 +163,131 @@ def attend(
         TypeError, ValueError: naming the argument, what was expected and what came; on the CPU also for ids out of
             range or doubled (on an accelerator looking would stall the stream).
     """
+    scale = _check_attend(query, key, value, group_ids, key_ids, scale, key_bias)
+    backend = _resolve(backend, query, key_bias is not None, "key_bias")
+    return _attend(query, key, value, group_ids, key_ids, scale, backend, key_bias)[0]
+
+
+def attend_with_logsumexp(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    scale: float | None = None,
+    backend: str = "auto",
+    key_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`attend`, and what it takes to join its result with attention over other keys (:func:`merge_attention`).
+
+    Arguments and errors are those of :func:`attend`; not in Triton.
+
+    Returns:
+        ``(output, logsumexp)``: the second (B, H, L), float32 or float64, the logarithm of every query's sum of
+        exponentials, -inf where it sees no key. Both are differentiable.
+    """
+    scale = _check_attend(query, key, value, group_ids, key_ids, scale, key_bias)
+    backend = _resolve(backend, query, True, "the logarithms of the sums")
+    return _attend(query, key, value, group_ids, key_ids, scale, backend, key_bias, with_sums=True)
+
+
+def merge_attention(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Join attentions of the same queries over disjoint sets of keys into that over all of them.
+
+    Args:
+        parts: ``(output, logsumexp)`` each, (B, H, L, D) and (B, H, L), as of :func:`attend_with_logsumexp`.
+
+    Returns:
+        ``(output, logsumexp)`` of the union; zero and -inf where no part sees a key.
+    """
+    sums = torch.stack([part[1] for part in parts])  # (parts, B, H, L)
+    blind = sums.isneginf().all(0)
+    weights = sums.masked_fill(blind, 0.0).softmax(0)
+    output = sum(weight[..., None] * part[0] for weight, part in zip(weights, parts, strict=True))
+    whole = sums.masked_fill(blind, 0.0).logsumexp(0).masked_fill(blind, -torch.inf)
+    return cast(Tensor, output).to(parts[0][0].dtype), whole
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    scale: float,
+    backend: str,
+    key_bias: Tensor | None,
+    with_sums: bool = False,
+) -> tuple[Tensor, ...]:
+    """Attend inside groups on a backend; the arguments are right."""
+    arguments = (query, key, value, group_ids, key_ids, scale)
+    if backend == "triton":
+        return (load_triton().attend(*arguments),)
+    if backend == "reference":
+        return reference.attend_with_logsumexp(*arguments, key_bias)
+    if with_sums:
+        return eager.attend_with_logsumexp(*arguments, key_bias)
+    return (eager.attend(*arguments, key_bias),)
+
+
+def _resolve(backend: str, query: Tensor, beyond_triton: bool, what: str) -> str:
+    """The backend that a call runs on, where Triton has no kernels for some."""
+    resolved = resolve_backend(backend, query)
+    if resolved == "triton" and beyond_triton:
+        if backend == "triton":
+            raise ValueError(f'backend must be "eager" or "reference" for {what}, got "triton"')
+        return "eager"
+    return resolved
+
+
+def _with_own_centroids(
+    query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, top_k: int, scale: float | None,
+    key_mask: Tensor | None, *rest: Any,
+) -> DynamicGroupAttentionOutput:
+    """Every image has its own centroids: images become heads of one."""
+    key, value = _all_heads(query, key, value)
+    _check_inputs(query, key, value)
+    if key_mask is not None:
+        raise ValueError("key_mask must be None where centroids are (B, H, G, D)")
+    check_shape("centroids", centroids, "BHGD", (*query.shape[:2], *centroids.shape[2:]), "query")
+    folded = (tensor.flatten(0, 1)[None] for tensor in (query, key, value))
+    found = dynamic_group_attention(*folded, centroids.flatten(0, 1), top_k, scale, None, *rest)
+    return DynamicGroupAttentionOutput(*(tensor[0].unflatten(0, query.shape[:2]) for tensor in found))
+
+
+def _all_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Repeat key heads that serve several heads of queries."""
+    if not all(isinstance(t, Tensor) and t.dim() == 4 for t in (query, key, value)) or key.shape[1] == query.shape[1]:
+        return key, value  # wrong ones are told by the checks that follow
+    if 0 in key.shape[:2] or query.shape[1] % key.shape[1]:
+        raise ValueError(f"key must have heads that divide query's {query.shape[1]}, got {key.shape[1]}")
+    each = query.shape[1] // key.shape[1]
+    return key.repeat_interleave(each, dim=1), value.repeat_interleave(each, dim=1)
+
+
+def _with_prefix(key_ids: Tensor, prefix: int, key_mask: Tensor | None) -> Tensor:
+    """Lists of patches as lists of tokens, the prefix before them."""
+    always = torch.arange(prefix, device=key_ids.device)
+    if key_mask is not None:
+        always = always.where(key_mask[:, :prefix], -1)[:, None, None]
+    return torch.cat([always.expand(*key_ids.shape[:3], prefix), (key_ids + prefix).where(key_ids >= 0, -1)], dim=-1)
+
+
+def _check_attend(
+    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float | None,
+    key_bias: Tensor | None,
+) -> float:
+    """Check what attention inside groups takes; returns the scale."""
     _check_inputs(query, key, value)
     check_choice(query, key, group_ids, key_ids)
     check_ids("group_ids", group_ids, key_ids.shape[2])
     check_key_ids(key_ids, key.shape[2])
     check_scale(scale)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return _attend(query, key, value, group_ids, key_ids, scale, backend)
-
-
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float, backend: str
-) -> Tensor:
-    """Attend inside groups on the backend asked for; the arguments are right."""
-    backend = resolve_backend(backend, query)
-    step = load_triton() if backend == "triton" else reference if backend == "reference" else eager
-    output: Tensor = step.attend(query, key, value, group_ids, key_ids, scale)
-    return output
+    if key_bias is not None:
+        check_tensor("key_bias", key_bias, "BHS", floating=True)
+        check_shape("key_bias", key_bias, "BHS", tuple(key.shape[:3]), "key")
+        check_device("query", query, key_bias=key_bias)
+    return query.shape[-1] ** -0.5 if scale is None else scale
 
 
 def _check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:

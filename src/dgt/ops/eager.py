@@ -28,128 +28,222 @@ def is_dense_masked(queries: int, groups: int, top_k: int) -> bool:
     return queries <= 2 * (top_k + groups)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float) -> Tensor:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float,
+    key_bias: Tensor | None = None,
+) -> Tensor:
     """Softmax attention of every query over the keys of its group (Eq. 2); shapes as in :mod:`dgt.ops.reference`.
 
     Differentiable once. Repetitions give the same result and gradients, bit for bit.
     """
-    output: Tensor = torch.ops.dgt.attend(query, key, value, group_ids, key_ids, scale)
+    output: Tensor = torch.ops.dgt.attend(query, key, value, group_ids, key_ids, scale, key_bias)
     return output
 
 
+def attend_with_logsumexp(
+    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float,
+    key_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same, and the (B, H, L) logarithm of every query's sum of exponentials; -inf where it sees no key."""
+    output, logsumexp = torch.ops.dgt.attend_with_logsumexp(query, key, value, group_ids, key_ids, scale, key_bias)
+    return output, logsumexp
+
+
 @torch.library.custom_op("dgt::attend", mutates_args=())
-def _attend(query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float) -> Tensor:
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float,
+    key_bias: Tensor | None = None,
+) -> Tensor:
+    return _forward(query, key, value, group_ids, key_ids, scale, key_bias, False)[0]
+
+
+@torch.library.custom_op("dgt::attend_with_logsumexp", mutates_args=())
+def _attend_with_logsumexp(
+    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float,
+    key_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    return _forward(query, key, value, group_ids, key_ids, scale, key_bias, True)
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float,
+    key_bias: Tensor | None, with_sums: bool,
+) -> tuple[Tensor, Tensor]:
+    """Output, and the logarithms of the sums if they are wanted."""
     groups, keys = _by_head(group_ids, key_ids)
+    dense = is_dense_masked(query.shape[2], *key_ids.shape[2:])
     with full_precision(query.device):
-        if is_dense_masked(query.shape[2], *key_ids.shape[2:]):
-            return _attend_dense_masked(query, key, value, groups, keys, scale)
-        return _attend_gathered(query, key, value, groups, keys, scale)
+        forward = _attend_dense_masked if dense else _attend_gathered
+        return forward(query, key, value, groups, keys, scale, key_bias, with_sums)
 
 
 def _attend_dense_masked(
-    query: Tensor, key: Tensor, value: Tensor, groups: Tensor, keys: Tensor, scale: float
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, groups: Tensor, keys: Tensor, scale: float, key_bias: Tensor | None,
+    with_sums: bool,
+) -> tuple[Tensor, Tensor]:
     """Dense under a mask: whole heads, densely under a mask."""
-    q, k, v = (tensor.flatten(0, 1)[:, None] for tensor in (query, key, value))  # (B H, 1, L, D)
+    q, k, v = (tensor.flatten(0, 1) for tensor in (query, key, value))  # (B H, L, D)
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    for part, bias in _heads(groups, keys, k.shape[2], CHUNK_ELEMENTS):
-        mask = bias.to(q.dtype)[:, None]
-        output[part] = F.scaled_dot_product_attention(q[part], k[part], v[part], attn_mask=mask, scale=scale)
+    sums = torch.empty(groups.shape if with_sums else 0, dtype=_wide(q), device=q.device)
+    for part, bias in _heads(groups, keys, k.shape[1], key_bias, CHUNK_ELEMENTS):
+        output[part], found = _small_attention(q[part], k[part], v[part], bias, scale, with_sums)
+        if with_sums:
+            sums[part] = found
     if groups.amin() < 0:
-        output[:, 0][groups < 0] = 0.0
-    return output.view(query.shape)
+        output[groups < 0] = 0.0
+        sums = sums.masked_fill(groups < 0, -torch.inf) if with_sums else sums
+    return output.view(query.shape), sums.view(query.shape[:3] if with_sums else 0)
 
 
-def _attend_gathered(query: Tensor, key: Tensor, value: Tensor, groups: Tensor, keys: Tensor, scale: float) -> Tensor:
+def _attend_gathered(
+    query: Tensor, key: Tensor, value: Tensor, groups: Tensor, keys: Tensor, scale: float, key_bias: Tensor | None,
+    with_sums: bool,
+) -> tuple[Tensor, Tensor]:
     """Gathered: tiles of queries of one group over the gathered keys of that group."""
     rows = _Rows(query, key, value)
-    output = query.new_zeros(query.shape[:3].numel() + 1, query.shape[3])  # the last row takes what empty slots yield
-    for part in _tiled_parts(groups, keys, key.shape[2], CHUNK_ELEMENTS):
-        q, k, v = rows.gather(part)
-        bias = None if part.bias is None else part.bias.to(q.dtype)[:, None]
-        attended = F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], attn_mask=bias, scale=scale)
-        output.index_copy_(0, part.queries.flatten(), attended.flatten(0, 2))
-    return output[:-1].view(query.shape)
+    count = query.shape[:3].numel()
+    output = query.new_zeros(count + 1, query.shape[3])  # the last row takes what empty slots yield
+    sums = torch.full((count + 1 if with_sums else 1,), -torch.inf, dtype=_wide(query), device=query.device)
+    for part in _tiled_parts(groups, keys, key.shape[2], key_bias, CHUNK_ELEMENTS):
+        attended, found = _small_attention(*rows.gather(part), part.bias, scale, with_sums)
+        output.index_copy_(0, part.queries.flatten(), attended.flatten(0, 1))
+        if with_sums:
+            sums.index_copy_(0, part.queries.flatten(), found.flatten())
+    return output[:-1].view(query.shape), sums[:-1].view(query.shape[:3] if with_sums else 0)
+
+
+def _small_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, with_sums: bool
+) -> tuple[Tensor, Tensor]:
+    """Attention of P times T queries: (P, T, D), and (P, T) logarithms of sums, which PyTorch's keeps to itself."""
+    if not with_sums:
+        mask = None if bias is None else bias.to(q.dtype)[:, None]
+        output = F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], attn_mask=mask, scale=scale)
+        return output[:, 0], output
+    wide = _wide(q)
+    score = torch.bmm(q.to(wide) * scale, k.to(wide).transpose(1, 2))
+    score = score if bias is None else score.add_(bias)
+    sums = score.logsumexp(-1)
+    return torch.bmm(score.sub_(sums[..., None]).exp_(), v.to(wide)).to(q.dtype), sums
 
 
 register_flop_formula(torch.ops.dgt.attend)(flops.attend)
+register_flop_formula(torch.ops.dgt.attend_with_logsumexp)(flops.attend)
 
 
 _attend.register_fake(lambda query, *_: query.new_empty(query.shape))
+_attend_with_logsumexp.register_fake(
+    lambda query, *_: (query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=_wide(query)))
+)
 
 
 @torch.library.custom_op("dgt::attend_backward", mutates_args=())
 def _attend_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, grad_sums: Tensor | None, query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor,
+    key_ids: Tensor, key_bias: Tensor | None, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients in query, key, value and key_bias (empty where there is none)."""
     groups, keys = _by_head(group_ids, key_ids)
     dense = is_dense_masked(query.shape[2], *key_ids.shape[2:])
+    backward = _backward_dense_masked if dense else _backward_gathered
     with full_precision(query.device):
-        grads = (_backward_dense_masked if dense else _backward_gathered)(grad, query, key, value, groups, keys, scale)
+        *grads, grad_bias = backward(grad, grad_sums, query, key, value, groups, keys, key_bias, scale)
     grad_q, grad_k, grad_v = (g.view(t.shape).to(t.dtype) for g, t in zip(grads, (query, key, value), strict=True))
-    return grad_q, grad_k, grad_v
+    return grad_q, grad_k, grad_v, grad_bias if key_bias is None else grad_bias.view_as(key_bias).to(key_bias.dtype)
 
 
 def _backward_dense_masked(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, groups: Tensor, keys: Tensor, scale: float
+    grad: Tensor, grad_sums: Tensor | None, query: Tensor, key: Tensor, value: Tensor, groups: Tensor, keys: Tensor,
+    key_bias: Tensor | None, scale: float,
 ) -> tuple[Tensor, ...]:
-    """Dense under a mask: the gradients of whole heads, (B H, L, D) each."""
-    wide = torch.promote_types(query.dtype, torch.float32)
+    """Dense under a mask: the gradients of whole heads, (B H, L, D) each and (B H, L)."""
+    wide = _wide(query)
     q, k, v, g = (tensor.flatten(0, 1).to(wide) for tensor in (query, key, value, grad))
+    s = None if grad_sums is None else grad_sums.flatten(0, 1).to(wide)
     if groups.amin() < 0:
         g = g.masked_fill(groups[..., None] < 0, 0.0)
+        s = None if s is None else s.masked_fill(groups < 0, 0.0)
     grads = tuple(torch.empty(t.shape, dtype=wide, device=t.device) for t in (q, k, v))
+    grad_bias = q.new_empty(0 if key_bias is None else k.shape[:2])
     # Parts of a quarter: the gradients keep four times the temporaries of the forward.
-    for part, bias in _heads(groups, keys, k.shape[1], CHUNK_ELEMENTS // 4):
-        for whole, piece in zip(grads, _gradients(g[part], q[part], k[part], v[part], bias, scale), strict=True):
+    for part, bias in _heads(groups, keys, k.shape[1], key_bias, CHUNK_ELEMENTS // 4):
+        sums = None if s is None else s[part]
+        *pieces, of_keys = _gradients(g[part], sums, q[part], k[part], v[part], bias, scale)
+        for whole, piece in zip(grads, pieces, strict=True):
             whole[part] = piece
-    return grads
+        if key_bias is not None:
+            grad_bias[part] = of_keys
+    return (*grads, grad_bias)
 
 
 def _backward_gathered(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, groups: Tensor, keys: Tensor, scale: float
+    grad: Tensor, grad_sums: Tensor | None, query: Tensor, key: Tensor, value: Tensor, groups: Tensor, keys: Tensor,
+    key_bias: Tensor | None, scale: float,
 ) -> tuple[Tensor, ...]:
-    """Gathered: the gradients of all tiles, added up for the keys that several of them see, (B H L, D) each."""
+    """Gathered: the gradients of all tiles, added up for the keys that several of them see, (B H L, D) and (B H L)."""
     rows, grad_rows = _Rows(query, key, value), _with_empty_row(grad)
-    wide = torch.promote_types(query.dtype, torch.float32)
+    sum_rows = None if grad_sums is None else F.pad(grad_sums.flatten(), (0, 1))
+    wide = _wide(query)
     grad_q, grad_k, grad_v = (torch.zeros_like(r, dtype=wide) for r in (grad_rows, rows.key, rows.value))
-    for part in _tiled_parts(groups, keys, key.shape[2], CHUNK_ELEMENTS // 4):
+    grad_bias = grad_k.new_zeros(0 if key_bias is None else len(grad_k))
+    for part in _tiled_parts(groups, keys, key.shape[2], key_bias, CHUNK_ELEMENTS // 4):
         q, k, v = (t.to(wide) for t in rows.gather(part))
         g = grad_rows.index_select(0, part.queries.flatten()).view(q.shape).to(wide)
-        dq, dk, dv = _gradients(g, q, k, v, part.bias, scale)
+        sums = None if sum_rows is None else sum_rows[part.queries].to(wide)
+        dq, dk, dv, of_keys = _gradients(g, sums, q, k, v, part.bias, scale)
         grad_q.index_copy_(0, part.queries.flatten(), dq.flatten(0, 1))
         grad_k.index_add_(0, part.keys.flatten(), dk.flatten(0, 1))
         grad_v.index_add_(0, part.keys.flatten(), dv.flatten(0, 1))
-    return grad_q[:-1], grad_k, grad_v
+        if key_bias is not None:
+            grad_bias.index_add_(0, part.keys.flatten(), of_keys.flatten())
+    return grad_q[:-1], grad_k, grad_v, grad_bias
 
 
-_attend_backward.register_fake(lambda _, *qkv: tuple(t.new_empty(t.shape) for t in qkv[:3]))
+@_attend_backward.register_fake
+def _(
+    grad: Tensor, grad_sums: Tensor | None, query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor,
+    key_ids: Tensor, key_bias: Tensor | None, scale: float,
+) -> tuple[Tensor, ...]:
+    none = grad.new_empty(0, dtype=_wide(query))
+    return tuple(none if t is None else t.new_empty(t.shape) for t in (query, key, value, key_bias))
 
 
 def _gradients(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of softmax(scale q k^T + bias) v for a batch of small attentions (the appendix's four products)."""
+    grad: Tensor, grad_sums: Tensor | None, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of softmax(scale q k^T + bias) v for a batch of small attentions (the appendix's four products).
+
+    In q, k, v, and in what is added to the scores of a key; ``grad_sums`` is the gradient in the logarithms of the
+    sums, whose own gradient in the scores is the softmax.
+    """
     score = torch.bmm(q * scale, k.transpose(1, 2))
     weight = (score if bias is None else score.add_(bias)).softmax(-1)
     grad_weight = torch.bmm(grad, v.transpose(1, 2))
     mean = (grad_weight * weight).sum(-1, keepdim=True)
-    grad_score = grad_weight.sub_(mean).mul_(weight).mul_(scale)
+    grad_score = grad_weight.sub_(mean if grad_sums is None else mean - grad_sums[..., None]).mul_(weight)
+    grad_bias = mean if bias is None else grad_score.sum(1)
+    grad_score = grad_score.mul_(scale)
     grad_v = torch.bmm(weight.transpose(1, 2), grad)
-    return torch.bmm(grad_score, k), torch.bmm(grad_score.transpose(1, 2), q), grad_v
+    return torch.bmm(grad_score, k), torch.bmm(grad_score.transpose(1, 2), q), grad_v, grad_bias
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors)
+    *tensors, ctx.scale, key_bias = inputs
+    ctx.save_for_backward(*tensors, key_bias)
 
 
-def _backward(ctx, grad):  # type: ignore[no-untyped-def]
-    grads = torch.ops.dgt.attend_backward(grad, *ctx.saved_tensors, ctx.scale)
-    return (*grads, None, None, None)
+def _backward(ctx, grad, grad_sums=None):  # type: ignore[no-untyped-def]
+    *grads, grad_bias = torch.ops.dgt.attend_backward(grad, grad_sums, *ctx.saved_tensors, ctx.scale)
+    return (*grads, None, None, None, None if ctx.saved_tensors[5] is None else grad_bias)
 
 
 _attend.register_autograd(_backward, setup_context=_save)
+_attend_with_logsumexp.register_autograd(_backward, setup_context=_save)
+
+
+def _wide(tokens: Tensor) -> torch.dtype:
+    """The type of sums: float32, or float64 where that came."""
+    return torch.promote_types(tokens.dtype, torch.float32)
 
 
 class _Part(NamedTuple):
@@ -157,7 +251,7 @@ class _Part(NamedTuple):
 
     queries: Tensor  # (P, T) rows of queries; the number of rows (one past the end) marks an empty slot
     keys: Tensor  # (P, K) rows of keys
-    bias: Tensor | None  # (P, 1, K) float32: HIDDEN at empty places
+    bias: Tensor | None  # (P, 1, K): what is added to the scores; HIDDEN at empty places
 
 
 class _Rows:
@@ -189,14 +283,17 @@ def _by_head(group_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
     return groups, keys
 
 
-def _heads(groups: Tensor, keys: Tensor, tokens: int, size: int) -> Iterator[tuple[slice, Tensor]]:
+def _heads(
+    groups: Tensor, keys: Tensor, tokens: int, key_bias: Tensor | None, size: int
+) -> Iterator[tuple[slice, Tensor]]:
     """Cut heads into parts of about ``size`` scores: heads, and their (heads, L, tokens) mask to add."""
     some_empty = bool(keys.amin() < 0)
     for part in _slices(len(groups), groups.shape[1] * tokens, size):
         # Where places are empty (-1), one column more than there are keys takes them, and is cut off.
         hidden = torch.full((*keys[part].shape[:2], tokens + some_empty), HIDDEN, device=keys.device)
         hidden.scatter_(-1, keys[part].where(keys[part] >= 0, tokens) if some_empty else keys[part], 0.0)
-        yield part, rows_of_groups(hidden[..., :tokens], groups[part])
+        bias = rows_of_groups(hidden[..., :tokens], groups[part])
+        yield part, bias if key_bias is None else bias + key_bias.flatten(0, 1)[part, None]
 
 
 def rows_of_groups(table: Tensor, groups: Tensor) -> Tensor:
@@ -206,14 +303,18 @@ def rows_of_groups(table: Tensor, groups: Tensor) -> Tensor:
     return rows.view(*groups.shape, -1)
 
 
-def _tiled_parts(groups: Tensor, keys: Tensor, tokens: int, size: int) -> Iterator[_Part]:
+def _tiled_parts(
+    groups: Tensor, keys: Tensor, tokens: int, key_bias: Tensor | None, size: int
+) -> Iterator[_Part]:
     """Gathered: tiles of queries of one group, each with the selected keys of that group."""
     heads, num_groups, top_k = keys.shape
     queries, segment = _tiles(groups, num_groups)
     first = torch.arange(heads, device=keys.device)[:, None, None] * tokens
     key_rows = (keys.clamp(min=0) + first).flatten(0, 1)  # (B H G, K)
     empty = (keys < 0).flatten(0, 1)
-    bias = torch.zeros(1, device=keys.device).where(~empty, HIDDEN)[:, None] if empty.any() else None
+    bias = None if key_bias is None else key_bias.flatten()[key_rows][:, None]  # (B H G, 1, K)
+    if empty.any():
+        bias = (torch.zeros(1, device=keys.device) if bias is None else bias).where(~empty[:, None], HIDDEN)
     for part in _slices(len(segment), queries.shape[1] * top_k, size):
         chosen = segment[part]
         yield _Part(queries[part], key_rows[chosen], None if bias is None else bias[chosen])

@@ -128,15 +128,19 @@ def group_statistics(query: Tensor, group_ids: Tensor, num_groups: int) -> tuple
     Returns:
         ``(sums, counts)``: float32 (H, G, D) and (H, G). Statistics of parts of a batch add up.
     """
-    heads, channels = query.shape[1], query.shape[3]
     with full_precision(query.device):
-        unit = F.normalize(query.detach().float(), dim=-1)
-        # Padding is sent to one extra group, which is cut off again: no data-dependent shape.
-        slots = num_groups + 1
-        first = torch.arange(heads, device=query.device)[None, :, None] * slots
-        slot = (torch.where(group_ids < 0, num_groups, group_ids) + first).flatten()
-        sums = unit.new_zeros(heads * slots, channels).index_add(0, slot, unit.flatten(0, 2))
-        counts = unit.new_zeros(heads * slots).index_add(0, slot, unit.new_ones(()).expand_as(slot))
+        return sum_groups(F.normalize(query.detach().float(), dim=-1), group_ids, num_groups)
+
+
+def sum_groups(tokens: Tensor, group_ids: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+    """Sum the (B, H, L, D) tokens of every group over batch and tokens, (H, G, D), and count them, (H, G)."""
+    heads, channels = tokens.shape[1], tokens.shape[3]
+    # Padding is sent to one extra group, which is cut off again: no data-dependent shape.
+    slots = num_groups + 1
+    first = torch.arange(heads, device=tokens.device)[None, :, None] * slots
+    slot = (torch.where(group_ids < 0, num_groups, group_ids) + first).flatten()
+    sums = tokens.new_zeros(heads * slots, channels).index_add(0, slot, tokens.flatten(0, 2))
+    counts = tokens.new_zeros(heads * slots).index_add(0, slot, tokens.new_ones(()).expand_as(slot))
     return sums.view(heads, slots, channels)[:, :num_groups], counts.view(heads, slots)[:, :num_groups]
 
 
@@ -205,12 +209,35 @@ def seed_centroids(tokens: Tensor, num_groups: int, steps: int = 10) -> Tensor:
     with full_precision(tokens.device), torch.no_grad():
         unit = F.normalize(tokens.float(), dim=-1)
         unit[..., 0] += (unit == 0).all(-1)  # a token without direction gets one, so that no centroid is zero
-        centroids = _spread_out(unit, num_groups)
-        for _ in range(steps):
-            query = unit[None]
-            sums, counts = group_statistics(query, group_queries(query, centroids, backend="eager"), num_groups)
-            centroids = blend_centroids(centroids, sums, counts, rate=1.0)
-    return centroids
+        return find_centroids(unit[None], _spread_out(unit, num_groups), steps)[0]
+
+
+def find_centroids(query: Tensor, centroids: Tensor, steps: int = 2) -> Tensor:
+    """Find every image's own centroids: a few k-means steps on its queries, from centroids that are near.
+
+    Args:
+        query: (B, H, L, D) float tensor.
+        centroids: (H, G, D), or (B, H, G, D) of an earlier layer, frame or step; unit norm.
+        steps: k-means (Lloyd) steps, each as dear as grouping.
+
+    Returns:
+        (B, H, G, D) float32 centroids, unit norm, for :func:`dgt.dynamic_group_attention`; no gradient.
+
+    Raises:
+        TypeError, ValueError: for a wrong type, rank or shape, or ``steps`` < 0.
+    """
+    check_count("steps", steps, least=0)
+    if isinstance(centroids, Tensor) and centroids.dim() == 3:
+        check_tokens("query", query, centroids)
+        centroids = centroids.expand(len(query), *centroids.shape)
+    check_tensor("query", query, "BHLD", floating=True)
+    check_tensor("centroids", centroids, "BHGD", floating=True)
+    tokens, found = query.detach().flatten(0, 1)[None], centroids.detach().float().flatten(0, 1)
+    check_tokens("query", tokens, found)
+    for _ in range(steps):
+        sums, counts = group_statistics(tokens, group_queries(tokens, found, backend="eager"), found.shape[1])
+        found = blend_centroids(found, sums, counts, rate=1.0)
+    return found.view(*query.shape[:2], *found.shape[1:])
 
 
 def _spread_out(unit: Tensor, num_groups: int) -> Tensor:

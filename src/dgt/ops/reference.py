@@ -34,24 +34,63 @@ def select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | N
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float) -> Tensor:
-    """Softmax attention of every query over the keys of its group (Eq. 2), as dense attention under a mask.
+    """Softmax attention of every query over the keys of its group (Eq. 2), as dense attention under a mask."""
+    return attend_with_logsumexp(query, key, value, group_ids, key_ids, scale, None)[0]
+
+
+def attend_with_logsumexp(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    scale: float,
+    key_bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The same with a constant for every key's scores, and the logarithms of the softmax's sums.
 
     Args:
-        query, key, value: (B, H, L, D).
+        query: (B, H, L, D).
+        key, value: (B, H, S, D).
         group_ids: (B, H, L) int64, -1 for padding.
         key_ids: (B, H, G, K) int64, -1 for an empty place.
         scale: factor on the scores.
+        key_bias: optional (B, H, S), added to the scores.
 
     Returns:
-        (B, H, L, D); zero at padding, and where a group has no keys.
+        (B, H, L, D), zero at padding, and where a group has no keys; (B, H, L), -inf there.
     """
-    batch, heads, groups, _ = key_ids.shape
-    # One column more than there are keys takes the empty places, and is cut off.
-    chosen = torch.zeros(batch, heads, groups, key.shape[2] + 1, dtype=torch.bool, device=key.device)
-    chosen = chosen.scatter(-1, key_ids.remainder(key.shape[2] + 1), True)[..., :-1]
     real = (group_ids >= 0)[..., None]
-    sees = torch.take_along_dim(chosen, group_ids.clamp(min=0)[..., None], dim=2) & real  # (B, H, L, L)
+    chosen = _chosen(key_ids, key.shape[2])
+    sees = torch.take_along_dim(chosen, group_ids.clamp(min=0)[..., None], dim=2) & real  # (B, H, L, S)
+    blind = ~sees.any(-1, keepdim=True)
     with full_precision(query.device):  # the types are the caller's
         score = torch.einsum("bhid,bhjd->bhij", query, key) * scale
-        weight = score.masked_fill(~sees, -torch.inf).softmax(-1).masked_fill(~sees, 0.0)
-        return torch.einsum("bhij,bhjd->bhid", weight, value)
+        score = score if key_bias is None else score + key_bias[:, :, None]
+        score = score.masked_fill(~sees & ~blind, -torch.inf)
+        weight = score.softmax(-1).masked_fill(~sees, 0.0)
+        output = torch.einsum("bhij,bhjd->bhid", weight, value)
+        return output, score.logsumexp(-1).masked_fill(blind[..., 0], -torch.inf)
+
+
+def summarize_unselected(
+    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float, key_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The remainder of every group as one key (:mod:`dgt.ops.remainder`): k', v', b, and whether there is none."""
+    member = (group_ids[..., None] == torch.arange(key_ids.shape[2], device=query.device)).to(query.dtype)
+    hidden = _chosen(key_ids, key.shape[2])
+    hidden = hidden if key_mask is None else hidden | ~key_mask[:, None, None]
+    empty = hidden.all(-1, keepdim=True)
+    with full_precision(query.device):
+        mean = torch.einsum("bhlg,bhld->bhgd", member, query) / member.sum(2)[..., None].clamp(min=1)
+        score = (mean @ key.mT * scale).masked_fill(hidden & ~empty, -torch.inf)
+        share = score.softmax(-1)
+        rest_key = share @ key
+        bias = score.logsumexp(-1) - scale * (mean * rest_key).sum(-1)
+        return rest_key, share @ value, bias, empty[..., 0]
+
+
+def _chosen(key_ids: Tensor, tokens: int) -> Tensor:
+    """(B, H, G, S) marks of the keys in (B, H, G, K) lists."""
+    marks = torch.zeros(*key_ids.shape[:3], tokens + 1, dtype=torch.bool, device=key_ids.device)
+    return marks.scatter(-1, key_ids.remainder(tokens + 1), True)[..., :-1]  # the last column takes the empty places
