@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 
@@ -11,7 +12,6 @@ import torch
 from torch import nn
 
 import dgt
-from dgt.models import replace
 from dgt.models.replace import SwappedAttention, SwappedBlock
 
 PLAIN = {"num_classes": 5, "embed_dim": 32, "depth": 3, "num_heads": 2}
@@ -227,10 +227,11 @@ def test_what_cannot_be_swapped_is_named_and_nothing_is_swapped(second, message)
         ({"top_k": 0}, ValueError, "top_k must be at least 1, got 0"),
         ({"num_groups": 2.5}, TypeError, "num_groups must be an int"),
         ({"backend": "cuda"}, ValueError, "backend must be one of"),
+        ({"remainder": 1}, TypeError, "remainder must be a bool, got 1 of type int"),
         (
             {"cosine": True},
             TypeError,
-            "settings must be among num_groups, top_k, tau, tau_weighs, backend, got 'cosine'",
+            "settings must be among num_groups, top_k, tau, tau_weighs, backend, remainder, got 'cosine'",
         ),
         ({"num_prefix_tokens": -1}, ValueError, "num_prefix_tokens must be at least 0, got -1"),
     ],
@@ -270,20 +271,69 @@ def test_a_module_used_twice_is_replaced_by_one() -> None:
 def test_every_step_goes_through_the_chosen_backend(kind, monkeypatch) -> None:
     """Grouping and selection too, with prefix tokens as without: nothing stays eager in silence."""
     model, images, seen = make(kind), torch.randn(2, 3, 64, 64), []
-    for name in ("group_queries", "select_keys", "attend", "dynamic_group_attention"):
-        step = getattr(replace, name)
+    module = inspect.getmodule(dgt.dynamic_group_attention)
+    for name in ("group_queries", "select_keys", "_attend"):
+        step = getattr(module, name)
 
         def recording(*args, step=step, **kwargs):
             bound = inspect.signature(step).bind(*args, **kwargs)
             seen.append((step.__name__, bound.arguments.get("backend")))
             return step(*args, **kwargs)
 
-        monkeypatch.setattr(replace, name, recording)
+        monkeypatch.setattr(module, name, recording)
     with torch.no_grad():
         dgt.replace_attention(model, num_groups=3, top_k=4, backend="eager")
         eager = model(images)
         dgt.set_attention(model, backend="reference")
         seen.clear()
         torch.testing.assert_close(model(images), eager, rtol=1e-5, atol=1e-5)
-    steps = ("dynamic_group_attention",) if PREFIX[kind] == 0 else ("group_queries", "select_keys", "attend")
-    assert seen == [(step, "reference") for step in steps] * 3
+    assert seen == [(step, "reference") for step in ("group_queries", "select_keys", "_attend")] * 3
+
+
+@pytest.mark.parametrize("kind", ["registers", "norms", "swin"])
+def test_the_remainder_keeps_what_was_learnt(kind) -> None:
+    """Seeded from images, few keys and what they leave out come close to global attention; few keys alone do not."""
+    images, outputs = torch.randn(8, 3, 64, 64), []
+    with torch.no_grad():
+        for keys, remainder in ((256, False), (2, False), (2, True)):
+            model = make(kind)
+            dgt.replace_attention(model, num_groups=8, top_k=keys, remainder=remainder)
+            dgt.calibrate(model, images[:4])
+            outputs.append(model.forward_features(images[4:]))
+    whole, few, with_remainder = outputs
+    assert (with_remainder - whole).norm() < (few - whole).norm() / 2
+
+
+@pytest.mark.parametrize("name", ["dgt_nano", "vit", "twins"])
+def test_images_seed_centroids_as_a_training_would(name) -> None:
+    images = torch.randn(4, 3, 64, 64)
+    model = timm.create_model(name, num_classes=5) if name == "dgt_nano" else make(name)
+    if name != "dgt_nano":
+        dgt.replace_attention(model, num_groups=3, top_k=4)
+    twin = copy.deepcopy(model.eval())
+    layers = dgt.calibrate(model, images)
+    assert layers == [name for name, module in model.named_modules() if isinstance(module, dgt.DGAttention)]
+    assert not any(module.training for module in model.modules())
+    dgt_layers = [model.get_submodule(name) for name in layers]
+    assert all(layer.seeded for layer in dgt_layers)
+    first = twin.get_submodule(layers[0])
+    first.train()
+    with torch.no_grad():
+        twin(images)  # the first layer sees the same, and seeds itself
+    assert torch.equal(first.centroids, dgt_layers[0].centroids)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    dgt.calibrate(model, images)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_what_cannot_be_calibrated_stays_as_it_was() -> None:
+    model = make("vit")
+    with pytest.raises(ValueError, match="model must contain DG-Attention, got a VisionTransformer without any"):
+        dgt.calibrate(model, torch.randn(1, 3, 64, 64))
+    dgt.replace_attention(model, num_groups=3, top_k=4)
+    with pytest.raises(TypeError, match="images a tensor, got VisionTransformer and list"):
+        dgt.calibrate(model, [1])
+    with pytest.raises(AssertionError):
+        dgt.calibrate(model.train(), torch.randn(1, 3, 32, 32))
+    assert all(module.training for module in model.modules())
+    assert not any(module._forward_pre_hooks for module in model.modules())

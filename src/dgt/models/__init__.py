@@ -5,7 +5,7 @@ from dgt.models.dgt import DynamicGroupTransformer
 from dgt.models.heads.mask_rcnn import PaddedMaskRCNN, build_mask_rcnn
 from dgt.models.heads.upernet import UperNet, build_upernet
 from dgt.models.inspect import BlockDiagnosis, GroupRecord, capture, diagnose, group_records, set_attention
-from dgt.models.replace import replace_attention
+from dgt.models.replace import calibrate, replace_attention
 from dgt.models.variants import dgt_base, dgt_nano, dgt_small, dgt_tiny
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "UperNet",
     "build_mask_rcnn",
     "build_upernet",
+    "calibrate",
     "capture",
     "cost",
     "dgt_base",

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from timm.models import register_notrace_module
 from timm.models.swin_transformer import SwinTransformerBlock
 from timm.models.twins import LocallyGroupedAttn
@@ -22,14 +21,14 @@ from torch import Tensor, nn
 
 from dgt.layers import ConditionalPositionEncoding, DGAttention
 from dgt.layers.scripting import check_layer_input
-from dgt.ops import DynamicGroupAttentionOutput, attend, dynamic_group_attention, group_queries, select_keys
-from dgt.ops.checks import check_count
+from dgt.ops import DynamicGroupAttentionOutput, dynamic_group_attention
+from dgt.ops.checks import check_count, describe
 from dgt.utils.errors import UserError
 
 SUPPORTED = "timm's vision_transformer.Attention, swin_transformer.SwinTransformerBlock and twins.LocallyGroupedAttn"
 IS_ATTENTION = re.compile(r"Att(entio)?n(?!.*Pool)")  # names of classes; pooling by attention is none of ours
 KEPT = ("GlobalSubSampleAttn",)
-SETTINGS = ("num_groups", "top_k", "tau", "tau_weighs", "backend")
+SETTINGS = ("num_groups", "top_k", "tau", "tau_weighs", "backend", "remainder")
 
 
 @register_notrace_module
@@ -39,10 +38,12 @@ class SwappedAttention(DGAttention):
     Args:
         old: an attention of timm with ``qkv`` and ``proj``; its modules are shared, not copied.
         num_prefix_tokens: class and register tokens before the patches; they belong to no group.
+        remainder: whether queries also attend to what the keys of their group leave out, summed up in one key; for
+            weights that were trained with global attention (:func:`dgt.dynamic_group_attention`).
         settings: ``num_groups``, ``top_k``, ``tau``, ``tau_weighs``, ``backend``, as in :class:`dgt.DGAttention`.
     """
 
-    def __init__(self, old: Any, num_prefix_tokens: int = 0, **settings: Any) -> None:
+    def __init__(self, old: Any, num_prefix_tokens: int = 0, remainder: bool = False, **settings: Any) -> None:
         weight = old.qkv.weight
         super().__init__(weight.shape[1], old.num_heads, device=weight.device, dtype=weight.dtype, **settings)
         self.qkv, self.proj, self.scale = old.qkv, old.proj, old.scale
@@ -50,7 +51,9 @@ class SwappedAttention(DGAttention):
         self.k_norm = getattr(old, "k_norm", nn.Identity())
         self.norm = getattr(old, "norm", nn.Identity())
         self.proj_drop = old.proj_drop
-        self.num_prefix_tokens = num_prefix_tokens
+        if not isinstance(remainder, bool):
+            raise TypeError(f"remainder must be a bool, got {describe(remainder)}")
+        self.num_prefix_tokens, self.remainder = num_prefix_tokens, remainder
         self.train(old.training)
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
@@ -89,19 +92,9 @@ class SwappedAttention(DGAttention):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> DynamicGroupAttentionOutput:
         """Patches attend to the prefix and to the keys of their group, prefix tokens to everything."""
-        prefix, centroids = self.num_prefix_tokens, self.unit_centroids()
-        if prefix == 0:
-            return dynamic_group_attention(query, key, value, centroids, self.top_k, self.scale, backend=self.backend)
-        patches = query[:, :, prefix:]
-        groups = group_queries(patches, centroids, backend=self.backend)
-        chosen = select_keys(centroids, key[:, :, prefix:], self.top_k, backend=self.backend) + prefix
-        always = torch.arange(prefix, device=chosen.device).expand(*chosen.shape[:3], prefix)
-        keys = torch.cat([always, chosen], dim=-1)
-        everything = F.scaled_dot_product_attention(query[:, :, :prefix], key, value, scale=self.scale)
-        grouped = attend(patches, key, value, groups, keys, self.scale, self.backend)
-        no_groups = groups.new_full((*groups.shape[:2], prefix), -1)
-        return DynamicGroupAttentionOutput(
-            torch.cat([everything, grouped], dim=2), torch.cat([no_groups, groups], dim=2), keys
+        return dynamic_group_attention(
+            query, key, value, self.unit_centroids(), self.top_k, self.scale, None, self.backend,
+            self.num_prefix_tokens, self.remainder,
         )
 
 
@@ -158,7 +151,9 @@ def replace_attention(
         model: ViT, DeiT, Swin or Twins of timm, or any module built of their attention.
         num_prefix_tokens: class and register tokens before the patches; None asks the model (0 if it does not say).
         cpe: whether Swin's blocks get a conditional position encoding for the table of positions they lose.
-        settings: ``num_groups``, ``top_k``, ``tau``, ``tau_weighs``, ``backend``, as in :class:`dgt.DGAttention`.
+        settings: ``num_groups``, ``top_k``, ``tau``, ``tau_weighs``, ``backend``, as in :class:`dgt.DGAttention`; and
+            ``remainder``: whether queries also attend to what the keys of their group leave out, summed up in one key,
+            which keeps what the model learnt with global attention (with :func:`calibrate`, without training).
 
     Returns:
         The names of the modules replaced, in order.
@@ -190,6 +185,48 @@ def replace_attention(
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, new[id(old)])
     return list(found)
+
+
+@torch.no_grad()
+def calibrate(model: nn.Module, images: Tensor) -> list[str]:
+    """Seed the centroids of every DG-Attention of a model from images instead of from training: one forward pass.
+
+    The layers are seeded as the images pass them, each from queries that those before it already let through.
+
+    Args:
+        model: after :func:`replace_attention`, or a DGT. Its mode stays.
+        images: what it is called with, (B, C, H, W); some dozen images of the kind that it will see are enough.
+
+    Returns:
+        The names of the layers, in the order of the model.
+
+    Raises:
+        TypeError: if ``model`` is no module or ``images`` no tensor.
+        ValueError: for a model without DG-Attention, or what the model raises for the images.
+    """
+    if not isinstance(model, nn.Module) or not isinstance(images, Tensor):
+        got = f"{type(model).__name__} and {type(images).__name__}"
+        raise TypeError(f"model must be a module and images a tensor, got {got}")
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, DGAttention)}
+    if not layers:
+        raise UserError(f"model must contain DG-Attention, got a {type(model).__name__} without any")
+    modes = {module: module.training for module in model.modules()}
+    hooks = [layer.register_forward_pre_hook(_seed_before) for layer in layers.values()]
+    try:
+        model.eval()(images)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, mode in modes.items():
+            module.training = mode
+    return list(layers)
+
+
+def _seed_before(layer: Any, arguments: tuple[Any, ...]) -> None:
+    """Seed a layer from what it is about to see: tokens and, of a DGT, which of them are real."""
+    query = layer.split_heads(arguments[0])[0][:, :, getattr(layer, "num_prefix_tokens", 0) :]
+    mask = arguments[1] if len(arguments) > 1 and not isinstance(layer, SwappedAttention) else None
+    layer.seed(query, None if mask is None else mask.flatten(1))
 
 
 def _attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -46,16 +46,8 @@ class DynamicGroupAttentionOutput(NamedTuple):
 
 
 def dynamic_group_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    centroids: Tensor,
-    top_k: int,
-    scale: float | None = None,
-    key_mask: Tensor | None = None,
-    backend: str = "auto",
-    num_prefix_tokens: int = 0,
-    remainder: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, top_k: int, scale: float | None = None,
+    key_mask: Tensor | None = None, backend: str = "auto", num_prefix_tokens: int = 0, remainder: bool = False,
 ) -> DynamicGroupAttentionOutput:
     """Attend from every query to the ``top_k`` keys of its group, anywhere in the image (Eqs. 1-2).
 
@@ -90,40 +82,38 @@ def dynamic_group_attention(
         rest = (top_k, scale, key_mask, backend, num_prefix_tokens, remainder)
         return _with_own_centroids(query, key, value, centroids, *rest)
     key, value = _all_heads(query, key, value)
-    _check_inputs(query, key, value)
-    check_scale(scale)
-    check_key_mask(key_mask, key.shape[0], key.shape[2], key)
-    check_count("num_prefix_tokens", num_prefix_tokens, least=0)
-    tokens, prefix = key.shape[2], num_prefix_tokens
-    alike = tokens == query.shape[2]
-    if prefix and (not alike or prefix >= tokens):
-        raise ValueError(
-            f"num_prefix_tokens must be 0 or fewer than the tokens, as many queries as keys, got {prefix} with "
-            f"{query.shape[2]} queries and {tokens} keys"
-        )
+    _check_operator(query, key, value, scale, key_mask, num_prefix_tokens)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     backend = _resolve(backend, query, remainder, "a remainder")
-    if backend == "triton" and alike and not prefix:  # may do all three steps in one kernel
+    if backend == "triton" and not num_prefix_tokens and query.shape == key.shape:  # all steps in one operator
         check_tokens("query", query, centroids)
         check_count("top_k", top_k)
         check_no_nan("query", query)
         fused = load_triton().attention(query, key, value, centroids, top_k, scale, key_mask)
         return DynamicGroupAttentionOutput(*fused)
+    return _three_steps(query, key, value, centroids, top_k, scale, key_mask, backend, num_prefix_tokens, remainder)
+
+
+def _three_steps(
+    query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, top_k: int, scale: float, key_mask: Tensor | None,
+    backend: str, prefix: int, remainder: bool,
+) -> DynamicGroupAttentionOutput:
+    """Group, select, attend: all that is not prefix, which attends to everything."""
     patches, mask = query[:, :, prefix:], None if key_mask is None else key_mask[:, prefix:]
-    group_ids = group_queries(patches, centroids, mask if alike else None, backend)
+    group_ids = group_queries(patches, centroids, mask if query.shape[2] == key.shape[2] else None, backend)
     key_ids = select_keys(centroids, key[:, :, prefix:], top_k, mask, backend)
     if prefix:
         key_ids = _with_prefix(key_ids, prefix, key_mask)
-    lists, k, v, bias = key_ids, key, value, None
     if remainder:
         step = reference if backend == "reference" else remainders
         rest = step.summarize_unselected(patches, key, value, group_ids, key_ids, scale, key_mask)
         k, v, lists, bias = add_remainder(key, value, key_ids, rest)
-    output = _attend(patches, k, v, group_ids, lists, scale, backend, bias)[0]
+        output = _attend(patches, k, v, group_ids, lists, scale, backend, bias)[0]
+    else:
+        output = _attend(patches, key, value, group_ids, key_ids, scale, backend, None)[0]
     if prefix:
-        whole = F.scaled_dot_product_attention(
-            query[:, :, :prefix], key, value, None if key_mask is None else key_mask[:, None, None], scale=scale
-        )
+        everything = None if key_mask is None else key_mask[:, None, None]
+        whole = F.scaled_dot_product_attention(query[:, :, :prefix], key, value, everything, scale=scale)
         if key_mask is not None:
             whole = whole.masked_fill(~key_mask[:, None, :prefix, None], 0.0)
         output = torch.cat([whole, output], dim=2)
@@ -132,14 +122,8 @@ def dynamic_group_attention(
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    group_ids: Tensor,
-    key_ids: Tensor,
-    scale: float | None = None,
-    backend: str = "auto",
-    key_bias: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float | None = None,
+    backend: str = "auto", key_bias: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention of every query over the selected keys of its group (Eq. 2).
 
@@ -169,14 +153,8 @@ def attend(
 
 
 def attend_with_logsumexp(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    group_ids: Tensor,
-    key_ids: Tensor,
-    scale: float | None = None,
-    backend: str = "auto",
-    key_bias: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float | None = None,
+    backend: str = "auto", key_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`attend`, and what it takes to join its result with attention over other keys (:func:`merge_attention`).
 
@@ -209,15 +187,8 @@ def merge_attention(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    group_ids: Tensor,
-    key_ids: Tensor,
-    scale: float,
-    backend: str,
-    key_bias: Tensor | None,
-    with_sums: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float, backend: str,
+    key_bias: Tensor | None, with_sums: bool = False,
 ) -> tuple[Tensor, ...]:
     """Attend inside groups on a backend; the arguments are right."""
     arguments = (query, key, value, group_ids, key_ids, scale)
@@ -271,6 +242,21 @@ def _with_prefix(key_ids: Tensor, prefix: int, key_mask: Tensor | None) -> Tenso
     if key_mask is not None:
         always = always.where(key_mask[:, :prefix], -1)[:, None, None]
     return torch.cat([always.expand(*key_ids.shape[:3], prefix), (key_ids + prefix).where(key_ids >= 0, -1)], dim=-1)
+
+
+def _check_operator(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, key_mask: Tensor | None, prefix: int
+) -> None:
+    """Check what the three steps do not check themselves."""
+    _check_inputs(query, key, value)
+    check_scale(scale)
+    check_key_mask(key_mask, key.shape[0], key.shape[2], key)
+    check_count("num_prefix_tokens", prefix, least=0)
+    if prefix and (query.shape[2] != key.shape[2] or prefix >= key.shape[2]):
+        raise ValueError(
+            f"num_prefix_tokens must be 0 or fewer than the tokens, as many queries as keys, got {prefix} with "
+            f"{query.shape[2]} queries and {key.shape[2]} keys"
+        )
 
 
 def _check_attend(
