@@ -166,7 +166,8 @@ def attend_with_logsumexp(
     """
     scale = _check_attend(query, key, value, group_ids, key_ids, scale, key_bias)
     backend = _resolve(backend, query, True, "the logarithms of the sums")
-    return _attend(query, key, value, group_ids, key_ids, scale, backend, key_bias, with_sums=True)
+    output, sums = _attend(query, key, value, group_ids, key_ids, scale, backend, key_bias, with_sums=True)
+    return output, sums
 
 
 def merge_attention(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -221,8 +222,8 @@ def _with_own_centroids(
     if key_mask is not None:
         raise ValueError("key_mask must be None where centroids are (B, H, G, D)")
     check_shape("centroids", centroids, "BHGD", (*query.shape[:2], *centroids.shape[2:]), "query")
-    folded = (tensor.flatten(0, 1)[None] for tensor in (query, key, value))
-    found = dynamic_group_attention(*folded, centroids.flatten(0, 1), top_k, scale, None, *rest)
+    q, k, v = (tensor.flatten(0, 1)[None] for tensor in (query, key, value))
+    found = dynamic_group_attention(q, k, v, centroids.flatten(0, 1), top_k, scale, None, *rest)
     return DynamicGroupAttentionOutput(*(tensor[0].unflatten(0, query.shape[:2]) for tensor in found))
 
 
