@@ -13,13 +13,14 @@ import argparse
 import difflib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Argument = tuple[tuple[str, ...], dict[str, Any]]
 
 RECIPES = Path(__file__).with_name("dgt") / "recipes"
-MODEL_HELP = "a checkpoint (.ckpt), a run folder, or a model folder (config.json, model.safetensors)"
 EXPERIMENTS = {"retrieval": "Retrieval at a distance: what groups reach and windows do not, and the law of G and k"}
 SECTIONS = {  # what a recipe consists of; `dgt.training` has the keys in them
     "name": "name of the experiment, and of its run folder",
@@ -99,8 +100,7 @@ def _train_help() -> str:
     """What `dgt train --help` prints: the shipped recipes, each with the first line of its header, and the sections."""
     lines = ["usage: dgt train RECIPE [--resume auto] [--data.root DIR] [--section.key value ...]", ""]
     lines += ["Train a recipe, shipped by name or the path of a YAML file, and write its run folder (runs/NAME).", ""]
-    lines += ["options:", "  --resume auto        go on where an earlier `dgt train` into the same folder stopped", ""]
-    lines += ["recipes:"]
+    lines += ["options:", "  --resume auto        resume what an earlier `dgt train` began", "", "recipes:"]
     for name in _shipped(RECIPES):
         header = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
         lines.append(f"  {name:<20} {header.lstrip('# ')}")
@@ -112,15 +112,28 @@ def _whole(least: int) -> Callable[[str], int]:
     """The type of an argument that is a whole number from `least` on."""
 
     def number(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if value < least:
+        if not text.isdecimal() or int(text) < least:
             raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, got {text!r}")
-        return value
+        return int(text)
 
     return number
+
+
+def _flag(name: str, about: str) -> Argument:
+    return (name,), {"action": "store_true", "help": about}
+
+
+def _value(name: str, metavar: str, about: str, **how: object) -> Argument:
+    return (name,), {"metavar": metavar, "help": about, **how}
+
+
+def _number(name: str, least: int, default: int | None, about: str, metavar: str = "N") -> Argument:
+    return _value(name, metavar, about, type=_whole(least), default=default)
+
+
+MODEL = _value("checkpoint", "CHECKPOINT", "a checkpoint (.ckpt), a run folder, or a model folder")
+JSON = _flag("--json", "print what is found as JSON")
+IMAGES = _value("images", "IMAGE", "image file", nargs="+")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -132,138 +145,120 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for add in (_add_training, _add_using, _add_looking, _add_measuring):
-        add(commands)
+        add(partial(_add, commands))
     return parser
 
 
-def _add(
-    commands: Commands, name: str, help_text: str, takes_keys: bool = False, **more: object
-) -> argparse.ArgumentParser:
-    command = commands.add_parser(
-        name,
-        help=help_text,
-        description=help_text,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        **more,  # type: ignore[arg-type]
+def _add(commands: Commands, name: str, about: str, *arguments: Argument, takes_keys: bool = False, **how: Any) -> None:
+    shape = argparse.RawDescriptionHelpFormatter
+    command = commands.add_parser(name, help=about, description=about, allow_abbrev=False, formatter_class=shape, **how)
+    command.set_defaults(takes_keys=takes_keys, experiments=EXPERIMENTS)
+    for names, settings in arguments:
+        command.add_argument(*names, **settings)
+
+
+def _add_training(add: Callable[..., None]) -> None:
+    add(
+        *("demo", "train, evaluate and draw on the built-in scenes, in a few minutes"),
+        _value("--out", "DIR", "folder to write (default: %(default)s)", default="runs/demo"),
+        _number("--epochs", 1, None, "passes over the scenes (default: the recipe's)"),
+        _number("--seed", 0, 0, "seed of the training (default: 0)"),
     )
-    command.set_defaults(takes_keys=takes_keys)
-    return command
-
-
-def _add_training(commands: Commands) -> None:
-    command = _add(commands, "demo", "train, evaluate and draw on the built-in scenes, in a few minutes")
-    command.add_argument("--out", default="runs/demo", metavar="DIR", help="folder to write (default: %(default)s)")
-    command.add_argument("--epochs", type=_whole(1), metavar="N", help="passes over the scenes (default: the recipe's)")
-    command.add_argument("--seed", type=_whole(0), default=0, metavar="N", help="seed of the training (default: 0)")
-
-    about = "train a recipe and write its run folder"
-    usage = "dgt train RECIPE [--resume auto] [--data.root DIR] [--section.key value ...]"
-    command = _add(commands, "train", about, takes_keys=True, add_help=False, usage=usage)
-    command.add_argument("-h", "--help", action="store_true", help="show this text, the recipes and all their keys")
-    command.add_argument("recipe", nargs="?", metavar="RECIPE", help="name of a shipped recipe, or path of a YAML file")
-    command.add_argument("--resume", choices=("never", "auto"), default="never", help="auto: go on where it stopped")
-
-    command = _add(commands, "status", "tell how a training stands: running, stopped, killed, finished")
-    command.add_argument("folder", metavar="RUN", help="folder of the run")
-    command.add_argument("--json", action="store_true", help="print it as JSON")
-
-    about = "train the rows of a table with several seeds and write it beside the paper's numbers"
-    usage = "dgt ablate TABLE [--seeds N] [--size NAME] [--out DIR] [--data.root DIR] [--section.key value ...]"
-    command = _add(commands, "ablate", about, takes_keys=True, usage=usage)
-    command.set_defaults(experiments=EXPERIMENTS)
-    about = f"a shipped table (none: list them), a YAML file, or {', '.join(EXPERIMENTS)}"
-    command.add_argument("table", nargs="?", metavar="TABLE", help=about)
-    command.add_argument(
-        "--seeds", type=_whole(1), default=3, metavar="N", help="seeds of each row (default: %(default)s)"
+    add(
+        *("train", "train a recipe and write its run folder"),
+        (("-h", "--help"), {"action": "store_true", "help": "show this text, the recipes and all their keys"}),
+        _value("recipe", "RECIPE", "name of a shipped recipe, or path of a YAML file", nargs="?"),
+        (("--resume",), {"choices": ("never", "auto"), "default": "never", "help": "auto: go on where it stopped"}),
+        takes_keys=True,
+        add_help=False,
+        usage="dgt train RECIPE [--resume auto] [--data.root DIR] [--section.key value ...]",
     )
-    command.add_argument("--size", metavar="NAME", help="size of the models (default: the table's first)")
-    command.add_argument("--out", metavar="DIR", help="folder (default: runs/ablate-TABLE-SIZE); goes on where it was")
+    add(
+        *("status", "tell how a training stands: running, stopped, killed, finished"),
+        *(_value("folder", "RUN", "folder of the run"), JSON),
+    )
+    tables = f"a shipped table (none: list them), a YAML file, or {', '.join(EXPERIMENTS)}"
+    add(
+        *("ablate", "train the rows of a table with several seeds and write it beside the paper's numbers"),
+        _value("table", "TABLE", tables, nargs="?"),
+        _number("--seeds", 1, 3, "seeds of each row (default: %(default)s)"),
+        _value("--size", "NAME", "size of the models (default: the table's first)"),
+        _value("--out", "DIR", "folder (default: runs/ablate-TABLE-SIZE); goes on where it was"),
+        takes_keys=True,
+        usage="dgt ablate TABLE [--seeds N] [--size NAME] [--out DIR] [--data.root DIR] [--section.key value ...]",
+    )
 
 
-def _add_using(commands: Commands) -> None:
-    command = _add(
-        commands,
-        "evaluate",
-        "measure a trained model on the validation images",
+def _add_using(add: Callable[..., None]) -> None:
+    add(
+        *("evaluate", "measure a trained model on the validation images"),
+        *(MODEL, JSON),
+        _value("--predictions", "FILE", "also write a detector's results as COCO's JSON"),
         takes_keys=True,
         usage="dgt evaluate CHECKPOINT [--json] [--data.root DIR] [--data.key value ...]",
         epilog="Of the recipe's keys, data.*, trainer.accelerator and trainer.precision can be changed.",
     )
-    command.add_argument("checkpoint", metavar="CHECKPOINT", help=MODEL_HELP)
-    command.add_argument("--predictions", metavar="FILE", help="also write a detector's results as COCO's JSON")
-    command.add_argument("--json", action="store_true", help="print the metrics as JSON")
-
-    about = "print the most probable classes of image files, or draw their label maps, boxes and masks"
-    command = _add(commands, "predict", about)
-    command.add_argument("checkpoint", metavar="CHECKPOINT", help=MODEL_HELP)
-    command.add_argument("images", nargs="+", metavar="IMAGE", help="image file")
-    command.add_argument("--top-k", type=_whole(1), default=5, metavar="N", help="classes for each image (default: 5)")
-    command.add_argument("--out", default="predictions", metavar="DIR", help="folder of the drawings (%(default)s)")
-    command.add_argument("--json", action="store_true", help="print a list of {image, error, classes or files} as JSON")
-
-    command = _add(commands, "export", "write a trained model for other programs, and check the result")
-    command.add_argument("checkpoint", metavar="CHECKPOINT", help=MODEL_HELP)
-    command.add_argument("out", metavar="OUT", help="file ending in .onnx or .pt2; without ending, a folder for timm")
-    command.add_argument("--features", action="store_true", help="the backbone's feature maps instead of its task")
+    add(
+        *("predict", "print the most probable classes of image files, or draw their label maps, boxes and masks"),
+        *(MODEL, IMAGES, JSON),
+        _number("--top-k", 1, 5, "classes for each image (default: 5)"),
+        _value("--out", "DIR", "folder of the drawings (%(default)s)", default="predictions"),
+    )
+    add(
+        *("export", "write a trained model for other programs, and check the result"),
+        MODEL,
+        _value("out", "OUT", "file ending in .onnx or .pt2; without ending, a folder for timm"),
+        _flag("--features", "the backbone's feature maps instead of its task"),
+    )
 
 
-def _add_looking(commands: Commands) -> None:
-    command = _add(
-        commands,
-        "visualize",
-        "draw query groups and the keys they chose over an image",
+def _add_looking(add: Callable[..., None]) -> None:
+    add(
+        *("visualize", "draw query groups and the keys they chose over an image"),
+        _value("checkpoints", "CHECKPOINT", str(MODEL[1]["help"]), nargs="+"),
+        _value("image", "IMAGE", "image file"),
+        _number("--block", 0, None, "block, from 0 (default: the last one of each stage)"),
+        _number("--head", 0, 0, "attention head, from 0 (default: 0)"),
+        _number("--groups", 1, 3, "groups to show (default: 3)"),
+        _flag("--map", "colour all groups at once instead"),
+        _flag("--all-blocks", "one sheet with the map of every block"),
+        _value("--out", "FIG", "PNG, SVG, PDF, GIF (default: %(default)s)", default="groups.png"),
         epilog="Several checkpoints of one training show how groups move: a row for each, or the frames of a .gif.",
     )
-    command.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help=MODEL_HELP)
-    command.add_argument("image", metavar="IMAGE", help="image file")
-    command.add_argument(
-        "--block", type=_whole(0), metavar="N", help="block, from 0 (default: the last one of each stage)"
+    add(
+        "diagnose",
+        "measure and draw how much of global attention a model's selected keys hold, and how balanced groups are",
+        *(MODEL, IMAGES, JSON),
+        _value("--out", "FIG", "PNG, SVG, PDF (default: %(default)s)", default="diagnosis.png"),
     )
-    command.add_argument("--head", type=_whole(0), default=0, metavar="N", help="attention head, from 0 (default: 0)")
-    command.add_argument("--groups", type=_whole(1), default=3, metavar="N", help="groups to show (default: 3)")
-    command.add_argument("--map", action="store_true", help="colour all groups at once instead")
-    command.add_argument("--all-blocks", action="store_true", help="one sheet with the map of every block")
-    command.add_argument("--out", default="groups.png", metavar="FIG", help="PNG, SVG, PDF, GIF (default: %(default)s)")
-
-    about = "measure and draw how much of global attention a model's selected keys hold, and how balanced groups are"
-    command = _add(commands, "diagnose", about)
-    command.add_argument("checkpoint", metavar="CHECKPOINT", help=MODEL_HELP)
-    command.add_argument("images", nargs="+", metavar="IMAGE", help="image file")
-    command.add_argument("--out", default="diagnosis.png", metavar="FIG", help="PNG, SVG, PDF (default: %(default)s)")
-    command.add_argument("--json", action="store_true", help="print a list of blocks as JSON")
-
-    command = _add(commands, "explore", "see groups and keys live, in a web page")
-    command.add_argument("checkpoint", nargs="?", metavar="CHECKPOINT", help=f"{MODEL_HELP} (default: the demo's)")
-    command.add_argument("--image", metavar="PATH", help="image file, or folder of them, to show besides the scenes")
-    command.add_argument("--host", default="127.0.0.1", metavar="HOST", help="address (default: %(default)s)")
-    command.add_argument(
-        "--port", type=_whole(0), default=7860, metavar="N", help="0 for a free one (default: %(default)s)"
+    add(
+        *("explore", "see groups and keys live, in a web page"),
+        _value("checkpoint", "CHECKPOINT", f"{MODEL[1]['help']} (default: the demo's)", nargs="?"),
+        _value("--image", "PATH", "image file, or folder of them, to show besides the scenes"),
+        _value("--host", "HOST", "address (default: %(default)s)", default="127.0.0.1"),
+        _number("--port", 0, 7860, "0 for a free one (default: %(default)s)"),
     )
 
 
-def _add_measuring(commands: Commands) -> None:
-    command = _add(commands, "info", "print parameters and FLOPs of models beside the paper's")
-    command.add_argument("model", nargs="?", metavar="MODEL", help="any timm model (default: all of this package)")
-    command.add_argument("--task", default="classify", metavar="TASK", help="classify (default), segment, ...")
-    command.add_argument(
-        "--size", type=_whole(1), nargs=2, metavar=("H", "W"), help="default: that of the paper's FLOPs"
-    )
-    command.add_argument("--json", action="store_true", help="print a list of rows as JSON")
-
-    command = _add(commands, "bench", "time the attention, or whole models, beside the alternatives")
-    command.add_argument("what", choices=("attention", "models"), help="what to time")
-    command.add_argument("--device", default="cpu", metavar="NAME", help="cpu or cuda (default: %(default)s)")
-    command.add_argument(
-        "--rounds", type=_whole(1), default=7, metavar="N", help="turns of each candidate (default: 7)"
+def _add_measuring(add: Callable[..., None]) -> None:
+    add(
+        *("info", "print parameters and FLOPs of models beside the paper's"),
+        _value("model", "MODEL", "any timm model (default: all of this package)", nargs="?"),
+        *(_value("--task", "TASK", "classify (default), segment, ...", default="classify"), JSON),
+        (("--size",), {"type": _whole(1), "nargs": 2, "metavar": ("H", "W"), "help": "default: the paper's"}),
     )
     forms = "timm models, each NAME[@PIXELS][+inference|+packed|+global|+checkpointing] (default: DGT-T and peers)"
-    command.add_argument("--models", nargs="+", metavar="NAME", help=forms)
-    command.add_argument("--size", type=_whole(1), default=224, metavar="PIXELS", help="models: side of images (224)")
-    command.add_argument("--batch", type=_whole(1), default=8, metavar="N", help="models: images a batch (default: 8)")
-    command.add_argument("--compile", action="store_true", help="models: run them through torch.compile")
-    command.add_argument("--train", action="store_true", help="models: time training steps, not inference")
-    command.add_argument("--memory", action="store_true", help="models: measure peaks of memory as well")
-    command.add_argument("--profile", action="store_true", help="models: tell where the time of each goes instead")
-    command.add_argument("--plot", metavar="FIG", help="models: draw speed against published accuracy as well")
-    command.add_argument("--json", action="store_true", help="print the machine and a list of rows as JSON")
+    add(
+        *("bench", "time the attention, or whole models, beside the alternatives"),
+        *((("what",), {"choices": ("attention", "models"), "help": "what to time"}), JSON),
+        _value("--device", "NAME", "cpu or cuda (default: %(default)s)", default="cpu"),
+        _number("--rounds", 1, 7, "turns of each candidate (default: 7)"),
+        _value("--models", "NAME", forms, nargs="+"),
+        _number("--size", 1, 224, "models: side of images (224)", "PIXELS"),
+        _number("--batch", 1, 8, "models: images a batch (default: 8)"),
+        _flag("--compile", "models: run them through torch.compile"),
+        _flag("--train", "models: time training steps, not inference"),
+        _flag("--memory", "models: measure peaks of memory as well"),
+        _flag("--profile", "models: tell where the time of each goes instead"),
+        _value("--plot", "FIG", "models: draw speed against published accuracy as well"),
+    )

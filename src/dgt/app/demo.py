@@ -6,8 +6,6 @@ import shutil
 import time
 from pathlib import Path
 
-from PIL import Image
-
 from dgt.app.visualize import visualize
 from dgt.data.scenes import Scenes
 from dgt.training import evaluate, fit, load_recipe, load_run, predict
@@ -19,17 +17,8 @@ SAMPLES = 6
 def run(out: str | Path = "runs/demo", seed: int = 0, epochs: int | None = None) -> str:
     """Train the nano model on the built-in scenes, measure it on held-out ones, predict a few and draw its attention.
 
-    Args:
-        out: folder to write; an earlier demo in it is replaced.
-        seed: seed of the training.
-        epochs: passes over the scenes; None for the recipe's.
-
-    Returns:
-        What was found and what to look at, as text.
-
-    Raises:
-        FileExistsError: the folder holds something other than a demo.
-        NotADirectoryError: it is a file.
+    An earlier demo in the folder `out` is replaced; `epochs` None are the recipe's. Returns what was found and what to
+    look at, as text. Raises FileExistsError for a folder with something else, NotADirectoryError for a file.
     """
     start = time.perf_counter()
     folder = _clear(Path(out))
@@ -68,7 +57,7 @@ def _write_scenes(folder: Path, image_size: int) -> list[Path]:
     for index in range(SAMPLES):
         scene = scenes[index]
         paths.append(folder / f"{index}_{scenes.class_names[scene.label]}.png")
-        Image.fromarray(scene.image.permute(1, 2, 0).numpy()).save(paths[-1])
+        scene.to_pil().save(paths[-1])
     return paths
 
 

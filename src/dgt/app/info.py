@@ -11,21 +11,11 @@ from dgt.utils.errors import UserError
 def model_rows(
     model: str | None = None, image_size: tuple[int, int] | None = None, task: str = "classify"
 ) -> list[dict[str, Any]]:
-    """Return one row a model, ready for JSON.
+    """Return one row a model, ready for JSON; its FLOPs are multiply-adds of one image.
 
-    Args:
-        model: the name of any timm model (for another task than classification one that can be its backbone); None for
-            all of ours.
-        image_size: height and width in pixels; None for those of the paper's FLOPs.
-        task: a key of `TASKS`.
-
-    Returns:
-        Rows with ``model``, ``task``, ``params``, ``flops`` (multiply-adds of one image), ``paper_params``,
-        ``paper_flops`` (in units, None where the paper has none: other models, or other sizes for FLOPs),
-        ``image_size`` and ``stages`` (name, params, flops).
-
-    Raises:
-        ValueError: for an unknown name or task.
+    `model` names any timm model, for another task than classification one that can be its backbone; None for all of
+    ours. `image_size` is (height, width); None for that of the paper's FLOPs. `task` is a key of `TASKS`. Numbers of
+    the paper are None where it has none: other models, or other sizes. Raises UserError for an unknown name or task.
     """
     if task not in TASKS:
         raise UserError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
@@ -38,14 +28,14 @@ def _row(name: str, task: str, image_size: tuple[int, int]) -> dict[str, Any]:
     counted = TASKS[task].counted
     total = counted.count(name, image_size)
     paper_params, paper_flops = counted.paper.get(name, (None, None))
-    same_size = image_size == counted.image_size
+    paper_flops = paper_flops if image_size == counted.image_size else None
     return {
         "model": name,
         "task": task,
         "params": total.params,
         "flops": total.flops,
         "paper_params": None if paper_params is None else round(paper_params * 1e6),
-        "paper_flops": round(paper_flops * 1e9) if paper_flops is not None and same_size else None,
+        "paper_flops": None if paper_flops is None else round(paper_flops * 1e9),
         "image_size": list(image_size),
         "stages": [stage._asdict() for stage in total.stages],
     }

@@ -16,22 +16,12 @@ from dgt.utils.errors import UserError
 def predict_files(
     run: LoadedRun, images: Sequence[str | Path], out: str | Path, top_k: int = 5
 ) -> list[dict[str, Any]]:
-    """Predict image files and write the files of the model's task, if it has any, into a folder.
+    """Predict image files and write the files of the model's task, if it has any, into the folder `out`.
 
-    Args:
-        run: the trained model.
-        images: image files.
-        out: folder to write; made where it is missing and needed.
-        top_k: classes that a classifier gives for each image.
-
-    Returns:
-        For each image, in order, plain values: `image`, `error` (None, or why it could not be read), what the task
-        tells, and the `files` written.
-
-    Raises:
-        UserError: two images of one name, whose drawings would be the same files.
-        NotADirectoryError: `out` is a file.
-        OSError: `out` cannot be written to.
+    Returns, for each image in order, plain values: `image`, `error` (None, or why it could not be read), what the task
+    tells (of a classifier the `top_k` best classes), and the `files` written. Raises UserError for two images of one
+    name, whose drawings would be the same files, NotADirectoryError where `out` is a file, OSError where it cannot be
+    written to.
     """
     folder, task, told = Path(out), TASKS[run.recipe.task], []
     if task.files is not None:
@@ -57,8 +47,7 @@ def prediction_lines(prediction: Mapping[str, Any]) -> list[str]:
             x0, y0, x1, y1 = found["box"]
             place = f"x {x0:.0f} to {x1:.0f}, y {y0:.0f} to {y1:.0f}"
             lines.append(f"  {100 * found['score']:6.2f} %  {found['category']}  ({place})")
-        fainter = len(prediction["objects"]) - len(drawn)
-        sure = f"at least {100 * SHOWN_SCORE:.0f} %"
+        sure, fainter = f"at least {100 * SHOWN_SCORE:.0f} %", len(prediction["objects"]) - len(drawn)
         lines.append(f"  {len(drawn)} objects of {sure}, {fainter} below, which are not drawn")
     return [*lines, *(f"  {path}" for path in prediction.get("files", ()))]
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -56,14 +55,11 @@ def visualize(
         out: PNG, SVG or PDF to write, or GIF for several checkpoints.
         block: which block with dynamic group attention, from 0; None for the last one at each resolution, or the first
             block where there are several checkpoints.
-        head: attention head, from 0.
-        groups: how many groups to show.
-        as_map: colour all groups at once instead.
-        all_blocks: the map of this head in every block that has it.
+        head, groups: attention head, from 0; how many groups to show.
+        as_map, all_blocks: colour all groups at once instead; so for this head in every block that has it.
 
-    Raises:
-        FileNotFoundError, UserError: as `load_run`, `read_image` and `save_figure` do; a model without such blocks, a
-            block or a head that it does not have; choices that exclude each other.
+    Raises UserError, besides what `load_run`, `read_image` and `save_figure` raise, for a model without such blocks, a
+    block or a head that it does not have, and choices that exclude each other.
     """
     animated = Path(out).suffix.lower() == ".gif"
     _check_choices(len(checkpoints), len(images), block, all_blocks, animated)
@@ -71,10 +67,13 @@ def visualize(
     if len(runs) > 1:
         seen = [_panels(run, images[0], head=head, block=block or 0)[0] for run in runs]
         panels = [replace(panel, title=title) for panel, title in zip(seen, _titles(checkpoints), strict=True)]
+        # The groups worth showing in the last checkpoint: a group keeps its number through a training.
+        lasting = choose_groups(seen[-1].group_ids.reshape(seen[-1].grid), seen[-1].key_ids, groups)
         if animated:
-            save_animation(_frames(panels, groups, as_map), out)
+            frames = [figure_group_map([panel]) if as_map else figure_groups([panel], lasting) for panel in panels]
+            save_animation(frames, out)
         else:
-            save_figure(_through_training(panels, groups, as_map), out)
+            save_figure(figure_contact_sheet(panels) if as_map else figure_groups(panels, lasting), out)
     elif all_blocks:
         save_figure(figure_contact_sheet(_panels(runs[0], images[0], head=head, every=True)), out)
     else:
@@ -83,18 +82,9 @@ def visualize(
 
 
 def diagnose_run(checkpoint: str | Path, images: Sequence[str | Path], out: str | Path) -> list[BlockDiagnosis]:
-    """Diagnose a trained classifier on image files and draw what was found.
+    """Diagnose a trained classifier on image files, at least one, and draw what was found as PNG, SVG or PDF.
 
-    Args:
-        checkpoint: a checkpoint, run folder or model folder.
-        images: image files; at least one.
-        out: PNG, SVG or PDF to write.
-
-    Returns:
-        What `dgt.diagnose` returns.
-
-    Raises:
-        FileNotFoundError, UserError: as `load_run`, `read_image`, `dgt.diagnose` and `save_figure` do.
+    Returns what `dgt.diagnose` returns. Raises as `load_run`, `read_image`, `dgt.diagnose` and `save_figure` do.
     """
     run = load_run(checkpoint)
     blocks = diagnose(run.network, torch.cat([read_image(run, image) for image in images]))
@@ -103,14 +93,9 @@ def diagnose_run(checkpoint: str | Path, images: Sequence[str | Path], out: str 
 
 
 def draw_training(run: LoadedRun, images: Sequence[Tensor]) -> dict[str, NDArray[np.uint8]]:
-    """Draw what a model finds in images, and its groups where it is a DGT.
+    """Draw what a model on the CPU finds in images, uint8 (3, H, W) as it gets them, and its groups if it is a DGT.
 
-    Args:
-        run: the model, on the CPU.
-        images: uint8 (3, H, W) each, as the network gets them.
-
-    Returns:
-        Images (H, W, 3) uint8: "predictions/0" and so on, and "groups".
+    Returns images (H, W, 3) uint8: "predictions/0" and so on, and "groups".
     """
     task = TASKS[run.recipe.task]
     drawn = {f"predictions/{i}": task.draw(run, task.predict(run, image, 1)) for i, image in enumerate(images)}
@@ -148,18 +133,3 @@ def _titles(checkpoints: Sequence[str | Path | LoadedRun]) -> list[str]:
     paths = [Path(each.source if isinstance(each, LoadedRun) else each) for each in checkpoints]
     names = [path.stem for path in paths]
     return names if len(set(names)) == len(names) else [f"{path.parent.name}/{path.stem}" for path in paths]
-
-
-def _through_training(panels: Sequence[GroupPanel], groups: int, as_map: bool) -> Figure:
-    return figure_contact_sheet(panels) if as_map else figure_groups(panels, _lasting(panels[-1], groups))
-
-
-def _frames(panels: Sequence[GroupPanel], groups: int, as_map: bool) -> list[Figure]:
-    if as_map:
-        return [figure_group_map([panel]) for panel in panels]
-    return [figure_groups([panel], _lasting(panels[-1], groups)) for panel in panels]
-
-
-def _lasting(panel: GroupPanel, groups: int) -> list[int]:
-    """The groups worth showing in the last checkpoint: a group keeps its number through a training."""
-    return choose_groups(panel.group_ids.reshape(panel.grid), panel.key_ids, groups)
