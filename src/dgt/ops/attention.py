@@ -82,8 +82,8 @@ def dynamic_group_attention(
         rest = (top_k, scale, key_mask, backend, num_prefix_tokens, remainder)
         return _with_own_centroids(query, key, value, centroids, *rest)
     key, value = _all_heads(query, key, value)
-    _check_operator(query, key, value, scale, key_mask, num_prefix_tokens)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    _check_operator(query, key, value, key_mask, num_prefix_tokens)
+    scale = check_scale(scale, query.shape[-1])
     backend = _resolve(backend, query, remainder, "a remainder")
     if backend == "triton" and not num_prefix_tokens and query.shape == key.shape:  # all steps in one operator
         check_tokens("query", query, centroids)
@@ -245,12 +245,9 @@ def _with_prefix(key_ids: Tensor, prefix: int, key_mask: Tensor | None) -> Tenso
     return torch.cat([always.expand(*key_ids.shape[:3], prefix), (key_ids + prefix).where(key_ids >= 0, -1)], dim=-1)
 
 
-def _check_operator(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None, key_mask: Tensor | None, prefix: int
-) -> None:
+def _check_operator(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, prefix: int) -> None:
     """Check what the three steps do not check themselves."""
     _check_inputs(query, key, value)
-    check_scale(scale)
     check_key_mask(key_mask, key.shape[0], key.shape[2], key)
     check_count("num_prefix_tokens", prefix, least=0)
     if prefix and (query.shape[2] != key.shape[2] or prefix >= key.shape[2]):
@@ -269,12 +266,11 @@ def _check_attend(
     check_choice(query, key, group_ids, key_ids)
     check_ids("group_ids", group_ids, key_ids.shape[2])
     check_key_ids(key_ids, key.shape[2])
-    check_scale(scale)
     if key_bias is not None:
         check_tensor("key_bias", key_bias, "BHS", floating=True)
         check_shape("key_bias", key_bias, "BHS", tuple(key.shape[:3]), "key")
         check_device("query", query, key_bias=key_bias)
-    return query.shape[-1] ** -0.5 if scale is None else scale
+    return check_scale(scale, query.shape[-1])
 
 
 def _check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:

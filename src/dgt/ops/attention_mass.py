@@ -13,8 +13,7 @@ from torch import Tensor
 
 from dgt.ops.checks import check_choice, check_count, check_device, check_shape, check_tensor, check_tokens
 
-CHUNK_ELEMENTS = 1 << 24
-"""Scores held at once."""
+CHUNK_ELEMENTS = 1 << 24  # scores held at once
 
 
 class SelectionDiagnosis(NamedTuple):

@@ -16,7 +16,9 @@ def resolve_backend(backend: str, tokens: Tensor | None = None) -> str:
         ValueError: for an unknown name.
     """
     if backend == "auto":
-        return "triton" if tokens is not None and _suits_triton(tokens) else "eager"
+        if tokens is None or not tokens.is_cuda or tokens.dtype == torch.float64 or tokens.shape[-1] > 128:
+            return "eager"
+        return "triton" if _can_run_triton(tokens.device.index) else "eager"
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(['auto', *BACKENDS])}, got {backend!r}")
     return backend
@@ -35,13 +37,6 @@ def load_triton() -> ModuleType:
             'backend="triton" needs Triton, which is not installed: pip install triton, or use backend="eager"'
         ) from error
     return triton
-
-
-def _suits_triton(tokens: Tensor) -> bool:
-    """Tell whether the kernels can run on these tokens: device, type and channels."""
-    if not tokens.is_cuda or tokens.dtype == torch.float64 or tokens.shape[-1] > 128:
-        return False
-    return _can_run_triton(tokens.device.index)
 
 
 @torch.compiler.assume_constant_result

@@ -12,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from dgt.utils.errors import NonFiniteInput
 
-INFINITY = float("inf")
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -99,18 +98,15 @@ def check_count(name: str, value: int, least: int = 1) -> None:
         raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
-def check_scale(scale: float | None) -> None:
-    """Check the factor on the scores: a finite number, or None."""
+def check_scale(scale: float | None, channels: int) -> float:
+    """Check the factor on the scores, a finite number, and return it; for None 1 / sqrt(D)."""
     if scale is None:
-        return
+        return float(channels**-0.5)
     if not _is_number(scale):
         raise TypeError(f"scale must be a number or None, got {describe(scale)}")
-    if not abs(scale) < INFINITY:  # written so that it can be traced
+    if not abs(scale) < torch.inf:  # written so that it can be traced
         raise ValueError(f"scale must be finite, got {scale}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float | torch.SymFloat | torch.SymInt) and not isinstance(value, bool)
+    return scale
 
 
 def check_share(name: str, value: float) -> None:
@@ -119,6 +115,10 @@ def check_share(name: str, value: float) -> None:
         raise TypeError(f"{name} must be between 0 and 1, got {describe(value)}")
     if not 0 <= value <= 1:
         raise ValueError(f"{name} must be between 0 and 1, got {value}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float | torch.SymFloat | torch.SymInt) and not isinstance(value, bool)
 
 
 def check_ids(name: str, ids: Tensor, count: int) -> None:

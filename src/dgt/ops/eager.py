@@ -2,10 +2,9 @@
 
 Two regimes and one rule, :func:`is_dense_masked`. *Gathered*: queries are sorted by group and cut into tiles
 that never straddle two groups; a tile attends to the gathered keys of its group, so time and memory follow L K and
-nothing of size L x L exists. *Dense under a mask*, for few
-tokens, where gathering costs more than it saves: heads attend densely under a
-mask whose rows are picked by group. Either way the work is cut into parts that stay in the caches, each a small dense
-attention, and the backward pass computes the weights again instead of keeping them.
+nothing of size L x L exists. *Dense under a mask*, for few tokens, where gathering costs more than it saves: heads
+attend densely under a mask whose rows are picked by group. Either way the work is cut into parts that stay in the
+caches, each a small dense attention, and the backward pass computes the weights again instead of keeping them.
 """
 
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ def is_dense_masked(queries: int, groups: int, top_k: int) -> bool:
     return queries <= 2 * (top_k + groups)
 
 
+@torch.library.custom_op("dgt::attend", mutates_args=())
 def attend(
     query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float,
     key_bias: Tensor | None = None,
@@ -36,32 +36,15 @@ def attend(
 
     Differentiable once. Repetitions give the same result and gradients, bit for bit.
     """
-    output: Tensor = torch.ops.dgt.attend(query, key, value, group_ids, key_ids, scale, key_bias)
-    return output
+    return _forward(query, key, value, group_ids, key_ids, scale, key_bias, False)[0]
 
 
+@torch.library.custom_op("dgt::attend_with_logsumexp", mutates_args=())
 def attend_with_logsumexp(
     query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float,
     key_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same, and the (B, H, L) logarithm of every query's sum of exponentials; -inf where it sees no key."""
-    output, logsumexp = torch.ops.dgt.attend_with_logsumexp(query, key, value, group_ids, key_ids, scale, key_bias)
-    return output, logsumexp
-
-
-@torch.library.custom_op("dgt::attend", mutates_args=())
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float,
-    key_bias: Tensor | None = None,
-) -> Tensor:
-    return _forward(query, key, value, group_ids, key_ids, scale, key_bias, False)[0]
-
-
-@torch.library.custom_op("dgt::attend_with_logsumexp", mutates_args=())
-def _attend_with_logsumexp(
-    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float,
-    key_bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
     return _forward(query, key, value, group_ids, key_ids, scale, key_bias, True)
 
 
@@ -100,12 +83,13 @@ def _attend_gathered(
     with_sums: bool,
 ) -> tuple[Tensor, Tensor]:
     """Gathered: tiles of queries of one group over the gathered keys of that group."""
-    rows = _Rows(query, key, value)
+    rows, key_rows, value_rows = _with_empty_row(query), key.flatten(0, 2), value.flatten(0, 2)
     count = query.shape[:3].numel()
     output = query.new_zeros(count + 1, query.shape[3])  # the last row takes what empty slots yield
     sums = torch.full((count + 1 if with_sums else 1,), -torch.inf, dtype=_wide(query), device=query.device)
     for part in _tiled_parts(groups, keys, key.shape[2], key_bias, CHUNK_ELEMENTS):
-        attended, found = _small_attention(*rows.gather(part), part.bias, scale, with_sums)
+        q, k, v = _pick(rows, part.queries), _pick(key_rows, part.keys), _pick(value_rows, part.keys)
+        attended, found = _small_attention(q, k, v, part.bias, scale, with_sums)
         output.index_copy_(0, part.queries.flatten(), attended.flatten(0, 1))
         if with_sums:
             sums.index_copy_(0, part.queries.flatten(), found.flatten())
@@ -129,10 +113,8 @@ def _small_attention(
 
 register_flop_formula(torch.ops.dgt.attend)(flops.attend)
 register_flop_formula(torch.ops.dgt.attend_with_logsumexp)(flops.attend)
-
-
-_attend.register_fake(lambda query, *_: query.new_empty(query.shape))
-_attend_with_logsumexp.register_fake(
+attend.register_fake(lambda query, *_: query.new_empty(query.shape))
+attend_with_logsumexp.register_fake(
     lambda query, *_: (query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=_wide(query)))
 )
 
@@ -181,14 +163,15 @@ def _backward_gathered(
     key_bias: Tensor | None, scale: float,
 ) -> tuple[Tensor, ...]:
     """Gathered: the gradients of all tiles, added up for the keys that several of them see, (B H L, D) and (B H L)."""
-    rows, grad_rows = _Rows(query, key, value), _with_empty_row(grad)
+    rows, grad_rows = _with_empty_row(query), _with_empty_row(grad)
+    key_rows, value_rows = key.flatten(0, 2), value.flatten(0, 2)
     sum_rows = None if grad_sums is None else F.pad(grad_sums.flatten(), (0, 1))
     wide = _wide(query)
-    grad_q, grad_k, grad_v = (torch.zeros_like(r, dtype=wide) for r in (grad_rows, rows.key, rows.value))
+    grad_q, grad_k, grad_v = (torch.zeros_like(r, dtype=wide) for r in (rows, key_rows, value_rows))
     grad_bias = grad_k.new_zeros(0 if key_bias is None else len(grad_k))
     for part in _tiled_parts(groups, keys, key.shape[2], key_bias, CHUNK_ELEMENTS // 4):
-        q, k, v = (t.to(wide) for t in rows.gather(part))
-        g = grad_rows.index_select(0, part.queries.flatten()).view(q.shape).to(wide)
+        q, g = _pick(rows, part.queries).to(wide), _pick(grad_rows, part.queries).to(wide)
+        k, v = _pick(key_rows, part.keys).to(wide), _pick(value_rows, part.keys).to(wide)
         sums = None if sum_rows is None else sum_rows[part.queries].to(wide)
         dq, dk, dv, of_keys = _gradients(g, sums, q, k, v, part.bias, scale)
         grad_q.index_copy_(0, part.queries.flatten(), dq.flatten(0, 1))
@@ -237,8 +220,8 @@ def _backward(ctx, grad, grad_sums=None):  # type: ignore[no-untyped-def]
     return (*grads, None, None, None, None if ctx.saved_tensors[5] is None else grad_bias)
 
 
-_attend.register_autograd(_backward, setup_context=_save)
-_attend_with_logsumexp.register_autograd(_backward, setup_context=_save)
+attend.register_autograd(_backward, setup_context=_save)
+attend_with_logsumexp.register_autograd(_backward, setup_context=_save)
 
 
 def _wide(tokens: Tensor) -> torch.dtype:
@@ -254,19 +237,9 @@ class _Part(NamedTuple):
     bias: Tensor | None  # (P, 1, K): what is added to the scores; HIDDEN at empty places
 
 
-class _Rows:
-    """The operator's tensors with batch, heads and tokens flattened, so that any mix of rows is one gather."""
-
-    def __init__(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        self.query, self.key, self.value = _with_empty_row(query), key.flatten(0, 2), value.flatten(0, 2)
-
-    def gather(self, part: _Part) -> tuple[Tensor, Tensor, Tensor]:
-        queries, keys = part.queries.flatten(), part.keys.flatten()
-        return (
-            self.query.index_select(0, queries).view(*part.queries.shape, -1),
-            self.key.index_select(0, keys).view(*part.keys.shape, -1),
-            self.value.index_select(0, keys).view(*part.keys.shape, -1),
-        )
+def _pick(rows: Tensor, ids: Tensor) -> Tensor:
+    """Gather (N, D) rows by (P, T) ids: (P, T, D)."""
+    return rows.index_select(0, ids.flatten()).view(*ids.shape, -1)
 
 
 def _with_empty_row(tokens: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ a softmax, form 2, and keeps P (L x k) in memory: ``tests/ops/test_group_matmul.
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,6 +62,21 @@ def group_matmul(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
+    _check(form, left, right, group_ids, key_ids, tokens)
+    count = tokens or right.shape[2]
+    check_ids("group_ids", group_ids, key_ids.shape[2])
+    check_key_ids(key_ids, count)
+    backend = resolve_backend(backend, right if form in (2, 4) else left)  # the one that holds channels
+    if backend not in ("eager", "triton"):
+        raise ValueError(f"backend must be one of auto, eager, triton, got {backend!r}")
+    if backend == "triton":
+        load_triton()
+    product: Tensor = torch.ops.dgt.group_matmul(form, left, right, group_ids, key_ids, count, backend)
+    return product
+
+
+def _check(form: int, left: Tensor, right: Tensor, group_ids: Tensor, key_ids: Tensor, tokens: int | None) -> None:
+    """Check all but the values of ids."""
     if form not in LETTERS:
         raise ValueError(f"form must be 1, 2, 3 or 4, got {form!r}")
     for name, tensor, letters in (("left", left, LETTERS[form][0]), ("right", right, LETTERS[form][1])):
@@ -77,28 +92,14 @@ def group_matmul(
         check_count("tokens", tokens)  # type: ignore[arg-type]  # None is what it refuses
     elif tokens is not None:
         raise ValueError(f"tokens must be left out for form {form}, whose right argument tells it, got {tokens}")
-    _check_sizes(form, left, right, key_ids.shape[3])
-    count = tokens or right.shape[2]
-    check_ids("group_ids", group_ids, key_ids.shape[2])
-    check_key_ids(key_ids, count)
-    backend = resolve_backend(backend, right if form in (2, 4) else left)  # the one that holds channels
-    if backend not in ("eager", "triton"):
-        raise ValueError(f"backend must be one of auto, eager, triton, got {backend!r}")
-    if backend == "triton":
-        load_triton()
-    product: Tensor = torch.ops.dgt.group_matmul(form, left, right, group_ids, key_ids, count, backend)
-    return product
-
-
-def _check_sizes(form: int, left: Tensor, right: Tensor, places: int) -> None:
-    """Check left and right against each other and against K."""
+    places = key_ids.shape[3]
     expected = {
         1: (*left.shape[:2], right.shape[2], left.shape[3]),
         2: (*left.shape[:2], *right.shape[2:]),
         3: (*left.shape[:3], places),
         4: (*left.shape[:3], right.shape[3]),
-    }[form]
-    check_shape("right", right, LETTERS[form][1], expected, "left")
+    }
+    check_shape("right", right, LETTERS[form][1], expected[form], "left")
     if form in (2, 4):
         check_shape("left", left, "BHLK", (*left.shape[:3], places), "key_ids")
     if 0 in left.shape or 0 in right.shape:
@@ -113,13 +114,9 @@ def _product(
         result: Tensor = load_triton().operators.group_matmul(form, left, right, group_ids, key_ids, tokens, 0.0)
         return result
     with full_precision(left.device):  # the types are the caller's
-        if form == 1:
-            return _rows_by_keys(left, right, group_ids, key_ids)
-        if form == 2:
-            return _weights_by_rows(left, right, group_ids, key_ids)
         if form == 3:
-            return _weights_by_columns(right, left, group_ids, key_ids, tokens).transpose(2, 3).contiguous()
-        return _weights_by_columns(left, right, group_ids, key_ids, tokens)
+            return _multiply(4, right, left, group_ids, key_ids, tokens).transpose(2, 3).contiguous()
+        return _multiply(form, left, right, group_ids, key_ids, tokens)
 
 
 @_product.register_fake
@@ -160,21 +157,34 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _product.register_autograd(_backward, setup_context=_save)
-
-
 register_flop_formula(torch.ops.dgt.group_matmul)(flops.group_matmul)
 
 
-class _Run(NamedTuple):
-    """A run of R queries with the keys of their groups; rows count through batch and heads."""
+def _multiply(form: int, left: Tensor, right: Tensor, group_ids: Tensor, key_ids: Tensor, tokens: int) -> Tensor:
+    """Forms 1, 2 and 4; the last is summed in float32 at least."""
+    channels, last = right.shape[3], key_ids.shape[3] if form == 1 else right.shape[3]
+    wide = torch.promote_types(right.dtype, torch.float32)
+    a, b = left.flatten(0, 2), right.flatten(0, 2)
+    rows = left.shape[:2].numel() * tokens if form == 4 else len(a)
+    result = torch.zeros(rows, last, dtype=wide if form == 4 else right.dtype, device=right.device)
+    for run, keys, exist in _runs(group_ids, key_ids, tokens, channels):
+        if form == 1:
+            result[run] = torch.einsum("id,ipd->ip", a[run], b[keys]).masked_fill(~exist, 0.0)
+            continue
+        weight = a[run].masked_fill(~exist, 0.0)
+        if form == 2:
+            result[run] = torch.einsum("ip,ipd->id", weight, b[keys])
+        else:
+            parts = weight.to(wide)[..., None] * b[run].to(wide)[:, None]
+            result.index_add_(0, keys.flatten(), parts.flatten(0, 1))
+    return result.view(*left.shape[:2], -1, last).to(right.dtype)
 
-    queries: slice
-    keys: Tensor  # (R, K) rows of keys
-    exist: Tensor  # (R, K) bool
 
+def _runs(group_ids: Tensor, key_ids: Tensor, tokens: int, channels: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Cut all queries into runs whose (R, K, D) gathered keys stay small.
 
-def _runs(group_ids: Tensor, key_ids: Tensor, tokens: int, channels: int) -> Iterator[_Run]:
-    """Cut all queries into runs whose (R, K, D) gathered keys stay small."""
+    Yields the run, rows of the keys of its groups, (R, K), and which of them exist; rows count through batch and heads.
+    """
     groups, places = key_ids.shape[2:]
     heads = torch.arange(group_ids.shape[0] * group_ids.shape[1], device=group_ids.device)[:, None]
     rows = (group_ids.flatten(0, 1).clamp(min=0) + heads * groups).flatten()
@@ -185,35 +195,4 @@ def _runs(group_ids: Tensor, key_ids: Tensor, tokens: int, channels: int) -> Ite
         run = slice(start, start + size)
         chosen = ids[rows[run]]
         exist = (chosen >= 0) & (group_ids.flatten()[run] >= 0)[:, None]
-        yield _Run(run, chosen.clamp(min=0) + first[run, None], exist)
-
-
-def _rows_by_keys(rows: Tensor, keys: Tensor, group_ids: Tensor, key_ids: Tensor) -> Tensor:
-    """Form 1."""
-    result = rows.new_empty(*rows.shape[:3], key_ids.shape[3])
-    for run in _runs(group_ids, key_ids, keys.shape[2], keys.shape[3]):
-        score = torch.einsum("id,ipd->ip", rows.flatten(0, 2)[run.queries], keys.flatten(0, 2)[run.keys])
-        result.view(-1, key_ids.shape[3])[run.queries] = score.masked_fill(~run.exist, 0.0)
-    return result
-
-
-def _weights_by_rows(weights: Tensor, values: Tensor, group_ids: Tensor, key_ids: Tensor) -> Tensor:
-    """Form 2."""
-    result = values.new_empty(*weights.shape[:3], values.shape[3])
-    for run in _runs(group_ids, key_ids, values.shape[2], values.shape[3]):
-        weight = weights.flatten(0, 2)[run.queries].masked_fill(~run.exist, 0.0)
-        attended = torch.einsum("ip,ipd->id", weight, values.flatten(0, 2)[run.keys])
-        result.view(-1, values.shape[3])[run.queries] = attended
-    return result
-
-
-def _weights_by_columns(weights: Tensor, rows: Tensor, group_ids: Tensor, key_ids: Tensor, tokens: int) -> Tensor:
-    """Forms 3 and 4, summed in float32 at least; (B, H, M, D)."""
-    batch, heads, _, channels = rows.shape
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    result = torch.zeros(batch * heads * tokens, channels, dtype=wide, device=rows.device)
-    for run in _runs(group_ids, key_ids, tokens, channels):
-        weight = weights.flatten(0, 2)[run.queries].masked_fill(~run.exist, 0.0).to(wide)
-        parts = weight[..., None] * rows.flatten(0, 2)[run.queries].to(wide)[:, None]
-        result.index_add_(0, run.keys.flatten(), parts.flatten(0, 1))
-    return result.view(batch, heads, tokens, channels).to(rows.dtype)
+        yield run, chosen.clamp(min=0) + first[run, None], exist
