@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dgt.data.image_io import BrokenImage, BrokenImages, BrokenImagesError, decode_image, write_broken_images
+from dgt.data.classification import ClassificationData
+from dgt.data.image_io import BrokenImage, BrokenImages, BrokenImagesError, decode_image
 from dgt.data.readers import ImageFolder, available_splits, open_images
 
 
@@ -150,7 +151,9 @@ class TestLedger:
     def test_list_is_written(self, tmp_path):
         ledger = BrokenImages("train", 10, 1.0)
         ledger.record([BrokenImage("b.jpg", "two\nlines"), BrokenImage("a.jpg", "cut")])
-        assert write_broken_images(tmp_path / "broken.txt", [ledger]) == 2
+        data = ClassificationData(dataset="scenes")
+        data.ledgers["train"] = ledger
+        assert data.write_broken_images(tmp_path / "broken.txt") == 2
         assert (tmp_path / "broken.txt").read_text() == "train\ta.jpg\tcut\ntrain\tb.jpg\ttwo lines\n"
         assert [path.name for path in tmp_path.iterdir()] == ["broken.txt"]
 

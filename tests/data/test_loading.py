@@ -66,10 +66,11 @@ def test_mixing_belongs_to_the_batch_and_erasing_comes_after_it():
     )
     data.setup()
     keys = [Key(0, 0, item) for item in (3, 1, 4, 2)]
-    batches = [data.collate("train", data.datasets["train"].__getitems__(keys)) for _ in range(2)]
-    assert torch.equal(batches[0].images, batches[1].images)
-    assert torch.equal(batches[0].targets, batches[1].targets)
-    erased, _ = data.finish("train", keys[0], batches[0].images, batches[0].targets)
-    plain = data.normalize(batches[0].images)
+    samples = [data.datasets["train"].__getitems__(keys).samples for _ in range(2)]
+    (images, targets), (again, same) = (data.collate("train", keys[0], drawn) for drawn in samples)
+    assert torch.equal(images, again)
+    assert torch.equal(targets, same)
+    erased, _ = data.finish("train", keys[0], images, targets)
+    plain = data.normalize(images)
     assert ((erased != plain).flatten(1).any(dim=1)).all()  # every image, none mixed with another's erased box
-    assert torch.equal(erased, data.finish("train", keys[0], batches[0].images, batches[0].targets)[0])
+    assert torch.equal(erased, data.finish("train", keys[0], images, targets)[0])

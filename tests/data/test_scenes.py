@@ -101,7 +101,7 @@ def test_data_set_has_its_length_and_draws_by_index():
     ("arguments", "message"),
     [
         ({"split": "dev"}, "split must be one of train, val, test, got 'dev'"),
-        ({"image_size": 31}, "image_size must be at least 32 pixels, got 31"),
+        ({"image_size": 31}, "image_size must be at least 32, got 31"),
         ({"index": -1}, "index"),
         ({"seed": -1}, "seed"),
     ],

@@ -4,9 +4,10 @@ Batches are `(images, targets)`: float images (B, 3, S, S), normalised; int64 la
 summing to one where mixup, cutmix or label smoothing is on in training.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -14,11 +15,10 @@ from timm.data.mixup import FastCollateMixup, mixup_target
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
-from dgt.data.dataset import Drawn, Key, Reader, SeededDataset
-from dgt.data.loader import Batch
+from dgt.data.dataset import Key, Reader, SeededDataset
 from dgt.data.module import NormalizedData
-from dgt.data.readers import SUFFIXES, ImageFolder, SceneImages, available_splits, open_images, some
-from dgt.data.transforms import Augmentation, Transform, evaluation_transform, training_transform
+from dgt.data.readers import ImageFolder, SceneImages, available_splits, open_images
+from dgt.data.transforms import Augmentation, evaluation_transform, training_transform
 from dgt.utils.errors import UserError
 from dgt.utils.seeding import seeded
 
@@ -60,10 +60,8 @@ class ClassificationData(NormalizedData):
             raise UserError(f"batch_size must be even where mixup or cutmix is on, got {self.batch_size}")
         self.erasing = RandomErasing(augmentation.erasing, mode="pixel")
         self.transforms = {
-            "train": training_transform(self.image_size, augmentation, self.mean, self.std),
-            "val": evaluation_transform(
-                self.image_size, self.crop_ratio, self.mean, self.std, augmentation.interpolation
-            ),
+            "train": training_transform(self.image_size, augmentation, self.mean),
+            "val": evaluation_transform(self.image_size, self.crop_ratio, augmentation.interpolation),
         }
 
     def open_part(self, part: str) -> tuple[SeededDataset, str]:
@@ -76,41 +74,37 @@ class ClassificationData(NormalizedData):
             split, train = self.choose_split(part, found), self.choose_split("train", found)
             columns = {"image_column": self.image_column, "label_column": self.label_column}
             reader = open_images(self.root, split, train, **columns)
-            empty = reader.empty_classes() if isinstance(reader, ImageFolder) and part == "train" else []
-            if empty:
-                raise UserError(
-                    f"class folders of {Path(self.root) / split} without an image: {some(empty)} "
-                    f"(looked for {', '.join(SUFFIXES)}); fill or remove them"
-                )
+            if isinstance(reader, ImageFolder) and part == "train":
+                reader.check_classes()
         transform = partial(_transformed, self.transforms[part])
         indices = self.subset(part, split, range(len(reader)))
         return SeededDataset(reader, transform, self.seed, indices, self.cache), split
 
-    def collate(self, part: str, drawn: Drawn) -> Batch:
+    def collate(self, part: str, key: Key, samples: list[Any]) -> tuple[Any, Any]:
         """Images uint8 (B, 3, S, S) and labels; in training mixed and smoothed as the augmentation says.
 
         Mixing drops the last of an odd number, which only an unreadable image makes.
         """
-        key, samples, broken = drawn
-        mixes, smoothing = part == "train" and self.augmentation.mixes, self.augmentation.smoothing
+        augmentation, training = self.augmentation, part == "train"
+        mixes = training and augmentation.mixes
         samples = samples[: len(samples) // 2 * 2] if mixes else samples
         if not samples:
-            return Batch(key, [], [], broken)
+            return [], []
         if mixes:
             mixup = FastCollateMixup(
-                self.augmentation.mixup,
-                self.augmentation.cutmix,
-                switch_prob=self.augmentation.mixup_switch_prob,
-                label_smoothing=smoothing,
+                augmentation.mixup,
+                augmentation.cutmix,
+                switch_prob=augmentation.mixup_switch_prob,
+                label_smoothing=augmentation.smoothing,
                 num_classes=self.num_classes,
             )
             with seeded("mixup", self.seed, *key):
                 images, targets = mixup(samples)
-            return Batch(key, images, targets, broken)
-        images, labels = torch.stack([image for image, _ in samples]), torch.tensor([label for _, label in samples])
-        if part == "train" and smoothing:
-            labels = mixup_target(labels, self.num_classes, smoothing=smoothing)
-        return Batch(key, images, labels, broken)
+            return images, targets
+        images, targets = torch.stack([image for image, _ in samples]), torch.tensor([label for _, label in samples])
+        if training and augmentation.smoothing:
+            targets = mixup_target(targets, self.num_classes, smoothing=augmentation.smoothing)
+        return images, targets
 
     def finish(self, part: str, key: Key, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Normalise, and in training erase."""
@@ -122,5 +116,5 @@ class ClassificationData(NormalizedData):
         return images, targets
 
 
-def _transformed(transform: Transform, image: Image.Image, label: int) -> tuple[Tensor, int]:
-    return transform.to_bytes(image), label
+def _transformed(transform: Callable[[Image.Image], Tensor], image: Image.Image, label: int) -> tuple[Tensor, int]:
+    return transform(image), label

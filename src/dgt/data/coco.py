@@ -52,10 +52,7 @@ class CocoAnnotations:
 
 
 def read_annotations(path: Place) -> CocoAnnotations:
-    """Read and check a COCO file of instances.
-
-    Args:
-        path: JSON with the lists `images`, `annotations` and `categories`.
+    """Read and check a COCO file of instances: JSON with the lists `images`, `annotations` and `categories`.
 
     Raises:
         FileNotFoundError: no such file.
@@ -73,7 +70,7 @@ def read_annotations(path: Place) -> CocoAnnotations:
     images = {entry["id"]: entry for entry in listed}
     known = {entry["id"] for entry in categories}
     by_image: dict[int, list[Entry]] = {number: [] for number in images}
-    bad = []
+    bad: list[BrokenImage] = []
     for entry in annotations:
         problem = annotation_problem(entry, images, known)
         if problem is None:
@@ -117,13 +114,7 @@ def _is_id(value: Any) -> bool:
 
 
 def annotation_problem(entry: Entry, images: Mapping[int, Entry], categories: set[int]) -> str | None:
-    """Why an annotation cannot be used, or None where it can.
-
-    Args:
-        entry: the annotation.
-        images: the file's images by id.
-        categories: the file's category ids.
-    """
+    """Why an annotation cannot be used, or None where it can, by the file's images by id and its category ids."""
     missing = [key for key in ("image_id", "category_id", "bbox", "area", "segmentation") if key not in entry]
     if missing:
         return f"lacks {', '.join(missing)}"
@@ -137,10 +128,10 @@ def annotation_problem(entry: Entry, images: Mapping[int, Entry], categories: se
         return f"has no number as its area, but {entry['area']!r}"
     if entry.get("iscrowd", 0) not in (0, 1):
         return f"has neither 0 nor 1 as its iscrowd, but {entry['iscrowd']!r}"
-    image = images[entry["image_id"]]
-    if isinstance(entry["segmentation"], dict):
-        return _run_length_problem(entry["segmentation"], [image["height"], image["width"]])
-    return _polygon_problem(entry["segmentation"])
+    image, segmentation = images[entry["image_id"]], entry["segmentation"]
+    if isinstance(segmentation, dict):
+        return _run_length_problem(segmentation, [image["height"], image["width"]])
+    return _polygon_problem(segmentation)
 
 
 def _numbers(values: Any) -> bool:
@@ -175,11 +166,7 @@ def _run_length_problem(code: Entry, size: list[int]) -> str | None:
 
 
 def draw_masks(entries: Sequence[Entry], height: int, width: int) -> NDArray[np.uint8]:
-    """Masks of annotations with polygons or a run-length code, as COCO's own code draws them.
-
-    Returns:
-        uint8 (N, height, width), 1 inside.
-    """
+    """uint8 (N, height, width), 1 inside: masks of polygons or run-length codes, as COCO's own code draws them."""
     if not entries:
         return np.zeros((0, height, width), dtype=np.uint8)
     codes = [coco_mask.segmToRle(entry["segmentation"], width, height) for entry in entries]

@@ -1,6 +1,4 @@
-"""One wrapper for the data sets of all tasks: a reader's samples through a transform whose every random choice is a
-function of (seed, epoch, index).
-"""
+"""One wrapper for the data sets of all tasks, whose every random choice is a function of (seed, epoch, index)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -20,10 +18,10 @@ class Key(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """The samples of one batch before they are collated: the first key, what could be read, and what could not."""
+    """One batch: its first key, the samples that could be read, which the loader collates, and what could not."""
 
     key: Key
-    samples: list[Any]
+    samples: Any
     broken: list[BrokenImage]
 
 
@@ -38,14 +36,10 @@ class Reader(Protocol):
 
 
 class SeededDataset(Dataset[Any]):
-    """Some samples of a reader through a transform.
+    """The samples at some `indices` of a reader, through a transform of their parts.
 
-    Args:
-        reader: gives the samples.
-        transform: makes a transformed sample of the parts of one; may draw from the global random generators.
-        seed: what it draws is a function of (seed, epoch, item).
-        indices: which of the reader's samples, in this order.
-        cache: read every sample once, into memory.
+    The transform may draw from the global random generators: what it draws is a function of (seed, epoch, item).
+    With `cache`, every sample is read once, into memory.
     """
 
     def __init__(

@@ -19,9 +19,8 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from dgt.data.coco import CocoAnnotations, Entry, draw_masks, encode_masks, read_annotations
-from dgt.data.dataset import Drawn, Key, SeededDataset
+from dgt.data.dataset import Key, SeededDataset
 from dgt.data.image_io import BrokenImage, BrokenImages, try_decode
-from dgt.data.loader import Batch
 from dgt.data.module import ImageData
 from dgt.data.scenes import Scenes
 from dgt.utils.errors import UserError, check_range
@@ -31,14 +30,8 @@ Objects = dict[str, Tensor]
 
 
 class CocoImages:
-    """Images of a COCO file with their indices, and their objects. Label l is category `category_ids[l - 1]`.
-
-    Args:
-        folder: where the images lie.
-        annotations: from `read_annotations`.
-
-    Raises:
-        FileNotFoundError: `folder` is not there.
+    """Images of a COCO file in a folder, with their indices, and their objects. Label l is category
+    `category_ids[l - 1]`. FileNotFoundError where there is no such folder.
     """
 
     def __init__(self, folder: Path, annotations: CocoAnnotations) -> None:
@@ -189,29 +182,22 @@ class DetectionData(ImageData):
         check_range(0, 1, flip=self.flip)
 
     def open_part(self, part: str) -> tuple[SeededDataset, str]:
-        """Open "train" or "val".
-
-        Raises:
-            FileNotFoundError, UserError: as `read_annotations` and `CocoImages` do; another list of categories than
-                training's; a subset larger than its split; nothing to train on or to compare with; more annotations
-                are unusable than `max_broken_share` allows.
+        """As of all tasks. Raises UserError, too, where nothing is to be trained on or compared with, or more
+        annotations are unusable than `max_broken_share` allows.
         """
         reader = self._read(part)
-        useful, indices = reader.with_objects(), list(range(len(reader)))
-        if part == "train" and not self.keep_empty:
-            indices = useful
-            if not indices:
-                raise UserError(f"{part} holds no image with an object to train on")
-        chosen = self.subset(part, part, indices)
+        useful = reader.with_objects()
+        if part == "train" and not useful and not self.keep_empty:
+            raise UserError(f"{part} holds no image with an object to train on")
+        chosen = self.subset(part, part, useful if part == "train" and not self.keep_empty else range(len(reader)))
         if part == "val" and not set(chosen).intersection(useful):
             raise UserError(f"the {len(chosen)} images of {part} hold no object to compare detections with")
         transform = partial(_trained, reader, self.flip) if part == "train" else partial(_validated, reader)
         return SeededDataset(reader, transform, self.seed, chosen), part
 
-    def collate(self, part: str, drawn: Drawn) -> Batch:
+    def collate(self, part: str, key: Key, samples: list[Any]) -> tuple[Any, Any]:
         """Lists of images and targets."""
-        key, samples, broken = drawn
-        return Batch(key, [image for image, _ in samples], [target for _, target in samples], broken)
+        return [image for image, _ in samples], [target for _, target in samples]
 
     def finish(self, part: str, key: Key, images: list[Tensor], targets: Any) -> tuple[list[Tensor], Any]:
         """Bytes to 0 to 1."""
@@ -220,8 +206,7 @@ class DetectionData(ImageData):
     @property
     def category_ids(self) -> tuple[int, ...]:
         """The data set's category numbers; label l is number l - 1 of them. After `setup`."""
-        reader: Any = next(iter(self.datasets.values())).reader
-        return tuple(reader.category_ids)
+        return tuple(self.reader.category_ids)
 
     def ground_truth(self) -> dict[str, list[Entry]]:
         """What the validation's detections are compared with, in COCO's format; after `setup`."""
@@ -241,9 +226,7 @@ class DetectionData(ImageData):
         self.ledgers[f"{part} annotations"] = ledger
         ledger.record(annotations.bad)
         if annotations.bad:
-            warnings.warn(
-                f"{len(annotations.bad)} of {annotations.total} annotations in {file} cannot be used and are left out; "
-                f"the first: {Path(annotations.bad[0].path).name}: {annotations.bad[0].reason}",
-                stacklevel=2,
-            )
+            count, (first, reason) = f"{len(annotations.bad)} of {annotations.total}", annotations.bad[0]
+            told = f"{count} annotations in {file} cannot be used and are left out; the first: {Path(first).name}"
+            warnings.warn(f"{told}: {reason}", stacklevel=2)
         return reader

@@ -9,13 +9,11 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from dgt.utils.atomic_write import atomic_write
 from dgt.utils.errors import UserError, check_range
 
 Place = str | os.PathLike[str]
@@ -62,13 +60,10 @@ def decode_oriented(source: Source) -> tuple[Image.Image, int]:
 
 
 def decode_image(source: Source) -> Image.Image:
-    """Decode a file, or its bytes, to an upright RGB image.
+    """Decode a file, or its bytes, to an upright RGB image; UserError where that fails, saying why.
 
     EXIF orientation is applied; transparent pixels are laid on white; palettes and CMYK are converted; 16-bit grey is
     scaled to 8 bits.
-
-    Raises:
-        UserError: the image cannot be decoded; the message says why.
     """
     return decode_oriented(source)[0]
 
@@ -98,20 +93,11 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 @dataclass
 class BrokenImages:
-    """The broken-image report of one split: which of its images could not be read, and why.
+    """The broken-image report of one split: which of its `total` images could not be read, and why.
 
-    Each image counts once, however often it is tried. The run stops as soon as the broken ones exceed `max_share` of
-    the images of the split, so that a few bad files met early in an epoch do not stop it.
-
-    Args:
-        split: its name, for messages.
-        total: images in the split.
-        max_share: the largest tolerated share of broken images, 0 to 1.
-        things: what is counted, for messages: images, or annotations.
-        fault: what is wrong with the broken ones, for messages.
-
-    Raises:
-        UserError: `max_share` outside [0, 1].
+    Each image counts once, however often it is tried. The run stops as soon as the broken ones exceed `max_share`, 0 to
+    1, of the images of the split, so that a few bad files met early in an epoch do not stop it. `things` and `fault`
+    tell in messages what is counted, images or annotations, and what is wrong with them.
     """
 
     split: str
@@ -145,14 +131,3 @@ class BrokenImages:
                 f"({len(self) / max(self.total, 1):.2%}, above max_broken_share = {self.max_share:.2%}); "
                 f"the first:\n{first}"
             )
-
-
-def write_broken_images(path: Place, reports: Iterable[BrokenImages]) -> int:
-    """Write every broken image as a line `split <tab> path <tab> reason`, whole or not at all; return how many."""
-    lines = [
-        f"{report.split}\t{name}\t{' '.join(reason.split())}\n"
-        for report in reports
-        for name, reason in sorted(report.broken.items())
-    ]
-    atomic_write(Path(path), "".join(lines).encode("utf-8", "surrogateescape"))
-    return len(lines)

@@ -47,11 +47,8 @@ class LabelMapFolder:
     """Images in `<root>/images/<split>/` with label maps of the same names in `<root>/labels/<split>/` or
     `<root>/annotations/<split>/`. Sub-folders are fine where both have the same.
 
-    Args:
-        root: the data set's folder.
-        split: the split's folder name.
-        class_names: the classes in the order of their labels, 255 at most.
-        zero_is_ignored: whether label 0 means "none of the classes" and label c + 1 class c; None: in `annotations/`.
+    `class_names`, 255 at most, are in the order of their labels; `zero_is_ignored` says whether label 0 means "none of
+    the classes" and label c + 1 class c; None: in `annotations/`.
 
     Raises:
         FileNotFoundError: the root, the folders or the split do not exist.
@@ -110,19 +107,15 @@ class SceneMaps(Scenes):
 
 
 def label_folder(root: Place) -> Path:
-    """The folder with the label maps of all splits.
-
-    Raises:
-        FileNotFoundError: `root` is no folder, or has not just one of `annotations` and `labels` beside `images`.
-    """
-    root = Path(root)
-    if not root.is_dir():
+    """The folder with the label maps of all splits; FileNotFoundError where there is not just one, beside `images`."""
+    folders = folder_names(root)
+    if not os.path.isdir(root):
         raise FileNotFoundError(f"root: there is no folder {root}")
-    found = [root / name for name in LABEL_FOLDERS if (root / name).is_dir()]
-    if len(found) != 1 or not (root / "images").is_dir():
+    found = [name for name in LABEL_FOLDERS if name in folders]
+    if len(found) != 1 or "images" not in folders:
         expected = f"images and one of {' and '.join(LABEL_FOLDERS)}"
-        raise FileNotFoundError(f"root: expected the folders {expected} in {root}, found {some(folder_names(root))}")
-    return found[0]
+        raise FileNotFoundError(f"root: expected the folders {expected} in {root}, found {some(folders)}")
+    return Path(root, found[0])
 
 
 def read_class_names(root: Place) -> tuple[str, ...]:

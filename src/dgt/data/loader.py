@@ -10,30 +10,18 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch.utils.data import DataLoader, Sampler
 
-from dgt.data.dataset import Key, SeededDataset
-from dgt.data.image_io import BrokenImage, BrokenImages, BrokenImagesError
+from dgt.data.dataset import Drawn, Key
+from dgt.data.image_io import BrokenImagesError
 from dgt.utils.distributed import rank, world_size
 from dgt.utils.seeding import generator
-
-
-class Batch(NamedTuple):
-    """What a worker sends: 8-bit images, their targets, and what could not be read.
-
-    In classification uint8 (B, 3, S, S) with (B,) labels or (B, classes) distributions; other tasks have their own, a
-    list of images of several sizes among them. `len(images)` is 0 where too few could be read.
-    """
-
-    key: Key
-    images: Any
-    targets: Any
-    broken: list[BrokenImage]
 
 
 class EpochBatches(Sampler[list[Key]]):
@@ -43,7 +31,7 @@ class EpochBatches(Sampler[list[Key]]):
     all processes together is its b-th stretch of `world_size * batch_size` images, of which each process takes its own
     stretch, and what does not fill a last batch is left out.
     In evaluation, the order is that of the data, each image is seen by one process, and the last batch may be smaller.
-    Every pass moves on to the next epoch; `set_epoch` goes to any.
+    Every pass moves on to the next epoch; `epoch` and `first_batch` say where it starts.
     """
 
     def __init__(
@@ -52,11 +40,6 @@ class EpochBatches(Sampler[list[Key]]):
         self.length, self.batch_size, self.seed, self.training = length, batch_size, seed, training
         self.rank, self.world_size = rank, world_size
         self.epoch, self.first_batch = 0, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the start of `epoch`; where the sampler is at that epoch already, it stays at its batch."""
-        if epoch != self.epoch:
-            self.epoch, self.first_batch = epoch, 0
 
     def __len__(self) -> int:
         if self.training:
@@ -95,47 +78,37 @@ def _leave_stopping_to_the_main_process(_: int) -> None:
         threading.Thread(target=end_when_told_by_the_main_process, daemon=True).start()
 
 
+def _collated(collate: Callable[[Key, list[Any]], tuple[Any, Any]], drawn: Drawn) -> Drawn:
+    return drawn._replace(samples=collate(drawn.key, drawn.samples))
+
+
 class Loader:
-    """Iterates batches `(images, targets)`, finished, and keeps the report of broken images in the main process.
+    """Iterates batches `(images, targets)`, finished on `device`, and keeps the report of broken images.
 
     `len()` is the number of batches of a whole epoch. `state_dict` tells the place in the epoch; after
     `load_state_dict`, the loader's next pass gives the batches that were still to come. The processes of a distributed
     run share the work.
 
     Args:
-        dataset: samples by key.
-        batch_size: images per batch and process.
-        training: whether batches are shuffled and full.
-        collate: makes a batch of bytes, in a worker; it must pickle.
-        finish: makes a batch's 8-bit images and its targets, moved to `device`, what the network takes.
-        ledger: the report of broken images.
-        num_workers: processes; 0 for none beside the main one.
+        data: a data module, set up: its `collate` runs in the workers and must pickle, its `finish` in this process.
+        part: "train" for shuffled, full batches, or "val".
 
     Raises (while iterating):
         BrokenImagesError: too many images are unreadable, or all those of a training batch.
     """
 
-    def __init__(
-        self,
-        dataset: SeededDataset,
-        batch_size: int,
-        training: bool,
-        collate: Callable[[Any], Batch],
-        finish: Callable[[Key, Any, Any], tuple[Any, Any]],
-        ledger: BrokenImages,
-        num_workers: int,
-    ) -> None:
-        self.sampler = EpochBatches(
-            len(dataset), batch_size, dataset.seed, training=training, rank=rank(), world_size=world_size()
-        )
-        self.finish, self.ledger, self.device = finish, ledger, torch.device("cpu")
+    def __init__(self, data: Any, part: str) -> None:
+        dataset, self.ledger, self.device = data.datasets[part], data.ledgers[part], torch.device("cpu")
+        order: dict[str, Any] = {"training": part == "train", "rank": rank(), "world_size": world_size()}
+        self.sampler = EpochBatches(len(dataset), data.batch_size, data.seed, **order)
+        self.finish = partial(data.finish, part)
         self._epoch = self._batch = 0
         self._batches: DataLoader[Any] = DataLoader(
             dataset,
             batch_sampler=self.sampler,
-            collate_fn=collate,
-            num_workers=num_workers,
-            persistent_workers=num_workers > 0,
+            collate_fn=partial(_collated, partial(data.collate, part)),
+            num_workers=data.num_workers,
+            persistent_workers=data.num_workers > 0,
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator(),  # its own, so that loading leaves the global random state alone
             worker_init_fn=_leave_stopping_to_the_main_process,
@@ -146,7 +119,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         self._epoch, self._batch = self.sampler.epoch, self.sampler.first_batch
-        for key, images, targets, broken in self._batches:
+        for key, (images, targets), broken in self._batches:
             self._batch += 1
             self.ledger.record(broken)
             if len(images):

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from pathlib import Path
 from typing import Any
 
-from dgt.data.dataset import Drawn, Key, SeededDataset
-from dgt.data.image_io import BrokenImages, write_broken_images
-from dgt.data.loader import Batch, Loader
+from dgt.data.dataset import Key, SeededDataset
+from dgt.data.image_io import BrokenImages, Place
+from dgt.data.loader import Loader
 from dgt.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize, Triple
+from dgt.utils.atomic_write import atomic_write
 from dgt.utils.distributed import world_size
 from dgt.utils.errors import UserError, check_range
 from dgt.utils.seeding import generator
@@ -75,12 +75,12 @@ class ImageData(ABC):
         """Open "train" or "val", cut to its size: the dataset, and the name of its split for messages.
 
         Raises:
-            FileNotFoundError, UserError: nothing readable there, or less than what is asked for.
+            FileNotFoundError, UserError: nothing readable there, less than what is asked for, or splits at odds.
         """
 
     @abstractmethod
-    def collate(self, part: str, drawn: Drawn) -> Batch:
-        """Make a batch of samples of "train" or "val", in a worker."""
+    def collate(self, part: str, key: Key, samples: list[Any]) -> tuple[Any, Any]:
+        """Make 8-bit images and their targets of a batch's samples, in a worker; no images where these are too few."""
 
     @abstractmethod
     def finish(self, part: str, key: Key, images: Any, targets: Any) -> tuple[Any, Any]:
@@ -93,8 +93,7 @@ class ImageData(ABC):
     def subset(self, part: str, split: str, indices: Sequence[int]) -> Sequence[int]:
         """Which of a split's images "train" or "val" holds: all, or the first of a permutation by the split's name.
 
-        Raises:
-            UserError: more are wanted than there are.
+        UserError where more are wanted than there are.
         """
         size, total = getattr(self, f"{part}_size"), len(indices)
         if size is not None and size > total:
@@ -111,11 +110,16 @@ class ImageData(ABC):
                 self.ledgers[part] = BrokenImages(split, len(self.datasets[part]), self.max_broken_share)
 
     @property
-    def class_names(self) -> tuple[str, ...]:
-        """Class names in the order of their labels; after `setup`."""
+    def reader(self) -> Any:
+        """Of the first split that is open; all have the same classes."""
         if not self.datasets:
             raise RuntimeError("call setup() first: the classes are known once the data is open")
-        return next(iter(self.datasets.values())).class_names
+        return next(iter(self.datasets.values())).reader
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Class names in the order of their labels; after `setup`."""
+        return tuple(self.reader.class_names)
 
     @property
     def num_classes(self) -> int:
@@ -123,27 +127,16 @@ class ImageData(ABC):
         return len(self.class_names)
 
     def train_dataloader(self) -> Loader:
-        """Shuffled, augmented, full batches; another order in each epoch.
-
-        Raises:
-            UserError: fewer images than one batch of all processes.
-        """
-        loader = self._loader("train")
+        """Shuffled, augmented, full batches; another order in each epoch. UserError where there is not one batch."""
+        loader = Loader(self, "train")
         if len(loader) == 0:
-            raise UserError(
-                f"batch_size: {len(self.datasets['train'])} training images do not fill one batch of "
-                f"{self.batch_size} on each of {world_size()} processes"
-            )
+            images, batches = len(self.datasets["train"]), f"{self.batch_size} on each of {world_size()} processes"
+            raise UserError(f"batch_size: {images} training images do not fill one batch of {batches}")
         return loader
 
     def val_dataloader(self) -> Loader:
         """Every validation image once, in order."""
-        return self._loader("val")
-
-    def _loader(self, part: str) -> Loader:
-        collate, finish, training = partial(self.collate, part), partial(self.finish, part), part == "train"
-        ledger = self.ledgers[part]
-        return Loader(self.datasets[part], self.batch_size, training, collate, finish, ledger, self.num_workers)
+        return Loader(self, "val")
 
     def state_dict(self) -> dict[str, Any]:
         """What goes into checkpoints: the unreadable images met so far."""
@@ -154,9 +147,15 @@ class ImageData(ABC):
         for part, broken in state_dict["broken"].items():
             self.ledgers[part].broken.update(broken)
 
-    def write_broken_images(self, path: str | os.PathLike[str]) -> int:
-        """List the unreadable images met so far in a file, a line each; return how many there are."""
-        return write_broken_images(path, self.ledgers.values())
+    def write_broken_images(self, path: Place) -> int:
+        """Write a line `split <tab> path <tab> reason` for each unreadable image met so far; return how many."""
+        lines = [
+            f"{ledger.split}\t{name}\t{' '.join(reason.split())}\n"
+            for ledger in self.ledgers.values()
+            for name, reason in sorted(ledger.broken.items())
+        ]
+        atomic_write(Path(path), "".join(lines).encode("utf-8", "surrogateescape"))
+        return len(lines)
 
 
 @dataclass(eq=False)

@@ -51,11 +51,8 @@ def some(names: Sequence[str], count: int = 5) -> str:
 class ImageFolder:
     """Images in `<root>/<split>/<class>/`, at any depth below the class; the classes are the sorted folder names.
 
-    Args:
-        root: the data set's folder.
-        split: the split's folder name.
-        class_names: the classes in the order of their labels, where another split has fixed them already: a split may
-            lack some of them, and may not have others.
+    Another split may have fixed the classes already, as `class_names` in the order of their labels: this one may lack
+    some of them, and may not have others.
 
     Raises:
         FileNotFoundError: the root or the split does not exist.
@@ -63,30 +60,33 @@ class ImageFolder:
     """
 
     def __init__(self, root: Place, split: str = "train", class_names: Sequence[str] | None = None) -> None:
-        folder = Path(root) / split
+        self.folder = Path(root) / split
         if not Path(root).is_dir():
             raise FileNotFoundError(f"root: expected a folder of images, but {root} is not a folder")
-        if not folder.is_dir():
-            found = ", ".join(folder_names(root)) or "none"
+        if not self.folder.is_dir():
+            found = some(folder_names(root))
             raise FileNotFoundError(f"split: {split!r} is not a folder in {root}; folders found there: {found}")
-        found_classes = folder_names(folder)
+        found_classes = folder_names(self.folder)
         if not found_classes:
-            raise UserError(f"expected one folder per class in {folder}, found no folder")
+            raise UserError(f"expected one folder per class in {self.folder}, found no folder")
         self.class_names = tuple(found_classes if class_names is None else class_names)
         unknown = sorted(set(found_classes) - set(self.class_names))
         if unknown:
-            raise UserError(f"{folder} has classes that the training split lacks: {some(unknown)}")
+            raise UserError(f"{self.folder} has classes that the training split lacks: {some(unknown)}")
         labels = {name: label for label, name in enumerate(self.class_names)}
-        self.samples = [(path, labels[name]) for name in found_classes for path in image_files(folder / name)]
+        self.samples = [(path, labels[name]) for name in found_classes for path in image_files(self.folder / name)]
         if not self.samples:
-            raise UserError(
-                f"no image in any of the {len(found_classes)} class folders of {folder} "
-                f"(looked for {', '.join(SUFFIXES)})"
-            )
+            where = f"any of the {len(found_classes)} class folders of {self.folder}"
+            raise UserError(f"no image in {where} (looked for {', '.join(SUFFIXES)})")
 
-    def empty_classes(self) -> list[str]:
-        """The classes without an image: stray folders, or a download that broke off."""
-        return sorted(set(self.class_names) - {self.class_names[label] for _, label in self.samples})
+    def check_classes(self) -> None:
+        """Raise UserError for classes without an image: stray folders, or a download that broke off."""
+        empty = sorted(set(self.class_names) - {self.class_names[label] for _, label in self.samples})
+        if empty:
+            raise UserError(
+                f"class folders of {self.folder} without an image: {some(empty)} (looked for {', '.join(SUFFIXES)}); "
+                "fill or remove them"
+            )
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -103,8 +103,7 @@ class HubImages:
         root: a folder of `save_to_disk` or of parquet files in the hub's layout, or the name of a set on the hub.
         split: name of the split.
         class_names: the training split's classes, to hold this one to the same labels.
-        image_column: the column of images; None for the only one whose type or name tells that it is.
-        label_column: the column of class labels or numbers; None to find it likewise.
+        columns: `image_column` and `label_column`; None for the only one whose type or name tells that it is.
 
     Raises:
         UserError: nothing readable there, no such split or column, more than one to choose from, other classes, or
@@ -112,12 +111,7 @@ class HubImages:
     """
 
     def __init__(
-        self,
-        root: Place,
-        split: str,
-        class_names: Sequence[str] | None = None,
-        image_column: str | None = None,
-        label_column: str | None = None,
+        self, root: Place, split: str, class_names: Sequence[str] | None = None, **columns: str | None
     ) -> None:
         import datasets  # slow to import
 
@@ -125,8 +119,8 @@ class HubImages:
         if split not in splits:
             raise UserError(f"split: {split!r} is not in {root}; splits found there: {', '.join(splits)}")
         self.place, table = f"{root}[{split}", splits[split]
-        self.column = _choose_column(table, "image", image_column, datasets.Image)
-        label = _choose_column(table, "label", label_column, datasets.ClassLabel)
+        self.column = _choose_column(table, "image", columns, datasets.Image)
+        label = _choose_column(table, "label", columns, datasets.ClassLabel)
         found = table.select_columns([label]).with_format("arrow")[:].column(label)
         if "int" not in str(found.type):
             raise UserError(f"label_column: {label!r} of {self.place}] holds no class numbers, but {found.type}")
@@ -157,16 +151,16 @@ class HubImages:
         return BrokenImage(name, "is missing") if source is None else try_decode(source, name, int(self.labels[index]))
 
 
-def _choose_column(table: Any, kind: str, wanted: str | None, feature: type) -> str:
+def _choose_column(table: Any, kind: str, columns: dict[str, str | None], feature: type) -> str:
     """The column that the user named, or the only one whose type fits, or else whose name is usual."""
-    columns = list(table.features)
-    found = [name for name in columns if isinstance(table.features[name], feature)] if wanted is None else [wanted]
-    found = found or [name for name in columns if name in USUAL_COLUMNS[kind]]
-    if len(found) == 1 and found[0] in columns:
+    names, wanted = list(table.features), columns.get(f"{kind}_column")
+    found = [name for name in names if isinstance(table.features[name], feature)] if wanted is None else [wanted]
+    found = found or [name for name in names if name in USUAL_COLUMNS[kind]]
+    if len(found) == 1 and found[0] in names:
         return found[0]
     many = f"has several {kind} columns ({some(found)})" if len(found) > 1 else f"has no {kind} column"
     named = "" if wanted is None else f" {wanted!r}"
-    raise UserError(f"the data set {many}{named}: name one of {some(columns)} as data.{kind}_column")
+    raise UserError(f"the data set {many}{named}: name one of {some(names)} as data.{kind}_column")
 
 
 def _open_hub(root: Place) -> dict[str, Any]:
@@ -174,14 +168,13 @@ def _open_hub(root: Place) -> dict[str, Any]:
     import datasets
 
     saved = any((Path(root) / name).is_file() for name in SAVED)
+    load: Any = datasets.load_from_disk if saved else datasets.load_dataset
     try:
-        opened = datasets.load_from_disk(os.fspath(root)) if saved else datasets.load_dataset(os.fspath(root))
+        opened = load(os.fspath(root))
     except Exception as error:  # a missing set, no network, damaged files: whatever its many parts raise
         missing = "" if Path(root).exists() else "there is no such folder, and "
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(
-            f"root: {missing}{root} cannot be read as a Hugging Face data set ({type(error).__name__}: {reason})"
-        ) from error
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise UserError(f"root: {missing}{root} cannot be read as a Hugging Face data set ({reason})") from error
     return dict(opened) if isinstance(opened, dict) else {str(opened.split or "train"): opened}
 
 
@@ -252,8 +245,7 @@ def available_splits(root: Place) -> tuple[str, ...]:
 
 
 def open_images(root: Place, split: str, train_split: str | None = None, **columns: str | None) -> Reader:
-    """The reader for what lies at `root`: a Hugging Face data set, a folder that is or holds `cifar-10-batches-py`, or
-    else `<root>/<split>/<class>/` folders.
+    """The reader for what lies at `root`: a Hugging Face data set, CIFAR-10, or class folders.
 
     Args:
         root: folder, or name of a set on the hub.
@@ -265,11 +257,9 @@ def open_images(root: Place, split: str, train_split: str | None = None, **colum
         FileNotFoundError, UserError: as the readers do.
     """
     found, classes = _format(Path(root)), None
-    train = train_split if train_split != split and train_split in available_splits(root) else None
-    if found == "hub":
-        if train is not None:
-            classes = HubImages(root, train, None, **columns).class_names
-        return HubImages(root, split, classes, **columns)
     if found == "cifar":
         return open_cifar(root, split)
-    return ImageFolder(root, split, None if train is None else folder_names(Path(root) / train))
+    if train_split not in (None, split) and train_split in available_splits(root):
+        train = str(train_split)
+        classes = HubImages(root, train, **columns).class_names if found == "hub" else folder_names(Path(root, train))
+    return HubImages(root, split, classes, **columns) if found == "hub" else ImageFolder(root, split, classes)

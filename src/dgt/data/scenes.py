@@ -32,7 +32,6 @@ Field = NDArray[np.floating[Any]]  # float32 in practice
 
 SPLITS = ("train", "val", "test")
 TEXTURES = ("noise", "stripes", "checks", "gradient")
-MIN_SIZE = 32
 FEWEST_SMALL, MOST_SMALL = 2, 5  # small objects beside the large one
 NOISE = 0.03  # standard deviation of the pixel noise, 1 being the whole range from black to white
 _LARGE = (0.19, 0.26)
@@ -47,11 +46,6 @@ def _fold(x: Field, y: Field, sides: int) -> tuple[Field, Field]:
     return radius * np.cos(angle), radius * np.sin(angle)
 
 
-def _polygon(x: Field, y: Field, sides: int) -> Field:
-    """A regular polygon with corners at distance 1 and the middle of one side on the x axis."""
-    return _fold(x, y, sides)[0] - np.float32(math.cos(math.pi / sides))
-
-
 def _star(x: Field, y: Field) -> Field:
     along, across = _fold(x, y, 5)
     inner_x, inner_y = 0.45 * math.cos(math.pi / 5), 0.45 * math.sin(math.pi / 5)
@@ -59,20 +53,17 @@ def _star(x: Field, y: Field) -> Field:
     return ((along - 1) * inner_y + across * (1 - inner_x)) / np.float32(length)
 
 
-def _cross(x: Field, y: Field) -> Any:
-    x, y = np.abs(x), np.abs(y)
-    return np.maximum(np.maximum(x, y) - 1, np.minimum(x, y) - np.float32(0.33))
-
-
 DISTANCE: dict[str, Callable[[Field, Field], Field]] = {
     "disc": lambda x, y: np.hypot(x, y) - 1,
     "ring": lambda x, y: np.abs(np.hypot(x, y) - np.float32(0.775)) - np.float32(0.225),
     "square": lambda x, y: np.maximum(np.abs(x), np.abs(y)) - np.float32(math.sqrt(0.5)),
-    "triangle": lambda x, y: _polygon(x, y, 3),
+    "triangle": lambda x, y: _fold(x, y, 3)[0] - np.float32(math.cos(math.pi / 3)),
     "star": _star,
-    "cross": _cross,
+    "cross": lambda x, y: np.maximum(
+        np.maximum(np.abs(x), np.abs(y)) - 1, np.minimum(np.abs(x), np.abs(y)) - np.float32(0.33)
+    ),
     "crescent": lambda x, y: np.maximum(np.hypot(x, y) - 1, np.float32(0.82) - np.hypot(x - np.float32(0.5), y)),
-    "hexagon": lambda x, y: _polygon(x, y, 6),
+    "hexagon": lambda x, y: _fold(x, y, 6)[0] - np.float32(math.cos(math.pi / 6)),
 }
 KINDS = tuple(DISTANCE)
 
@@ -80,8 +71,7 @@ KINDS = tuple(DISTANCE)
 def _radius(kind: str) -> float:
     """How far a kind must reach for an area of pi, by its area at radius 1, counted on a fine grid."""
     axis = (np.arange(600, dtype=np.float32) + 0.5) / 200 - 1.5
-    inside = DISTANCE[kind](axis[None, :], axis[:, None]) < 0
-    return math.sqrt(math.pi / (float(inside.mean()) * 9.0))
+    return math.sqrt(math.pi / (9.0 * float((DISTANCE[kind](axis[None, :], axis[:, None]) < 0).mean())))
 
 
 RADIUS = {kind: _radius(kind) for kind in KINDS}
@@ -247,22 +237,6 @@ def _paint(image: Field, owner: NDArray[np.int16], item: _Object, number: int) -
     owner[window][distance < 0] = number
 
 
-def _scene(image: Field, owner: NDArray[np.int16], objects: list[_Object], label: int) -> Scene:
-    """Tensors from the painted image (H, W, 3) and each pixel's topmost object (H, W), -1 for none."""
-    kinds = np.array([KINDS.index(item.kind) for item in objects] + [-1])
-    visible = np.flatnonzero(np.bincount(owner[owner >= 0].ravel(), minlength=len(objects)))
-    masks = torch.from_numpy(owner == visible[:, None, None])
-    pixels = np.clip(image * 255 + 0.5, 0, 255).astype(np.uint8)
-    return Scene(
-        image=torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1))),
-        label=label,
-        label_map=torch.from_numpy(kinds[owner] + 1),
-        boxes=masks_to_boxes(masks).float() + torch.tensor([0.0, 0.0, 1.0, 1.0]),
-        masks=masks,
-        categories=torch.from_numpy(kinds[visible]),
-    )
-
-
 def draw_scene(index: int, split: str = "train", image_size: int = 64, seed: int = 0) -> Scene:
     """Draw scene number `index` of a split, "train", "val" or "test", at `image_size` x `image_size` pixels.
 
@@ -271,18 +245,28 @@ def draw_scene(index: int, split: str = "train", image_size: int = 64, seed: int
     """
     if split not in SPLITS:
         raise UserError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
-    if image_size < MIN_SIZE:
-        raise UserError(f"image_size must be at least {MIN_SIZE} pixels, got {image_size}")
+    check_range(32, image_size=image_size)
     check_range(0, index=index, seed=seed)
     rng = generator("scenes", seed, split, index)
     layout, pixel_noise = rng.spawn(2)
     image, mean_colour = _background(rng, image_size)
     label, objects = _compose(layout, mean_colour)
-    owner = np.full((image_size, image_size), -1, dtype=np.int16)
+    owner = np.full((image_size, image_size), -1, dtype=np.int16)  # each pixel's topmost object, -1 for none
     for number, item in enumerate(objects):
         _paint(image, owner, item, number)
     image += np.float32(NOISE) * pixel_noise.standard_normal(image.shape, dtype=np.float32)
-    return _scene(image, owner, objects, KINDS.index(label))
+    pixels = np.clip(image * 255 + 0.5, 0, 255).astype(np.uint8)
+    kinds = np.array([KINDS.index(item.kind) for item in objects] + [-1])
+    visible = np.flatnonzero(np.bincount(owner[owner >= 0].ravel(), minlength=len(objects)))
+    masks = torch.from_numpy(owner == visible[:, None, None])
+    return Scene(
+        image=torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1))),
+        label=KINDS.index(label),
+        label_map=torch.from_numpy(kinds[owner] + 1),
+        boxes=masks_to_boxes(masks).float() + torch.tensor([0.0, 0.0, 1.0, 1.0]),
+        masks=masks,
+        categories=torch.from_numpy(kinds[visible]),
+    )
 
 
 class Scenes(Dataset[Any]):

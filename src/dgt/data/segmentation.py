@@ -4,7 +4,7 @@ Training follows Swin's recipe for ADE20K: rescale to fit a frame (2048 x 512) t
 which no class has more than 75 %, flip, distort the colours. Its batches are `(images, LabelMaps)`: normalised crops
 (B, 3, S, S), padded with zeros on the right and below where an image is smaller. Validation batches are lists of whole
 images (3, H, W) and of label maps (H, W) of their own size, so that metrics are those of the labels as they were drawn;
-scaling, windows and test-time augmentation are the business of `dgt.tasks.scanning`.
+scaling, windows and test-time augmentation are the business of `dgt.tasks.segment`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch import Tensor
 from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional as F
 
-from dgt.data.dataset import Drawn, Key, SeededDataset
+from dgt.data.dataset import Key, SeededDataset
 from dgt.data.label_maps import IGNORED, LabelMapFolder, SceneMaps, label_folder, read_class_names
-from dgt.data.loader import Batch, Loader
+from dgt.data.loader import Loader
 from dgt.data.module import NormalizedData
 from dgt.data.readers import folder_names
 from dgt.utils.errors import UserError, check_range
@@ -93,15 +93,9 @@ class SegmentationTest:
 
 
 def fitting_size(size: tuple[int, int], frame: tuple[int, int], ratio: float = 1.0) -> tuple[int, int]:
-    """Height and width of an image scaled to fit a frame, its shape kept.
+    """Height and width of an image of `size` (height, width) scaled to fit a frame, its shape kept.
 
-    Args:
-        size: height and width in pixels.
-        frame: longest longer side and longest shorter side in pixels, in either order.
-        ratio: factor on the frame.
-
-    Returns:
-        The largest height and width that fit `ratio * frame`, either way round; at least 32 each.
+    The largest that fit `ratio * frame`, longest longer and longest shorter side in either order; at least 32 each.
     """
     longer, shorter = (int(side * ratio) for side in sorted(frame, reverse=True))
     factor = min(longer / max(size), shorter / min(size))
@@ -169,10 +163,8 @@ def augment(
 
 
 class LabelMaps(NamedTuple):
-    """Targets of a training batch.
-
-    `labels` uint8 (B, S, S), `IGNORED` in padding; `sizes` int64 (B, 2), each image's own height and width in pixels
-    from the upper left corner.
+    """Targets of a training batch: `labels` uint8 (B, S, S), `IGNORED` in padding; `sizes` int64 (B, 2), each image's
+    own height and width in pixels from the upper left corner.
     """
 
     labels: Tensor
@@ -216,12 +208,7 @@ class SegmentationData(NormalizedData):
         check_range(SMALLEST, scale=min(self.scale))
 
     def open_part(self, part: str) -> tuple[SeededDataset, str]:
-        """Open "train" or "val" and cut it to its size.
-
-        Raises:
-            FileNotFoundError, UserError: nothing readable at `root`, unknown classes, no such split, images without
-                label maps, a subset larger than its split.
-        """
+        """As of all tasks."""
         reader: LabelMapFolder | SceneMaps
         if self.root is None:
             split, reader = part, SceneMaps(part, self.scene_count(part), self.image_size)
@@ -233,20 +220,19 @@ class SegmentationData(NormalizedData):
         transform = training if part == "train" else to_bytes
         return SeededDataset(reader, transform, self.seed, self.subset(part, split, range(len(reader)))), split
 
-    def collate(self, part: str, drawn: Drawn) -> Batch:
+    def collate(self, part: str, key: Key, samples: list[Any]) -> tuple[Any, Any]:
         """Crops for training, padded on the right and below; lists of whole images for validation."""
-        key, samples, broken = drawn
         if part == "val":
-            return Batch(key, [image for image, _ in samples], [labels for _, labels in samples], broken)
+            return [image for image, _ in samples], [labels for _, labels in samples]
         if len(samples) < 2:  # too few for the head's BatchNorm
-            return Batch(key, [], [], broken)
+            return [], []
         side = self.image_size
         images = torch.zeros(len(samples), 3, side, side, dtype=torch.uint8)
         maps = torch.full((len(samples), side, side), IGNORED, dtype=torch.uint8)
         for place, (image, labels) in enumerate(samples):
             height, width = labels.shape
             images[place, :, :height, :width], maps[place, :height, :width] = image, labels
-        return Batch(key, images, LabelMaps(maps, torch.tensor([labels.shape for _, labels in samples])), broken)
+        return images, LabelMaps(maps, torch.tensor([labels.shape for _, labels in samples]))
 
     def finish(self, part: str, key: Key, images: Any, targets: Any) -> tuple[Any, Any]:
         """Normalise; padding becomes zeros."""

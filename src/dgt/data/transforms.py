@@ -53,22 +53,6 @@ class Normalize:
 
 
 @dataclass(frozen=True)
-class Transform:
-    """From an image to a normalised float tensor (3, H, W), by way of bytes.
-
-    Args:
-        to_bytes: an image to uint8 (3, H, W).
-        normalize: makes floats of them.
-    """
-
-    to_bytes: Callable[[Image.Image], Tensor]
-    normalize: Normalize
-
-    def __call__(self, image: Image.Image) -> Tensor:
-        return self.normalize(self.to_bytes(image).contiguous())
-
-
-@dataclass(frozen=True)
 class Augmentation:
     """Training augmentation; the defaults are the paper's for ImageNet.
 
@@ -106,10 +90,8 @@ class Augmentation:
         check_range(0, 1, **{name: getattr(self, name) for name in shares})
         check_range(0, color_jitter=self.color_jitter, mixup=self.mixup, cutmix=self.cutmix, pad_crop=self.pad_crop)
         if self.rand_augment is not None and not _RAND_AUGMENT.fullmatch(self.rand_augment):
-            raise UserError(
-                f"rand_augment must be null or in timm's notation, such as 'rand-m9-mstd0.5-inc1', "
-                f"got {self.rand_augment!r}"
-            )
+            notation = "null or in timm's notation, such as 'rand-m9-mstd0.5-inc1'"
+            raise UserError(f"rand_augment must be {notation}, got {self.rand_augment!r}")
         if not 0 < self.min_scale <= 1:
             raise UserError(f"min_scale must lie in (0, 1], got {self.min_scale}")
         if self.interpolation not in _MODES:
@@ -152,9 +134,12 @@ def crop_long(image: Image.Image) -> Image.Image:
 
 
 def training_transform(
-    image_size: int, augmentation: Augmentation, mean: Triple = IMAGENET_MEAN, std: Triple = IMAGENET_STD
-) -> Transform:
-    """From a PIL image to a tensor (3, image_size, image_size), augmented at random, but for mixing and erasing."""
+    image_size: int, augmentation: Augmentation, mean: Triple = IMAGENET_MEAN
+) -> Callable[[Image.Image], Tensor]:
+    """From a PIL image to uint8 (3, image_size, image_size), augmented at random, but for mixing and erasing.
+
+    `mean` fills what rand-augment moves in from outside the image.
+    """
     crop, colour, _ = create_transform(
         image_size,
         is_training=True,
@@ -167,29 +152,19 @@ def training_transform(
         separate=True,
     )
     allow_zero_bits(colour)
-    if augmentation.pad_crop or augmentation.min_scale == 1:
-        padding = augmentation.pad_crop
-        crop = transforms.Compose(
-            [
-                crop_long,
-                transforms.Resize(image_size, transforms.InterpolationMode(augmentation.interpolation)),
-                transforms.RandomCrop(image_size, padding=padding, padding_mode="reflect")
-                if padding
-                else transforms.CenterCrop(image_size),
-                transforms.RandomHorizontalFlip(augmentation.flip),
-            ]
-        )
-    return Transform(transforms.Compose([crop, colour, transforms.PILToTensor()]), Normalize(mean, std))
+    padding = augmentation.pad_crop
+    if padding or augmentation.min_scale == 1:
+        resize = transforms.Resize(image_size, transforms.InterpolationMode(augmentation.interpolation))
+        moved = transforms.RandomCrop(image_size, padding=padding, padding_mode="reflect")
+        placed = moved if padding else transforms.CenterCrop(image_size)
+        crop = transforms.Compose([crop_long, resize, placed, transforms.RandomHorizontalFlip(augmentation.flip)])
+    return transforms.Compose([crop, colour, transforms.PILToTensor()])
 
 
 def evaluation_transform(
-    image_size: int,
-    crop_ratio: float = 0.875,
-    mean: Triple = IMAGENET_MEAN,
-    std: Triple = IMAGENET_STD,
-    interpolation: str = "bicubic",
-) -> Transform:
-    """From a PIL image to a normalised float tensor (3, image_size, image_size).
+    image_size: int, crop_ratio: float = 0.875, interpolation: str = "bicubic"
+) -> Callable[[Image.Image], Tensor]:
+    """From a PIL image to uint8 (3, image_size, image_size).
 
     The shorter side is resized to `image_size / crop_ratio` (256 for 224 and 0.875) and the centre is cropped.
 
@@ -198,7 +173,6 @@ def evaluation_transform(
     """
     if not 0 < crop_ratio <= 1:
         raise UserError(f"crop_ratio must lie in (0, 1], got {crop_ratio}")
-    *crop, _, _ = create_transform(
-        image_size, crop_pct=crop_ratio, crop_mode="center", interpolation=interpolation
-    ).transforms
-    return Transform(transforms.Compose([crop_long, *crop, transforms.PILToTensor()]), Normalize(mean, std))
+    settings: dict[str, Any] = {"crop_pct": crop_ratio, "crop_mode": "center", "interpolation": interpolation}
+    *crop, _, _ = create_transform(image_size, **settings).transforms
+    return transforms.Compose([crop_long, *crop, transforms.PILToTensor()])

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from dgt.data.classification import ClassificationData
-from dgt.data.transforms import evaluation_transform
+from dgt.data.transforms import Normalize, evaluation_transform
 from dgt.figures import denormalize, figure_titled, raster
 from dgt.models.cost import PAPER, cost
 from dgt.tasks.base import Counted, Losses, Metrics, Prediction, Run, Source, Task, name_of, open_image
@@ -64,9 +64,9 @@ def read_image(run: Run, image: Source) -> Tensor:
     if run.recipe.task != CLASSIFY.name:
         raise UserError(f"only classifiers are looked into, {run.source} is of task {run.recipe.task!r}")
     data = run.recipe.data
-    interpolation = data["augmentation"]["interpolation"]
-    transform = evaluation_transform(data["image_size"], data["crop_ratio"], data["mean"], data["std"], interpolation)
-    return (transform.normalize(image) if isinstance(image, Tensor) else transform(open_image(image)))[None]
+    transform = evaluation_transform(data["image_size"], data["crop_ratio"], data["augmentation"]["interpolation"])
+    pixels = image if isinstance(image, Tensor) else transform(open_image(image)).contiguous()
+    return Normalize(data["mean"], data["std"])(pixels)[None]
 
 
 @torch.inference_mode()
