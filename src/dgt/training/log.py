@@ -77,85 +77,10 @@ class RunLog(logging.Handler):
                 tqdm.write(f"dgt: warning: the log could not be written: {error}", file=sys.stderr)
 
 
-class MetricsLog:
-    """Rows of numbers in `metrics.jsonl` and TensorBoard; what cannot be written is told once, rows are caught up.
-
-    Args:
-        folder: the run's folder.
-        step: optimizer steps taken where the training begins or goes on.
-        epoch: epochs completed there; rows that lie beyond are taken back.
-    """
-
-    def __init__(self, folder: Path, step: int = 0, epoch: int = 0) -> None:
-        self.path, self.purge = folder / METRICS, {"purge_step": step + 1} if step else {}
-        self.waiting: list[str] = []
-        self.told: set[str] = set()
-        self.board: Any = None
-        if self.path.is_file():
-            kept = [row for row in read_metrics(folder) if row["step"] <= step and row.get("epoch", 0) <= epoch]
-            atomic_write(self.path, "".join(json.dumps(row) + "\n" for row in kept))
-
-    def write(self, row: dict[str, Any]) -> None:
-        """Add a row; its key `step` counts optimizer steps, all other numbers are curves."""
-        self.waiting.append(json.dumps(row) + "\n")
-        with self._tolerating("metrics"):
-            self._append()
-        with self._tolerating("events"):
-            for name in row.keys() - {"step", "epoch"}:
-                self._events().add_scalar(name, row[name], row["step"])
-
-    def add_image(self, name: str, image: NDArray[np.uint8], step: int) -> None:
-        """Show an image (H, W, 3) in TensorBoard."""
-        with self._tolerating("events"):
-            self._events().add_image(name, image, step, dataformats="HWC")
-
-    def close(self) -> None:
-        """Write what is left."""
-        with self._tolerating("events"):
-            if self.board is not None:
-                self.board.close()
-
-    def _append(self) -> None:
-        size = self.path.stat().st_size if self.path.is_file() else 0
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.writelines(self.waiting)
-            self.waiting = []
-        except OSError:
-            with suppress(OSError):
-                os.truncate(self.path, size)  # no half lines
-            raise
-
-    def _events(self) -> Any:
-        if self.board is None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.board, self.purge = SummaryWriter(str(self.path.parent), **self.purge), {}
-        return self.board
-
-    @contextmanager
-    def _tolerating(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if what not in self.told:
-                LOGGER.warning(f"{self.path.parent}: {what} could not be written, training goes on: {error}")
-            self.told.add(what)
-            if what == "events":
-                self.board = None  # the next row begins another file
-
-
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The rows of a run's metrics; a last line that a kill cut off is left out."""
-    rows = []
-    for line in (folder / METRICS).read_text(encoding="utf-8").splitlines():
-        with suppress(json.JSONDecodeError):
-            rows.append(json.loads(line))
-    return rows
-
-
 class Report:
-    """Tells how a training goes: `metrics.jsonl` and TensorBoard, `status.json`, log lines, and a bar in a terminal.
+    """Tells how a training goes: `metrics.jsonl`, TensorBoard, `status.json`, log lines, and a bar in a terminal.
+
+    What cannot be written is told once, and costs no more than its numbers.
 
     Args:
         folder: the run's folder; None for a process that only trains along, and tells nothing.
@@ -165,15 +90,21 @@ class Report:
         self.folder, self.status_at, self.start = folder, 0.0, time.perf_counter()
         self.progress, self.first_step, self.seconds_before = Progress(), 0, 0.0
         self.facts: dict[str, Any] = {"epochs": 0, "steps": 0, "loss": None, "images_per_second": 0.0}
+        self.told: set[str] = set()
+        self.board: Any = None
+        self.bar = tqdm(disable=True)
 
     def begin(self, progress: Progress, steps: int, epochs: int, images: int) -> None:
-        """Begin to report on a training of so many steps with so many images each, from `progress` on."""
+        """Report on a training of so many steps of so many images from here on; rows that lie beyond are taken back."""
         self.progress, self.images = progress, images
         self.start, self.first_step, self.seconds_before = time.perf_counter(), progress.step, progress.seconds
         self.facts |= {"epochs": epochs, "steps": steps}
-        self.metrics = MetricsLog(self.folder, progress.step, progress.epoch) if self.folder is not None else None
-        self.bar = tqdm(total=steps, initial=progress.step, disable=None if self.folder else True, dynamic_ncols=True)
-        self.begin_epoch()
+        if self.folder is not None:
+            self.bar = tqdm(total=steps, initial=progress.step, disable=None, dynamic_ncols=True)
+            rows = read_metrics(self.folder)
+            kept = [row for row in rows if row["step"] <= progress.step and row.get("epoch", 0) <= progress.epoch]
+            with self._tolerating("metrics"):
+                atomic_write(self.folder / METRICS, "".join(json.dumps(row) + "\n" for row in kept))
         self.write_status("training")
 
     def begin_epoch(self) -> None:
@@ -187,40 +118,53 @@ class Report:
 
     def step(self, losses: Losses, rate: float, every: int) -> None:
         """After each step: its numbers every few steps, the bar, and the status now and then."""
-        if self.metrics is None:
+        if self.folder is None:
             return
         seconds, steps = time.perf_counter() - self.epoch_start, self.progress.step - self.epoch_first_step
         self.facts["images_per_second"] = round(steps * self.images / seconds, 2)
         if self.progress.step % every == 0:
             numbers = {f"train/{name}": float(value) for name, value in losses.items()}
             self.facts["loss"] = numbers["train/loss_step"] = numbers.pop("train/loss")
-            self.metrics.write({"step": self.progress.step, **numbers, "lr": rate})
+            self.write_row({"step": self.progress.step, **numbers, "lr": rate})
         loss = "" if self.facts["loss"] is None else f"loss {self.facts['loss']:.4f}, "
-        speed = f"{self.facts['images_per_second']:.0f} images/s, {memory_in_use() / 2**30:.1f} GiB"
         self.bar.set_description(f"epoch {self.progress.epoch + 1}/{self.facts['epochs']}", refresh=False)
-        self.bar.set_postfix_str(f"{loss}lr {rate:.2e}, {speed}", refresh=False)
+        self.bar.set_postfix_str(f"{loss}lr {rate:.2e}, {self._speed()}", refresh=False)
         self.bar.update()
         self.write_status("training", only_if_due=True)
 
     def epoch(self, loss: float, rate: float, metrics: dict[str, float], summary: str) -> None:
         """After each epoch: its row of numbers and its line; of a validation, if there was one, metrics and summary."""
-        if self.metrics is None:
-            return
-        found = {f"val/{name}": value for name, value in metrics.items()}
-        epoch, step = self.progress.epoch, self.progress.step
-        self.metrics.write({"step": step, "epoch": epoch, "train/loss_epoch": loss, **found})
-        seconds = f"{time.perf_counter() - self.epoch_start:.1f} s"
-        speed = f"{self.facts['images_per_second']:.0f} images/s  {memory_in_use() / 2**30:.2f} GiB"
-        parts = [f"epoch {epoch}/{self.facts['epochs']}", f"loss {loss:.4f}", summary, f"lr {rate:.2e}", seconds, speed]
+        epoch, validation = self.progress.epoch, {f"val/{name}": value for name, value in metrics.items()}
+        self.write_row({"step": self.progress.step, "epoch": epoch, "train/loss_epoch": loss, **validation})
+        parts = [f"epoch {epoch}/{self.facts['epochs']}", f"loss {loss:.4f}", summary, f"lr {rate:.2e}"]
+        parts += [f"{time.perf_counter() - self.epoch_start:.1f} s", self._speed()]
         LOGGER.info("  ".join(filter(None, parts)))
         self.write_status("training")
 
+    def write_row(self, row: dict[str, Any]) -> None:
+        """Add a row of numbers; its key `step` counts optimizer steps, all but it and `epoch` are curves."""
+        if self.folder is None:
+            return
+        after_half_a_line = "\n" * ("metrics" in self.told)
+        with self._tolerating("metrics"), (self.folder / METRICS).open("a", encoding="utf-8") as file:
+            file.write(f"{after_half_a_line}{json.dumps(row)}\n")
+        with self._tolerating("events"):
+            for name in row.keys() - {"step", "epoch"}:
+                self._events().add_scalar(name, row[name], row["step"])
+
+    def write_image(self, name: str, image: NDArray[np.uint8]) -> None:
+        """Show an image (H, W, 3) in TensorBoard."""
+        with self._tolerating("events"):
+            self._events().add_image(name, image, self.progress.step, dataformats="HWC")
+
     def write_status(self, state: str, error: BaseException | None = None, only_if_due: bool = False) -> None:
-        """Say in `status.json` where the training is; a full disk does not stop it here."""
+        """Say in `status.json` where the training is."""
         if self.folder is None or (only_if_due and time.monotonic() - self.status_at < SECONDS_BETWEEN):
             return
         self.status_at = time.monotonic()
         done, left = self.progress.step - self.first_step, self.facts["steps"] - self.progress.step
+        place = {"time": time.time(), "pid": os.getpid(), "host": socket.gethostname()}
+        self.facts |= {"state": state, "error": error and str(error), **place}
         self.facts |= {
             "epoch": min(self.progress.epoch + 1, self.facts["epochs"]),
             "step": self.progress.step,
@@ -229,15 +173,46 @@ class Report:
             "seconds": round(self.seconds, 1),
             "seconds_left": round((time.perf_counter() - self.start) / done * left, 1) if done else None,
         }
-        place = {"time": time.time(), "pid": os.getpid(), "host": socket.gethostname()}
         with suppress(OSError):
-            write_json(self.folder / STATUS, {"state": state, "error": error and str(error), **place, **self.facts})
+            write_json(self.folder / STATUS, self.facts)
 
     def close(self) -> None:
         """Write what is left, and take the bar away."""
         self.bar.close()
-        if self.metrics is not None:
-            self.metrics.close()
+        with self._tolerating("events"):
+            if self.board is not None:
+                self.board.close()
+
+    def _speed(self) -> str:
+        return f"{self.facts['images_per_second']:.0f} images/s  {memory_in_use() / 2**30:.2f} GiB"
+
+    def _events(self) -> Any:
+        if self.board is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            resumed = self.first_step > 0 and "events" not in self.told
+            self.board = SummaryWriter(str(self.folder), purge_step=self.first_step + 1 if resumed else None)
+        return self.board
+
+    @contextmanager
+    def _tolerating(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if what not in self.told:
+                LOGGER.warning(f"{self.folder}: {what} could not be written, training goes on: {error}")
+            self.told.add(what)
+            if what == "events":
+                self.board = None  # the next row begins another file
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The rows of a run's metrics, none before the first; a line that a kill or a full disk cut off is left out."""
+    rows, path = [], folder / METRICS
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        with suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return rows
 
 
 def memory_in_use() -> int:

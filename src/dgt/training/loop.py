@@ -288,16 +288,16 @@ class Training:
 
     def show_images(self, draw: Draw) -> None:
         """Draw the first validation images from the first process; a failure costs a warning, not the training."""
-        if self.report.metrics is None or self.state.sharded:
+        if self.report.folder is None or self.state.sharded:
             return
         try:
             network = copy.deepcopy(self.state.evaluated).cpu().eval()
             dataset = self.data.datasets["val"]
             samples = [dataset[Key(0, 0, index)] for index in range(min(DRAWN_IMAGES, len(dataset)))]
             images = [sample[0] for sample in samples if not isinstance(sample, BrokenImage)]
-            run = LoadedRun(network, self.recipe, list(self.data.class_names), self.checkpoints.folder.parent)
+            run = LoadedRun(network, self.recipe, list(self.data.class_names), self.report.folder)
             for name, image in draw(run, images).items():
-                self.report.metrics.add_image(name, image, self.progress.step)
+                self.report.write_image(name, image)
         except Exception as error:  # whatever a drawing library raises
             LOGGER.warning(f"no images were drawn: {error!r}")
 
