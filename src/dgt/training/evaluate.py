@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def evaluate(path: str | Path, overrides: Sequence[str] = (), predictions: str |
     if list(data.class_names) != run.class_names:
         theirs, ours = (f"{len(names)} ({', '.join(names[:5])})" for names in (data.class_names, run.class_names))
         raise UserError(f"the data has other classes than the model: {theirs} in the data, {ours} in {run.source}")
-    fabric = build_fabric(recipe.trainer, task, devices=1, num_nodes=1)
+    fabric = build_fabric(replace(recipe.trainer, devices=1, num_nodes=1, strategy="auto"), task)
     network = fabric.strategy.precision.convert_module(run.network).to(fabric.device)
     metrics = task.metrics(data)
     measure(fabric, metrics, network, data.val_dataloader())

@@ -164,16 +164,10 @@ def _results(recipe: Recipe, training: Training) -> dict[str, Any]:
     """What `results.json` says."""
     state, progress = training.state, training.progress
     return {
-        "recipe": recipe.name,
-        "task": recipe.task,
-        "model": recipe.model.name,
+        **{"recipe": recipe.name, "task": recipe.task, "model": recipe.model.name, "seed": recipe.seed},
+        **{"metrics": progress.metrics, "best": progress.best, "epochs": progress.epoch, "steps": progress.step},
         "parameters": sum(parameter.numel() for parameter in state.network.parameters()),
-        "metrics": progress.metrics,
-        "best": progress.best,
-        "epochs": progress.epoch,
-        "steps": progress.step,
         "seconds": round(training.report.seconds, 2),
-        "seed": recipe.seed,
         "global_batch": state.global_batch,
         "learning_rate": recipe.optimizer.lr * batch_scale(recipe.optimizer, state.global_batch),
         "precision": state.fabric.strategy.precision.precision,

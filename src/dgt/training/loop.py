@@ -109,7 +109,10 @@ class Training:
                     self.train_epoch(epoch)
                     self.end_epoch(epoch + 1)
         except Exception as error:
-            self.rescue(error)
+            broken = isinstance(error, FloatingPointError) or self.in_optimizer or self.progress.step == 0
+            if not broken and self.fabric.world_size == 1:
+                self.guard.rewind()
+                self.save()
             raise
         finally:
             self.report.close()
@@ -119,18 +122,10 @@ class Training:
         self.report.begin_epoch()
         self.loader.device = self.fabric.device
         self.loader.load_state_dict({"epoch": epoch, "batch": self.progress.batch})
-        batches = iter(self.loader)
-        while self.progress.step < self.steps:
-            step_batches = [self.to_device(*batch) for batch in islice(batches, self.settings.accumulate)]
-            if not step_batches:
-                break
-            self.train_step(step_batches)
+        batches = (Batch(to_precision(self.fabric, images), targets) for images, targets in self.loader)
+        while self.progress.step < self.steps and (of_one_step := list(islice(batches, self.settings.accumulate))):
+            self.train_step(of_one_step)
             self.between_steps(self.checkpoints.is_due(self.progress.step))
-
-    def to_device(self, images: Any, targets: Any) -> Batch:
-        """A batch where the network is, the images in its precision."""
-        images, targets = self.fabric.to_device((images, targets))
-        return Batch(to_precision(self.fabric, images), targets)
 
     def train_step(self, batches: Sequence[Batch]) -> None:
         """Forward, backward, clip, optimizer, average; or, where something is not finite, skip and count."""
@@ -232,13 +227,6 @@ class Training:
         join_ledgers(self.data.ledgers)
         self.progress.seconds = self.report.seconds
         self.checkpoints.save(self.state)
-
-    def rescue(self, error: Exception) -> None:
-        """Save what an error in the middle of a step or a validation leaves whole, if this is the only process."""
-        broken = isinstance(error, FloatingPointError) or self.in_optimizer or self.progress.step == 0
-        if not broken and self.fabric.world_size == 1:
-            self.guard.rewind()
-            self.save()
 
     def end_epoch(self, epoch: int) -> None:
         """Validate where it is time, write the epoch's line, save, and stop where a signal asked for it.

@@ -33,13 +33,12 @@ SHARDED = "fsdp2"
 _LOST = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|remote process|TCPStore|heartbeat", re.I)
 
 
-def build_fabric(settings: TrainerSettings, task: Task, **alone: Any) -> Fabric:
+def build_fabric(settings: TrainerSettings, task: Task) -> Fabric:
     """Fabric with the recipe's devices and precision, not yet launched; sets what torch has of it for the process.
 
     Args:
         settings: the recipe's section `trainer`; precision "auto" is bf16-mixed on a GPU that has it, else 32-true.
         task: the recipe's.
-        alone: `devices=1` and the like, in place of the recipe's.
 
     Raises:
         UserError: naming the section, where the machine or the task has not what it asks for.
@@ -56,10 +55,9 @@ def build_fabric(settings: TrainerSettings, task: Task, **alone: Any) -> Fabric:
     torch.use_deterministic_algorithms(settings.deterministic)
     torch.backends.cudnn.benchmark = not settings.deterministic
     strategy: Any = ModelParallelStrategy(_shard) if settings.strategy == SHARDED else settings.strategy
-    places = {"strategy": strategy, "devices": settings.devices, "num_nodes": settings.num_nodes}
-    places = {"strategy": "auto", **alone} if alone else places
     try:
-        return Fabric(accelerator=settings.accelerator, precision=precision, **places)
+        places: dict[str, Any] = {"devices": settings.devices, "num_nodes": settings.num_nodes}
+        return Fabric(accelerator=settings.accelerator, strategy=strategy, precision=precision, **places)
     except (ValueError, MisconfigurationException) as error:
         raise UserError(f"recipe section 'trainer' does not fit this machine: {error}") from error
 
