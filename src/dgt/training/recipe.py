@@ -12,6 +12,7 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -157,6 +158,7 @@ def help_text(task: str = "classify") -> str:
     return f"{usage}keys of task {task!r}, each with its default:\n{recipe_parser(task).format_help()}"
 
 
+@cache
 def recipe_parser(task: str = "classify") -> jsonargparse.ArgumentParser:
     """The parser of recipes of one task: it knows every key with its type, default and description."""
     if task not in TASKS:

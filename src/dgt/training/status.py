@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +32,15 @@ def run_status(folder: str | Path) -> dict[str, Any]:
     folder, now = Path(folder), time.time()
     if not is_run(folder):
         raise FileNotFoundError(f"{str(folder)!r} is not the folder of a run: it has no recipe.yaml")
-    status: dict[str, Any] = {"state": "begun", "time": None}
+    status: dict[str, Any] = {"state": "begun", "time": (folder / "recipe.yaml").stat().st_mtime}
     if (folder / STATUS).is_file():
         status = read_json(folder / STATUS, NEEDED)
-    status |= {"folder": str(folder), "age": status["time"] and now - status["time"]}
+    status |= {"folder": str(folder), "age": now - status["time"]}
     if finished_results(folder) is not None:
         status["state"] = "finished"
     elif status["state"] in ("training", "validating"):
-        status["state"] = _alive(status)
+        gone = status["host"] == socket.gethostname() and not _is_alive(status["pid"])
+        status["state"] = "killed" if gone else "silent" if status["age"] > SILENT_AFTER else status["state"]
     files = [(path.name, path.stat()) for path in step_checkpoints(folder)]
     status["checkpoints"] = [{"name": name, "age": now - at.st_mtime, "bytes": at.st_size} for name, at in files]
     log = folder / LOG
@@ -48,33 +48,29 @@ def run_status(folder: str | Path) -> dict[str, Any]:
     return status
 
 
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError as error:
+        return isinstance(error, PermissionError)  # somebody else's
+    return True
+
+
 def status_text(status: dict[str, Any]) -> str:
     """`run_status` in human-readable lines."""
-    state, ago = status["state"], "" if status["age"] is None else f" {duration(status['age'])}"
+    ago = f" {duration(status['age'])}"
     after = {
         **dict.fromkeys(("training", "validating"), f", {duration(status.get('seconds_left') or 0.0)} left"),
         **dict.fromkeys(("stopped", "killed"), f"{ago} ago; the same command with `--resume auto` goes on"),
-        **{"silent": f": no sign of life for{ago}", "failed": f"{ago} ago: {status.get('error')}", "begun": ""},
+        **{"silent": f": no sign of life for{ago}", "failed": f"{ago} ago: {status.get('error')}"},
     }
-    lines = [f"{status['folder']}: {state}{after.get(state, f'{ago} ago')}"]
+    lines = [f"{status['folder']}: {status['state']}{after.get(status['state'], f'{ago} ago')}"]
     if "step" in status:
-        place = f"epoch {status['epoch']}/{status['epochs']}, step {status['step']}/{status['steps']}"
-        loss = "" if status["loss"] is None else f", loss {status['loss']:.4f}"
-        speed = f"{status['images_per_second']:.0f} images/s, {status['memory_bytes'] / 2**30:.2f} GiB"
-        lines += [f"  {place}{loss}, {speed}, trained for {duration(status['seconds'])}"]
+        lines += [f"  epoch {status['epoch']}/{status['epochs']}, step {status['step']}/{status['steps']}"]
+        lines[-1] += "" if status["loss"] is None else f", loss {status['loss']:.4f}"
+        lines[-1] += f", {status['images_per_second']:.0f} images/s, {status['memory_bytes'] / 2**30:.2f} GiB"
+        lines[-1] += f", trained for {duration(status['seconds'])}"
         lines += ["  " + "  ".join(f"{name} {value:.4f}" for name, value in status["metrics"].items())]
-    for checkpoint in status["checkpoints"][:1]:
-        size = checkpoint["bytes"] / 2**20
-        lines += [f"  last checkpoint {checkpoint['name']}, {duration(checkpoint['age'])} ago, {size:.1f} MiB"]
+    for last in status["checkpoints"][:1]:
+        lines += [f"  last checkpoint {last['name']}, {duration(last['age'])} ago, {last['bytes'] / 2**20:.1f} MiB"]
     return "\n".join([line for line in [*lines, *(f"  {line}" for line in status["log"])] if line.strip()])
-
-
-def _alive(status: dict[str, Any]) -> str:
-    """The state, unless its process is gone, which only its own machine knows, or has said nothing for long."""
-    if status["host"] == socket.gethostname():
-        with suppress(PermissionError):  # somebody else's: it is there
-            try:
-                os.kill(status["pid"], 0)
-            except ProcessLookupError:
-                return "killed"
-    return "silent" if status["age"] > SILENT_AFTER else str(status["state"])
