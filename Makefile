@@ -42,7 +42,7 @@ test-timm: $(READY)
 	$(BIN)/python tests/timm_suite/run.py -q
 
 test-kernels: $(READY)
-	$(BIN)/python -m dgt.ops.triton.compile --arch 90 --json
+	$(BIN)/python benchmarks/compile_kernels.py --arch 90
 
 lint: $(READY) ## ruff and mypy (strict)
 	$(BIN)/ruff check .

@@ -29,7 +29,7 @@ def main() -> None:
             scores = dgt.group_matmul(1, *leaves[:2], result.group_ids, result.key_ids, backend="triton")
             product = dgt.group_matmul(2, scores, leaves[2], result.group_ids, result.key_ids, backend="triton")
             (result.output + alone + product).square().sum().backward()
-            kernels.group_statistics(leaves[0], centroids, mask)
+            kernels.group_statistics(leaves[0], result.group_ids, groups)
             kernels.select_keys(centroids, leaves[1], tokens // 2, mask)
             if not all(leaf.grad is not None and leaf.grad.isfinite().all() for leaf in leaves):
                 raise RuntimeError(f"gradients that are not finite on {shape} {dtype}")

@@ -97,13 +97,10 @@ class CentroidState(nn.Module):
     @torch.jit.unused
     def observe(self, query: Tensor, group_ids: Tensor, key_mask: Tensor | None, backend: str) -> None:
         """Add the statistics of (B, H, L, D) queries and their (B, H, L) groups to those of the current step."""
-        groups = self.centroids.shape[1]
         with torch.no_grad():
-            on_triton = resolve_backend(backend, query) == "triton"
-            if on_triton and load_triton().can_count(groups, query.shape[3]):  # index_add: slow there, not bit-equal
-                _, sums, counts = load_triton().group_statistics(query, self.unit_centroids(), key_mask)
-            else:
-                sums, counts = group_statistics(query, group_ids, groups)
+            on_triton = resolve_backend(backend, query) == "triton"  # index_add: slow there, and not bit-equal
+            summing = load_triton().group_statistics if on_triton else group_statistics
+            sums, counts = summing(query, group_ids, self.centroids.shape[1])
             self.group_sums.add_(sums)
             self.group_counts.add_(counts)
 

@@ -38,7 +38,9 @@ def _poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def poisoned(*arguments: Any, **options: Any) -> Tensor:
         tensor = allocate(*arguments, **options)
-        return tensor.fill_(torch.nan if tensor.dtype.is_floating_point else 0x3F3F3F3F)
+        if tensor.dtype.is_floating_point or tensor.dtype == torch.bool:
+            return tensor.fill_(torch.nan)
+        return tensor.fill_(min(0x3F3F3F3F, torch.iinfo(tensor.dtype).max))
 
     return poisoned
 

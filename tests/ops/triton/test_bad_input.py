@@ -88,17 +88,6 @@ def test_wrong_arguments_of_the_whole_operator(make_case: Any) -> None:
         dgt.dynamic_group_attention(*case[:5], key_mask=torch.ones(1, 9, dtype=torch.bool), backend="triton")
 
 
-@pytest.mark.parametrize(("groups", "channels"), [(129, 8), (65, 64), (33, 128)])
-def test_statistics_of_too_many_groups(make_case: Any, groups: int, channels: int) -> None:
-    from dgt.ops import triton as kernels
-
-    case = make_case(1, 1, 8, channels, groups, 3)
-    assert not kernels.can_count(groups, channels)
-    assert kernels.can_count(groups - 1, channels)
-    with pytest.raises(ValueError, match="at most 128 groups"):
-        kernels.group_statistics(case.query, case.centroids, None)
-
-
 def test_auto_is_the_plain_path_on_the_cpu() -> None:
     from dgt.ops.backends import resolve_backend
 

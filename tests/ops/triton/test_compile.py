@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from dgt.ops.triton import compile as offline
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
+import compile_kernels as offline
 
 SOURCE = Path(__file__).resolve().parents[3] / "src"
 
@@ -19,7 +20,7 @@ SOURCE = Path(__file__).resolve().parents[3] / "src"
 def python(code: str) -> subprocess.CompletedProcess[str]:
     """Run code where kernels are compiled, not interpreted."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(SOURCE)
+    environment["PYTHONPATH"] = f"{SOURCE}{os.pathsep}{SOURCE.parent / 'benchmarks'}"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
 
 
@@ -35,9 +36,11 @@ def test_walk_reaches_every_kernel() -> None:
 
 def test_a_kernel_compiles_without_spilling() -> None:
     code = """
-from dgt.ops.triton import compile as offline
-launch = next(l for l in offline.walk("stage 3") if l.kernel.__name__ == "attend_tiles")
-print(*offline.compile_launch(launch, "stage 3", 90)[3:])
+import compile_kernels as offline
+launch = next(l for l in offline.walk("stage 1") if l.kernel.__name__ == "attend_tiles")
+row = offline.compile_launch(launch, "stage 1", 90)
+assert offline.over_budget(row, 90) == "", row
+print(*row[3:6])
 """
     run = python(code)
     assert run.returncode == 0, run.stderr
@@ -47,14 +50,22 @@ print(*offline.compile_launch(launch, "stage 3", 90)[3:])
     assert spilled == 0
 
 
-@pytest.mark.parametrize(("spilled", "error", "status"), [(0, "", 0), (8, "", 1), (-1, "CompilationError: no", 1)])
+@pytest.mark.parametrize(
+    ("registers", "spilled", "error", "status"),
+    [(100, 0, "", 0), (100, 8, "", 1), (100, -1, "CompilationError: no", 1), (200, 0, "", 1)],
+)
 def test_exit_status(
-    spilled: int, error: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    registers: int,
+    spilled: int,
+    error: str,
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    row = offline.Report("attend_tiles", "stage 1", 4, 100, 2048, spilled, error)
+    row = offline.Report("attend_tiles", "stage 1", 4, registers, 2048, spilled, 300, 4, error)
     monkeypatch.setattr(offline, "reports", lambda arch: iter([row]))
     monkeypatch.setattr(offline, "interpreting", lambda: False)
-    assert offline.main(["--arch", "80", "--json"]) == status
+    assert offline.main(["--arch", "90", "--json"]) == status
     out, err = capsys.readouterr()
     assert json.loads(out)["kernels"][0]["kernel"] == "attend_tiles"
     assert bool(err) == bool(status)

@@ -14,7 +14,6 @@ from torch import Tensor
 import dgt
 from dgt.ops import grouping
 from dgt.ops import triton as kernels
-from dgt.ops.triton import selection
 
 # B, H, L, D, G, k; the comment names the branch.
 SHAPES = [
@@ -29,7 +28,7 @@ SHAPES = [
     (1, 2, 1023, 16, 7, 49),  # many chunks of queries
     (1, 1, 97, 128, 2, 7),  # the widest head
 ]
-TYPES = [torch.float32, torch.float16]
+TYPES = [torch.float32, torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])]
 pytestmark = pytest.mark.usefixtures("poison")
 
 
@@ -135,30 +134,36 @@ def test_attend_with_other_keys_than_queries(make_case: Any, queries: int, keys:
 
 @pytest.mark.parametrize(
     ("tokens", "top_k"),
-    [(700, 20), (300, 100), (4200, 64)],
-    ids=["tournament", "streaming", "tournament of two rounds"],
+    [(40, 40), (300, 100), (4200, 20), (700, 513), (5000, 2100)],
+    ids=["one block a key", "few blocks", "many blocks", "above 512", "more candidates than room"],
 )
 @pytest.mark.parametrize("masked", [False, True])
 def test_selection_of_many_keys(make_case: Any, tokens: int, top_k: int, masked: bool) -> None:
-    """128 float32 channels make chunks of 128 keys, so that small inputs reach every way of selecting."""
-    case = make_case(1, 1, tokens, 128, 3, top_k, masked=masked)
+    case = make_case(1, 1, tokens, 16, 2, top_k, masked=masked)
     found = kernels.select_keys(case.centroids, case.key, top_k, case.key_mask)
     assert torch.equal(found, case.ids()[1])
 
 
-@pytest.mark.parametrize("top_k", [20, 140], ids=["tournament", "streaming"])
-def test_selection_of_many_float16_keys(make_case: Any, top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """128 channels again; in two bytes each, half the room makes chunks of 128 keys."""
-    monkeypatch.setattr(selection, "CHUNK_BYTES", selection.CHUNK_BYTES // 2)
-    case = make_case(1, 1, 300, 128, 3, top_k, dtype=torch.float16, masked=True)
-    found = kernels.select_keys(case.centroids, case.key, top_k, case.key_mask)
+@pytest.mark.parametrize("channels", [8, 128])
+def test_selection_of_float16_keys(make_case: Any, channels: int) -> None:
+    case = make_case(1, 2, 300, channels, 70, 20, dtype=torch.float16, masked=True)
+    found = kernels.select_keys(case.centroids, case.key, 20, case.key_mask)
     assert torch.equal(found, case.ids()[1])
 
 
-@pytest.mark.parametrize(("tokens", "top_k"), [(60, 58), (300, 20), (300, 298)], ids=["chunk", "rounds", "streaming"])
+def test_selection_where_keys_of_a_block_are_alike(make_case: Any) -> None:
+    """All the best keys lie in few blocks, so that the bound lets many more pass than are wanted."""
+    case = make_case(1, 1, 2000, 16, 2, 20)
+    key = case.key.detach().clone()
+    key[:, :, torch.arange(2000, device=key.device) % 64 < 30] += 10 * case.centroids[0, 0].sign()
+    found = kernels.select_keys(case.centroids, key, 20, None)
+    assert torch.equal(found, dgt.select_keys(case.centroids, key, 20))
+
+
+@pytest.mark.parametrize(("tokens", "top_k"), [(60, 58), (300, 20), (300, 298)])
 def test_a_key_of_nan_is_never_selected(make_case: Any, tokens: int, top_k: int) -> None:
     """It ranks below everything, like padding."""
-    case = make_case(1, 1, tokens, 128, 3, top_k)
+    case = make_case(1, 1, tokens, 32, 3, top_k)
     key = case.key.detach().clone()
     key[:, :, 7:12] = torch.nan
     key[:, :, 8] = -torch.nan
@@ -183,7 +188,7 @@ def test_float16_tells_centroids_apart_that_hardly_differ(device: str) -> None:
 def test_selection_where_all_keys_tie(make_case: Any) -> None:
     """The lowest indices win, in every way of selecting."""
     for tokens, top_k in ((200, 50), (700, 20), (300, 100)):
-        case = make_case(1, 1, tokens, 128, 3, top_k)
+        case = make_case(1, 1, tokens, 32, 3, top_k)
         found = kernels.select_keys(case.centroids, torch.zeros_like(case.key), top_k, None)
         assert torch.equal(found, torch.arange(top_k, device=found.device).expand_as(found))
 
@@ -203,11 +208,11 @@ def test_scores_do_not_depend_on_the_precision_of_the_model(make_case: Any) -> N
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("shape", [(2, 2, 50, 24, 5), (1, 1, 1200, 32, 100)], ids=str)
 def test_centroid_statistics(make_case: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Groups, sums and counts of one pass equal those of the plain path; padding is not counted."""
+    """Sums and counts equal those of the plain path, by the groups given; padding is not counted."""
     case = make_case(*shape, 1, masked=True, dtype=dtype)
-    ids, sums, counts = kernels.group_statistics(case.query, case.centroids, case.key_mask)
+    ids = case.ids()[0]
+    sums, counts = kernels.group_statistics(case.query, ids, shape[4])
     expected_sums, expected_counts = grouping.group_statistics(case.query, ids, shape[4])
-    assert torch.equal(ids, case.ids()[0])
     assert torch.equal(counts, expected_counts)
     torch.testing.assert_close(sums, expected_sums, rtol=0, atol=1e-4)
 

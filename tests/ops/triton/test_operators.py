@@ -20,12 +20,13 @@ def test_opcheck(make_case: Any, tokens: int) -> None:
     group_ids, key_ids = case.ids()
     ops = torch.ops.dgt
     torch.library.opcheck(ops.triton_group_queries.default, (query.detach(), centroids, mask))
-    torch.library.opcheck(ops.triton_group_statistics.default, (query.detach(), centroids, mask))
+    torch.library.opcheck(ops.triton_group_statistics.default, (query.detach(), group_ids, 3))
     torch.library.opcheck(ops.triton_select_keys.default, (centroids, key.detach(), top_k, mask))
     torch.library.opcheck(ops.triton_attend.default, (query, key, value, group_ids, key_ids, 0.25))
     torch.library.opcheck(ops.triton_attention.default, (query, key, value, centroids, top_k, 0.25, mask))
-    output, logsum = ops.triton_attend(query.detach(), key.detach(), value.detach(), group_ids, key_ids, 0.25)
-    saved = (query.detach(), key.detach(), value.detach(), output, logsum, group_ids, key_ids, 0.25)
+    plain = (query.detach(), key.detach(), value.detach())
+    output, logsum, *extra = ops.triton_attend(*plain, group_ids, key_ids, 0.25)
+    saved = (*plain, output, logsum, group_ids, key_ids, *extra, 0.25)
     torch.library.opcheck(ops.triton_attend_backward.default, (torch.randn_like(output), *saved))
 
 

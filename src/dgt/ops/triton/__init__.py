@@ -3,11 +3,12 @@
 Import it only where it is used: it needs Triton. One file per concern:
 
 - ``operators``: what PyTorch sees. Everything below is reached through it.
-- ``grouping``, ``selection``: query groups with the statistics of Eq. 3, and the top-k keys of every group.
-- ``sorting``, ``many_tokens``, ``many_backward``, ``inverse``: queries sorted by group, keys gathered in place.
-- ``few_tokens``, ``few_backward``: a head that fits on chip.
+- ``grouping``, ``selection``: query groups, and the top-k keys of every group.
+- ``sorting``: queries in the order of their groups, tiles of them, and the statistics of Eq. 3.
+- ``gathered``, ``inverse``: attention over keys gathered by index, many tokens; sums over the groups that chose a key.
+- ``dense``: attention under a mask, few tokens.
 - ``products``: the four forms of the appendix, for comparison.
-- ``common``, ``launch``, ``compile``: what kernels share, how they are run, and a check of what they compile to.
+- ``common``, ``launch``: what kernels share, and how they are run.
 
 ``docs/kernels.md`` tells the reasons.
 """
@@ -15,7 +16,6 @@ Import it only where it is used: it needs Triton. One file per concern:
 from torch import Tensor
 
 from dgt.ops.triton import operators
-from dgt.ops.triton.grouping import can_count as can_count
 
 
 def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
@@ -40,16 +40,16 @@ def attention(
     query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, top_k: int, scale: float, key_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the whole operator; ``(output, group_ids, key_ids)`` as in :func:`dgt.dynamic_group_attention`."""
-    output, _, group_ids, key_ids = operators.attention(
+    output, _, group_ids, key_ids, *_ = operators.attention(
         query, key, value, centroids.detach(), top_k, float(scale), key_mask
     )
     return output, group_ids, key_ids
 
 
-def group_statistics(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Group the queries and sum their unit vectors by group in one pass (Eq. 3): ``(group_ids, sums, counts)``.
+def group_statistics(query: Tensor, group_ids: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+    """Sum the unit queries of every group, and count them (Eq. 3), in a fixed order: ``(sums, counts)``.
 
-    For shapes that :func:`can_count` only.
+    Arguments and result as in :func:`dgt.ops.grouping.group_statistics`, already checked.
     """
-    ids, sums, counts = operators.group_statistics(query.detach(), centroids.detach(), key_mask)
-    return ids, sums, counts
+    sums, counts = operators.group_statistics(query.detach(), group_ids, num_groups)
+    return sums, counts

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 EMPTY: tl.constexpr = tl.constexpr(-2147483648)  # ranks below every real score
+HIGHEST: tl.constexpr = tl.constexpr(2147483647)
 
 
 @triton.jit
@@ -75,26 +76,32 @@ def shrink(product, narrow: tl.constexpr):
 
 
 @triton.jit
-def exact_left(wide, narrow):
-    """``wide @ narrow`` to float32 accuracy, with ``wide`` float32 and ``narrow`` of the model's type.
+def split_centers(centers, ids, groups, narrow: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """Centroids of some groups as three summands of :func:`split`; beyond the last group they are the last one's."""
+    wide = load_rows(centers, tl.minimum(ids, groups - 1), D, ids >= 0, D, DP)
+    if narrow == tl.float32:
+        return wide, wide, wide
+    return split(wide, narrow)
 
-    Scores that choose groups and keys must not depend on the model's precision. A float32 number is the sum of three
-    bfloat16 or float16 numbers, whose products with ``narrow`` are exact in the matrix units' float32 accumulators:
-    three fast products instead of one slow one.
+
+@triton.jit
+def exact_left(first, second, third, narrow):
+    """``wide @ narrow`` to float32 rounding, with a float32 ``wide`` given as its three summands of the model's type.
+
+    Scores that choose groups and keys must not depend on the model's precision. The products of each summand with
+    ``narrow`` are exact in the matrix units' float32 accumulators: three fast products instead of one slow one.
     """
     if narrow.dtype == tl.float32:
-        return multiply(wide, narrow)
-    first, second, third = split(wide, narrow.dtype)
+        return multiply(first, narrow)
     low = shrink(tl.dot(third, narrow), narrow.dtype)
     return tl.dot(first, narrow, shrink(tl.dot(second, narrow, low), narrow.dtype))
 
 
 @triton.jit
-def exact_right(narrow, wide):
-    """``narrow @ wide`` to float32 accuracy; see :func:`exact_left`."""
+def exact_right(narrow, first, second, third):
+    """``narrow @ wide`` to float32 rounding; see :func:`exact_left`."""
     if narrow.dtype == tl.float32:
-        return multiply(narrow, wide)
-    first, second, third = split(wide, narrow.dtype)
+        return multiply(narrow, first)
     low = shrink(tl.dot(narrow, third), narrow.dtype)
     return tl.dot(narrow, first, shrink(tl.dot(narrow, second, low), narrow.dtype))
 
@@ -107,48 +114,15 @@ def rank_of(score):
 
 
 @triton.jit
-def threshold_of(ranks, count):
-    """Find, for every row of (R, N) ranks, a threshold that exactly its ``count`` largest reach, or ties with them.
-
-    A bisection over the ranks themselves: at most 32 steps, and most rows are done when a middle happens to fall
-    between the last chosen and the first left out, after some 15.
-    """
-    high = tl.max(ranks, 1)
-    low = tl.min(tl.where(ranks == EMPTY, high[:, None], ranks), 1)
-    while tl.max((low < high).to(tl.int32), 0) > 0:
-        middle = (low | high) - ((low ^ high) >> 1)  # the mean, rounded up, without overflow
-        reach = tl.sum((ranks >= middle[:, None]).to(tl.int32), 1)
-        low = tl.where(reach >= count, middle, low)
-        high = tl.where(reach > count, high, tl.where(reach == count, middle, middle - 1))
-    return high
+def score_of(rank):
+    """The float32 score that has this rank."""
+    return (rank ^ ((rank >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def choose(ranks, top_k):
-    """Choose the ``top_k`` largest of every row of (R, N) ranks, N <= 32768, ties to the lowest index.
-
-    Returns (R, N) whether chosen, (R, N) the place of a chosen one in ascending order of index, (R,) how many.
-    """
-    real = ranks > EMPTY
-    count = tl.minimum(tl.sum(real.to(tl.int32), 1), top_k)
-    threshold = threshold_of(ranks, count)
-    above = real & (ranks > threshold[:, None])
-    level = real & (ranks == threshold[:, None])
-    room = (count - tl.sum(above.to(tl.int32), 1))[:, None]  # for ties
-    seen = tl.cumsum(above.to(tl.int32) + (level.to(tl.int32) << 16), 1)  # two running counts in one
-    levels = seen >> 16
-    chosen = above | (level & (levels <= room))
-    return chosen, (seen & 0xFFFF) + tl.minimum(levels, room) - 1, count
-
-
-@triton.jit
-def store_chosen(base, stride, width, numbers, chosen, place, count, present, R: tl.constexpr, N: tl.constexpr):
-    """Write the chosen of (R, N) ``numbers`` to ``width`` places of rows ``stride`` apart, -1 into places left over."""
-    rows = tl.arange(0, R)[:, None] * stride
-    tl.store(base + rows + place, numbers.to(base.dtype.element_ty), mask=chosen & present[:, None])
-    columns = tl.arange(0, N)[None, :]
-    rest = (columns >= count[:, None]) & (columns < width) & present[:, None]
-    tl.store(base + rows + columns, tl.full([R, N], -1, base.dtype.element_ty), mask=rest)
+def middle_of(low, high):
+    """The mean of two int32 numbers, rounded up, without overflow."""
+    return (low | high) - ((low ^ high) >> 1)
 
 
 @triton.jit
@@ -161,10 +135,62 @@ def popcount(word):
 
 
 @triton.jit
-def nearest(tokens, centroids, groups, first, best, group, D: tl.constexpr, DP: tl.constexpr, GP: tl.constexpr):
-    """Let groups ``first`` to ``first + GP`` compete for (R, DP) tokens; ``best`` and ``group`` hold who leads."""
-    ids = first + tl.arange(0, GP)
-    score = exact_right(tokens, tl.trans(load_rows(centroids, ids, D, ids < groups, D, DP)))
-    score = tl.where((ids < groups)[None, :], score, float("-inf"))
-    value, place = tl.max(score, 1), tl.argmax(score, 1, tie_break_left=True)
-    return tl.maximum(best, value), tl.where(value > best, first + place, group)
+def pack_columns(flags, R: tl.constexpr, N: tl.constexpr):
+    """(R, N / 32) int32 words of (R, N) flags: bit ``c % 32`` of word ``c // 32`` is column ``c``."""
+    bits = tl.where(flags, (1 << (tl.arange(0, N) % 32))[None, :], 0)
+    return tl.sum(tl.reshape(bits, [R, N // 32, 32]), 2)
+
+
+@triton.jit
+def expand(word, first, target, place, room, W: tl.constexpr):
+    """Write the numbers of the set bits of W words to ``target``, ascending, from ``place`` on and below ``room``.
+
+    Word ``w`` holds the numbers from ``32 (first + w)`` on. Returns the place after the last.
+    """
+    count = popcount(word)
+    where = place + tl.cumsum(count, 0) - count
+    base = (first + tl.arange(0, W)) * 32
+    while tl.max((word != 0).to(tl.int32), 0) > 0:
+        lowest = (word & (0 - word)).to(tl.uint32, bitcast=True)
+        bit = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+        tl.store(target + where, base + bit, mask=(word != 0) & (where < room))
+        word = word & (word - 1)
+        where += 1
+    return place + tl.sum(count, 0)
+
+
+@triton.jit
+def store_best(key_ids, lists, ids, ranks, high, room, ties, taken):
+    """Write the chosen of some candidates: all above ``high``, and those level with it while there is room."""
+    level = (ranks == high) & (ranks > EMPTY)
+    above = (ranks > high) & (ranks > EMPTY)
+    seen = tl.cumsum(above.to(tl.int32) + (level.to(tl.int32) << 16), 0)
+    levels = ties + (seen >> 16)
+    chosen = above | (level & (levels <= room))
+    place = taken + (seen & 0xFFFF) + tl.minimum(levels, room) - tl.minimum(ties, room) - 1
+    tl.store(key_ids + place, ids.to(tl.int64), mask=chosen)
+    tl.store(lists + place, ids.to(tl.int32), mask=chosen)
+    return ties + tl.sum(level.to(tl.int32), 0), taken + tl.sum(chosen.to(tl.int32), 0)
+
+
+@triton.jit
+def choose_row(key_ids, lists, ids, ranks, total, count):
+    """Choose the ``count`` largest of the ``total`` ranks that are not EMPTY, and write their ids."""
+    high = tl.max(ranks, 0)
+    low = tl.minimum(tl.min(tl.where(ranks > EMPTY, ranks, HIGHEST), 0), high)
+    high = tl.where(total > count, high, low)
+    while low < high:
+        middle = middle_of(low, high)
+        reach = tl.sum((ranks >= middle).to(tl.int32), 0)
+        low = tl.where(reach >= count, middle, low)
+        high = tl.where(reach > count, high, tl.where(reach == count, middle, middle - 1))
+    store_best(key_ids, lists, ids, ranks, high, count - tl.sum((ranks > high).to(tl.int32), 0), 0, 0)
+
+
+@triton.jit
+def fill_row(key_ids, lists, count, width, padded):
+    """Write -1 and 0 to the places after the last id."""
+    for begin in range(count, padded, 64):
+        place = begin + tl.arange(0, 64)
+        tl.store(key_ids + place, tl.full([64], -1, tl.int64), mask=place < width)
+        tl.store(lists + place, tl.zeros([64], tl.int32), mask=place < padded)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The inverse of the selection, from keys to the groups that chose them: sums over groups without atomics on floats.
+"""The keys of every group as lists, and their inverse, which sums over groups without atomics on floats.
 
 Each group leaves a partial gradient for each of its K keys. A key finds its partials through the index, in ascending
 order of group, and adds them up: the same bits in every run. First, every key gets a bit per group (by ``atomic_or``,
@@ -17,6 +17,16 @@ from dgt.ops.triton.common import head_base, popcount, row_addresses, row_mask, 
 from dgt.ops.triton.launch import launch, power_of_two, strides_of
 
 BLOCK = 512
+PAD = 64  # lists are a multiple of this long
+
+
+class Lists(NamedTuple):
+    """The keys of every group as kernels read them: no empty place before the last key."""
+
+    ids: Tensor
+    """(B H, G, P) int32, P a multiple of 64: ascending; 0 after the last."""
+    counts: Tensor | None
+    """(B H, G) int32: how many; None where empty places are -1 instead, anywhere."""
 
 
 class Inverse(NamedTuple):
@@ -25,23 +35,61 @@ class Inverse(NamedTuple):
     ends: Tensor
     """(B H, M) int32: where the list of a key ends in ``entries``."""
     entries: Tensor
-    """(B H, G K) int32: ``group K + place``, ascending within a list."""
+    """(B H, G P) int32: ``group P + place``, ascending within a list."""
 
 
 @triton.jit
-def load_entry(key_ids, head, block, keys, groups, width, N: tl.constexpr):
+def compact_ids(key_ids, lists, counts, keys, width, padded, N: tl.constexpr):
+    """Make a row of :class:`Lists` of ids in any order and with empty places, -1 or out of range."""
+    row = tl.program_id(0).to(tl.int64)
+    taken = 0
+    for begin in range(0, width, N):
+        place = begin + tl.arange(0, N)
+        ids = tl.load(key_ids + row * width + place, mask=place < width, other=-1)
+        real = ((ids >= 0) & (ids < keys)).to(tl.int32)
+        tl.store(lists + row * padded + taken + tl.cumsum(real, 0) - 1, ids.to(tl.int32), mask=real == 1)
+        taken += tl.sum(real, 0)
+    tl.store(counts + row, taken)
+    for begin in range(taken, padded, N):
+        place = begin + tl.arange(0, N)
+        tl.store(lists + row * padded + place, tl.zeros([N], tl.int32), mask=place < padded)
+
+
+def new_lists(heads: int, groups: int, width: int, device: torch.device) -> Lists:
+    """Room for the lists of all groups."""
+    ids = torch.empty((heads, groups, triton.cdiv(width, PAD) * PAD), dtype=torch.int32, device=device)
+    return Lists(ids, torch.empty((heads, groups), dtype=torch.int32, device=device))
+
+
+def lists_of(key_ids: Tensor, keys: int) -> Lists:
+    """Lists of (B, H, G, K) ids that a caller made."""
+    batch, heads, groups, width = key_ids.shape
+    lists = new_lists(batch * heads, groups, width, key_ids.device)
+    launch(
+        compact_ids, batch * heads * groups, key_ids.contiguous(), *lists, keys, width, lists.ids.shape[2],
+        N=min(256, power_of_two(width)), num_warps=1,
+    )  # fmt: skip
+    return lists
+
+
+@triton.jit
+def load_entry(ids, counts, head, block, keys, groups, width, N: tl.constexpr):
     """Entries ``block N`` and on of a head: their number, group, key, and whether there is one."""
     entry = block * N + tl.arange(0, N)
-    ids = tl.load(key_ids + head.to(tl.int64) * groups * width + entry, mask=entry < groups * width, other=-1)
-    return entry, entry // width, ids, (ids >= 0) & (ids < keys)
+    group = entry // width
+    key = tl.load(ids + head.to(tl.int64) * groups * width + entry, mask=group < groups, other=-1)
+    if counts is not None:
+        count = tl.load(counts + head.to(tl.int64) * groups + group, mask=group < groups, other=0)
+        key = tl.where(entry - group * width < count, key, -1)
+    return entry, group, key, (key >= 0) & (key < keys)
 
 
 @triton.jit
-def mark_keys(key_ids, bits, keys, groups, width, words, blocks, N: tl.constexpr):
+def mark_keys(ids, counts, bits, keys, groups, width, words, blocks, N: tl.constexpr):
     """Set the bit of every group in the (B H, M, words) int32 words of the keys it chose."""
     head = tl.program_id(0) // blocks
-    _, group, ids, exist = load_entry(key_ids, head, tl.program_id(0) % blocks, keys, groups, width, N)
-    word = (head.to(tl.int64) * keys + ids) * words + group // 32
+    _, group, key, exist = load_entry(ids, counts, head, tl.program_id(0) % blocks, keys, groups, width, N)
+    word = (head.to(tl.int64) * keys + key) * words + group // 32
     tl.atomic_or(bits + word, (1 << (group % 32)).to(tl.int32), mask=exist, sem="relaxed")
 
 
@@ -56,11 +104,11 @@ def count_marks(bits, counts, total, words, N: tl.constexpr):
 
 
 @triton.jit
-def fill_entries(key_ids, bits, ends, entries, keys, groups, width, words, blocks, N: tl.constexpr):
+def fill_entries(ids, counts, bits, ends, entries, keys, groups, width, words, blocks, N: tl.constexpr):
     """Write every entry to its place in the list of its key: after those of all lower groups."""
     head = tl.program_id(0) // blocks
-    entry, group, ids, exist = load_entry(key_ids, head, tl.program_id(0) % blocks, keys, groups, width, N)
-    key = head.to(tl.int64) * keys + ids
+    entry, group, key, exist = load_entry(ids, counts, head, tl.program_id(0) % blocks, keys, groups, width, N)
+    key = head.to(tl.int64) * keys + key
     above = tl.zeros([N], tl.int32)  # chosen by this group or a higher one
     for word in range(words):
         bit = tl.minimum(tl.maximum(group - word * 32, 0), 32)
@@ -76,7 +124,7 @@ def gather_partials(
     ab, ah, al, cb, ch, cl, heads, keys, size, first_head, tiles,
     D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, BOTH: tl.constexpr,
 ):  # fmt: skip
-    """Add up the partials of every key of some heads; partials are (heads, G K, D) float32."""
+    """Add up the partials of every key of some heads; partials are (heads, G P, D) float32."""
     nth, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     head = first_head + nth
     key = tile * N + tl.arange(0, N)
@@ -99,35 +147,33 @@ def gather_partials(
         store_rows(head_base(two, head, heads, cb, ch), key, cl, inside, total_two, D, DP)
 
 
-def mark(key_ids: Tensor, keys: int) -> Tensor:
-    """Return (B H, M, ceil(G / 32)) int32: for each of M keys one bit per group that chose it."""
-    batch, heads, groups, width = key_ids.shape
+def mark(ids: Tensor, counts: Tensor | None, keys: int) -> Tensor:
+    """Return (B H, M, ceil(G / 32)) int32: for each of M keys one bit per group that chose it; ids (B H, G, K)."""
+    heads, groups, width = ids.shape
     words, blocks = triton.cdiv(groups, 32), triton.cdiv(groups * width, BLOCK)
-    bits = torch.zeros((batch * heads, keys, words), dtype=torch.int32, device=key_ids.device)
-    launch(mark_keys, batch * heads * blocks, key_ids, bits, keys, groups, width, words, blocks, N=BLOCK, num_warps=4)
+    bits = torch.zeros((heads, keys, words), dtype=torch.int32, device=ids.device)
+    launch(mark_keys, heads * blocks, ids, counts, bits, keys, groups, width, words, blocks, N=BLOCK, num_warps=4)
     return bits
 
 
-def invert(key_ids: Tensor, keys: int) -> Inverse:
-    """Return the inverse of a (B, H, G, K) selection among ``keys`` keys."""
-    key_ids = key_ids.contiguous()
-    batch, heads, groups, width = key_ids.shape
-    bits = mark(key_ids, keys)
+def invert(lists: Lists, keys: int) -> Inverse:
+    """Return the inverse of a selection among ``keys`` keys."""
+    heads, groups, width = lists.ids.shape
+    bits = mark(*lists, keys)
     words, blocks = bits.shape[2], triton.cdiv(groups * width, BLOCK)
-    total = batch * heads * keys
-    counts = torch.empty((batch * heads, keys), dtype=torch.int32, device=key_ids.device)
-    launch(count_marks, triton.cdiv(total, BLOCK), bits, counts, total, words, N=BLOCK, num_warps=4)
+    counts = torch.empty((heads, keys), dtype=torch.int32, device=bits.device)
+    launch(count_marks, triton.cdiv(heads * keys, BLOCK), bits, counts, heads * keys, words, N=BLOCK, num_warps=4)
     ends = counts.cumsum(-1, dtype=torch.int32)
-    entries = torch.empty((batch * heads, groups * width), dtype=torch.int32, device=key_ids.device)
+    entries = torch.empty((heads, groups * width), dtype=torch.int32, device=bits.device)
     launch(
-        fill_entries, batch * heads * blocks, key_ids, bits, ends, entries, keys, groups, width, words, blocks,
+        fill_entries, heads * blocks, *lists, bits, ends, entries, keys, groups, width, words, blocks,
         N=BLOCK, num_warps=4,
     )  # fmt: skip
     return Inverse(ends, entries)
 
 
 def gather(inverse: Inverse, partials: list[Tensor], targets: list[Tensor], first: int) -> None:
-    """Sum one or two (heads, G K, D) partials over groups into (B, H, M, D) targets, for heads from ``first`` on."""
+    """Sum one or two (heads, G P, D) partials over groups into (B, H, M, D) targets, for heads from ``first`` on."""
     target = targets[0]
     count, size, channels = partials[0].shape
     size_of_tile = min(64, 4096 // power_of_two(channels))

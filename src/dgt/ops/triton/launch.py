@@ -1,10 +1,11 @@
 """Running kernels: whether Triton can be used here, one helper that launches, and a recorder of what is launched.
 
-The recorder lets :mod:`dgt.ops.triton.compile` walk the very code that runs on a GPU, on meta tensors, and compile
+The recorder lets `benchmarks/compile_kernels.py` walk the very code that runs on a GPU, on meta tensors, and compile
 every kernel it would have launched.
 """
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -116,6 +117,11 @@ def rows_of(tensor: Tensor) -> Tensor:
 def strides_of(tensor: Tensor) -> tuple[int, int, int]:
     """Return the strides of batch, head and token."""
     return tensor.stride(0), tensor.stride(1), tensor.stride(2)
+
+
+def base_two(scale: float) -> float:
+    """Return the factor that makes scores exponents of two; never zero, which minus infinity must survive."""
+    return (scale or 1e-30) * math.log2(math.e)
 
 
 def new_rows(like: Tensor) -> Tensor:

@@ -12,19 +12,21 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from dgt.ops import flops
-from dgt.ops.triton import few_backward, few_tokens, grouping, many_backward, many_tokens, products, selection
+from dgt.ops.triton import dense, gathered, grouping, products, selection, sorting
+from dgt.ops.triton.inverse import PAD, Lists, lists_of
 from dgt.ops.triton.launch import check_runnable, new_rows
-from dgt.ops.triton.sorting import sort_queries
+from dgt.ops.triton.sorting import Segments, count_slots, sort_queries, tile_size
 
-Ids = tuple[Tensor, Tensor]
 Grads = tuple[Tensor, Tensor, Tensor]
+Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Whole = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @torch.library.custom_op("dgt::triton_group_queries", mutates_args=())
 def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
     """Group of every query; contract as in :func:`dgt.group_queries`."""
     check_runnable("query", query)
-    return grouping.assign(query, centroids, key_mask)[0]
+    return grouping.assign(query, centroids, key_mask)
 
 
 @group_queries.register_fake
@@ -33,36 +35,23 @@ def _(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
 
 
 @torch.library.custom_op("dgt::triton_group_statistics", mutates_args=())
-def group_statistics(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Grads:
-    """Group of every query, and of every group the sum of its unit queries and their number (Eq. 3), in one pass.
-
-    Returns:
-        ``(group_ids, sums, counts)``: (B, H, L) int64, float32 (H, G, D) and (H, G).
-
-    Raises:
-        ValueError: for more than 128 groups, or more than 4096 numbers in G x D, each padded to a power of two.
-    """
+def group_statistics(query: Tensor, group_ids: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """Of every group the sum of its unit queries and their number (Eq. 3): float32 (H, G, D) and (H, G)."""
     check_runnable("query", query)
-    if not grouping.can_count(*centroids.shape[1:]):
-        raise ValueError(
-            f"centroids must hold at most {grouping.MOST_COUNTED} groups, and at most {grouping.MOST_SUMMED} numbers a "
-            "head (G x D, each padded to a power of two of at least 16), to be counted in one pass, "
-            f"got {tuple(centroids.shape)}"
-        )
-    return grouping.assign(query, centroids, key_mask, statistics=True)
+    return sorting.group_statistics(query, sort_queries(group_ids, groups))
 
 
 @group_statistics.register_fake
-def _(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Grads:
-    exact = centroids.new_empty(centroids.shape, dtype=torch.float32)
-    return query.new_empty(query.shape[:3], dtype=torch.int64), exact, exact.new_empty(centroids.shape[:2])
+def _(query: Tensor, group_ids: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    sums = query.new_empty((query.shape[1], groups, query.shape[3]), dtype=torch.float32)
+    return sums, sums.new_empty((query.shape[1], groups))
 
 
 @torch.library.custom_op("dgt::triton_select_keys", mutates_args=())
 def select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) -> Tensor:
     """Keys of every group; contract as in :func:`dgt.select_keys`."""
     check_runnable("key", key)
-    return selection.select(centroids, key, top_k, key_mask)
+    return selection.select(centroids, key, top_k, key_mask)[0]
 
 
 @select_keys.register_fake
@@ -72,65 +61,85 @@ def _(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) -> Te
 
 
 @torch.library.custom_op("dgt::triton_attend", mutates_args=())
-def attend(query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float) -> Ids:
-    """Attention inside each group; ``(output, logsum)``, the latter float32 (B, H, L), base 2, for the gradients."""
+def attend(query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float) -> Saved:
+    """Attention inside each group: ``(output, logsum, ...)``, and all that the gradients read again.
+
+    ``logsum`` is float32 (B, H, L), base 2; then come the :class:`Segments` and :class:`Lists`, empty for few tokens.
+    """
     check_runnable("query", query)
-    return _attend(query, key, value, group_ids, key_ids, scale)
+    if dense.fits(query, key, key_ids.shape[2]):
+        return (*dense.attend(query, key, value, group_ids, key_ids, scale), *_nothing(query))
+    segments, lists = sort_queries(group_ids, key_ids.shape[2]), lists_of(key_ids, key.shape[2])
+    return (*gathered.attend(query, key, value, segments, lists, scale), *segments, *lists)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float) -> Ids:
-    """Attend in the regime that suits the sizes."""
-    if few_tokens.fits(query, key, key_ids.shape[2]):
-        return few_tokens.attend(query, key, value, group_ids, key_ids, scale)
-    return many_tokens.attend(query, key, value, sort_queries(group_ids, key_ids.shape[2]), key_ids, scale)
+def _nothing(query: Tensor) -> tuple[Tensor, ...]:
+    """Segments and lists of dense attention, which has none."""
+    return tuple(query.new_empty((0,), dtype=torch.int32) for _ in range(5))
+
+
+def _like_attend(query: Tensor, key: Tensor, groups: int, width: Any) -> Saved:
+    """Empty tensors of the shapes that :func:`attend` returns."""
+    logsum = query.new_empty(query.shape[:3], dtype=torch.float32)
+    if dense.fits(query, key, groups):
+        return (new_rows(query), logsum, *_nothing(query))  # type: ignore[return-value]
+    heads, tokens = query.shape[0] * query.shape[1], query.shape[2]
+    slots = count_slots(tokens, groups, tile_size(tokens, groups))
+    shapes = ((heads, tokens), (heads, groups + 1), (heads, slots, 4), (heads, groups, -(-width // PAD) * PAD))
+    extra = (query.new_empty(shape, dtype=torch.int32) for shape in (*shapes, (heads, groups)))
+    return (new_rows(query), logsum, *extra)  # type: ignore[return-value]
 
 
 @attend.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float) -> Ids:
-    return new_rows(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+def _(query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float) -> Saved:
+    return _like_attend(query, key, *key_ids.shape[2:])
 
 
 @torch.library.custom_op("dgt::triton_attend_backward", mutates_args=())
 def attend_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsum: Tensor,
-    group_ids: Tensor, key_ids: Tensor, scale: float,
+    group_ids: Tensor, key_ids: Tensor, order: Tensor, ends: Tensor, tiles: Tensor, ids: Tensor, counts: Tensor,
+    scale: float,
 ) -> Grads:  # fmt: skip
     """Gradients of query, key and value; the same bits in every run."""
     check_runnable("query", query)
-    if few_tokens.fits(query, key, key_ids.shape[2]):
-        return few_backward.backward(grad, query, key, value, output, logsum, group_ids, key_ids, scale)
-    segments = sort_queries(group_ids, key_ids.shape[2])
-    return many_backward.backward(grad, query, key, value, output, logsum, segments, key_ids, scale)
+    if dense.fits(query, key, key_ids.shape[2]):
+        return dense.backward(grad, query, key, value, output, logsum, group_ids, key_ids, scale)
+    segments, lists = Segments(order, ends, tiles), Lists(ids, counts)
+    return gathered.backward(grad, query, key, value, output, logsum, segments, lists, scale)
 
 
 @attend_backward.register_fake
-def _(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsum: Tensor,
-    group_ids: Tensor, key_ids: Tensor, scale: float,
-) -> Grads:  # fmt: skip
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Grads:
     return new_rows(query), new_rows(key), new_rows(value)
 
 
 @torch.library.custom_op("dgt::triton_attention", mutates_args=())
 def attention(
     query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, top_k: int, scale: float, key_mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The whole operator; ``(output, logsum, group_ids, key_ids)``, in one kernel where a head fits on chip."""
+) -> Whole:
+    """The whole operator; what :func:`attend` returns, with ``group_ids`` and ``key_ids`` in third and fourth place."""
     check_runnable("query", query)
-    if few_tokens.fits_on_chip(query, centroids.shape[1]):
-        return few_tokens.attention(query, key, value, centroids, top_k, scale, key_mask)
-    group_ids = grouping.assign(query, centroids, key_mask)[0]
-    key_ids = selection.select(centroids, key, top_k, key_mask)
-    return (*_attend(query, key, value, group_ids, key_ids, scale), group_ids, key_ids)
+    few = dense.fits(query, key, centroids.shape[1])
+    group_ids, segments, key_ids, lists = selection.group_and_select(
+        query, key, centroids, top_k, key_mask, sort=not few
+    )  # fmt: skip
+    if segments is None:
+        found = dense.attend(query, key, value, group_ids, key_ids, scale)
+        return (*found, group_ids, key_ids, *_nothing(query))
+    found = gathered.attend(query, key, value, segments, lists, scale)
+    return (*found, group_ids, key_ids, *segments, *lists)
 
 
 @attention.register_fake
 def _(
     query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, top_k: int, scale: float, key_mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    shape = (*key.shape[:2], centroids.shape[1], torch.sym_min(top_k, key.shape[2]))
-    logsum = query.new_empty(query.shape[:3], dtype=torch.float32)
-    return new_rows(query), logsum, torch.empty_like(logsum, dtype=torch.int64), key.new_empty(shape, dtype=torch.int64)
+) -> Whole:
+    groups, width = centroids.shape[1], torch.sym_min(top_k, key.shape[2])
+    group_ids = query.new_empty(query.shape[:3], dtype=torch.int64)
+    key_ids = key.new_empty((*key.shape[:2], groups, width), dtype=torch.int64)
+    output, logsum, *extra = _like_attend(query, key, groups, width)
+    return (output, logsum, group_ids, key_ids, *extra)  # type: ignore[return-value]
 
 
 def group_matmul(
@@ -151,7 +160,7 @@ def group_matmul(
 
 def _save_attend(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     query, key, value, group_ids, key_ids, ctx.scale = inputs
-    ctx.save_for_backward(query, key, value, *output, group_ids, key_ids)
+    ctx.save_for_backward(query, key, value, *output[:2], group_ids, key_ids, *output[2:])
 
 
 def _attend_backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
@@ -185,8 +194,8 @@ register_flop_formula(torch.ops.dgt.triton_attention)(flops.attention)
 
 
 @register_flop_formula(torch.ops.dgt.triton_group_statistics)
-def _(query: Any, centroids: Any, *_: Any, **__: Any) -> int:
-    return flops.group_queries(query, centroids) + 2 * math.prod(query)
+def _(query: Any, *_: Any, **__: Any) -> int:
+    return 2 * math.prod(query)
 
 
 @register_flop_formula(torch.ops.dgt.triton_attend_backward)

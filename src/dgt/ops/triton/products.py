@@ -14,27 +14,41 @@ import triton.language as tl
 from torch import Tensor
 
 from dgt.ops.triton.common import head_base, load_rows, multiply, store_rows
-from dgt.ops.triton.inverse import gather, invert
+from dgt.ops.triton.gathered import tiling
+from dgt.ops.triton.inverse import Lists, gather, invert
 from dgt.ops.triton.launch import launch, rows_of, strides_of, turns
-from dgt.ops.triton.many_tokens import load_ids, tiling
-from dgt.ops.triton.sorting import Segments, count_slots, find_segment, find_tile
+from dgt.ops.triton.sorting import Segments, find_segment
+
+
+@triton.jit
+def load_ids(key_ids, row, first, width, keys, N: tl.constexpr):
+    """Key ids ``first`` to ``first + N`` of a row (head, group), and which of them exist."""
+    place = first + tl.arange(0, N)
+    ids = tl.load(key_ids + row.to(tl.int64) * width + place, mask=place < width, other=-1)
+    return ids, (ids >= 0) & (ids < keys)
+
+
+@triton.jit
+def load_tile(tiles, order, head, slot, slots, queries, T: tl.constexpr):
+    """Group of a tile (-1 if it is unused), its queries, and which of T there are."""
+    row = tiles + (head.to(tl.int64) * slots + slot) * 4
+    group, place = tl.load(row), tl.load(row + 1) + tl.arange(0, T)
+    present = place < tl.load(row + 2)
+    return group, tl.load(order + head.to(tl.int64) * queries + place, mask=present, other=0), present
 
 
 @triton.jit
 def rows_times_keys(
-    rows, keys, key_ids, order, ends, weights,
+    rows, keys, key_ids, order, tiles, weights,
     qb, qh, ql, kb, kh, kl, heads, queries, count, groups, width, slots, blocks, fill,
-    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr, GP: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Form 1: P[i, p] = rows[i] . keys[key_ids[group[i], p]]; ``fill`` where there is no such key."""
     pid = tl.program_id(0)
     block, slot, head = pid % blocks, pid // blocks % slots, pid // blocks // slots
-    group, first, end = find_tile(ends, head, slot, groups, T, GP)
-    if group > groups:
+    group, row, present = load_tile(tiles, order, head, slot, slots, queries, T)
+    if group < 0:
         return
-    place = first + tl.arange(0, T)
-    present = place < end
-    row = tl.load(order + head.to(tl.int64) * queries + place, mask=present, other=0)
     q = load_rows(head_base(rows, head, heads, qb, qh), row, ql, present, D, DP)
     limit = tl.where(group < groups, width, 0)
     column = block * N + tl.arange(0, N)
@@ -50,18 +64,15 @@ def rows_times_keys(
 
 @triton.jit
 def weights_times_values(
-    weights, values, key_ids, order, ends, result,
+    weights, values, key_ids, order, tiles, result,
     vb, vh, vl, ob, oh, ol, heads, queries, count, groups, width, slots,
-    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr, GP: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Form 2: Y[i] = sum over p of P[i, p] values[key_ids[group[i], p]]."""
     head, slot = tl.program_id(0) // slots, tl.program_id(0) % slots
-    group, first, end = find_tile(ends, head, slot, groups, T, GP)
-    if group > groups:
+    group, row, present = load_tile(tiles, order, head, slot, slots, queries, T)
+    if group < 0:
         return
-    place = first + tl.arange(0, T)
-    present = place < end
-    row = tl.load(order + head.to(tl.int64) * queries + place, mask=present, other=0)
     value_rows = head_base(values, head, heads, vb, vh)
     address = weights + (head.to(tl.int64) * queries + row)[:, None] * width
     total = tl.zeros([T, DP], tl.float32)
@@ -104,11 +115,11 @@ def rows_by_keys(rows: Tensor, keys: Tensor, segments: Segments, key_ids: Tensor
     batch, heads, queries, _ = rows.shape
     groups, width = key_ids.shape[2:]
     weights = rows.new_empty(batch, heads, queries, width)
-    options = tiling(rows, groups, width)
-    slots, blocks = count_slots(queries, groups, options["T"]), triton.cdiv(width, options["N"])
+    options = tiling(rows, groups)
+    slots, blocks = segments.tiles.shape[1], triton.cdiv(width, options["N"])
     launch(
         rows_times_keys, batch * heads * slots * blocks,
-        rows, keys, key_ids, segments.order, segments.ends, weights, *strides_of(rows), *strides_of(keys),
+        rows, keys, key_ids, segments.order, segments.tiles, weights, *strides_of(rows), *strides_of(keys),
         heads, queries, keys.shape[2], groups, width, slots, blocks, float(fill), **options,
     )  # fmt: skip
     return weights
@@ -120,11 +131,11 @@ def weights_by_rows(weights: Tensor, values: Tensor, segments: Segments, key_ids
     batch, heads, queries, width = weights.shape
     groups = key_ids.shape[2]
     result = values.new_empty(batch, heads, queries, values.shape[3])
-    options = tiling(result, groups, width)
-    slots = count_slots(queries, groups, options["T"])
+    options = tiling(result, groups)
+    slots = segments.tiles.shape[1]
     launch(
         weights_times_values, batch * heads * slots,
-        weights, values, key_ids, segments.order, segments.ends, result, *strides_of(values), *strides_of(result),
+        weights, values, key_ids, segments.order, segments.tiles, result, *strides_of(values), *strides_of(result),
         heads, queries, values.shape[2], groups, width, slots, **options,
     )  # fmt: skip
     return result
@@ -136,10 +147,10 @@ def weights_by_columns(weights: Tensor, rows: Tensor, segments: Segments, key_id
     batch, heads, queries, channels = rows.shape
     groups, width = key_ids.shape[2:]
     result = rows.new_empty(batch, heads, tokens, channels)
-    options = tiling(rows, groups, width)
-    del options["GP"]
+    options = tiling(rows, groups)
     blocks = triton.cdiv(width, options["N"])
-    inverse = invert(key_ids, tokens)
+    lists = Lists(key_ids.flatten(0, 1).contiguous(), None)
+    inverse = invert(lists, tokens)
     for first, number in turns(batch * heads, 4 * groups * width * channels):
         exact: dict[str, Any] = {"dtype": torch.float32, "device": rows.device}
         partial = torch.empty((number, groups * width, channels), **exact)

@@ -1,10 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Gradients for few tokens: the formulas of :mod:`dgt.ops.triton.many_backward`, dense under the mask of bits.
+"""Attention for few tokens, dense under a mask: forward (Eq. 2) and gradients.
 
-Every query and every key is written by one program, so nothing is summed between programs.
+With up to 256 tokens gathering would cost more than it saves. The mask takes two words per key, one bit for each of at
+most 64 groups: query i sees key j if bit ``group[i]`` of ``words[j]`` is set. The formulas of the gradients are
+those of :mod:`dgt.ops.triton.gathered`; every query and every key is written by one program: nothing is summed between
+them.
 """
-
-import math
 
 import torch
 import triton
@@ -12,9 +13,62 @@ import triton.language as tl
 from torch import Tensor
 
 from dgt.ops.triton.common import head_base, load_rows, multiply, store_rows
-from dgt.ops.triton.few_tokens import load_words, sees
+from dgt.ops.triton.gathered import finish_softmax, running_softmax
 from dgt.ops.triton.inverse import mark
-from dgt.ops.triton.launch import block_of, launch, new_rows, power_of_two, rows_of, strides_of
+from dgt.ops.triton.launch import base_two, block_of, launch, new_rows, power_of_two, rows_of, strides_of
+
+MOST_TOKENS = 256
+MOST_GROUPS = 64
+
+
+def fits(query: Tensor, key: Tensor, groups: int) -> bool:
+    """Tell whether the heads of (B, H, L, D) tensors are so small that dense attention under a mask is the way."""
+    return query.shape[2] <= MOST_TOKENS and key.shape[2] <= MOST_TOKENS and groups <= MOST_GROUPS
+
+
+@triton.jit
+def sees(low, high, group):
+    """(T, N) whether queries of these groups see keys with these words; no group (-1) sees none."""
+    word = tl.where((group < 32)[:, None], low[None, :], high[None, :])
+    return (((word >> (tl.maximum(group, 0) % 32)[:, None]) & 1) == 1) & (group >= 0)[:, None]
+
+
+@triton.jit
+def load_words(bits, head, place, keys, WORDS: tl.constexpr):
+    """The two words of some keys; the second is not read where groups need but one."""
+    row = bits + (head.to(tl.int64) * keys + place) * WORDS
+    low = tl.load(row, mask=place < keys, other=0)
+    return low, tl.load(row + WORDS - 1, mask=place < keys, other=0)
+
+
+@triton.jit
+def attend_densely(
+    query, key, value, group_ids, bits, output, logsum,
+    qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, heads, queries, keys, tiles, scale,
+    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """A tile of queries of a head whose groups and words are known; ``scale`` contains log2(e)."""
+    head, rows = tl.program_id(0) // tiles, tl.program_id(0) % tiles * T + tl.arange(0, T)
+    present = rows < queries
+    group = tl.load(group_ids + head.to(tl.int64) * queries + rows, mask=present, other=-1).to(tl.int32)
+    q = load_rows(head_base(query, head, heads, qb, qh), rows, ql, present, D, DP)
+    if scale < 0:
+        q, scale = -q, -scale
+    key_rows, value_rows = head_base(key, head, heads, kb, kh), head_base(value, head, heads, vb, vh)
+    top = tl.full([T], float("-inf"), tl.float32)
+    total = tl.zeros([T], tl.float32)
+    result = tl.zeros([T, DP], tl.float32)
+    for start in range(0, keys, N):
+        place = start + tl.arange(0, N)
+        low, high = load_words(bits, head, place, keys, WORDS)
+        score = multiply(q, tl.trans(load_rows(key_rows, place, kl, place < keys, D, DP)))
+        score = tl.where(sees(low, high, group), score, float("-inf"))
+        weight, shrink, top, total = running_softmax(score, scale, top, total)
+        v = load_rows(value_rows, place, vl, place < keys, D, DP)
+        result = result * shrink[:, None] + multiply(weight.to(v.dtype), v)
+    result, logs = finish_softmax(result, top, total)
+    store_rows(head_base(output, head, heads, ob, oh), rows, ol, present, result, D, DP)
+    tl.store(logsum + head.to(tl.int64) * queries + rows, logs, mask=present)
 
 
 @triton.jit
@@ -87,16 +141,40 @@ def dense_key_gradients(
     store_rows(head_base(grad_value, head, heads, cb, ch), place, cl, inside, dv, D, DP)
 
 
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend inside given groups, densely under the mask; ``(output, logsum)``, for heads that :func:`fits`."""
+    query, key, value = rows_of(query), rows_of(key), rows_of(value)
+    batch, heads, queries, channels = query.shape
+    keys = key.shape[2]
+    bits = mark(key_ids.flatten(0, 1).contiguous(), None, keys)
+    output = new_rows(query)
+    logsum = torch.empty((batch, heads, queries), dtype=torch.float32, device=query.device)
+    block = block_of(query)
+    size = min(block, power_of_two(queries))
+    tiles = triton.cdiv(queries, size)
+    launch(
+        attend_densely, batch * heads * tiles,
+        query, key, value, group_ids.contiguous(), bits, output, logsum,
+        *strides_of(query), *strides_of(key), *strides_of(value), *strides_of(output),
+        heads, queries, keys, tiles, base_two(scale),
+        D=channels, DP=power_of_two(channels), T=size, N=min(block, power_of_two(keys)), WORDS=bits.shape[2],
+        num_warps=4, num_stages=1,
+    )  # fmt: skip
+    return output, logsum
+
+
 def backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsum: Tensor,
     group_ids: Tensor, key_ids: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return dQ, dK and dV for heads that :func:`dgt.ops.triton.few_tokens.fits`."""
+    """Return dQ, dK and dV for heads that :func:`fits`."""
     grad, query, key, value, output = (rows_of(t) for t in (grad, query, key, value, output))
-    group_ids = group_ids.contiguous()
+    group_ids, logsum = group_ids.contiguous(), logsum.contiguous()
     batch, heads, queries, channels = query.shape
     keys = key.shape[2]
-    bits = mark(key_ids.contiguous(), keys)
+    bits = mark(key_ids.flatten(0, 1).contiguous(), None, keys)
     grad_query, grad_key, grad_value = new_rows(query), new_rows(key), new_rows(value)
     delta = torch.empty_like(logsum)
     block = block_of(query)
@@ -104,7 +182,7 @@ def backward(
     options |= {"T": min(block, power_of_two(queries)), "N": min(block, power_of_two(keys))}
     strides = [number for t in (grad, query, key, value) for number in strides_of(t)]
     shape = (heads, queries, keys)
-    scales = (scale * math.log2(math.e), scale)
+    scales = (base_two(scale), scale)
     tiles = triton.cdiv(queries, options["T"])
     launch(
         dense_query_gradient, batch * heads * tiles,

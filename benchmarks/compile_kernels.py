@@ -1,0 +1,243 @@
+"""Compile every kernel for a GPU that need not be there, and list what it takes of the chip.
+
+    python benchmarks/compile_kernels.py --arch 90 [--json]
+
+The operator, its gradients and the forms of the appendix are walked on meta tensors with the shapes of DGT-T's stages
+(bfloat16), and all that they would launch is compiled. Exits with 1 if a kernel does not compile, spills registers, or
+exceeds its budget of registers, shared memory, programs at once or instructions of a loop.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from dgt.ops.triton import operators, products, selection
+from dgt.ops.triton.launch import Launch, interpreting, recording
+from dgt.ops.triton.sorting import sort_queries
+
+# Tokens at 224 px, heads and k of DGT-T's stages, and of dense prediction; D is 32 and G 48 everywhere.
+STAGES = {
+    "stage 1": (128, 3136, 2, 98), "stage 2": (128, 784, 4, 98), "stage 3": (128, 196, 8, 98),
+    "dense": (32, 16384, 2, 512), "k 513": (32, 16384, 2, 513), "large": (8, 64000, 2, 500),
+}  # fmt: skip
+GROUPS = 48
+# At most so many registers a thread, bytes of shared memory, and instructions of an innermost loop; at least so many
+# programs at once on a multiprocessor of sm_90. Raise one only for a kernel that the cycle model finds faster.
+BUDGETS = {
+    "score_tokens": (208, 49152, 1000, 2), "bound_and_place": (96, 8192, 480, 4), "group_tokens": (192, 49152, 1000, 2),
+    "place_queries": (96, 8192, 480, 4), "mark_candidates": (128, 49152, 400, 3), "pick_best": (112, 8192, 720, 4),
+    "pick_all": (96, 8192, 160, 8), "attend_tiles": (128, 28672, 360, 4), "query_gradient": (128, 32768, 360, 4),
+    "key_gradients": (224, 32768, 640, 2), "attend_densely": (128, 16384, 640, 4),
+    "dense_query_gradient": (128, 40960, 800, 4), "dense_key_gradients": (255, 40960, 1200, 2),
+    "gather_partials": (96, 8192, 200, 4), "mark_keys": (48, 8192, 0, 8), "fill_entries": (64, 8192, 100, 8),
+}  # fmt: skip
+TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.bool: "i1", torch.int16: "i16"}
+INTEGERS = {torch.int64: "i64", torch.int32: "i32"}
+
+
+class Report(NamedTuple):
+    """What one kernel takes on one shape; -1 where it did not compile."""
+
+    kernel: str
+    shape: str
+    warps: int
+    registers: int
+    shared_bytes: int
+    spilled_bytes: int
+    loop: int
+    blocks: int
+    error: str
+
+
+def walk(name: str, channels: int = 32, dtype: torch.dtype = torch.bfloat16) -> list[Launch]:
+    """Record all launches of the operator, its gradients and the forms on the shape of a stage."""
+    batch, tokens, heads, top_k = STAGES[name]
+    like: dict[str, Any] = {"device": "meta", "dtype": dtype}
+    # Heads interleaved, as a layer's projection leaves them.
+    query, key, value = torch.empty(batch, tokens, 3, heads, channels, **like).permute(2, 0, 3, 1, 4).unbind(0)
+    centroids = torch.empty(heads, GROUPS, channels, device="meta")
+    mask = torch.empty(batch, tokens, device="meta", dtype=torch.bool)
+    with recording() as launches:
+        for key_mask in (None, mask):
+            output, logsum, group_ids, key_ids, *extra = body(operators.attention)(
+                query, key, value, centroids, top_k, 1.0, key_mask
+            )
+            selection.select(centroids, key, top_k, key_mask)
+            body(operators.group_queries)(query, centroids, key_mask)
+        body(operators.attend)(query, key, value, group_ids, key_ids, 1.0)
+        saved = (output, query, key, value, output, logsum, group_ids, key_ids, *extra, 1.0)
+        body(operators.attend_backward)(*saved)
+        body(operators.group_statistics)(query, group_ids, GROUPS)
+        segments = sort_queries(group_ids, GROUPS)
+        weights = products.rows_by_keys(query, key, segments, key_ids, 0.0)
+        products.weights_by_rows(weights, value, segments, key_ids)
+        products.weights_by_columns(weights, output, segments, key_ids, tokens)
+    return launches
+
+
+def body(operator: Any) -> Any:
+    """The function under ``torch.library.custom_op``, which on meta tensors itself would only tell shapes."""
+    return getattr(operator, "_init_fn", operator)
+
+
+def describe_argument(value: Any) -> tuple[str, bool]:
+    """Type of an argument in a signature, and whether it is known to be divisible by 16."""
+    if isinstance(value, Tensor):
+        return "*" + (TYPES | INTEGERS)[value.dtype], True
+    if isinstance(value, float):
+        return "fp32", False
+    if value is None or value == 1:
+        return "constexpr", False
+    return ("i32" if -(2**31) <= value < 2**31 else "i64"), value % 16 == 0
+
+
+def source_of(launch: Launch) -> tuple[ASTSource, dict[str, int]]:
+    """Specialise a kernel for the arguments of a launch as Triton itself would; source, and options of the compiler."""
+    kernel = launch.kernel
+    names = kernel.arg_names
+    options = {name: value for name, value in launch.options.items() if name not in names}
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+    for place, name in enumerate(names):
+        if place < len(launch.arguments):
+            signature[name], even = describe_argument(launch.arguments[place])
+            if signature[name] == "constexpr":
+                constants[(place,)] = launch.arguments[place]
+            elif even:
+                attributes[(place,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name], constants[(place,)] = "constexpr", launch.options[name]
+    return ASTSource(kernel, signature, constants, attributes), options
+
+
+def tool(name: str, *options: str, cubin: bytes) -> str:
+    """What a CUDA tool that Triton brings says of a cubin."""
+    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(folder / name), *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its stack, which in these kernels holds nothing but spilled registers."""
+    found = tool("cuobjdump", "--dump-resource-usage", cubin=cubin)
+    registers, stack = re.findall(r"REG:(\d+)", found), re.findall(r"STACK:(\d+)", found)
+    return max(map(int, registers)), max(map(int, stack))
+
+
+def longest_loop(cubin: bytes) -> int:
+    """Instructions of the longest loop that holds no other; 0 without loops."""
+    labels: dict[str, int] = {}
+    loops, count = [], 0
+    for row in tool("nvdisasm", "-c", cubin=cubin).splitlines():
+        if found := re.match(r"\s*(\.L_x_\d+):", row):
+            labels[found[1]] = count
+        elif re.match(r"\s+/\*[0-9a-f]{4,}\*/", row):
+            count += 1
+            found = re.search(r"\bBRA\b.*?`\((\.L_x_\d+)\)", row)
+            if found and labels.get(found[1], count) < count - 1:
+                loops.append((labels[found[1]], count))
+    inner = [b - a for a, b in loops if not any((c, d) != (a, b) and a <= c and d <= b for c, d in loops)]
+    return max(inner, default=0)
+
+
+def blocks_of(registers: int, shared: int, warps: int) -> int:
+    """Programs at once on a multiprocessor of sm_90: 64 K registers, 228 KB of shared memory, 64 warps."""
+    by_registers = 4 * (16384 // (-(-registers // 8) * 256)) // warps
+    return min(by_registers, (228 << 10) // (shared + 1024), 64 // warps, 32)
+
+
+def over_budget(row: Report, arch: int) -> str:
+    """What exceeds the budget of a kernel; nothing where it has none, or on another architecture."""
+    if row.error or row.spilled_bytes:
+        return row.error or f"spills {row.spilled_bytes} bytes"
+    if arch != 90 or row.kernel not in BUDGETS:
+        return ""
+    registers, shared, loop, blocks = BUDGETS[row.kernel]
+    found = [
+        f"{name} {value} ({limit} allowed)"
+        for name, value, limit in (
+            ("registers", row.registers, registers), ("shared bytes", row.shared_bytes, shared),
+            ("instructions in a loop", row.loop, loop),
+        )
+        if value > limit
+    ]  # fmt: skip
+    found += [f"{row.blocks} programs on a multiprocessor ({blocks} needed)"] if row.blocks < blocks else []
+    return ", ".join(found)
+
+
+def compile_launch(launch: Launch, shape: str, arch: int) -> Report:
+    """Compile one launch for one architecture."""
+    source, options = source_of(launch)
+    name, warps = launch.kernel.__name__, options["num_warps"]
+    try:
+        built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+        cubin, shared = built.asm["cubin"], built.metadata.shared
+        registers, spilled = resources(cubin)
+        loop, blocks = longest_loop(cubin), blocks_of(registers, shared, warps)
+        return Report(name, shape, warps, registers, shared, spilled, loop, blocks, "")
+    except Exception as error:  # whatever the compiler trips over is what this command is here to report
+        return Report(name, shape, warps, -1, -1, -1, -1, -1, f"{type(error).__name__}: {error}".splitlines()[0])
+
+
+def reports(arch: int) -> Iterator[Report]:
+    """Compile every distinct launch of every stage."""
+    seen = set()
+    for shape in STAGES:
+        for launch in walk(shape):
+            source, options = source_of(launch)
+            mark = (source.hash(), tuple(sorted(options.items())))
+            if mark not in seen:
+                seen.add(mark)
+                yield compile_launch(launch, shape, arch)
+
+
+def table(rows: list[Report]) -> str:
+    """Reports as aligned text."""
+    titles = f"{'warps':>6}{'registers':>11}{'shared':>9}{'spilled':>9}{'loop':>7}{'blocks':>8}"
+    lines = [f"{'kernel':22}{'shape':10}{titles}"]
+    for row in rows:
+        numbers = f"{row.warps:6}{row.registers:11}{row.shared_bytes:9}{row.spilled_bytes:9}{row.loop:7}{row.blocks:8}"
+        lines.append(f"{row.kernel:22}{row.shape:10}{row.error or numbers}")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compile everything and print what it takes; 1 if a kernel spills or does not compile, otherwise 0."""
+    parser = argparse.ArgumentParser(prog="compile_kernels.py", description="Compile every kernel.")
+    parser.add_argument("--arch", type=int, default=90, help="compute capability times ten: 80, 90, 100 (default: 90)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    options = parser.parse_args(arguments)
+    if interpreting():
+        parser.error("TRITON_INTERPRET is set: nothing can be compiled; unset it")
+    found = list(reports(options.arch))
+    failed = {row: words for row in found if (words := over_budget(row, options.arch))}
+    if options.json:
+        kernels = [row._asdict() for row in found]
+        versions = {"triton": triton.__version__, "torch": torch.__version__}
+        print(json.dumps({"arch": options.arch, **versions, "failed": len(failed), "kernels": kernels}, indent=1))
+    else:
+        print(f"Triton {triton.__version__}, torch {torch.__version__}, sm_{options.arch}, bfloat16, D 32, G {GROUPS}")
+        print(table(found))
+    for row, words in failed.items():
+        print(f"{row.kernel} on {row.shape}: {words}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,266 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Attention inside each group for many tokens: keys and values gathered by index; forward (Eq. 2) and gradients.
+
+A program takes a tile of queries of one group and the group's keys block by block, with a running softmax. Lists are
+padded with an id that exists, so nothing is masked but the scores of the last block. P never leaves the chip; the
+log-sum-exp (base 2) of every query is all that the backward pass needs besides the output. With S = scale Q K^T,
+P = exp(S - logsum), Y = P V and delta = rowsum(dY * Y) (which equals rowsum(dP * P)):
+
+    dP = dY V^T        dS = P * (dP - delta)        dQ = scale dS K        dK = scale dS^T Q        dV = P^T dY
+
+Weights are computed again from the saved log-sum-exp. dQ goes tile by tile as the forward pass does. For dK and dV a
+program takes a block of the selected keys of one group, and all queries of that group; a key that several groups chose
+then sums their partials through the inverse index. Partials live in a workspace of a few heads at a time.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dgt.ops.triton.common import head_base, load_rows, multiply, store_rows
+from dgt.ops.triton.inverse import PAD, Lists, gather, invert
+from dgt.ops.triton.launch import base_two, block_of, launch, new_rows, power_of_two, rows_of, strides_of, turns
+from dgt.ops.triton.sorting import Segments, find_segment, tile_size
+
+
+@triton.jit
+def load_tile(tiles, counts, order, head, slot, slots, queries, groups, T: tl.constexpr):
+    """Group of a tile (-1 if it is unused), how many keys it sees, its queries, and which of T there are."""
+    row = tiles + (head.to(tl.int64) * slots + slot) * 4
+    group, first, end = tl.load(row), tl.load(row + 1), tl.load(row + 2)
+    listed = tl.minimum(tl.maximum(group, 0), groups - 1)  # the queries of no group see nothing
+    count = tl.where(group == listed, tl.load(counts + head * groups + listed), 0)
+    place = first + tl.arange(0, T)
+    present = place < end
+    return group, count, tl.load(order + head.to(tl.int64) * queries + place, mask=present, other=0), present
+
+
+@triton.jit
+def load_listed(base, ids, stride, D: tl.constexpr, DP: tl.constexpr):
+    """(N, DP) rows by ids that all exist."""
+    return load_rows(base, ids, stride, ids >= 0, D, DP) if D < DP else tl.load(
+        base + ids.to(tl.int64)[:, None] * stride + tl.arange(0, DP)[None, :]
+    )  # fmt: skip
+
+
+@triton.jit
+def running_softmax(score, scale, top, total):
+    """One step of the running softmax, base 2: weights, the factor on what came before, new maximum and sum.
+
+    ``scale`` is positive; a row whose scores are all minus infinity has none but these.
+    """
+    new_top = tl.maximum(top, tl.max(score, 1) * scale)
+    safe = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen no key yet
+    weight = tl.exp2(score * scale - safe[:, None])
+    shrink = tl.exp2(top - safe)
+    return weight, shrink, new_top, total * shrink + tl.sum(weight, 1)
+
+
+@triton.jit
+def finish_softmax(result, top, total):
+    """The weighted mean and the log-sum-exp; zero where a row has seen no key."""
+    some = total > 0
+    safe = tl.where(some, total, 1.0)
+    return result / safe[:, None], tl.where(some, top + tl.log2(safe), 0.0)
+
+
+@triton.jit
+def attend_block(
+    q, key_rows, value_rows, kl, vl, row, start, count, scale, top, total, result,
+    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    """Let a tile of queries see N more keys; LAST: only those before ``count``."""
+    column = start + tl.arange(0, N)
+    ids = tl.load(row + column)
+    score = multiply(q, tl.trans(load_listed(key_rows, ids, kl, D, DP)))
+    if LAST:
+        score = tl.where((column < count)[None, :], score, float("-inf"))
+    weight, shrink, top, total = running_softmax(score, scale, top, total)
+    v = load_listed(value_rows, ids, vl, D, DP)
+    return top, total, result * shrink[:, None] + multiply(weight.to(v.dtype), v)
+
+
+@triton.jit
+def attend_tiles(
+    query, key, value, lists, counts, order, tiles, output, logsum,
+    qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, heads, queries, groups, padded, slots, scale,
+    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries; ``scale`` contains log2(e)."""
+    head, slot = tl.program_id(0) // slots, tl.program_id(0) % slots
+    group, count, rows, present = load_tile(tiles, counts, order, head, slot, slots, queries, groups, T)
+    if group < 0:
+        return
+    q = load_rows(head_base(query, head, heads, qb, qh), rows, ql, present, D, DP)
+    if scale < 0:
+        q, scale = -q, -scale
+    key_rows, value_rows = head_base(key, head, heads, kb, kh), head_base(value, head, heads, vb, vh)
+    row = lists + (head * groups + group).to(tl.int64) * padded
+    top = tl.full([T], float("-inf"), tl.float32)
+    total = tl.zeros([T], tl.float32)
+    result = tl.zeros([T, DP], tl.float32)
+    full = count // N * N
+    for start in range(0, full, N):
+        top, total, result = attend_block(
+            q, key_rows, value_rows, kl, vl, row, start, count, scale, top, total, result, D, DP, N, False
+        )  # fmt: skip
+    if full < count:
+        top, total, result = attend_block(
+            q, key_rows, value_rows, kl, vl, row, full, count, scale, top, total, result, D, DP, N, True
+        )  # fmt: skip
+    result, logs = finish_softmax(result, top, total)
+    store_rows(head_base(output, head, heads, ob, oh), rows, ol, present, result, D, DP)
+    tl.store(logsum + head.to(tl.int64) * queries + rows, logs, mask=present)
+
+
+@triton.jit
+def query_gradient_block(
+    q, dy, logs, mean, key_rows, value_rows, kl, vl, row, start, count, scale, result,
+    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    """Add what N keys give to dQ; LAST: only those before ``count``."""
+    column = start + tl.arange(0, N)
+    ids = tl.load(row + column)
+    k, v = load_listed(key_rows, ids, kl, D, DP), load_listed(value_rows, ids, vl, D, DP)
+    weight = tl.exp2(multiply(q, tl.trans(k)) * scale - logs[:, None])
+    if LAST:
+        weight = tl.where((column < count)[None, :], weight, 0.0)
+    slope = weight * (multiply(dy, tl.trans(v)) - mean[:, None])
+    return result + multiply(slope.to(k.dtype), k)
+
+
+@triton.jit
+def query_gradient(
+    grad, query, key, value, output, lists, counts, order, tiles, logsum, delta, grad_query,
+    gb, gh, gl, qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, rb, rh, rl,
+    heads, queries, groups, padded, slots, scale_log2, scale,
+    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """dQ of one tile of queries, and its delta for the other kernel."""
+    head, slot = tl.program_id(0) // slots, tl.program_id(0) % slots
+    group, count, rows, present = load_tile(tiles, counts, order, head, slot, slots, queries, groups, T)
+    if group < 0:
+        return
+    q = load_rows(head_base(query, head, heads, qb, qh), rows, ql, present, D, DP)
+    dy = load_rows(head_base(grad, head, heads, gb, gh), rows, gl, present, D, DP)
+    y = load_rows(head_base(output, head, heads, ob, oh), rows, ol, present, D, DP)
+    mean = tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1)
+    tl.store(delta + head.to(tl.int64) * queries + rows, mean, mask=present)
+    logs = tl.load(logsum + head.to(tl.int64) * queries + rows, mask=present, other=0.0)
+    key_rows, value_rows = head_base(key, head, heads, kb, kh), head_base(value, head, heads, vb, vh)
+    row = lists + (head * groups + group).to(tl.int64) * padded
+    result = tl.zeros([T, DP], tl.float32)
+    full = count // N * N
+    for start in range(0, full, N):
+        result = query_gradient_block(
+            q, dy, logs, mean, key_rows, value_rows, kl, vl, row, start, count, scale_log2, result, D, DP, N, False
+        )  # fmt: skip
+    if full < count:
+        result = query_gradient_block(
+            q, dy, logs, mean, key_rows, value_rows, kl, vl, row, full, count, scale_log2, result, D, DP, N, True
+        )  # fmt: skip
+    store_rows(head_base(grad_query, head, heads, rb, rh), rows, rl, present, result * scale, D, DP)
+
+
+@triton.jit
+def key_gradients(
+    grad, query, key, value, lists, counts, order, ends, logsum, delta, partial_key, partial_value,
+    gb, gh, gl, qb, qh, ql, kb, kh, kl, vb, vh, vl,
+    heads, queries, groups, padded, first_head, blocks, scale_log2, scale,
+    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Partial dK and dV of one block of the selected keys of a group.
+
+    Rows beyond the group's keys are filled with what nobody reads; absent queries are zero, and so is what they add.
+    """
+    pid = tl.program_id(0)
+    block, group, nth = pid % blocks, pid // blocks % groups, pid // blocks // groups
+    head = first_head + nth
+    if block * N >= tl.load(counts + head * groups + group):
+        return
+    begin, end = find_segment(ends, head, group, groups)
+    place = block * N + tl.arange(0, N)
+    ids = tl.load(lists + (head * groups + group).to(tl.int64) * padded + place)
+    k = load_listed(head_base(key, head, heads, kb, kh), ids, kl, D, DP)
+    v = load_listed(head_base(value, head, heads, vb, vh), ids, vl, D, DP)
+    query_rows, grad_rows = head_base(query, head, heads, qb, qh), head_base(grad, head, heads, gb, gh)
+    dk = tl.zeros([N, DP], tl.float32)
+    dv = tl.zeros([N, DP], tl.float32)
+    for start in range(begin, end, T):
+        at = start + tl.arange(0, T)
+        present = at < end
+        rows = tl.load(order + head.to(tl.int64) * queries + at, mask=present, other=0)
+        q = load_rows(query_rows, rows, ql, present, D, DP)
+        dy = load_rows(grad_rows, rows, gl, present, D, DP)
+        logs = tl.load(logsum + head.to(tl.int64) * queries + rows, mask=present, other=0.0)
+        mean = tl.load(delta + head.to(tl.int64) * queries + rows, mask=present, other=0.0)
+        weight = tl.exp2(multiply(k, tl.trans(q)) * scale_log2 - logs[None, :])
+        dv += multiply(weight.to(dy.dtype), dy)
+        slope = weight * (multiply(v, tl.trans(dy)) - mean[None, :])
+        dk += multiply(slope.to(q.dtype), q)
+    base = (nth.to(tl.int64) * groups + group) * padded * D
+    store_rows(partial_key + base, place, D, place >= 0, dk * scale, D, DP)
+    store_rows(partial_value + base, place, D, place >= 0, dv, D, DP)
+
+
+def tiling(query: Tensor, groups: int) -> dict[str, int]:
+    """Sizes of the tiles of queries and blocks of keys, and how a program runs them."""
+    sizes = {"T": tile_size(query.shape[2], groups), "N": min(block_of(query), PAD)}
+    return {"D": query.shape[3], "DP": power_of_two(query.shape[3]), **sizes, "num_warps": 4}
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, lists: Lists, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend inside each group; ``(output, logsum)``: (B, H, L, D) of the query's type, float32 (B, H, L)."""
+    query, key, value = rows_of(query), rows_of(key), rows_of(value)
+    batch, heads, queries, _ = query.shape
+    groups, padded = lists.ids.shape[1:]
+    output = new_rows(query)
+    logsum = torch.empty((batch, heads, queries), dtype=torch.float32, device=query.device)
+    slots = segments.tiles.shape[1]
+    options = tiling(query, groups) | {"num_stages": 3}
+    launch(
+        attend_tiles, batch * heads * slots, query, key, value, *lists, segments.order, segments.tiles, output, logsum,
+        *strides_of(query), *strides_of(key), *strides_of(value), *strides_of(output),
+        heads, queries, groups, padded, slots, base_two(scale), **options,
+    )  # fmt: skip
+    return output, logsum
+
+
+def backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsum: Tensor,
+    segments: Segments, lists: Lists, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return dQ, dK and dV; arguments as in :func:`attend` and what it returned."""
+    grad, query, key, value, output = (rows_of(t) for t in (grad, query, key, value, output))
+    batch, heads, queries, channels = query.shape
+    groups, padded = lists.ids.shape[1:]
+    grad_query, grad_key, grad_value = new_rows(query), new_rows(key), new_rows(value)
+    logsum = logsum.contiguous()
+    delta = torch.empty_like(logsum)
+    options = tiling(query, groups)
+    slots = segments.tiles.shape[1]
+    shape = (heads, queries, groups, padded)
+    scales = (base_two(scale), scale)
+    strides = [number for t in (grad, query, key, value) for number in strides_of(t)]
+    launch(
+        query_gradient, batch * heads * slots,
+        grad, query, key, value, output, *lists, segments.order, segments.tiles, logsum, delta, grad_query,
+        *strides, *strides_of(output), *strides_of(grad_query), *shape, slots, *scales, **options, num_stages=2,
+    )  # fmt: skip
+    inverse = invert(lists, key.shape[2])
+    blocks = triton.cdiv(padded, options["N"])
+    for first, count in turns(batch * heads, 8 * groups * padded * channels):
+        exact: dict[str, Any] = {"dtype": torch.float32, "device": key.device}
+        partials = [torch.empty((count, groups * padded, channels), **exact) for _ in range(2)]
+        launch(
+            key_gradients, count * groups * blocks,
+            grad, query, key, value, *lists, segments.order, segments.ends, logsum, delta, *partials,
+            *strides, *shape, first, blocks, *scales, **options, num_stages=2,
+        )  # fmt: skip
+        gather(inverse, partials, [grad_key, grad_value], first)
+    return grad_query, grad_key, grad_value
