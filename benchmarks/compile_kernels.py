@@ -23,9 +23,9 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dgt.ops.triton import operators, products, selection
+from dgt.ops.triton import operators, products
 from dgt.ops.triton.launch import Launch, interpreting, recording
-from dgt.ops.triton.sorting import sort_queries
+from dgt.ops.triton.passes import sort_queries
 
 # Tokens at 224 px, heads and k of DGT-T's stages, and of dense prediction; D is 32 and G 48 everywhere.
 STAGES = {
@@ -36,12 +36,13 @@ GROUPS = 48
 # At most so many registers a thread, bytes of shared memory, and instructions of an innermost loop; at least so many
 # programs at once on a multiprocessor of sm_90. Raise one only for a kernel that the cycle model finds faster.
 BUDGETS = {
-    "score_tokens": (208, 49152, 1000, 2), "bound_and_place": (96, 8192, 480, 4), "group_tokens": (192, 49152, 1000, 2),
-    "place_queries": (96, 8192, 480, 4), "mark_candidates": (128, 49152, 400, 3), "pick_best": (112, 8192, 720, 4),
-    "pick_all": (96, 8192, 160, 8), "attend_tiles": (128, 28672, 360, 4), "query_gradient": (128, 32768, 360, 4),
-    "key_gradients": (224, 32768, 640, 2), "attend_densely": (128, 16384, 640, 4),
-    "dense_query_gradient": (128, 40960, 800, 4), "dense_key_gradients": (255, 40960, 1200, 2),
-    "gather_partials": (96, 8192, 200, 4), "mark_keys": (48, 8192, 0, 8), "fill_entries": (64, 8192, 100, 8),
+    "score_tokens": (240, 49152, 1000, 2), "bound_and_place": (96, 8192, 480, 4),
+    "mark_candidates": (128, 49152, 400, 3),
+    "pick_best": (112, 8192, 720, 4), "pick_all": (96, 8192, 160, 8), "attend_tiles": (128, 28672, 360, 4),
+    "query_gradient": (128, 32768, 360, 4), "key_gradients": (224, 32768, 640, 2),
+    "attend_densely": (128, 16384, 320, 4),
+    "dense_query_gradient": (128, 32768, 320, 4), "dense_key_gradients": (255, 40960, 1200, 2),
+    "gather_partials": (96, 8192, 200, 4), "mark_keys": (48, 8192, 0, 8), "fill_entries": (64, 8192, 140, 8),
 }  # fmt: skip
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.bool: "i1", torch.int16: "i16"}
 INTEGERS = {torch.int64: "i64", torch.int32: "i32"}
@@ -74,16 +75,16 @@ def walk(name: str, channels: int = 32, dtype: torch.dtype = torch.bfloat16) -> 
             output, logsum, group_ids, key_ids, *extra = body(operators.attention)(
                 query, key, value, centroids, top_k, 1.0, key_mask
             )
-            selection.select(centroids, key, top_k, key_mask)
+            body(operators.select_keys)(centroids, key, top_k, key_mask)
             body(operators.group_queries)(query, centroids, key_mask)
         body(operators.attend)(query, key, value, group_ids, key_ids, 1.0)
         saved = (output, query, key, value, output, logsum, group_ids, key_ids, *extra, 1.0)
         body(operators.attend_backward)(*saved)
         body(operators.group_statistics)(query, group_ids, GROUPS)
         segments = sort_queries(group_ids, GROUPS)
-        weights = products.rows_by_keys(query, key, segments, key_ids, 0.0)
-        products.weights_by_rows(weights, value, segments, key_ids)
-        products.weights_by_columns(weights, output, segments, key_ids, tokens)
+        weights = products.by_rows(1, query, key, segments, key_ids)
+        products.by_rows(2, weights, value, segments, key_ids)
+        products.by_columns(weights, output, segments, key_ids, tokens)
     return launches
 
 

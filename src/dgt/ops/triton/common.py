@@ -120,12 +120,6 @@ def score_of(rank):
 
 
 @triton.jit
-def middle_of(low, high):
-    """The mean of two int32 numbers, rounded up, without overflow."""
-    return (low | high) - ((low ^ high) >> 1)
-
-
-@triton.jit
 def popcount(word):
     """Number of set bits of int32 words."""
     word = word - ((word >> 1) & 0x55555555)
@@ -160,31 +154,54 @@ def expand(word, first, target, place, room, W: tl.constexpr):
 
 
 @triton.jit
+def guess(low, high, least, most, count, step):
+    """A rank above ``low`` and not above ``high`` that about ``count`` numbers reach.
+
+    ``most`` reach ``low`` and ``least`` lie above ``high``. Every third guess halves the interval, so that it closes.
+    """
+    share = (most - count) / (most - least).to(tl.float32)
+    between = rank_of(score_of(low) + (score_of(high) - score_of(low)) * share)
+    between = tl.minimum(tl.maximum(between, low + 1), high)
+    return tl.where(step % 3 == 2, (low | high) - ((low ^ high) >> 1), between)  # the mean without overflow
+
+
+@triton.jit
+def narrow_down(low, high, least, most, middle, reach, count):
+    """The interval of :func:`guess` when ``reach`` numbers turn out to reach ``middle``; empty if that is ``count``."""
+    return (
+        tl.where(reach >= count, middle, low), tl.where(reach > count, high, middle - 1),
+        tl.where(reach > count, least, reach), tl.where(reach >= count, reach, most),
+    )  # fmt: skip
+
+
+@triton.jit
 def store_best(key_ids, lists, ids, ranks, high, room, ties, taken):
     """Write the chosen of some candidates: all above ``high``, and those level with it while there is room."""
     level = (ranks == high) & (ranks > EMPTY)
-    above = (ranks > high) & (ranks > EMPTY)
+    above = ranks > high
     seen = tl.cumsum(above.to(tl.int32) + (level.to(tl.int32) << 16), 0)
     levels = ties + (seen >> 16)
     chosen = above | (level & (levels <= room))
     place = taken + (seen & 0xFFFF) + tl.minimum(levels, room) - tl.minimum(ties, room) - 1
     tl.store(key_ids + place, ids.to(tl.int64), mask=chosen)
-    tl.store(lists + place, ids.to(tl.int32), mask=chosen)
-    return ties + tl.sum(level.to(tl.int32), 0), taken + tl.sum(chosen.to(tl.int32), 0)
+    if lists is not None:
+        tl.store(lists + place, ids.to(tl.int32), mask=chosen)
+    return ties + tl.sum(level.to(tl.int32), 0), taken + tl.sum(chosen.to(tl.int32), 0), chosen
 
 
 @triton.jit
 def choose_row(key_ids, lists, ids, ranks, total, count):
-    """Choose the ``count`` largest of the ``total`` ranks that are not EMPTY, and write their ids."""
-    high = tl.max(ranks, 0)
-    low = tl.minimum(tl.min(tl.where(ranks > EMPTY, ranks, HIGHEST), 0), high)
-    high = tl.where(total > count, high, low)
+    """Choose the ``count`` largest of the ``total`` ranks that are not EMPTY, and write their ids; which they are."""
+    high = tl.where(total > count, tl.max(ranks, 0), EMPTY)
+    low = tl.min(tl.where(ranks > EMPTY, ranks, HIGHEST), 0)
+    least, most, step = 0, total, 0
     while low < high:
-        middle = middle_of(low, high)
+        middle = guess(low, high, least, most, count, step)
         reach = tl.sum((ranks >= middle).to(tl.int32), 0)
-        low = tl.where(reach >= count, middle, low)
-        high = tl.where(reach > count, high, tl.where(reach == count, middle, middle - 1))
-    store_best(key_ids, lists, ids, ranks, high, count - tl.sum((ranks > high).to(tl.int32), 0), 0, 0)
+        low, high, least, most = narrow_down(low, high, least, most, middle, reach, count)
+        step += 1
+    _, _, chosen = store_best(key_ids, lists, ids, ranks, high, count - least, 0, 0)
+    return chosen
 
 
 @triton.jit
@@ -193,4 +210,5 @@ def fill_row(key_ids, lists, count, width, padded):
     for begin in range(count, padded, 64):
         place = begin + tl.arange(0, 64)
         tl.store(key_ids + place, tl.full([64], -1, tl.int64), mask=place < width)
-        tl.store(lists + place, tl.zeros([64], tl.int32), mask=place < padded)
+        if lists is not None:
+            tl.store(lists + place, tl.zeros([64], tl.int32), mask=place < padded)

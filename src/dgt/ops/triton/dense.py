@@ -1,10 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Attention for few tokens, dense under a mask: forward (Eq. 2) and gradients.
 
-With up to 256 tokens gathering would cost more than it saves. The mask takes two words per key, one bit for each of at
-most 64 groups: query i sees key j if bit ``group[i]`` of ``words[j]`` is set. The formulas of the gradients are
-those of :mod:`dgt.ops.triton.gathered`; every query and every key is written by one program: nothing is summed between
-them.
+With up to 256 tokens gathering would cost more than it saves. The mask is int32 ``words`` (B H, G, W): query i sees key
+j if bit ``j % 32`` of word ``j // 32`` of its group is set. The formulas of the gradients are those of
+:mod:`dgt.ops.triton.gathered`; every query and every key is written by one program: nothing is summed between them.
 """
 
 import torch
@@ -14,43 +13,50 @@ from torch import Tensor
 
 from dgt.ops.triton.common import head_base, load_rows, multiply, store_rows
 from dgt.ops.triton.gathered import finish_softmax, running_softmax
-from dgt.ops.triton.inverse import mark
 from dgt.ops.triton.launch import base_two, block_of, launch, new_rows, power_of_two, rows_of, strides_of
 
 MOST_TOKENS = 256
-MOST_GROUPS = 64
+MOST_AT_ONCE = 32  # keys of a block: one word
 
 
-def fits(query: Tensor, key: Tensor, groups: int) -> bool:
+def fits(query: Tensor, key: Tensor) -> bool:
     """Tell whether the heads of (B, H, L, D) tensors are so small that dense attention under a mask is the way."""
-    return query.shape[2] <= MOST_TOKENS and key.shape[2] <= MOST_TOKENS and groups <= MOST_GROUPS
+    return query.shape[2] <= MOST_TOKENS and key.shape[2] <= MOST_TOKENS
+
+
+def words_of(key_ids: Tensor, keys: int) -> Tensor:
+    """Words of (B, H, G, K) ids that a caller made; with plain PyTorch, as that is no part of the whole operator."""
+    size = power_of_two(keys, 32)
+    place = torch.where((key_ids >= 0) & (key_ids < keys), key_ids, size).flatten(0, 1)
+    chosen = torch.zeros((*place.shape[:2], size + 1), dtype=torch.int32, device=place.device).scatter_(2, place, 1)
+    bit = torch.arange(32, dtype=torch.int32, device=place.device)
+    return (chosen[..., :size].unflatten(2, (-1, 32)) << bit).sum(3, dtype=torch.int32)
 
 
 @triton.jit
-def sees(low, high, group):
-    """(T, N) whether queries of these groups see keys with these words; no group (-1) sees none."""
-    word = tl.where((group < 32)[:, None], low[None, :], high[None, :])
-    return (((word >> (tl.maximum(group, 0) % 32)[:, None]) & 1) == 1) & (group >= 0)[:, None]
+def load_groups(group_ids, words, head, rows, queries, groups, W: tl.constexpr):
+    """Where the words of the groups of some queries lie, and which queries have a group."""
+    group = tl.load(group_ids + head.to(tl.int64) * queries + rows, mask=rows < queries, other=-1)
+    return words + (head.to(tl.int64) * groups + group) * W, (group >= 0) & (group < groups)
 
 
 @triton.jit
-def load_words(bits, head, place, keys, WORDS: tl.constexpr):
-    """The two words of some keys; the second is not read where groups need but one."""
-    row = bits + (head.to(tl.int64) * keys + place) * WORDS
-    low = tl.load(row, mask=place < keys, other=0)
-    return low, tl.load(row + WORDS - 1, mask=place < keys, other=0)
+def sees(words, real, start, N: tl.constexpr):
+    """(T, N) whether queries with these words see keys ``start`` and on, a multiple of N, which is at most 32."""
+    word = tl.load(words + start // 32, mask=real, other=0) >> (start % 32)
+    return (word[:, None] & (1 << tl.arange(0, N))[None, :]) != 0
 
 
 @triton.jit
 def attend_densely(
-    query, key, value, group_ids, bits, output, logsum,
-    qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, heads, queries, keys, tiles, scale,
-    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr, WORDS: tl.constexpr,
+    query, key, value, group_ids, words, output, logsum,
+    qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, heads, queries, keys, groups, tiles, scale,
+    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries of a head whose groups and words are known; ``scale`` contains log2(e)."""
     head, rows = tl.program_id(0) // tiles, tl.program_id(0) % tiles * T + tl.arange(0, T)
     present = rows < queries
-    group = tl.load(group_ids + head.to(tl.int64) * queries + rows, mask=present, other=-1).to(tl.int32)
+    own, real = load_groups(group_ids, words, head, rows, queries, groups, W)
     q = load_rows(head_base(query, head, heads, qb, qh), rows, ql, present, D, DP)
     if scale < 0:
         q, scale = -q, -scale
@@ -60,9 +66,8 @@ def attend_densely(
     result = tl.zeros([T, DP], tl.float32)
     for start in range(0, keys, N):
         place = start + tl.arange(0, N)
-        low, high = load_words(bits, head, place, keys, WORDS)
         score = multiply(q, tl.trans(load_rows(key_rows, place, kl, place < keys, D, DP)))
-        score = tl.where(sees(low, high, group), score, float("-inf"))
+        score = tl.where(sees(own, real, start, N), score, float("-inf"))
         weight, shrink, top, total = running_softmax(score, scale, top, total)
         v = load_rows(value_rows, place, vl, place < keys, D, DP)
         result = result * shrink[:, None] + multiply(weight.to(v.dtype), v)
@@ -72,24 +77,17 @@ def attend_densely(
 
 
 @triton.jit
-def load_queries(group_ids, logsum, head, rows, queries):
-    """Groups and log-sum-exps of some queries; group -1 beyond the last."""
-    address = head.to(tl.int64) * queries + rows
-    group = tl.load(group_ids + address, mask=rows < queries, other=-1).to(tl.int32)
-    return group, tl.load(logsum + address, mask=rows < queries, other=0.0)
-
-
-@triton.jit
 def dense_query_gradient(
-    grad, query, key, value, output, group_ids, bits, logsum, delta, grad_query,
+    grad, query, key, value, output, group_ids, words, logsum, delta, grad_query,
     gb, gh, gl, qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, rb, rh, rl,
-    heads, queries, keys, tiles, scale_log2, scale,
-    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr, WORDS: tl.constexpr,
+    heads, queries, keys, groups, tiles, scale_log2, scale,
+    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """dQ of a tile of queries, and its delta."""
     head, rows = tl.program_id(0) // tiles, tl.program_id(0) % tiles * T + tl.arange(0, T)
     present = rows < queries
-    group, logs = load_queries(group_ids, logsum, head, rows, queries)
+    own, real = load_groups(group_ids, words, head, rows, queries, groups, W)
+    logs = tl.load(logsum + head.to(tl.int64) * queries + rows, mask=present, other=0.0)
     q = load_rows(head_base(query, head, heads, qb, qh), rows, ql, present, D, DP)
     dy = load_rows(head_base(grad, head, heads, gb, gh), rows, gl, present, D, DP)
     y = load_rows(head_base(output, head, heads, ob, oh), rows, ol, present, D, DP)
@@ -99,11 +97,10 @@ def dense_query_gradient(
     result = tl.zeros([T, DP], tl.float32)
     for start in range(0, keys, N):
         place = start + tl.arange(0, N)
-        low, high = load_words(bits, head, place, keys, WORDS)
         k = load_rows(key_rows, place, kl, place < keys, D, DP)
         v = load_rows(value_rows, place, vl, place < keys, D, DP)
         score = multiply(q, tl.trans(k)) * scale_log2 - logs[:, None]
-        weight = tl.exp2(tl.where(sees(low, high, group), score, float("-inf")))
+        weight = tl.exp2(tl.where(sees(own, real, start, N), score, float("-inf")))
         slope = weight * (multiply(dy, tl.trans(v)) - mean[:, None])
         result += multiply(slope.to(k.dtype), k)
     store_rows(head_base(grad_query, head, heads, rb, rh), rows, rl, present, result * scale, D, DP)
@@ -111,15 +108,15 @@ def dense_query_gradient(
 
 @triton.jit
 def dense_key_gradients(
-    grad, query, key, value, group_ids, bits, logsum, delta, grad_key, grad_value,
+    grad, query, key, value, group_ids, words, logsum, delta, grad_key, grad_value,
     gb, gh, gl, qb, qh, ql, kb, kh, kl, vb, vh, vl, ab, ah, al, cb, ch, cl,
-    heads, queries, keys, tiles, scale_log2, scale,
-    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr, WORDS: tl.constexpr,
+    heads, queries, keys, groups, tiles, scale_log2, scale,
+    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of a tile of keys."""
-    head, place = tl.program_id(0) // tiles, tl.program_id(0) % tiles * N + tl.arange(0, N)
+    head, block = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    place = block * N + tl.arange(0, N)
     inside = place < keys
-    low, high = load_words(bits, head, place, keys, WORDS)
     k = load_rows(head_base(key, head, heads, kb, kh), place, kl, inside, D, DP)
     v = load_rows(head_base(value, head, heads, vb, vh), place, vl, inside, D, DP)
     query_rows, grad_rows = head_base(query, head, heads, qb, qh), head_base(grad, head, heads, gb, gh)
@@ -128,12 +125,13 @@ def dense_key_gradients(
     for start in range(0, queries, T):
         rows = start + tl.arange(0, T)
         present = rows < queries
-        group, logs = load_queries(group_ids, logsum, head, rows, queries)
+        own, real = load_groups(group_ids, words, head, rows, queries, groups, W)
+        logs = tl.load(logsum + head.to(tl.int64) * queries + rows, mask=present, other=0.0)
         q = load_rows(query_rows, rows, ql, present, D, DP)
         dy = load_rows(grad_rows, rows, gl, present, D, DP)
         mean = tl.load(delta + head.to(tl.int64) * queries + rows, mask=present, other=0.0)
         score = multiply(k, tl.trans(q)) * scale_log2 - logs[None, :]
-        weight = tl.exp2(tl.where(tl.trans(sees(low, high, group)), score, float("-inf")))
+        weight = tl.exp2(tl.where(tl.trans(sees(own, real, block * N, N)), score, float("-inf")))
         dv += multiply(weight.to(dy.dtype), dy)
         slope = weight * (multiply(v, tl.trans(dy)) - mean[None, :])
         dk += multiply(slope.to(q.dtype), q)
@@ -142,13 +140,13 @@ def dense_key_gradients(
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float
+    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, words: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attend inside given groups, densely under the mask; ``(output, logsum)``, for heads that :func:`fits`."""
     query, key, value = rows_of(query), rows_of(key), rows_of(value)
     batch, heads, queries, channels = query.shape
     keys = key.shape[2]
-    bits = mark(key_ids.flatten(0, 1).contiguous(), None, keys)
+    groups, count = words.shape[1:]
     output = new_rows(query)
     logsum = torch.empty((batch, heads, queries), dtype=torch.float32, device=query.device)
     block = block_of(query)
@@ -156,10 +154,10 @@ def attend(
     tiles = triton.cdiv(queries, size)
     launch(
         attend_densely, batch * heads * tiles,
-        query, key, value, group_ids.contiguous(), bits, output, logsum,
+        query, key, value, group_ids.contiguous(), words, output, logsum,
         *strides_of(query), *strides_of(key), *strides_of(value), *strides_of(output),
-        heads, queries, keys, tiles, base_two(scale),
-        D=channels, DP=power_of_two(channels), T=size, N=min(block, power_of_two(keys)), WORDS=bits.shape[2],
+        heads, queries, keys, groups, tiles, base_two(scale),
+        D=channels, DP=power_of_two(channels), T=size, N=min(block, MOST_AT_ONCE), W=count,
         num_warps=4, num_stages=1,
     )  # fmt: skip
     return output, logsum
@@ -167,32 +165,32 @@ def attend(
 
 def backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsum: Tensor,
-    group_ids: Tensor, key_ids: Tensor, scale: float,
+    group_ids: Tensor, words: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dQ, dK and dV for heads that :func:`fits`."""
     grad, query, key, value, output = (rows_of(t) for t in (grad, query, key, value, output))
     group_ids, logsum = group_ids.contiguous(), logsum.contiguous()
     batch, heads, queries, channels = query.shape
     keys = key.shape[2]
-    bits = mark(key_ids.flatten(0, 1).contiguous(), None, keys)
+    groups, count = words.shape[1:]
     grad_query, grad_key, grad_value = new_rows(query), new_rows(key), new_rows(value)
     delta = torch.empty_like(logsum)
     block = block_of(query)
-    options = {"D": channels, "DP": power_of_two(channels), "WORDS": bits.shape[2], "num_warps": 4}
-    options |= {"T": min(block, power_of_two(queries)), "N": min(block, power_of_two(keys))}
+    options = {"D": channels, "DP": power_of_two(channels), "W": count, "num_warps": 4}
+    options |= {"T": min(block, power_of_two(queries)), "N": min(block, MOST_AT_ONCE)}
     strides = [number for t in (grad, query, key, value) for number in strides_of(t)]
-    shape = (heads, queries, keys)
+    shape = (heads, queries, keys, groups)
     scales = (base_two(scale), scale)
     tiles = triton.cdiv(queries, options["T"])
     launch(
         dense_query_gradient, batch * heads * tiles,
-        grad, query, key, value, output, group_ids, bits, logsum, delta, grad_query,
+        grad, query, key, value, output, group_ids, words, logsum, delta, grad_query,
         *strides, *strides_of(output), *strides_of(grad_query), *shape, tiles, *scales, **options,
     )  # fmt: skip
     tiles = triton.cdiv(keys, options["N"])
     launch(
         dense_key_gradients, batch * heads * tiles,
-        grad, query, key, value, group_ids, bits, logsum, delta, grad_key, grad_value,
+        grad, query, key, value, group_ids, words, logsum, delta, grad_key, grad_value,
         *strides, *strides_of(grad_key), *strides_of(grad_value), *shape, tiles, *scales, **options,
     )  # fmt: skip
     return grad_query, grad_key, grad_value

@@ -2,15 +2,14 @@
 """Attention inside each group for many tokens: keys and values gathered by index; forward (Eq. 2) and gradients.
 
 A program takes a tile of queries of one group and the group's keys block by block, with a running softmax. Lists are
-padded with an id that exists, so nothing is masked but the scores of the last block. P never leaves the chip; the
-log-sum-exp (base 2) of every query is all that the backward pass needs besides the output. With S = scale Q K^T,
+padded with an id that exists, so nothing is masked but the scores of the last block. With S = scale Q K^T,
 P = exp(S - logsum), Y = P V and delta = rowsum(dY * Y) (which equals rowsum(dP * P)):
 
     dP = dY V^T        dS = P * (dP - delta)        dQ = scale dS K        dK = scale dS^T Q        dV = P^T dY
 
-Weights are computed again from the saved log-sum-exp. dQ goes tile by tile as the forward pass does. For dK and dV a
-program takes a block of the selected keys of one group, and all queries of that group; a key that several groups chose
-then sums their partials through the inverse index. Partials live in a workspace of a few heads at a time.
+P is computed again from the saved log-sum-exp (base 2). dQ goes tile by tile as the forward pass does. For dK and dV a
+program takes some selected keys of one group and all its queries; a key sums the partials of the groups that chose it
+through the inverse index. Partials live in a workspace of a few heads at a time.
 """
 
 from typing import Any
@@ -21,9 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from dgt.ops.triton.common import head_base, load_rows, multiply, store_rows
+from dgt.ops.triton.grouping import Segments, find_segment, tile_size
 from dgt.ops.triton.inverse import PAD, Lists, gather, invert
 from dgt.ops.triton.launch import base_two, block_of, launch, new_rows, power_of_two, rows_of, strides_of, turns
-from dgt.ops.triton.sorting import Segments, find_segment, tile_size
 
 
 @triton.jit
@@ -117,22 +116,6 @@ def attend_tiles(
 
 
 @triton.jit
-def query_gradient_block(
-    q, dy, logs, mean, key_rows, value_rows, kl, vl, row, start, count, scale, result,
-    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, LAST: tl.constexpr,
-):  # fmt: skip
-    """Add what N keys give to dQ; LAST: only those before ``count``."""
-    column = start + tl.arange(0, N)
-    ids = tl.load(row + column)
-    k, v = load_listed(key_rows, ids, kl, D, DP), load_listed(value_rows, ids, vl, D, DP)
-    weight = tl.exp2(multiply(q, tl.trans(k)) * scale - logs[:, None])
-    if LAST:
-        weight = tl.where((column < count)[None, :], weight, 0.0)
-    slope = weight * (multiply(dy, tl.trans(v)) - mean[:, None])
-    return result + multiply(slope.to(k.dtype), k)
-
-
-@triton.jit
 def query_gradient(
     grad, query, key, value, output, lists, counts, order, tiles, logsum, delta, grad_query,
     gb, gh, gl, qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, rb, rh, rl,
@@ -153,15 +136,14 @@ def query_gradient(
     key_rows, value_rows = head_base(key, head, heads, kb, kh), head_base(value, head, heads, vb, vh)
     row = lists + (head * groups + group).to(tl.int64) * padded
     result = tl.zeros([T, DP], tl.float32)
-    full = count // N * N
-    for start in range(0, full, N):
-        result = query_gradient_block(
-            q, dy, logs, mean, key_rows, value_rows, kl, vl, row, start, count, scale_log2, result, D, DP, N, False
-        )  # fmt: skip
-    if full < count:
-        result = query_gradient_block(
-            q, dy, logs, mean, key_rows, value_rows, kl, vl, row, full, count, scale_log2, result, D, DP, N, True
-        )  # fmt: skip
+    for start in range(0, count, N):
+        column = start + tl.arange(0, N)
+        ids = tl.load(row + column)
+        k, v = load_listed(key_rows, ids, kl, D, DP), load_listed(value_rows, ids, vl, D, DP)
+        weight = tl.exp2(multiply(q, tl.trans(k)) * scale_log2 - logs[:, None])
+        weight = tl.where((column < count)[None, :], weight, 0.0)
+        slope = weight * (multiply(dy, tl.trans(v)) - mean[:, None])
+        result += multiply(slope.to(k.dtype), k)
     store_rows(head_base(grad_query, head, heads, rb, rh), rows, rl, present, result * scale, D, DP)
 
 

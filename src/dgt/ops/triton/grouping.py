@@ -1,7 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Query groups, on chip, and for every group the set of its queries as bits, which is all that sorting them needs.
+"""Query groups, queries in the order of their groups, tiles of them, and the statistics of Eq. 3.
 
-A program takes a run of tokens of one head against all centroids, which it splits once. Scores exist only on chip.
+A program takes a run of tokens of one head against all centroids, which it splits once; scores exist only on chip. What
+is left of a run is one bit a query for its group, or for number G, that of no group (padding). A second program writes
+out the queries of one group, and its tiles, none of which straddles two groups. The host never knows how many tiles
+there are: a head has at most ceil(L / T) + G of them, and the list is as long.
 """
 
 from typing import NamedTuple
@@ -11,21 +14,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgt.ops.triton.common import exact_right, head_base, load_rows, split_centers
-from dgt.ops.triton.launch import block_of, launch, power_of_two, rows_of, strides_of
+from dgt.ops.triton.common import exact_right, expand, head_base, load_rows, split_centers
+from dgt.ops.triton.launch import Launch, block_of, launch, power_of_two, rows_of, strides_of
 
 MOST_AT_ONCE = 64  # groups whose scores a program holds
 FAR = tl.constexpr(1 << 30)  # above every group
 TILE = 128  # the most queries of a program at a time, whose bits fill half of the rows of :func:`packers`
+LARGEST_TILE = 64
 
 
-class Members(NamedTuple):
-    """Which queries every group has; group G is of those that belong to none."""
+class Segments(NamedTuple):
+    """The queries of every head in the order of their groups."""
 
-    words: Tensor
-    """(B H, G + 1, W) int32: bit ``i % 32`` of word ``i // 32`` is query i."""
-    counts: Tensor
-    """(B H, runs, G + 1) int32: how many of every run of queries."""
+    order: Tensor
+    """(B H, L) int32: queries, group after group, ascending within a group."""
+    ends: Tensor
+    """(B H, G + 1) int32: where the segment of a group ends in ``order``; the last is that of no group."""
+    tiles: Tensor
+    """(B H, slots, 4) int32: group (-1: unused), first place and end in ``order`` of every tile, and 0."""
 
 
 @triton.jit
@@ -110,67 +116,130 @@ def group_run(
 
 
 @triton.jit
-def group_tokens(
-    query, centroids, key_mask, group_ids, words, counts, qb, qh, ql, heads, tokens, groups, runs, run, pitch,
-    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, GP: tl.constexpr,
-    ONE: tl.constexpr, MASKED: tl.constexpr, GIVEN: tl.constexpr, SORT: tl.constexpr,
+def place_group(
+    words, counts, order, ends, tiles, pid, tokens, groups, runs, pitch, slots,
+    T: tl.constexpr, GC: tl.constexpr, RC: tl.constexpr, WP: tl.constexpr,
 ):  # fmt: skip
-    """:func:`group_run` alone."""
-    group_run(
-        query, centroids, key_mask, group_ids, words, counts, tl.program_id(0),
-        qb, qh, ql, heads, tokens, groups, runs, run, pitch, D, DP, T, GP, ONE, MASKED, GIVEN, SORT,
-    )  # fmt: skip
+    """Write the queries of one group of a head to their places, where they end, and their tiles of T."""
+    head, group = pid // (groups + 1), pid % (groups + 1)
+    ids = tl.arange(0, GC)
+    total = tl.zeros([GC], tl.int32)
+    for first in range(0, runs, RC):
+        run = first + tl.arange(0, RC)[:, None]
+        row = counts + (head.to(tl.int64) * runs + run) * (groups + 1) + ids[None, :]
+        total += tl.sum(tl.load(row, mask=(run < runs) & (ids <= groups)[None, :], other=0), 0)
+    needed = (total + T - 1) // T
+    start, size = tl.sum(tl.where(ids < group, total, 0), 0), tl.sum(tl.where(ids == group, total, 0), 0)
+    slot, own = tl.sum(tl.where(ids < group, needed, 0), 0), (size + T - 1) // T
+    tl.store(ends + head.to(tl.int64) * (groups + 1) + group, start + size)
+    end = tl.where(group == groups, slots - slot, own)  # the last group also marks what is left of the list
+    for first in range(0, end, 32):
+        nth = first + tl.arange(0, 32)
+        row = tiles + (head.to(tl.int64) * slots + slot + nth) * 4
+        tl.store(row, tl.where(nth < own, group, -1), mask=nth < end)
+        tl.store(row + 1, start + nth * T, mask=nth < end)
+        tl.store(row + 3, nth * 0, mask=nth < end)
+        tl.store(row + 2, tl.minimum(start + nth * T + T, start + size), mask=nth < end)
+    place = start
+    for first in range(0, pitch, WP):
+        which = first + tl.arange(0, WP)
+        address = words + (head.to(tl.int64) * (groups + 1) + group) * pitch + which
+        word = tl.load(address, mask=which < pitch, other=0)
+        place = expand(word, first, order + head.to(tl.int64) * tokens, place, tokens, WP)
 
 
-class Grouping(NamedTuple):
-    """How a launch of :func:`group_run` is cut."""
+@triton.jit
+def find_segment(ends, head, group, groups):
+    """Where the segment of a group starts and ends."""
+    row = ends + head.to(tl.int64) * (groups + 1)
+    start = tl.load(row + group - 1, mask=group > 0, other=0)
+    return start, tl.load(row + group)
 
-    programs: int
-    arguments: tuple[object, ...]
-    options: dict[str, object]
-    members: Members | None
 
+def plan_groups(
+    query: Tensor, centroids: Tensor, key_mask: Tensor | None, sort: bool, group_ids: Tensor | None = None
+) -> Launch:
+    """Prepare the grouping of (B, H, L, D) queries, by runs of each head; ``(group_ids, words, counts)``.
 
-def plan(
-    query: Tensor, centroids: Tensor, key_mask: Tensor | None, group_ids: Tensor, given: bool, sort: bool
-) -> Grouping:
-    """Cut (B, H, L, D) queries into runs, and make room for what is written about them.
-
-    Args:
-        query: (B, H, L, D).
-        centroids: float32 (H, G, D), contiguous.
-        key_mask: optional bool (B, L), contiguous.
-        group_ids: contiguous int64 (B, H, L): written, or read if they are given.
-        given: whether they are.
-        sort: whether the members of every group are wanted.
+    ``centroids`` are float32 (H, G, D), and contiguous, as ``key_mask`` is. Given ``group_ids`` are only read. To
+    ``sort``, bit ``i % 32`` of ``words[:, g, i // 32]`` tells whether query i is in group g, and ``counts`` how many of
+    every run are: int32 (B H, G + 1, W) and (B H, runs, G + 1), of any shape otherwise.
     """
     query = rows_of(query)
     batch, heads, tokens, channels = query.shape
-    groups = centroids.shape[1]
+    groups, given = centroids.shape[1], group_ids is not None
     size = min(power_of_two(tokens, 32), TILE if block_of(query) == 64 else 32)
     at_once = min(power_of_two(groups + sort, 16), MOST_AT_ONCE if block_of(query) == 64 else 16)
     one = groups + sort <= at_once
     run = max(size, min(512, power_of_two(tokens) // 8)) if one else size
     runs, pitch = triton.cdiv(tokens, run), triton.cdiv(tokens, 32)
-    members = None
-    if sort:
-        integers = {"dtype": torch.int32, "device": query.device}
-        words = torch.empty((batch * heads, groups + 1, pitch), **integers)
-        members = Members(words, torch.empty((batch * heads, runs, groups + 1), **integers))
+    if group_ids is None:
+        group_ids = torch.empty((batch, heads, tokens), dtype=torch.int64, device=query.device)
+    words = group_ids.new_empty((batch * heads, groups + 1, pitch) if sort else (1, 1, 1), dtype=torch.int32)
+    counts = words.new_empty((batch * heads, runs, groups + 1) if sort else 1)
     arguments = (
-        query, centroids, key_mask, group_ids,
-        *((members.words.view(torch.int16), members.counts) if members else (group_ids, group_ids)),
-        *strides_of(query), heads, tokens, groups, runs, run, 2 * pitch,
+        query, centroids, key_mask, group_ids, words.view(torch.int16), counts, *strides_of(query), heads, tokens,
+        groups, runs, run, 2 * pitch,
     )  # fmt: skip
     options = {"D": channels, "DP": power_of_two(channels), "T": size, "GP": at_once, "ONE": one}
     options |= {"MASKED": key_mask is not None, "GIVEN": given, "SORT": sort}
-    return Grouping(batch * heads * runs, arguments, options, members)
+    return Launch(None, batch * heads * runs, arguments, options, (group_ids, words, counts))
 
 
-def assign(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Group of every query; shapes and contract as in :func:`dgt.group_queries`."""
-    group_ids = torch.empty(query.shape[:3], dtype=torch.int64, device=query.device)
-    mask = key_mask if key_mask is None else key_mask.contiguous()
-    cut = plan(query, centroids.float().contiguous(), mask, group_ids, given=False, sort=False)
-    launch(group_tokens, cut.programs, *cut.arguments, **cut.options, num_warps=4)
-    return group_ids
+def plan_order(words: Tensor, counts: Tensor, tokens: int) -> Launch:
+    """Prepare the :class:`Segments` of queries whose groups are known as bits."""
+    heads, groups, pitch = words.shape[0], words.shape[1] - 1, words.shape[2]
+    size = tile_size(tokens, groups)
+    slots = count_slots(tokens, groups, size)
+    shapes = ((heads, tokens), (heads, groups + 1), (heads, slots, 4))
+    segments = Segments(*(words.new_empty(shape) for shape in shapes))
+    arguments = (words, counts, *segments, tokens, groups, counts.shape[1], pitch, slots)
+    columns = power_of_two(groups + 1)
+    options = {"T": size, "GC": columns, "RC": max(1, min(8, 512 // columns)), "WP": min(power_of_two(pitch), 512)}
+    return Launch(None, heads * (groups + 1), arguments, options, segments)
+
+
+def tile_size(queries: int, groups: int) -> int:
+    """Queries in a tile: about the mean size of a group, from 16 to 64. By comparisons, so that it can be traced."""
+    mean = queries // groups
+    return LARGEST_TILE if mean > 32 else 32 if mean > 16 else 16
+
+
+def count_slots(queries: int, groups: int, size: int) -> int:
+    """Upper bound of the number of tiles of a head, padding included."""
+    return -(-queries // size) + torch.sym_min(groups, queries)
+
+
+@triton.jit
+def sum_members(
+    query, order, ends, sums, counts, qb, qh, ql, heads, queries, groups,
+    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Sum the unit queries of one group of a head, in their order, and count them."""
+    head, group = tl.program_id(0) // groups, tl.program_id(0) % groups
+    begin, end = find_segment(ends, head, group, groups)
+    rows = head_base(query, head, heads, qb, qh)
+    total = tl.zeros([N, DP], tl.float32)
+    for start in range(begin, end, N):
+        place = start + tl.arange(0, N)
+        ids = tl.load(order + head.to(tl.int64) * queries + place, mask=place < end, other=0)
+        wide = load_rows(rows, ids, ql, place < end, D, DP).to(tl.float32)
+        total += wide / tl.maximum(tl.sqrt(tl.sum(wide * wide, 1)), 1e-12)[:, None]
+    channel = tl.arange(0, DP)
+    tl.store(sums + tl.program_id(0).to(tl.int64) * D + channel, tl.sum(total, 0), mask=channel < D)
+    tl.store(counts + tl.program_id(0), (end - begin).to(tl.float32))
+
+
+def group_statistics(query: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+    """Sum the unit queries of every group over the batch, and count them (Eq. 3): float32 (H, G, D) and (H, G)."""
+    query = rows_of(query)
+    batch, heads, queries, channels = query.shape
+    groups = segments.ends.shape[1] - 1
+    sums = torch.empty((batch, heads, groups, channels), dtype=torch.float32, device=query.device)
+    counts = torch.empty((batch, heads, groups), dtype=torch.float32, device=query.device)
+    padded = power_of_two(channels)
+    launch(
+        sum_members, batch * heads * groups, query, segments.order, segments.ends, sums, counts, *strides_of(query),
+        heads, queries, groups, D=channels, DP=padded, N=max(16, 1024 // padded), num_warps=1,
+    )  # fmt: skip
+    return sums.sum(0), counts.sum(0)

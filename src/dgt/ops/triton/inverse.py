@@ -9,6 +9,7 @@ whose order does not matter); then the number of bits below a group's own is its
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -29,32 +30,6 @@ class Lists(NamedTuple):
     """(B H, G) int32: how many; None where empty places are -1 instead, anywhere."""
 
 
-class Inverse(NamedTuple):
-    """For every key the list of the (group, place) pairs that chose it."""
-
-    ends: Tensor
-    """(B H, M) int32: where the list of a key ends in ``entries``."""
-    entries: Tensor
-    """(B H, G P) int32: ``group P + place``, ascending within a list."""
-
-
-@triton.jit
-def compact_ids(key_ids, lists, counts, keys, width, padded, N: tl.constexpr):
-    """Make a row of :class:`Lists` of ids in any order and with empty places, -1 or out of range."""
-    row = tl.program_id(0).to(tl.int64)
-    taken = 0
-    for begin in range(0, width, N):
-        place = begin + tl.arange(0, N)
-        ids = tl.load(key_ids + row * width + place, mask=place < width, other=-1)
-        real = ((ids >= 0) & (ids < keys)).to(tl.int32)
-        tl.store(lists + row * padded + taken + tl.cumsum(real, 0) - 1, ids.to(tl.int32), mask=real == 1)
-        taken += tl.sum(real, 0)
-    tl.store(counts + row, taken)
-    for begin in range(taken, padded, N):
-        place = begin + tl.arange(0, N)
-        tl.store(lists + row * padded + place, tl.zeros([N], tl.int32), mask=place < padded)
-
-
 def new_lists(heads: int, groups: int, width: int, device: torch.device) -> Lists:
     """Room for the lists of all groups."""
     ids = torch.empty((heads, groups, triton.cdiv(width, PAD) * PAD), dtype=torch.int32, device=device)
@@ -62,14 +37,11 @@ def new_lists(heads: int, groups: int, width: int, device: torch.device) -> List
 
 
 def lists_of(key_ids: Tensor, keys: int) -> Lists:
-    """Lists of (B, H, G, K) ids that a caller made."""
-    batch, heads, groups, width = key_ids.shape
-    lists = new_lists(batch * heads, groups, width, key_ids.device)
-    launch(
-        compact_ids, batch * heads * groups, key_ids.contiguous(), *lists, keys, width, lists.ids.shape[2],
-        N=min(256, power_of_two(width)), num_warps=1,
-    )  # fmt: skip
-    return lists
+    """Lists of (B, H, G, K) ids that a caller made; with plain PyTorch, as that is no part of the whole operator."""
+    ids = torch.where((key_ids >= 0) & (key_ids < keys), key_ids, keys).flatten(0, 1).sort(-1).values
+    real = ids < keys
+    padded = F.pad(ids.where(real, 0), (0, -ids.shape[2] % PAD))
+    return Lists(padded.to(torch.int32), real.sum(-1, dtype=torch.int32))
 
 
 @triton.jit
@@ -147,39 +119,32 @@ def gather_partials(
         store_rows(head_base(two, head, heads, cb, ch), key, cl, inside, total_two, D, DP)
 
 
-def mark(ids: Tensor, counts: Tensor | None, keys: int) -> Tensor:
-    """Return (B H, M, ceil(G / 32)) int32: for each of M keys one bit per group that chose it; ids (B H, G, K)."""
-    heads, groups, width = ids.shape
-    words, blocks = triton.cdiv(groups, 32), triton.cdiv(groups * width, BLOCK)
-    bits = torch.zeros((heads, keys, words), dtype=torch.int32, device=ids.device)
-    launch(mark_keys, heads * blocks, ids, counts, bits, keys, groups, width, words, blocks, N=BLOCK, num_warps=4)
-    return bits
+def invert(lists: Lists, keys: int) -> tuple[Tensor, Tensor]:
+    """Return ``(ends, entries)``: for each of M keys the list of the entries, ``group P + place``, that chose it.
 
-
-def invert(lists: Lists, keys: int) -> Inverse:
-    """Return the inverse of a selection among ``keys`` keys."""
+    Lists are int32 (B H, G P), ascending, one after the other; ``ends`` int32 (B H, M).
+    """
     heads, groups, width = lists.ids.shape
-    bits = mark(*lists, keys)
-    words, blocks = bits.shape[2], triton.cdiv(groups * width, BLOCK)
-    counts = torch.empty((heads, keys), dtype=torch.int32, device=bits.device)
-    launch(count_marks, triton.cdiv(heads * keys, BLOCK), bits, counts, heads * keys, words, N=BLOCK, num_warps=4)
+    words, blocks = triton.cdiv(groups, 32), triton.cdiv(groups * width, BLOCK)
+    shape, options = (keys, groups, width, words, blocks), {"N": BLOCK, "num_warps": 4}
+    bits = torch.zeros((heads, keys, words), dtype=torch.int32, device=lists.ids.device)
+    launch(mark_keys, heads * blocks, *lists, bits, *shape, **options)
+    counts = bits.new_empty((heads, keys))
+    launch(count_marks, triton.cdiv(heads * keys, BLOCK), bits, counts, heads * keys, words, **options)
     ends = counts.cumsum(-1, dtype=torch.int32)
-    entries = torch.empty((heads, groups * width), dtype=torch.int32, device=bits.device)
-    launch(
-        fill_entries, heads * blocks, *lists, bits, ends, entries, keys, groups, width, words, blocks,
-        N=BLOCK, num_warps=4,
-    )  # fmt: skip
-    return Inverse(ends, entries)
+    entries = bits.new_empty((heads, groups * width))
+    launch(fill_entries, heads * blocks, *lists, bits, ends, entries, *shape, **options)
+    return ends, entries
 
 
-def gather(inverse: Inverse, partials: list[Tensor], targets: list[Tensor], first: int) -> None:
+def gather(inverse: tuple[Tensor, Tensor], partials: list[Tensor], targets: list[Tensor], first: int) -> None:
     """Sum one or two (heads, G P, D) partials over groups into (B, H, M, D) targets, for heads from ``first`` on."""
     target = targets[0]
     count, size, channels = partials[0].shape
     size_of_tile = min(64, 4096 // power_of_two(channels))
     tiles = triton.cdiv(target.shape[2], size_of_tile)
     launch(
-        gather_partials, count * tiles, partials[0], partials[-1], inverse.ends, inverse.entries, target, targets[-1],
+        gather_partials, count * tiles, partials[0], partials[-1], *inverse, target, targets[-1],
         *strides_of(target), *strides_of(targets[-1]), target.shape[1], target.shape[2], size, first, tiles,
         D=channels, DP=power_of_two(channels), N=size_of_tile, BOTH=len(partials) == 2, num_warps=4,
     )  # fmt: skip

@@ -20,12 +20,13 @@ WORKSPACE = 48 << 20  # bytes of the largest temporary buffer, about the L2 cach
 
 
 class Launch(NamedTuple):
-    """One launch of a kernel, as it was asked for."""
+    """Programs of a kernel: those of one launch, or part of one that others share; and what they will have made."""
 
     kernel: Any
+    programs: int
     arguments: tuple[Any, ...]
     options: dict[str, Any]
-    programs: int
+    result: Any = None
 
 
 _recorded: list[Launch] | None = None
@@ -45,7 +46,7 @@ def recording() -> Iterator[list[Launch]]:
 def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
     """Run ``programs`` programs of a kernel on the device of its first argument."""
     if _recorded is not None:
-        _recorded.append(Launch(kernel, arguments, options, programs))
+        _recorded.append(Launch(kernel, programs, arguments, options))
     elif programs and arguments[0].is_cuda:
         with torch.cuda.device(arguments[0].device):
             kernel[(programs,)](*arguments, **options)

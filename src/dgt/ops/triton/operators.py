@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from dgt.ops import flops
-from dgt.ops.triton import dense, gathered, grouping, products, selection, sorting
+from dgt.ops.triton import dense, gathered, grouping, passes, products
+from dgt.ops.triton.grouping import Segments, count_slots, tile_size
 from dgt.ops.triton.inverse import PAD, Lists, lists_of
-from dgt.ops.triton.launch import check_runnable, new_rows
-from dgt.ops.triton.sorting import Segments, count_slots, sort_queries, tile_size
+from dgt.ops.triton.launch import check_runnable, new_rows, power_of_two
+from dgt.ops.triton.passes import sort_queries
 
 Grads = tuple[Tensor, Tensor, Tensor]
 Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -26,7 +27,7 @@ Whole = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Te
 def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
     """Group of every query; contract as in :func:`dgt.group_queries`."""
     check_runnable("query", query)
-    return grouping.assign(query, centroids, key_mask)
+    return passes.group(query, centroids, key_mask)
 
 
 @group_queries.register_fake
@@ -38,7 +39,7 @@ def _(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
 def group_statistics(query: Tensor, group_ids: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """Of every group the sum of its unit queries and their number (Eq. 3): float32 (H, G, D) and (H, G)."""
     check_runnable("query", query)
-    return sorting.group_statistics(query, sort_queries(group_ids, groups))
+    return grouping.group_statistics(query, sort_queries(group_ids, groups))
 
 
 @group_statistics.register_fake
@@ -51,7 +52,7 @@ def _(query: Tensor, group_ids: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 def select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) -> Tensor:
     """Keys of every group; contract as in :func:`dgt.select_keys`."""
     check_runnable("key", key)
-    return selection.select(centroids, key, top_k, key_mask)[0]
+    return passes.select(centroids, key, top_k, key_mask)
 
 
 @select_keys.register_fake
@@ -67,23 +68,26 @@ def attend(query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids
     ``logsum`` is float32 (B, H, L), base 2; then come the :class:`Segments` and :class:`Lists`, empty for few tokens.
     """
     check_runnable("query", query)
-    if dense.fits(query, key, key_ids.shape[2]):
-        return (*dense.attend(query, key, value, group_ids, key_ids, scale), *_nothing(query))
+    if dense.fits(query, key):
+        words = dense.words_of(key_ids, key.shape[2])
+        return (*dense.attend(query, key, value, group_ids, words, scale), *_only(words))
     segments, lists = sort_queries(group_ids, key_ids.shape[2]), lists_of(key_ids, key.shape[2])
     return (*gathered.attend(query, key, value, segments, lists, scale), *segments, *lists)
 
 
-def _nothing(query: Tensor) -> tuple[Tensor, ...]:
-    """Segments and lists of dense attention, which has none."""
-    return tuple(query.new_empty((0,), dtype=torch.int32) for _ in range(5))
+def _only(words: Tensor) -> tuple[Tensor, ...]:
+    """What dense attention saves, in the places of segments and lists: words instead of ids, and nothing else."""
+    empty = [words.new_empty(0) for _ in range(4)]
+    return (*empty[:3], words, empty[3])
 
 
 def _like_attend(query: Tensor, key: Tensor, groups: int, width: Any) -> Saved:
     """Empty tensors of the shapes that :func:`attend` returns."""
     logsum = query.new_empty(query.shape[:3], dtype=torch.float32)
-    if dense.fits(query, key, groups):
-        return (new_rows(query), logsum, *_nothing(query))  # type: ignore[return-value]
     heads, tokens = query.shape[0] * query.shape[1], query.shape[2]
+    if dense.fits(query, key):
+        words = query.new_empty((heads, groups, power_of_two(key.shape[2], 32) // 32), dtype=torch.int32)
+        return (new_rows(query), logsum, *_only(words))  # type: ignore[return-value]
     slots = count_slots(tokens, groups, tile_size(tokens, groups))
     shapes = ((heads, tokens), (heads, groups + 1), (heads, slots, 4), (heads, groups, -(-width // PAD) * PAD))
     extra = (query.new_empty(shape, dtype=torch.int32) for shape in (*shapes, (heads, groups)))
@@ -103,8 +107,8 @@ def attend_backward(
 ) -> Grads:  # fmt: skip
     """Gradients of query, key and value; the same bits in every run."""
     check_runnable("query", query)
-    if dense.fits(query, key, key_ids.shape[2]):
-        return dense.backward(grad, query, key, value, output, logsum, group_ids, key_ids, scale)
+    if dense.fits(query, key):
+        return dense.backward(grad, query, key, value, output, logsum, group_ids, ids, scale)
     segments, lists = Segments(order, ends, tiles), Lists(ids, counts)
     return gathered.backward(grad, query, key, value, output, logsum, segments, lists, scale)
 
@@ -120,13 +124,12 @@ def attention(
 ) -> Whole:
     """The whole operator; what :func:`attend` returns, with ``group_ids`` and ``key_ids`` in third and fourth place."""
     check_runnable("query", query)
-    few = dense.fits(query, key, centroids.shape[1])
-    group_ids, segments, key_ids, lists = selection.group_and_select(
-        query, key, centroids, top_k, key_mask, sort=not few
+    group_ids, segments, key_ids, lists = passes.group_and_select(
+        query, key, centroids, top_k, key_mask, sort=not dense.fits(query, key)
     )  # fmt: skip
     if segments is None:
-        found = dense.attend(query, key, value, group_ids, key_ids, scale)
-        return (*found, group_ids, key_ids, *_nothing(query))
+        found = dense.attend(query, key, value, group_ids, lists.ids, scale)
+        return (*found, group_ids, key_ids, *_only(lists.ids))
     found = gathered.attend(query, key, value, segments, lists, scale)
     return (*found, group_ids, key_ids, *segments, *lists)
 
@@ -148,14 +151,12 @@ def group_matmul(
     """Multiply group by group; contract as in :func:`dgt.group_matmul`, whose operator calls this."""
     check_runnable("right" if form == 2 else "left", right if form in (2, 4) else left)
     segments = sort_queries(group_ids, key_ids.shape[2])
-    if form == 1:
-        return products.rows_by_keys(left, right, segments, key_ids, fill)
-    if form == 2:
-        return products.weights_by_rows(left, right, segments, key_ids)
+    if form <= 2:
+        return products.by_rows(form, left, right, segments, key_ids, fill)
     if form == 3:
-        columns = products.weights_by_columns(right, left, segments, key_ids, tokens)
+        columns = products.by_columns(right, left, segments, key_ids, tokens)
         return columns.transpose(2, 3).contiguous()
-    return products.weights_by_columns(left, right, segments, key_ids, tokens)
+    return products.by_columns(left, right, segments, key_ids, tokens)
 
 
 def _save_attend(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -163,19 +164,14 @@ def _save_attend(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
     ctx.save_for_backward(query, key, value, *output[:2], group_ids, key_ids, *output[2:])
 
 
-def _attend_backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    grads: Grads = torch.ops.dgt.triton_attend_backward(grad, *ctx.saved_tensors, ctx.scale)
-    return (*grads, None, None, None)
-
-
 def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     query, key, value, _, _, ctx.scale, _ = inputs
     ctx.save_for_backward(query, key, value, *output)
 
 
-def _attention_backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     grads: Grads = torch.ops.dgt.triton_attend_backward(grad, *ctx.saved_tensors, ctx.scale)
-    return (*grads, None, None, None, None)
+    return (*grads, *[None] * (len(ctx.needs_input_grad) - 3))
 
 
 def _refuse_backward(ctx: Any, *grads: Any) -> None:
@@ -183,8 +179,8 @@ def _refuse_backward(ctx: Any, *grads: Any) -> None:
 
 
 attend_backward.register_autograd(_refuse_backward)
-attend.register_autograd(_attend_backward, setup_context=_save_attend)
-attention.register_autograd(_attention_backward, setup_context=_save_attention)
+attend.register_autograd(_backward, setup_context=_save_attend)
+attention.register_autograd(_backward, setup_context=_save_attention)
 
 
 register_flop_formula(torch.ops.dgt.triton_group_queries)(flops.group_queries)

@@ -15,73 +15,47 @@ from torch import Tensor
 
 from dgt.ops.triton.common import head_base, load_rows, multiply, store_rows
 from dgt.ops.triton.gathered import tiling
+from dgt.ops.triton.grouping import Segments, find_segment
 from dgt.ops.triton.inverse import Lists, gather, invert
 from dgt.ops.triton.launch import launch, rows_of, strides_of, turns
-from dgt.ops.triton.sorting import Segments, find_segment
 
 
 @triton.jit
-def load_ids(key_ids, row, first, width, keys, N: tl.constexpr):
-    """Key ids ``first`` to ``first + N`` of a row (head, group), and which of them exist."""
-    place = first + tl.arange(0, N)
-    ids = tl.load(key_ids + row.to(tl.int64) * width + place, mask=place < width, other=-1)
-    return ids, (ids >= 0) & (ids < keys)
-
-
-@triton.jit
-def load_tile(tiles, order, head, slot, slots, queries, T: tl.constexpr):
-    """Group of a tile (-1 if it is unused), its queries, and which of T there are."""
-    row = tiles + (head.to(tl.int64) * slots + slot) * 4
-    group, place = tl.load(row), tl.load(row + 1) + tl.arange(0, T)
-    present = place < tl.load(row + 2)
-    return group, tl.load(order + head.to(tl.int64) * queries + place, mask=present, other=0), present
-
-
-@triton.jit
-def rows_times_keys(
-    rows, keys, key_ids, order, tiles, weights,
-    qb, qh, ql, kb, kh, kl, heads, queries, count, groups, width, slots, blocks, fill,
-    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
+def product_of_tile(
+    rows, weights, keys, key_ids, order, tiles,
+    rb, rh, rl, kb, kh, kl, heads, queries, count, groups, width, slots, fill,
+    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Form 1: P[i, p] = rows[i] . keys[key_ids[group[i], p]]; ``fill`` where there is no such key."""
-    pid = tl.program_id(0)
-    block, slot, head = pid % blocks, pid // blocks % slots, pid // blocks // slots
-    group, row, present = load_tile(tiles, order, head, slot, slots, queries, T)
-    if group < 0:
-        return
-    q = load_rows(head_base(rows, head, heads, qb, qh), row, ql, present, D, DP)
-    limit = tl.where(group < groups, width, 0)
-    column = block * N + tl.arange(0, N)
-    ids = tl.load(
-        key_ids + (head * groups + group).to(tl.int64) * width + column, mask=column < limit, other=-1
-    )  # fmt: skip
-    exist = (ids >= 0) & (ids < count)
-    k = load_rows(head_base(keys, head, heads, kb, kh), ids, kl, exist, D, DP)
-    score = tl.where(exist[None, :], multiply(q, tl.trans(k)), fill)
-    address = weights + (head.to(tl.int64) * queries + row)[:, None] * width + column[None, :]
-    tl.store(address, score.to(weights.dtype.element_ty), mask=present[:, None] & (column < width)[None, :])
+    """Form 1, P[i, p] = rows[i] . keys[ids[p]], ``fill`` without such a key; or 2, rows[i] = sum P[i, p] keys[ids[p]].
 
-
-@triton.jit
-def weights_times_values(
-    weights, values, key_ids, order, tiles, result,
-    vb, vh, vl, ob, oh, ol, heads, queries, count, groups, width, slots,
-    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """Form 2: Y[i] = sum over p of P[i, p] values[key_ids[group[i], p]]."""
+    ``ids`` are those of the group of query i; a tile holds queries of one group.
+    """
     head, slot = tl.program_id(0) // slots, tl.program_id(0) % slots
-    group, row, present = load_tile(tiles, order, head, slot, slots, queries, T)
+    tile = tiles + (head.to(tl.int64) * slots + slot) * 4
+    group, place = tl.load(tile), tl.load(tile + 1) + tl.arange(0, T)
     if group < 0:
         return
-    value_rows = head_base(values, head, heads, vb, vh)
-    address = weights + (head.to(tl.int64) * queries + row)[:, None] * width
+    present = place < tl.load(tile + 2)
+    row = tl.load(order + head.to(tl.int64) * queries + place, mask=present, other=0)
+    row_base, key_base = head_base(rows, head, heads, rb, rh), head_base(keys, head, heads, kb, kh)
+    if FORM == 1:
+        left = load_rows(row_base, row, rl, present, D, DP)
     total = tl.zeros([T, DP], tl.float32)
-    for start in range(0, tl.where(group < groups, width, 0), N):
-        ids, exist = load_ids(key_ids, head * groups + group, start, width, count, N)
+    for start in range(0, width, N):
         column = start + tl.arange(0, N)
-        weight = tl.load(address + column[None, :], mask=present[:, None] & exist[None, :], other=0.0)
-        total += multiply(weight, load_rows(value_rows, ids, vl, exist, D, DP))
-    store_rows(head_base(result, head, heads, ob, oh), row, ol, present, total, D, DP)
+        listed = tl.where(group < groups, width, 0)
+        ids = tl.load(key_ids + (head * groups + group).to(tl.int64) * width + column, mask=column < listed, other=-1)
+        exist = (ids >= 0) & (ids < count)
+        k = load_rows(key_base, ids, kl, exist, D, DP)
+        address = weights + (head.to(tl.int64) * queries + row)[:, None] * width + column[None, :]
+        inside = present[:, None] & (column < width)[None, :]
+        if FORM == 1:
+            score = tl.where(exist[None, :], multiply(left, tl.trans(k)), fill)
+            tl.store(address, score.to(weights.dtype.element_ty), mask=inside)
+        else:
+            total += multiply(tl.load(address, mask=inside & exist[None, :], other=0.0), k)
+    if FORM == 2:
+        store_rows(row_base, row, rl, present, total, D, DP)
 
 
 @triton.jit
@@ -109,40 +83,24 @@ def columns_times_rows(
     store_rows(base, column, D, column < width, total, D, DP)
 
 
-def rows_by_keys(rows: Tensor, keys: Tensor, segments: Segments, key_ids: Tensor, fill: float) -> Tensor:
-    """Form 1; (B, H, L, D) rows and (B, H, M, D) keys to (B, H, L, K), ``fill`` in places without a key."""
-    rows, keys, key_ids = rows_of(rows), rows_of(keys), key_ids.contiguous()
-    batch, heads, queries, _ = rows.shape
+def by_rows(form: int, left: Tensor, keys: Tensor, segments: Segments, key_ids: Tensor, fill: float = 0.0) -> Tensor:
+    """Form 1, (B, H, L, D) and (B, H, M, D) to (B, H, L, K), or 2, (B, H, L, K) and (B, H, M, D) to (B, H, L, D)."""
+    keys, key_ids = rows_of(keys), key_ids.contiguous()
+    batch, heads, queries, _ = left.shape
     groups, width = key_ids.shape[2:]
-    weights = rows.new_empty(batch, heads, queries, width)
-    options = tiling(rows, groups)
-    slots, blocks = segments.tiles.shape[1], triton.cdiv(width, options["N"])
-    launch(
-        rows_times_keys, batch * heads * slots * blocks,
-        rows, keys, key_ids, segments.order, segments.tiles, weights, *strides_of(rows), *strides_of(keys),
-        heads, queries, keys.shape[2], groups, width, slots, blocks, float(fill), **options,
-    )  # fmt: skip
-    return weights
-
-
-def weights_by_rows(weights: Tensor, values: Tensor, segments: Segments, key_ids: Tensor) -> Tensor:
-    """Form 2; (B, H, L, K) weights and (B, H, M, D) values to (B, H, L, D)."""
-    weights, values, key_ids = weights.contiguous(), rows_of(values), key_ids.contiguous()
-    batch, heads, queries, width = weights.shape
-    groups = key_ids.shape[2]
-    result = values.new_empty(batch, heads, queries, values.shape[3])
-    options = tiling(result, groups)
+    result = left.new_empty(batch, heads, queries, width if form == 1 else keys.shape[3])
+    rows, weights = (rows_of(left), result) if form == 1 else (result, left.contiguous())
     slots = segments.tiles.shape[1]
     launch(
-        weights_times_values, batch * heads * slots,
-        weights, values, key_ids, segments.order, segments.tiles, result, *strides_of(values), *strides_of(result),
-        heads, queries, values.shape[2], groups, width, slots, **options,
+        product_of_tile, batch * heads * slots, rows, weights, keys, key_ids, segments.order, segments.tiles,
+        *strides_of(rows), *strides_of(keys), heads, queries, keys.shape[2], groups, width, slots, float(fill),
+        **tiling(rows, groups), FORM=form,
     )  # fmt: skip
     return result
 
 
-def weights_by_columns(weights: Tensor, rows: Tensor, segments: Segments, key_ids: Tensor, tokens: int) -> Tensor:
-    """Forms 3 and 4; (B, H, L, K) weights and (B, H, L, D) rows to (B, H, M, D) with M = ``tokens``."""
+def by_columns(weights: Tensor, rows: Tensor, segments: Segments, key_ids: Tensor, tokens: int) -> Tensor:
+    """Form 4, and 3 transposed: (B, H, L, K) weights and (B, H, L, D) rows to (B, H, M, D) with M = ``tokens``."""
     weights, rows, key_ids = weights.contiguous(), rows_of(rows), key_ids.contiguous()
     batch, heads, queries, channels = rows.shape
     groups, width = key_ids.shape[2:]

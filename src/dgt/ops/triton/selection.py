@@ -9,14 +9,11 @@ to the lowest index. Every score is made twice on the matrix units; no row of sc
 Where more candidates tie with the bound than have room, :func:`pick_best` bisects over them; any k is right.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgt.ops.triton import grouping, sorting
 from dgt.ops.triton.common import (
     EMPTY,
     HIGHEST,
@@ -24,9 +21,10 @@ from dgt.ops.triton.common import (
     exact_left,
     expand,
     fill_row,
+    guess,
     head_base,
     load_rows,
-    middle_of,
+    narrow_down,
     pack_columns,
     rank_of,
     score_of,
@@ -34,8 +32,9 @@ from dgt.ops.triton.common import (
     store_best,
 )
 from dgt.ops.triton.inverse import Lists, new_lists
-from dgt.ops.triton.launch import block_of, launch, power_of_two, rows_of, strides_of
+from dgt.ops.triton.launch import Launch, block_of, launch, power_of_two, strides_of
 
+LEAST_BLOCKS = 256  # so that few tokens have one for each
 MOST_BLOCKS = 4096  # block maxima of a row, which a program holds to find the bound
 LOWEST = tl.constexpr(-2139095040)  # the rank of the least finite score
 
@@ -85,19 +84,20 @@ def best_of_blocks(
 def bound_row(best, bound, row, width, N: tl.constexpr):
     """A score that the ``width`` best keys of a row reach, from N block maxima; any, if fewer blocks are real.
 
-    The bisection ends as soon as the bound is passed by few more maxima than there must be.
+    The search ends as soon as the bound is passed by few more maxima than there must be.
     """
     ranks = rank_of(tl.load(best + row.to(tl.int64) * N + tl.arange(0, N)))
     real = tl.sum((ranks > EMPTY).to(tl.int32), 0)
     low = tl.min(tl.where(ranks > EMPTY, ranks, HIGHEST), 0)
     low = tl.where(real >= width, low, LOWEST)
     high = tl.where(real > width, tl.max(ranks, 0), low)
+    least, most, step = 0, real, 0
     while low < high:
-        middle = middle_of(low, high)
+        middle = guess(low, high, least, most, width + width // 32, step)
         reach = tl.sum((ranks >= middle).to(tl.int32), 0)
-        enough = reach >= width
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, tl.where(reach <= width + width // 16, middle, high), middle - 1)
+        low, high, least, most = narrow_down(low, high, least, most, middle, reach, width)
+        high = tl.where((reach >= width) & (reach <= width + width // 16), low, high)
+        step += 1
     low = tl.maximum(low, LOWEST + 16) - 16  # should the second kernel round otherwise
     tl.store(bound + row, tl.where(real > 0, score_of(low), float("inf")))
 
@@ -142,16 +142,22 @@ def rank_marked(rows, words, center, begin, stride, pitch, D: tl.constexpr, DP: 
 
 
 @triton.jit
-def pick_all(best, key_ids, lists, counts, width, padded, N: tl.constexpr):
-    """Choose the ``width`` best of a row of N scores, one a key."""
+def pick_all(best, key_ids, lists, counts, words, width, padded, N: tl.constexpr):
+    """Choose the ``width`` best of a row of N scores, one a key; without lists, bits tell which."""
     row = tl.program_id(0).to(tl.int64)
-    ranks = rank_of(tl.load(best + row * N + tl.arange(0, N)))
+    place = tl.arange(0, N)
+    ranks = rank_of(tl.load(best + row * N + place))
     total = tl.sum((ranks > EMPTY).to(tl.int32), 0)
     count = tl.minimum(total, width)
-    tl.store(counts + row, count)
-    key_ids, lists = key_ids + row * width, lists + row * padded
-    choose_row(key_ids, lists, tl.arange(0, N), ranks, total, count)
+    key_ids += row * width
+    if lists is not None:
+        lists += row * padded
+        tl.store(counts + row, count)
+    chosen = choose_row(key_ids, lists, place, ranks, total, count)
     fill_row(key_ids, lists, count, width, padded)
+    if words is not None:
+        word = tl.sum(tl.reshape(tl.where(chosen, 1 << (place % 32), 0), [N // 32, 32]), 1)
+        tl.store(words + row * (N // 32) + tl.arange(0, N // 32), word)
 
 
 @triton.jit
@@ -188,7 +194,7 @@ def pick_best(
         ids = tl.load(found + place, mask=place < total, other=0)
         choose_row(key_ids, lists, ids, rank, total, count)
     else:
-        low, high = HIGHEST, EMPTY
+        low, high, least, most, step = HIGHEST, EMPTY, 0, total, 0
         for begin in range(0, tokens, N):
             rank = rank_marked(rows, words, center, begin, kl, pitch, D, DP, N)
             low = tl.minimum(low, tl.min(tl.where(rank > EMPTY, rank, HIGHEST), 0))
@@ -199,69 +205,68 @@ def pick_best(
             for begin in range(0, tokens, N):
                 rank = rank_marked(rows, words, center, begin, kl, pitch, D, DP, N)
                 reach += tl.sum((rank >= middle).to(tl.int32), 0)
-            low = tl.where(reach >= count, middle, low)
-            high = tl.where(reach > count, high, tl.where(reach == count, middle, middle - 1))
-            middle = middle_of(low, high)
-        above = 0
-        for begin in range(0, tokens, N):
-            rank = rank_marked(rows, words, center, begin, kl, pitch, D, DP, N)
-            above += tl.sum((rank > high).to(tl.int32), 0)
+            low, high, least, most = narrow_down(low, high, least, most, middle, reach, count)
+            middle = guess(low, high, least, most, count, step)
+            step += 1
         ties, taken = 0, 0
         for begin in range(0, tokens, N):
             rank = rank_marked(rows, words, center, begin, kl, pitch, D, DP, N)
-            ties, taken = store_best(
-                key_ids, lists, begin + tl.arange(0, N), rank, high, count - above, ties, taken
+            ties, taken, _ = store_best(
+                key_ids, lists, begin + tl.arange(0, N), rank, high, count - least, ties, taken
             )  # fmt: skip
     fill_row(key_ids, lists, count, width, padded)
 
 
-class Selecting(NamedTuple):
-    """How the launches of a selection are cut: of the first the programs, arguments and options; then the rest."""
-
-    programs: int
-    arguments: tuple[object, ...]
-    options: dict[str, object]
-    best: Tensor
-    width: int
-
-
-def plan(key: Tensor, centroids: Tensor, top_k: int, key_mask: Tensor | None) -> Selecting:
-    """Cut the search for block maxima; ``centroids`` float32 and contiguous, ``key_mask`` contiguous."""
-    key = rows_of(key)
-    batch, heads, tokens, channels = key.shape
-    groups, width = centroids.shape[1], min(top_k, tokens)
-    blocks = max(32, min(power_of_two(tokens, 32), power_of_two(2 * width), MOST_BLOCKS))
-    narrow = block_of(key)
-    size, at_once = min(blocks, 128 if narrow == 64 else 32), min(64 if narrow == 64 else 16, power_of_two(groups))
+def plan(key: Tensor, groups: int, top_k: int) -> Launch:
+    """Prepare the search for block maxima, float32 (B H, G, N)."""
+    batch, heads, tokens, _ = key.shape
+    blocks = min(power_of_two(tokens, 32), power_of_two(2 * min(top_k, tokens), LEAST_BLOCKS), MOST_BLOCKS)
+    wide = block_of(key) == 64
+    size, at_once = min(blocks, 128 if wide else 32), min(64 if wide else 16, power_of_two(groups))
     parts, slices = triton.cdiv(groups, at_once), blocks // size
     best = torch.empty((batch * heads, groups, blocks), dtype=torch.float32, device=key.device)
-    arguments = (key, centroids, key_mask, best, *strides_of(key), heads, tokens, groups, parts, slices)
-    options = {"D": channels, "DP": power_of_two(channels), "T": size, "GP": at_once, "N": blocks}
-    options |= {"MASKED": key_mask is not None}
-    return Selecting(batch * heads * parts * slices, arguments, options, best, width)
+    arguments = (key, best, *strides_of(key), parts, slices)
+    return Launch(None, batch * heads * parts * slices, arguments, {"KT": size, "KG": at_once, "N": blocks}, best)
 
 
-def finish(cut: Selecting, bound: Tensor) -> tuple[Tensor, Lists]:
+def pick(keys: Launch, like: Tensor, width: int, listed: bool) -> tuple[Tensor, Lists]:
+    """Choose from all scores, where there are no more keys than blocks; see :func:`finish`."""
+    best, (rows, groups, blocks) = keys.result, keys.result.shape
+    key_ids = best.new_empty((*like.shape[:2], groups, width), dtype=torch.int64)
+    lists = new_lists(rows, groups, width, best.device) if listed else None
+    words = None if listed else best.new_empty((rows, groups, blocks // 32), dtype=torch.int32)
+    launch(
+        pick_all, rows * groups, best, key_ids, *(lists or (None, None)), words, width,
+        lists.ids.shape[2] if lists else width, N=blocks, num_warps=warps_for(blocks),
+    )  # fmt: skip
+    return key_ids, lists or Lists(words, None)
+
+
+def finish(
+    key: Tensor, centroids: Tensor, key_mask: Tensor | None, width: int, keys: Launch, bound: Tensor
+) -> tuple[Tensor, Lists]:
     """Mark and pick, when the bounds of all rows are known; ``(key_ids, lists)``."""
-    key, centroids, key_mask, _, *strides, heads, tokens, groups, parts, _ = cut.arguments
-    options = {name: value for name, value in cut.options.items() if name != "N"}
-    all_heads, size, pitch = cut.best.shape[0], options["T"], triton.cdiv(tokens, 32)
-    integers = {"dtype": torch.int32, "device": key.device}
-    words = torch.empty((all_heads, groups, pitch), **integers)
-    pieces = max(1, min(triton.cdiv(tokens, size), triton.cdiv(1056, all_heads * parts)))
+    batch, heads, tokens, channels = key.shape
+    rows, groups = keys.result.shape[:2]
+    size, at_once, parts = keys.options["KT"], keys.options["KG"], keys.arguments[5]
+    options = {"D": channels, "DP": power_of_two(channels)}
+    pitch = triton.cdiv(tokens, 32)
+    words = torch.empty((rows, groups, pitch), dtype=torch.int32, device=key.device)
+    pieces = max(1, min(triton.cdiv(tokens, size), triton.cdiv(1056, rows * parts)))
     span = triton.cdiv(triton.cdiv(tokens, pieces), size) * size
     slices = triton.cdiv(tokens, span)
     launch(
-        mark_candidates, all_heads * parts * slices, key, centroids, key_mask, bound, words, *strides, heads, tokens,
-        groups, parts, slices, span, pitch, **options, num_warps=4,
+        mark_candidates, rows * parts * slices, key, centroids, key_mask, bound, words, *strides_of(key), heads,
+        tokens, groups, parts, slices, span, pitch, **options, T=size, GP=at_once, MASKED=key_mask is not None,
+        num_warps=4,
     )  # fmt: skip
-    room = min(power_of_two(cut.width + cut.width // 2 + 64), power_of_two(tokens, 32), MOST_BLOCKS)
-    found = torch.empty((2, all_heads * groups, room), **integers)
-    lists = new_lists(all_heads, groups, cut.width, key.device)
-    key_ids = _new_ids(cut)
+    room = min(power_of_two(width + width // 2 + 64), power_of_two(tokens, 32), MOST_BLOCKS)
+    found = words.new_empty((2, rows * groups, room))
+    lists = new_lists(rows, groups, width, key.device)
+    key_ids = torch.empty((batch, heads, groups, width), dtype=torch.int64, device=key.device)
     launch(
-        pick_best, all_heads * groups, key, centroids, words, *found, key_ids, *lists, *strides, heads, tokens,
-        groups, pitch, cut.width, lists.ids.shape[2], D=options["D"], DP=options["DP"],
+        pick_best, rows * groups, key, centroids, words, *found, key_ids, *lists, *strides_of(key), heads, tokens,
+        groups, pitch, width, lists.ids.shape[2], **options,
         W=min(power_of_two(pitch), 256), C=room, N=max(16, 2048 // options["DP"]), num_warps=warps_for(room),
     )  # fmt: skip
     return key_ids, lists
@@ -270,112 +275,3 @@ def finish(cut: Selecting, bound: Tensor) -> tuple[Tensor, Lists]:
 def warps_for(numbers: int) -> int:
     """Warps of a program that holds so many numbers: up to 16 in a thread."""
     return min(8, max(1, numbers // 512))
-
-
-@triton.jit
-def score_tokens(
-    query, centroids, key_mask, group_ids, words, counts, qb, qh, ql, heads, tokens, groups, runs, run, pitch,
-    key, best, kb, kh, kl, parts, slices, first,
-    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, GP: tl.constexpr,
-    ONE: tl.constexpr, MASKED: tl.constexpr, GIVEN: tl.constexpr, SORT: tl.constexpr,
-    KT: tl.constexpr, KG: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """The two kernels that score tokens in one launch: from program ``first`` on, block maxima of keys."""
-    pid = tl.program_id(0)
-    if pid < first:
-        grouping.group_run(
-            query, centroids, key_mask, group_ids, words, counts, pid, qb, qh, ql, heads, tokens, groups, runs, run,
-            pitch, D, DP, T, GP, ONE, MASKED, GIVEN, SORT,
-        )  # fmt: skip
-    else:
-        best_of_blocks(
-            key, centroids, key_mask, best, pid - first, kb, kh, kl, heads, tokens, groups, parts, slices,
-            D, DP, KT, KG, N, MASKED,
-        )  # fmt: skip
-
-
-@triton.jit
-def bound_and_place(
-    words, counts, order, ends, tiles, tokens, groups, runs, pitch, slots, best, bound, width, first,
-    T: tl.constexpr, GC: tl.constexpr, RC: tl.constexpr, WP: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """The two kernels on rows in one launch: from program ``first`` on, bounds of the selection."""
-    pid = tl.program_id(0)
-    if pid < first:
-        sorting.place_group(words, counts, order, ends, tiles, pid, tokens, groups, runs, pitch, slots, T, GC, RC, WP)
-    else:
-        bound_row(best, bound, pid - first, width, N)
-
-
-def pick(cut: Selecting) -> tuple[Tensor, Lists]:
-    """Choose from all scores, where there are no more keys than blocks; ``(key_ids, lists)``."""
-    heads, groups, blocks = cut.best.shape
-    lists, key_ids = new_lists(heads, groups, cut.width, cut.best.device), _new_ids(cut)
-    launch(
-        pick_all, heads * groups, cut.best, key_ids, *lists, cut.width, lists.ids.shape[2],
-        N=blocks, num_warps=warps_for(blocks),
-    )  # fmt: skip
-    return key_ids, lists
-
-
-def _new_ids(cut: Selecting) -> Tensor:
-    """Room for the ids."""
-    key, groups = cut.arguments[0], cut.best.shape[1]
-    return torch.empty((*key.shape[:2], groups, cut.width), dtype=torch.int64, device=key.device)
-
-
-def select(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) -> tuple[Tensor, Lists]:
-    """Select the ``top_k`` keys of every group; contract as in :func:`dgt.select_keys`, and the lists."""
-    mask = key_mask if key_mask is None else key_mask.contiguous()
-    centroids = centroids.float().contiguous()
-    cut = plan(key, centroids, top_k, mask)
-    nothing = grouping.plan(key[:, :, :0], centroids, mask, torch.empty_like(cut.best, dtype=torch.int64), False, False)
-    _score(nothing, cut)
-    return pick(cut) if key.shape[2] <= cut.best.shape[2] else finish(cut, _bound(None, cut))
-
-
-def _score(runs: grouping.Grouping, cut: Selecting) -> None:
-    """Group queries, if there are any, and find block maxima of keys."""
-    key, _, _, best, *strides, _, tokens, _, parts, slices = cut.arguments
-    arguments = list(runs.arguments)
-    arguments[10] = tokens  # of keys, where there are no queries
-    launch(
-        score_tokens, runs.programs + cut.programs, *arguments, key, best, *strides, parts, slices, runs.programs,
-        **runs.options, KT=cut.options["T"], KG=cut.options["GP"], N=cut.options["N"], num_warps=4,
-    )  # fmt: skip
-
-
-def _bound(places: sorting.Placing | None, cut: Selecting) -> Tensor:
-    """Place queries, if there are any, and find the bounds of the selection."""
-    heads, groups, blocks = cut.best.shape
-    bound = torch.empty(heads * groups, dtype=torch.float32, device=cut.best.device)
-    programs, arguments = (places.programs, places.arguments) if places else (0, (bound,) * 5 + (1,) * 5)
-    options = places.options if places else {"T": 16, "GC": 16, "RC": 1, "WP": 32}
-    warps = max(sorting.warps_of(cut.arguments[8]) if places else 1, warps_for(blocks))
-    launch(
-        bound_and_place, programs + heads * groups, *arguments, cut.best, bound, cut.width, programs,
-        **options, N=blocks, num_warps=warps,
-    )  # fmt: skip
-    return bound
-
-
-def group_and_select(
-    query: Tensor, key: Tensor, centroids: Tensor, top_k: int, key_mask: Tensor | None, sort: bool
-) -> tuple[Tensor, sorting.Segments | None, Tensor, Lists]:
-    """Group, sort if asked and select, in at most four launches; ``(group_ids, segments, key_ids, lists)``."""
-    centroids, mask = centroids.float().contiguous(), key_mask if key_mask is None else key_mask.contiguous()
-    group_ids = torch.empty(query.shape[:3], dtype=torch.int64, device=query.device)
-    runs = grouping.plan(query, centroids, mask, group_ids, given=False, sort=sort)
-    cut = plan(key, centroids, top_k, mask)
-    _score(runs, cut)
-    places = sorting.plan_places(runs.members, query.shape[2]) if runs.members else None
-    if key.shape[2] <= cut.best.shape[2]:
-        if places:
-            launch(
-                sorting.place_queries, places.programs, *places.arguments, **places.options,
-                num_warps=sorting.warps_of(query.shape[2]),
-            )  # fmt: skip
-        chosen = pick(cut)
-    else:
-        chosen = finish(cut, _bound(places, cut))
-    return group_ids, places and places.segments, *chosen

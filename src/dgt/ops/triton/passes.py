@@ -1,0 +1,130 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Grouping, sorting and selecting in few launches: kernels that can run beside each other share one."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dgt.ops.triton import grouping, selection
+from dgt.ops.triton.grouping import Segments
+from dgt.ops.triton.inverse import Lists
+from dgt.ops.triton.launch import Launch, launch, power_of_two, rows_of
+
+
+@triton.jit
+def score_tokens(
+    query, centroids, key_mask, group_ids, words, counts, qb, qh, ql, heads, tokens, groups, runs, run, pitch,
+    key, best, kb, kh, kl, parts, slices, first,
+    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, GP: tl.constexpr,
+    ONE: tl.constexpr, MASKED: tl.constexpr, GIVEN: tl.constexpr, SORT: tl.constexpr,
+    KT: tl.constexpr, KG: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Groups of queries and, from program ``first`` on, block maxima of keys."""
+    pid = tl.program_id(0)
+    if pid < first:
+        grouping.group_run(
+            query, centroids, key_mask, group_ids, words, counts, pid, qb, qh, ql, heads, tokens, groups, runs, run,
+            pitch, D, DP, T, GP, ONE, MASKED, GIVEN, SORT,
+        )  # fmt: skip
+    else:
+        selection.best_of_blocks(
+            key, centroids, key_mask, best, pid - first, kb, kh, kl, heads, tokens, groups, parts, slices,
+            D, DP, KT, KG, N, MASKED,
+        )  # fmt: skip
+
+
+@triton.jit
+def bound_and_place(
+    words, counts, order, ends, tiles, tokens, groups, runs, pitch, slots, best, bound, width, first,
+    T: tl.constexpr, GC: tl.constexpr, RC: tl.constexpr, WP: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Order of queries and, from program ``first`` on, bounds of the selection."""
+    pid = tl.program_id(0)
+    if pid < first:
+        grouping.place_group(words, counts, order, ends, tiles, pid, tokens, groups, runs, pitch, slots, T, GC, RC, WP)
+    else:
+        selection.bound_row(best, bound, pid - first, width, N)
+
+
+def score(queries: Launch, keys: Launch) -> None:
+    """Group queries and find block maxima of keys."""
+    launch(
+        score_tokens, queries.programs + keys.programs, *queries.arguments, *keys.arguments, queries.programs,
+        **queries.options, **keys.options, num_warps=4,
+    )  # fmt: skip
+
+
+def bound(places: Launch | None, best: Tensor | None, width: int, device: torch.device) -> Tensor:
+    """Place queries and find the bounds of the selection, float32 (B H G); either may be missing."""
+    best = torch.empty((0, 1, 16), device=device) if best is None else best
+    if places is None:
+        integers = torch.empty(1, dtype=torch.int32, device=device)
+        places = Launch(None, 0, (integers,) * 5 + (1,) * 5, {"T": 16, "GC": 16, "RC": 1, "WP": 32}, None)
+    rows, groups, blocks = best.shape
+    found = torch.empty(rows * groups, dtype=torch.float32, device=device)
+    launch(
+        bound_and_place, places.programs + rows * groups, *places.arguments, best, found, width, places.programs,
+        **places.options, N=blocks, num_warps=selection.warps_for(max(power_of_two(places.arguments[5]) // 32, blocks)),
+    )  # fmt: skip
+    return found
+
+
+def sort_queries(group_ids: Tensor, groups: int) -> Segments:
+    """Sort (B, H, L) queries by group; ids outside 0 to G - 1 belong to none."""
+    like = torch.empty((), dtype=torch.float16, device=group_ids.device).expand(*group_ids.shape, 1)
+    queries = grouping.plan_groups(like, like.new_empty((1, groups, 1)), None, True, group_ids.contiguous())
+    score(queries, selection.plan(like[:, :, :1], 1, 1)._replace(programs=0))
+    places = grouping.plan_order(*queries.result[1:], group_ids.shape[2])
+    bound(places, None, 1, group_ids.device)
+    segments: Segments = places.result
+    return segments
+
+
+def group(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Group of every query; shapes and contract as in :func:`dgt.group_queries`."""
+    queries = grouping.plan_groups(query, *_exact(centroids, key_mask), sort=False)
+    score(queries, selection.plan(queries.arguments[0][:, :, :1], 1, 1)._replace(programs=0))
+    group_ids: Tensor = queries.result[0]
+    return group_ids
+
+
+def select(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) -> Tensor:
+    """Select the ``top_k`` keys of every group; contract as in :func:`dgt.select_keys`."""
+    key, (centroids, mask) = rows_of(key), _exact(centroids, key_mask)
+    keys = selection.plan(key, centroids.shape[1], top_k)
+    score(grouping.plan_groups(key, centroids, mask, sort=False)._replace(programs=0), keys)
+    return choose(key, centroids, top_k, mask, keys, None, listed=True)[0]
+
+
+def choose(
+    key: Tensor, centroids: Tensor, top_k: int, key_mask: Tensor | None, keys: Launch, places: Launch | None,
+    listed: bool,
+) -> tuple[Tensor, Lists]:  # fmt: skip
+    """Choose keys when the block maxima are known, and sort queries, if there are any, by the way."""
+    width = min(top_k, key.shape[2])
+    if key.shape[2] > keys.result.shape[2]:
+        return selection.finish(key, centroids, key_mask, width, keys, bound(places, keys.result, width, key.device))
+    if places:
+        bound(places, None, 1, key.device)
+    return selection.pick(keys, key, width, listed)
+
+
+def group_and_select(
+    query: Tensor, key: Tensor, centroids: Tensor, top_k: int, key_mask: Tensor | None, sort: bool
+) -> tuple[Tensor, Segments | None, Tensor, Lists]:
+    """Group and select in at most four launches: ``(group_ids, segments, key_ids, lists)``.
+
+    Unsorted, there are no segments, and the lists hold bits instead of ids, as few tokens need them.
+    """
+    key, (centroids, mask) = rows_of(key), _exact(centroids, key_mask)
+    queries, keys = grouping.plan_groups(query, centroids, mask, sort), selection.plan(key, centroids.shape[1], top_k)
+    score(queries, keys)
+    places = grouping.plan_order(*queries.result[1:], query.shape[2]) if sort else None
+    chosen = choose(key, centroids, top_k, mask, keys, places, listed=sort)
+    return queries.result[0], places and places.result, *chosen
+
+
+def _exact(centroids: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Centroids in float32 and a mask as kernels read them."""
+    return centroids.float().contiguous(), key_mask if key_mask is None else key_mask.contiguous()
