@@ -41,7 +41,7 @@ BUDGETS = {
     "pick_best": (112, 8192, 720, 4), "pick_all": (96, 8192, 160, 8), "attend_tiles": (128, 28672, 360, 4),
     "query_gradient": (128, 32768, 360, 4), "key_gradients": (224, 32768, 640, 2),
     "attend_densely": (128, 16384, 320, 4),
-    "dense_query_gradient": (128, 32768, 320, 4), "dense_key_gradients": (255, 40960, 1200, 2),
+    "dense_query_gradient": (128, 32768, 320, 4), "dense_key_gradients": (144, 16384, 500, 6),
     "gather_partials": (96, 8192, 200, 4), "mark_keys": (48, 8192, 0, 8), "fill_entries": (64, 8192, 140, 8),
 }  # fmt: skip
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.bool: "i1", torch.int16: "i16"}

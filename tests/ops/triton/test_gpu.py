@@ -115,3 +115,113 @@ def test_auto_takes_the_kernels(make_case: Any) -> None:
     case = make_case(1, 1, 8, 8, 2, 3)
     assert resolve_backend("auto", case.query) == "triton"
     assert resolve_backend("auto", case.query.double()) == "eager"
+
+
+def operator(case: Any, *leaves: Tensor) -> Tensor:
+    """The output of the whole operator on the kernels."""
+    return dgt.dynamic_group_attention(*leaves, case.centroids, case.top_k, backend="triton").output
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+def test_a_cuda_graph_replays_forward_and_backward(make_case: Any, shape: tuple[int, ...]) -> None:
+    """Captured once and replayed on other inputs, the bits are those of plain launches."""
+    case, other = (make_case(*shape, dtype=torch.bfloat16, exact=False) for _ in range(2))
+    tensors, fresh = ([t.detach() for t in (c.query, c.key, c.value)] for c in (case, other))
+    grad = torch.randn_like(tensors[0])
+    static = [t.clone() for t in tensors]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # compiles
+        for _ in range(3):
+            with_gradients(lambda *x: operator(case, *x), tuple(static), grad)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = with_gradients(lambda *x: operator(case, *x), tuple(static), grad)
+    for into, source in zip(static, fresh, strict=True):
+        into.copy_(source)
+    graph.replay()
+    expected = with_gradients(lambda *x: operator(case, *x), tuple(fresh), grad)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_side_stream(make_case: Any) -> None:
+    """Kernels run on the current stream: after what it waits for, not beside it."""
+    case = make_case(1, 2, 3136, 32, 48, 98, dtype=torch.bfloat16, exact=False)
+    tensors = [t.detach() for t in (case.query, case.key, case.value)]
+    expected = operator(case, *tensors)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        late = [torch.zeros_like(t) for t in tensors]
+        torch.cuda._sleep(50_000_000)
+        for into, source in zip(late, tensors, strict=True):
+            into.copy_(source)
+        found = operator(case, *late)
+    side.synchronize()
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_second_device(make_case: Any) -> None:
+    """Tensors decide where kernels run, not the current device."""
+    case = make_case(1, 2, 300, 32, 8, 20, dtype=torch.bfloat16, exact=False)
+    second = case._replace(centroids=case.centroids.to("cuda:1"))
+    tensors = (case.query, case.key, case.value)
+    grad = torch.randn_like(case.query)
+    here = with_gradients(lambda *x: operator(case, *x), tensors, grad)
+    there = with_gradients(lambda *x: operator(second, *x), tuple(t.to("cuda:1") for t in tensors), grad.to("cuda:1"))
+    assert all(torch.equal(a, b.to("cuda:0")) for a, b in zip(here, there, strict=True))
+
+
+@pytest.mark.parametrize("tokens", [196, 784])
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_auto_under_inductor(make_case: Any, tokens: int, mode: str) -> None:
+    """``backend="auto"`` in a compiled function takes the kernels, without a graph break, forward and backward."""
+    case = make_case(2, 2, tokens, 32, 48, 98, dtype=torch.bfloat16, exact=False)
+    tensors = (case.query, case.key, case.value)
+
+    def attend(*leaves: Tensor) -> Tensor:
+        return dgt.dynamic_group_attention(*leaves, case.centroids, case.top_k).output * 2
+
+    torch.compiler.reset()
+    compiled = torch.compile(attend, fullgraph=True, mode=mode)
+    grad = torch.randn_like(case.query)
+    expected = with_gradients(attend, tensors, grad)
+    for _ in range(3):  # a graph is recorded and then replayed
+        found = [t.clone() for t in with_gradients(compiled, tensors, grad)]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_autocast_float16_with_a_grad_scaler() -> None:
+    """A layer trains under autocast in float16, with a scaled loss, and its weights stay finite."""
+    torch.manual_seed(0)
+    layer = dgt.DGAttention(64, num_heads=2, num_groups=8, top_k=20).cuda()
+    optimizer, scaler = torch.optim.AdamW(layer.parameters(), lr=1e-3), torch.amp.GradScaler("cuda")
+    x = torch.randn(4, 300, 64, device="cuda")
+    losses = []
+    for _ in range(20):
+        with torch.autocast("cuda", torch.float16):
+            loss = (layer(x).float() - x).square().mean()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+    assert all(bool(p.isfinite().all()) for p in layer.parameters())
+
+
+def test_a_model_under_cuda_graphs() -> None:
+    """DGT-T compiled with ``mode="reduce-overhead"`` gives the logits of the plain model, in bfloat16."""
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    model = timm.create_model("dgt_tiny", num_classes=10).cuda().eval()
+    torch.compiler.reset()
+    compiled = torch.compile(model, mode="reduce-overhead")
+    image = torch.randn(2, 3, 224, 224, device="cuda")
+    with torch.inference_mode(), torch.autocast("cuda", torch.bfloat16):
+        expected = model(image)
+        for _ in range(3):
+            found = compiled(image).clone()
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)

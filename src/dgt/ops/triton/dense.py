@@ -188,6 +188,7 @@ def backward(
         *strides, *strides_of(output), *strides_of(grad_query), *shape, tiles, *scales, **options,
     )  # fmt: skip
     tiles = triton.cdiv(keys, options["N"])
+    options |= {"T": options["N"], "num_warps": 2, "num_stages": 1}
     launch(
         dense_key_gradients, batch * heads * tiles,
         grad, query, key, value, group_ids, words, logsum, delta, grad_key, grad_value,
