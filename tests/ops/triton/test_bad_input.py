@@ -92,3 +92,33 @@ def test_auto_is_the_plain_path_on_the_cpu() -> None:
     from dgt.ops.backends import resolve_backend
 
     assert resolve_backend("auto", torch.zeros(1, 1, 2, 2)) == "eager"
+
+
+@pytest.fixture
+def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that does not compile, on tensors that ``auto`` would give it."""
+    from dgt.ops import backends
+    from dgt.ops.triton import selection
+
+    class Broken:
+        __name__ = "pick_all"
+
+        def __getitem__(self, _: object) -> object:
+            raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(selection, "pick_all", Broken())
+    monkeypatch.setattr(backends, "_suits_triton", lambda _: True)
+    monkeypatch.setattr(backends, "_broken", [])
+
+
+@pytest.mark.usefixtures("_no_compiler")
+def test_a_kernel_that_does_not_compile(make_case: Any, recwarn: pytest.WarningsRecorder) -> None:
+    """``auto`` warns once and takes the plain path from then on; ``triton`` raises and names the kernel."""
+    case = make_case(1, 1, 8, 8, 2, 3)
+    plain = dgt.dynamic_group_attention(*case[:5], backend="eager")
+    for _ in range(2):
+        found = dgt.dynamic_group_attention(*case[:5])
+        assert torch.equal(found.output, plain.output)
+    (warning,) = recwarn
+    assert 'backend="auto" is "eager" from here on' in str(warning.message)
+    refused(case, RuntimeError, 'kernel pick_all failed: RuntimeError: Failed to find C compiler; use backend="eager"')

@@ -16,22 +16,13 @@ Import it only where it is used: it needs Triton. One file per concern:
 from torch import Tensor
 
 from dgt.ops.triton import operators
+from dgt.ops.triton.operators import group_queries, group_statistics, select_keys
 
-
-def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Assign every query to a group; arguments, here and below, as in the functions of :mod:`dgt`, already checked."""
-    ids: Tensor = operators.group_queries(query.detach(), centroids.detach(), key_mask)
-    return ids
-
-
-def select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) -> Tensor:
-    """Select the keys of every group."""
-    ids: Tensor = operators.select_keys(centroids.detach(), key.detach(), top_k, key_mask)
-    return ids
+__all__ = ["attend", "attention", "group_queries", "group_statistics", "select_keys"]
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float) -> Tensor:
-    """Attend inside each group. Differentiable once."""
+    """Attend inside each group; arguments, here and below, as in :mod:`dgt`, already checked. Differentiable once."""
     output: Tensor = operators.attend(query, key, value, group_ids, key_ids, float(scale))[0]
     return output
 
@@ -42,9 +33,3 @@ def attention(
     """Run the whole operator; ``(output, group_ids, key_ids)`` as in :func:`dgt.dynamic_group_attention`."""
     made = operators.attention(query, key, value, centroids.detach(), top_k, float(scale), key_mask)
     return made[0], made[2], made[3]
-
-
-def group_statistics(query: Tensor, group_ids: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-    """Sum the unit queries of every group, and count them (Eq. 3), in a fixed order: ``(sums, counts)``."""
-    sums, counts = operators.group_statistics(query.detach(), group_ids, num_groups)
-    return sums, counts

@@ -205,7 +205,7 @@ def tile_size(queries: int, groups: int) -> int:
     return LARGEST_TILE if mean > 32 else 32 if mean > 16 else 16
 
 
-def count_slots(queries: int, groups: int, size: int) -> int:
+def count_slots(queries: int, groups: int, size: int) -> int | torch.SymInt:
     """Upper bound of the number of tiles of a head, padding included."""
     return -(-queries // size) + torch.sym_min(groups, queries)
 

@@ -13,6 +13,8 @@ import torch
 import triton
 from torch import Tensor
 
+from dgt.ops.backends import KernelError
+
 MAX_CHANNELS = 128
 OLDEST = (8, 0)  # compute capability of the first GPUs with bfloat16 matrix units
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -44,14 +46,18 @@ def recording() -> Iterator[list[Launch]]:
 
 
 def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
-    """Run ``programs`` programs of a kernel on the device of its first argument."""
+    """Run ``programs`` programs of a kernel on the device of its first argument; KernelError where that fails."""
+    options |= {"enable_fp_fusion": True}  # from Triton 3.10 on no longer of itself
     if _recorded is not None:
         _recorded.append(Launch(kernel, programs, arguments, options))
-    elif programs and arguments[0].is_cuda:
-        with torch.cuda.device(arguments[0].device):
-            kernel[(programs,)](*arguments, **options)
     elif programs:
-        kernel[(programs,)](*arguments, **options)
+        try:
+            with torch.cuda.device(arguments[0].device) if arguments[0].is_cuda else contextlib.nullcontext():
+                kernel[(programs,)](*arguments, **options)
+        except Exception as error:  # of the compiler, the assembler, the linker or the driver
+            raise KernelError(
+                f'the Triton kernel {kernel.__name__} failed: {type(error).__name__}: {error}; use backend="eager"'
+            ) from error
 
 
 def interpreting() -> bool:

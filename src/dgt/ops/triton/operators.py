@@ -52,7 +52,7 @@ def _(query: Tensor, group_ids: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 def select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) -> Tensor:
     """Keys of every group; contract as in :func:`dgt.select_keys`."""
     check_runnable("key", key)
-    return passes.select(centroids, key, top_k, key_mask)
+    return passes.group_and_select(None, key, centroids, top_k, key_mask, sort=False, listed=True)[2]
 
 
 @select_keys.register_fake
@@ -70,9 +70,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids
     check_runnable("query", query)
     if dense.fits(query, key):
         words = dense.words_of(key_ids, key.shape[2])
-        return (*dense.attend(query, key, value, group_ids, words, scale), *_only(words))
+        return (*dense.attend(query, key, value, group_ids, words, scale), *_only(words))  # type: ignore[return-value]
     segments, lists = sort_queries(group_ids, key_ids.shape[2]), lists_of(key_ids, key.shape[2])
-    return (*gathered.attend(query, key, value, segments, lists, scale), *segments, *lists)
+    found = gathered.attend(query, key, value, segments, lists, scale)
+    return (*found, *segments, *lists)  # type: ignore[return-value]
 
 
 def _only(words: Tensor) -> tuple[Tensor, ...]:
@@ -124,14 +125,15 @@ def attention(
 ) -> Whole:
     """The whole operator; what :func:`attend` returns, with ``group_ids`` and ``key_ids`` in third and fourth place."""
     check_runnable("query", query)
+    many = not dense.fits(query, key)
     group_ids, segments, key_ids, lists = passes.group_and_select(
-        query, key, centroids, top_k, key_mask, sort=not dense.fits(query, key)
+        query, key, centroids, top_k, key_mask, sort=many, listed=many
     )  # fmt: skip
     if segments is None:
         found = dense.attend(query, key, value, group_ids, lists.ids, scale)
-        return (*found, group_ids, key_ids, *_only(lists.ids))
+        return (*found, group_ids, key_ids, *_only(lists.ids))  # type: ignore[return-value]
     found = gathered.attend(query, key, value, segments, lists, scale)
-    return (*found, group_ids, key_ids, *segments, *lists)
+    return (*found, group_ids, key_ids, *segments, *lists)  # type: ignore[return-value]
 
 
 @attention.register_fake

@@ -62,10 +62,11 @@ def bound(places: Launch | None, best: Tensor | None, width: int, device: torch.
         integers = torch.empty(1, dtype=torch.int32, device=device)
         places = Launch(None, 0, (integers,) * 5 + (1,) * 5, {"T": 16, "GC": 16, "RC": 1, "WP": 32}, None)
     rows, groups, blocks = best.shape
+    warps = min(4, selection.warps_for(power_of_two(places.arguments[5]) // 16))
     found = torch.empty(rows * groups, dtype=torch.float32, device=device)
     launch(
         bound_and_place, places.programs + rows * groups, *places.arguments, best, found, width, places.programs,
-        **places.options, N=blocks, num_warps=selection.warps_for(max(power_of_two(places.arguments[5]) // 32, blocks)),
+        **places.options, N=blocks, num_warps=max(warps, selection.warps_for(blocks)),
     )  # fmt: skip
     return found
 
@@ -75,7 +76,8 @@ def sort_queries(group_ids: Tensor, groups: int) -> Segments:
     like = torch.empty((), dtype=torch.float16, device=group_ids.device).expand(*group_ids.shape, 1)
     queries = grouping.plan_groups(like, like.new_empty((1, groups, 1)), None, True, group_ids.contiguous())
     score(queries, selection.plan(like[:, :, :1], 1, 1)._replace(programs=0))
-    places = grouping.plan_order(*queries.result[1:], group_ids.shape[2])
+    _, words, counts = queries.result
+    places = grouping.plan_order(words, counts, group_ids.shape[2])
     bound(places, None, 1, group_ids.device)
     segments: Segments = places.result
     return segments
@@ -89,40 +91,27 @@ def group(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
     return group_ids
 
 
-def select(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) -> Tensor:
-    """Select the ``top_k`` keys of every group; contract as in :func:`dgt.select_keys`."""
-    key, (centroids, mask) = rows_of(key), _exact(centroids, key_mask)
-    keys = selection.plan(key, centroids.shape[1], top_k)
-    score(grouping.plan_groups(key, centroids, mask, sort=False)._replace(programs=0), keys)
-    return choose(key, centroids, top_k, mask, keys, None, listed=True)[0]
-
-
-def choose(
-    key: Tensor, centroids: Tensor, top_k: int, key_mask: Tensor | None, keys: Launch, places: Launch | None,
-    listed: bool,
-) -> tuple[Tensor, Lists]:  # fmt: skip
-    """Choose keys when the block maxima are known, and sort queries, if there are any, by the way."""
-    width = min(top_k, key.shape[2])
-    if key.shape[2] > keys.result.shape[2]:
-        return selection.finish(key, centroids, key_mask, width, keys, bound(places, keys.result, width, key.device))
-    if places:
-        bound(places, None, 1, key.device)
-    return selection.pick(keys, key, width, listed)
-
-
 def group_and_select(
-    query: Tensor, key: Tensor, centroids: Tensor, top_k: int, key_mask: Tensor | None, sort: bool
+    query: Tensor | None, key: Tensor, centroids: Tensor, top_k: int, key_mask: Tensor | None, sort: bool, listed: bool
 ) -> tuple[Tensor, Segments | None, Tensor, Lists]:
-    """Group and select in at most four launches: ``(group_ids, segments, key_ids, lists)``.
+    """Group queries, if there are any, and select in at most four launches: ``(group_ids, segments, key_ids, lists)``.
 
-    Unsorted, there are no segments, and the lists hold bits instead of ids, as few tokens need them.
+    Unless to ``sort``, there are no segments; not ``listed``, the lists hold bits instead of ids, for few tokens.
     """
-    key, (centroids, mask) = rows_of(key), _exact(centroids, key_mask)
-    queries, keys = grouping.plan_groups(query, centroids, mask, sort), selection.plan(key, centroids.shape[1], top_k)
-    score(queries, keys)
-    places = grouping.plan_order(*queries.result[1:], query.shape[2]) if sort else None
-    chosen = choose(key, centroids, top_k, mask, keys, places, listed=sort)
-    return queries.result[0], places and places.result, *chosen
+    key, (centroids, mask), width = rows_of(key), _exact(centroids, key_mask), min(top_k, key.shape[2])
+    queries = grouping.plan_groups(key if query is None else query, centroids, mask, sort)
+    keys = selection.plan(key, centroids.shape[1], top_k)
+    score(queries._replace(programs=0) if query is None else queries, keys)
+    group_ids, words, counts = queries.result
+    places = grouping.plan_order(words, counts, key.shape[2]) if sort else None
+    if key.shape[2] > keys.result.shape[2]:
+        least = bound(places, keys.result, width, key.device)
+        chosen = selection.finish(key, centroids, mask, width, keys, least)
+    else:
+        if places:
+            bound(places, None, 1, key.device)
+        chosen = selection.pick(keys, key, width, listed)
+    return group_ids, places and places.result, *chosen
 
 
 def _exact(centroids: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -233,13 +233,13 @@ def pick(keys: Launch, like: Tensor, width: int, listed: bool) -> tuple[Tensor, 
     """Choose from all scores, where there are no more keys than blocks; see :func:`finish`."""
     best, (rows, groups, blocks) = keys.result, keys.result.shape
     key_ids = best.new_empty((*like.shape[:2], groups, width), dtype=torch.int64)
-    lists = new_lists(rows, groups, width, best.device) if listed else None
-    words = None if listed else best.new_empty((rows, groups, blocks // 32), dtype=torch.int32)
+    words = best.new_empty((rows, groups, blocks // 32), dtype=torch.int32)
+    lists = new_lists(rows, groups, width, best.device) if listed else Lists(words, None)
+    made, padded = ((*lists, None), lists.ids.shape[2]) if listed else ((None, None, words), width)
     launch(
-        pick_all, rows * groups, best, key_ids, *(lists or (None, None)), words, width,
-        lists.ids.shape[2] if lists else width, N=blocks, num_warps=warps_for(blocks),
+        pick_all, rows * groups, best, key_ids, *made, width, padded, N=blocks, num_warps=warps_for(blocks),
     )  # fmt: skip
-    return key_ids, lists or Lists(words, None)
+    return key_ids, lists
 
 
 def finish(
