@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dgt.ops import eager, reference
 from dgt.ops import remainder as remainders
-from dgt.ops.backends import falls_back, load_triton, resolve_backend
+from dgt.ops.backends import load_triton, resolve_backend
 from dgt.ops.checks import (
     check_choice,
     check_count,
@@ -45,7 +45,6 @@ class DynamicGroupAttentionOutput(NamedTuple):
     """(B, H, G, min(top_k, L)) int64: the keys of every group, ascending; -1 where there are fewer real tokens."""
 
 
-@falls_back
 def dynamic_group_attention(
     query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, top_k: int, scale: float | None = None,
     key_mask: Tensor | None = None, backend: str = "auto", num_prefix_tokens: int = 0, remainder: bool = False,
@@ -122,7 +121,6 @@ def _three_steps(
     return DynamicGroupAttentionOutput(output, group_ids, key_ids)
 
 
-@falls_back
 def attend(
     query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float | None = None,
     backend: str = "auto", key_bias: Tensor | None = None,

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from dgt.ops import flops
-from dgt.ops.backends import falls_back, load_triton, resolve_backend
+from dgt.ops.backends import load_triton, resolve_backend
 from dgt.ops.checks import (
     check_count,
     check_device,
@@ -29,7 +29,6 @@ CHUNK_ELEMENTS = 1 << 20  # of the largest temporary tensor of the plain version
 LETTERS = {1: ("BHLD", "BHMD"), 2: ("BHLK", "BHMD"), 3: ("BHLD", "BHLK"), 4: ("BHLK", "BHLD")}
 
 
-@falls_back
 def group_matmul(
     form: int,
     left: Tensor,

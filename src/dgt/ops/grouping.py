@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from dgt.ops import flops, reference
-from dgt.ops.backends import falls_back, load_triton, resolve_backend
+from dgt.ops.backends import load_triton, resolve_backend
 from dgt.ops.checks import (
     check_count,
     check_device,
@@ -32,7 +32,6 @@ CHUNK_ELEMENTS = 1 << 20  # of the largest temporary tensor of a part
 MARK = 1 << 16  # weight of a mark in :func:`nearest_group`: above the number of groups, and exact when doubled
 
 
-@falls_back
 def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None = None, backend: str = "auto") -> Tensor:
     """Assign every query to the group of its nearest centroid.
 

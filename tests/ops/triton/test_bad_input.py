@@ -94,10 +94,8 @@ def test_auto_is_the_plain_path_on_the_cpu() -> None:
     assert resolve_backend("auto", torch.zeros(1, 1, 2, 2)) == "eager"
 
 
-@pytest.fixture
-def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that does not compile, on tensors that ``auto`` would give it."""
-    from dgt.ops import backends
+def test_a_kernel_that_does_not_compile(make_case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the kernel, the reason and the way out."""
     from dgt.ops.triton import selection
 
     class Broken:
@@ -107,18 +105,5 @@ def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("Failed to find C compiler")
 
     monkeypatch.setattr(selection, "pick_all", Broken())
-    monkeypatch.setattr(backends, "_suits_triton", lambda _: True)
-    monkeypatch.setattr(backends, "_broken", [])
-
-
-@pytest.mark.usefixtures("_no_compiler")
-def test_a_kernel_that_does_not_compile(make_case: Any, recwarn: pytest.WarningsRecorder) -> None:
-    """``auto`` warns once and takes the plain path from then on; ``triton`` raises and names the kernel."""
-    case = make_case(1, 1, 8, 8, 2, 3)
-    plain = dgt.dynamic_group_attention(*case[:5], backend="eager")
-    for _ in range(2):
-        found = dgt.dynamic_group_attention(*case[:5])
-        assert torch.equal(found.output, plain.output)
-    (warning,) = recwarn
-    assert 'backend="auto" is "eager" from here on' in str(warning.message)
-    refused(case, RuntimeError, 'kernel pick_all failed: RuntimeError: Failed to find C compiler; use backend="eager"')
+    words = 'kernel pick_all failed: RuntimeError: Failed to find C compiler; use backend="eager"'
+    refused(make_case(1, 1, 8, 8, 2, 3), RuntimeError, words)

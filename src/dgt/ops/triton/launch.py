@@ -13,12 +13,14 @@ import torch
 import triton
 from torch import Tensor
 
-from dgt.ops.backends import KernelError
-
 MAX_CHANNELS = 128
 OLDEST = (8, 0)  # compute capability of the first GPUs with bfloat16 matrix units
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 WORKSPACE = 48 << 20  # bytes of the largest temporary buffer, about the L2 cache: more heads are done in turns
+
+
+class KernelError(RuntimeError):
+    """A kernel does not compile, or cannot be launched."""
 
 
 class Launch(NamedTuple):
