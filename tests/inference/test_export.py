@@ -19,7 +19,7 @@ from torch import nn
 
 import dgt.inference.export as files
 from dgt.export import Source, export
-from dgt.inference.source import source_of_run
+from dgt.inference.export import source_of_run
 from dgt.layers.baselines.swin import WindowAttention
 from dgt.training import LoadedRun, load_recipe, load_run
 from dgt_command import main

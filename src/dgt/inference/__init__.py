@@ -1,7 +1,7 @@
 """Trained models at work: the form that only predicts, and files for other programs (:mod:`dgt.export`).
 
 - ``form``: what `optimize_for_inference` makes, of ``fuse_bn``, ``prepacked_conv`` and ``attention``.
-- ``export``: a file that equals its source; ``source`` of what, in which ``formats`` and ``onnx_operators``.
+- ``export``: what of a trained run, and the file that equals it; ``formats`` of files, ``onnx_operators`` in them.
 """
 
 from dgt.inference.form import optimize_for_inference, pack_weights

@@ -24,6 +24,8 @@ from dgt.layers.scripting import check_layer_input
 from dgt.ops.backends import resolve_backend
 from dgt.utils.errors import UserError
 
+Forms = dict[type[nn.Module], Callable[[Any], nn.Module]]
+
 
 def optimize_for_inference(model: nn.Module) -> nn.Module:
     """Return a copy of a model in the form that only predicts: faster, equal outputs up to rounding.
@@ -46,8 +48,7 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
         raise TypeError(f"model must be a module, got {type(model).__name__}")
     if not any(type(module) in FORMS for module in model.modules()):
         raise UserError(f"model must contain parts of a DGT, got a {type(model).__name__} without any")
-    with torch.inference_mode(False):  # else nobody could tell when its weights change
-        return _finished(inference_form(copy.deepcopy(model)))
+    return _copy_in_form(model, FORMS)
 
 
 def pack_weights(model: nn.Module) -> nn.Module:
@@ -55,28 +56,23 @@ def pack_weights(model: nn.Module) -> nn.Module:
 
     What :func:`optimize_for_inference` gains by this alone, for comparison with models that have no such form.
     """
-    with torch.inference_mode(False):
-        twin = copy.deepcopy(model)
-        for parent in list(twin.modules()):
-            for name, child in parent.named_children():
-                if type(child) is nn.Linear:
-                    setattr(parent, name, TokenLinear(child))
-                elif type(child) is nn.Conv2d:
-                    setattr(parent, name, PackedConv(child))
-        return _finished(twin)
+    return _copy_in_form(model, {nn.Linear: TokenLinear, nn.Conv2d: PackedConv})
 
 
-def inference_form(module: nn.Module) -> nn.Module:
+def inference_form(module: nn.Module, forms: Forms | None = None) -> nn.Module:
     """Return a module with every part, at any depth, in the form that only predicts; may change it in place."""
-    if type(module) in FORMS:
-        return FORMS[type(module)](module)
+    forms = FORMS if forms is None else forms
+    if type(module) in forms:
+        return forms[type(module)](module)
     for name, child in list(module.named_children()):
-        setattr(module, name, inference_form(child))
+        setattr(module, name, inference_form(child, forms))
     return module
 
 
-def _finished(twin: nn.Module) -> nn.Module:
-    return twin.eval().requires_grad_(False).to(memory_format=torch.channels_last)
+def _copy_in_form(model: nn.Module, forms: Forms) -> nn.Module:
+    with torch.inference_mode(False):  # else nobody could tell when its weights change
+        twin = inference_form(copy.deepcopy(model), forms)
+        return twin.eval().requires_grad_(False).to(memory_format=torch.channels_last)
 
 
 def _gelu(x: Tensor) -> Tensor:
@@ -180,7 +176,7 @@ def _with_folded_norm(head: Head) -> Head:
     return head
 
 
-FORMS: dict[type[nn.Module], Callable[[Any], nn.Module]] = {
+FORMS: Forms = {
     ConvStem: FoldedStem,
     ConditionalPositionEncoding: _with_packed_conv,
     DGAttention: InferenceDGAttention,

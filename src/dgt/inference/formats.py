@@ -12,13 +12,13 @@ import io
 import logging
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from dgt.inference.source import Source
 from dgt.utils.errors import UserError
 
 EXAMPLE = (2, 3, 96, 160)  # sides that differ, and leave more than one token at stride 32
@@ -27,6 +27,23 @@ LARGEST = 2 - 2**-6  # GiB of one file, by the format it is written in, less som
 LIBRARIES = ("onnx", "onnxscript", "onnxruntime")
 
 Runner = Callable[[Tensor], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A module to export.
+
+    Args:
+        module: maps (B, 3, H, W) images to a tensor or a list of tensors; float32, in evaluation mode.
+        outputs: name of each of those.
+        size: the only side of images that the module takes, in pixels; None where it takes any.
+        about: further facts, kept in the file: what the classes are, how images are normalised.
+    """
+
+    module: nn.Module
+    outputs: tuple[str, ...] = ("logits",)
+    size: int | None = None
+    about: dict[str, str] = field(default_factory=dict)
 
 
 def _reason(error: BaseException) -> str:

@@ -6,7 +6,7 @@ own compiler alone, through operators without a promise (``torch.ops.mkldnn``): 
 everything that they do not take (gradients, other devices and types), the convolution is the plain one.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -64,15 +64,9 @@ class PackedConv(nn.Conv2d):
         return suits and not watched and bool(torch.backends.mkldnn.enabled)
 
 
-class Packed(NamedTuple):
-    """A packed weight, and what the weight was when it was packed."""
-
-    weight: Tensor
-    version: tuple[int, int, torch.dtype]
-    storage: StorageWeakRef  # while it lives no other one has its address
-
-
-PACKED = WeakIdKeyDictionary()  # weight -> Packed
+# Weight -> it packed, what it was then (address, version, type), and its storage: while that lives, no other one has
+# its address.
+PACKED = WeakIdKeyDictionary()
 
 
 def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, *geometry: Any) -> Tensor:
@@ -88,7 +82,7 @@ def _packed(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, *geometr
     stride, padding, dilation, groups = geometry
     version = (weight.data_ptr(), weight._version, weight.dtype)
     kept = PACKED.get(weight)
-    if kept is None or kept.version != version or kept.storage.expired():
+    if kept is None or kept[1] != version or kept[2].expired():
         packed = torch.ops.aten.mkldnn_reorder_conv2d_weight(
             weight.detach().to_mkldnn(),
             padding,
@@ -97,10 +91,10 @@ def _packed(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, *geometr
             groups,
             x.shape,  # of which any other will do too
         )
-        kept = PACKED[weight] = Packed(packed, version, StorageWeakRef(weight.untyped_storage()))
+        kept = PACKED[weight] = (packed, version, StorageWeakRef(weight.untyped_storage()))
     after: tuple[str, list[float], str] = ("gelu", [], "none") if gelu else ("none", [], "")
     result: Tensor = torch.ops.mkldnn._convolution_pointwise(
-        x, kept.weight, bias, padding, stride, dilation, groups, *after
+        x, kept[0], bias, padding, stride, dilation, groups, *after
     )
     return result
 
