@@ -3,7 +3,7 @@
 Importing the package registers its models with timm: ``timm.create_model("dgt_tiny")``.
 """
 
-from dgt.inference import optimize_for_inference
+from dgt.inference import accelerate, apply_plan, exact_attention, optimize_for_inference
 from dgt.layers import DGAttention, GlobalAttention
 from dgt.models import (
     DynamicGroupTransformer,
@@ -37,6 +37,8 @@ __all__ = [
     "DynamicGroupAttentionOutput",
     "DynamicGroupTransformer",
     "GlobalAttention",
+    "accelerate",
+    "apply_plan",
     "attend",
     "attend_with_logsumexp",
     "build_mask_rcnn",
@@ -45,6 +47,7 @@ __all__ = [
     "cost",
     "diagnose",
     "dynamic_group_attention",
+    "exact_attention",
     "find_centroids",
     "group_matmul",
     "group_queries",

@@ -1,0 +1,252 @@
+"""`dgt.accelerate`: what it finds in models, what it leaves alone, its error, its plan, and that nothing is lost."""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+
+import pytest
+import safetensors.torch
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dgt
+from dgt.inference import acceleration
+from dgt.inference.sdpa import grouped_calls
+
+SIZE = 96  # 6 x 6 patches of 16, or 24 x 24 of 4
+SMALL = {"depth": 2, "embed_dim": 32, "num_heads": 2, "img_size": SIZE, "num_classes": 5}
+
+
+@pytest.fixture
+def slow_attention(monkeypatch) -> None:
+    """A machine on which a model's own attention is slow, whatever the size."""
+
+    def dense(call) -> Tensor:
+        time.sleep(0.02)
+        return F.scaled_dot_product_attention(call.query, call.key, call.value, scale=call.scale)
+
+    monkeypatch.setattr(acceleration, "_dense", dense)
+    monkeypatch.setattr(acceleration, "LEAST_TOKENS", 16)
+
+
+def vit(name: str = "vit_tiny_patch16_224", **options) -> nn.Module:
+    """A small model of timm whose attention is not uniform."""
+    torch.manual_seed(3)
+    model = timm.create_model(name, **{**SMALL, "patch_size": 4, **options}).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            nn.init.normal_(parameter, 0, 0.15)
+    return model
+
+
+def difference(after: Tensor, before: Tensor) -> float:
+    return float((after - before).norm() / before.norm())
+
+
+MODELS = {
+    "vit_tiny_patch16_224": 1,
+    "deit3_small_patch16_224": 1,
+    "vit_base_patch16_224": 5,  # with registers
+    "eva02_tiny_patch14_224": 1,  # rotary positions, and norms in the attention
+    "vit_small_patch16_dinov3": 5,
+}
+
+
+@pytest.mark.usefixtures("slow_attention")
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_timm(name) -> None:
+    more = {"reg_tokens": 4} if name == "vit_base_patch16_224" else {}
+    model, images = vit(name, **more), torch.randn(4, 3, SIZE, SIZE)
+    weights = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        before = model(images)
+        report = dgt.accelerate(model, images, error=0.2)
+        after = model(images)
+        with dgt.exact_attention(model):
+            assert torch.equal(model(images), before)
+    assert [layer.choice for layer in report.layers] == ["groups"] * 2
+    assert {layer.prefix for layer in report.layers} == {MODELS[name]}
+    assert 0 < difference(after[:2], before[:2]) == pytest.approx(report.predicted_error, rel=1e-3)
+    assert difference(after[2:], before[2:]) == pytest.approx(report.measured_error, rel=1e-3)
+    assert report.predicted_error <= 0.2
+    assert report.attention_speedup > 1
+    assert report.bound >= 1
+    state = model.state_dict()
+    assert state.keys() == weights.keys()
+    assert all(torch.equal(state[key], weights[key]) for key in weights)
+
+
+@pytest.mark.usefixtures("slow_attention")
+def test_the_error_is_what_was_asked_for() -> None:
+    images, errors = torch.randn(4, 3, SIZE, SIZE), []
+    for error in (1e-5, 0.02, 0.3):
+        report = dgt.accelerate(vit(), images, error)
+        assert report.predicted_error <= error
+        errors.append(report.predicted_error)
+    assert errors == sorted(errors)
+    assert errors[0] < errors[2]
+
+
+def test_where_groups_are_not_faster_nothing_changes() -> None:
+    model, images = vit(img_size=224, patch_size=14, depth=1), torch.randn(2, 3, 224, 224)
+    report = dgt.accelerate(model, images, 0.01)
+    if report.layers[0].choice == "dense":  # with 257 tokens it is, on any machine we know
+        assert report.layers[0].reason == "no setting within the error is faster"
+        assert not grouped_calls(model)
+    assert report.attention_speedup >= 1
+
+
+class Reader(nn.Module):
+    """Attention of every kind that groups cannot do, beside one that they can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds = nn.ModuleList(Kind(kind) for kind in ("plain", "mask", "causal", "cross", "windows", "few", "3d"))
+        self.shared = Kind("plain")
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        x = images.flatten(2).transpose(1, 2)
+        for kind in self.kinds:
+            x = x + kind(x)
+        return {"tokens": self.shared(self.shared(x)), "count": torch.tensor(3)}
+
+
+class Kind(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.qkv = kind, nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        options = {"mask": {"attn_mask": torch.zeros(x.shape[1], x.shape[1])}, "causal": {"is_causal": True}}
+        if self.kind == "cross":
+            key, value = key[:, :, ::2], value[:, :, ::2]
+        if self.kind == "few":
+            query, key, value = (t[:, :, :9] for t in (query, key, value))
+        if self.kind == "windows":
+            parts = (t.unflatten(2, (-1, 32)) for t in (query, key, value))
+            query, key, value = (t.permute(0, 2, 1, 3, 4).flatten(0, 1) for t in parts)
+        if self.kind == "3d":
+            query, key, value = (t.flatten(0, 1) for t in (query, key, value))
+        out = F.scaled_dot_product_attention(query, key, value, **options.get(self.kind, {}))
+        if self.kind == "windows":
+            out = out.unflatten(0, (len(x), -1)).permute(0, 2, 1, 3, 4).flatten(2, 3)
+        if self.kind == "few":
+            return F.pad(out, (0, 0, 0, x.shape[1] - 9)).transpose(1, 2).flatten(2)
+        return out.view(len(x), 2, x.shape[1], 4).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.usefixtures("slow_attention")
+def test_what_cannot_be_grouped_stays_and_says_why() -> None:
+    torch.manual_seed(0)
+    model = Reader()
+    report = dgt.accelerate(model, torch.randn(4, 8, 16, 16), 0.9)
+    assert {layer.name: layer.reason for layer in report.layers} == {
+        "kinds.0": "",
+        "kinds.1": "a mask or bias of pairs",
+        "kinds.2": "causal",
+        "kinds.3": "queries and keys are of different tokens",
+        "kinds.4": "in windows, 8 an image",
+        "kinds.5": "few tokens",
+        "kinds.6": "3 dimensions instead of 4",
+        "shared": "called more than once",
+    }
+    assert list(grouped_calls(model)) == ["kinds.0"]
+    assert all(module.training for module in model.modules())
+    assert "kinds.0" in str(report)
+    assert "a mask or bias of pairs" in str(report)
+
+
+@pytest.mark.usefixtures("slow_attention")
+def test_a_plan_serves_a_model_with_the_same_layers(tmp_path) -> None:
+    model, images = vit(), torch.randn(4, 3, SIZE, SIZE)
+    report = dgt.accelerate(model, images, 0.2)
+    report.save(tmp_path / "plan.safetensors")
+    other = vit()
+    again = dgt.apply_plan(other, tmp_path / "plan.safetensors")
+    with torch.no_grad():
+        assert torch.equal(other(images), model(images))
+    assert again.to_json() == report.to_json()
+    json.dumps(again.to_json())
+
+    with pytest.raises(ValueError, match="model must not be accelerated already"):
+        dgt.apply_plan(other, tmp_path / "plan.safetensors")
+    with pytest.raises(ValueError, match=r"model must have the plan's layers, but has no 'blocks\.0\.attn'"):
+        dgt.apply_plan(nn.Linear(3, 3), tmp_path / "plan.safetensors")
+    with pytest.raises(FileNotFoundError, match="there is no plan"):
+        dgt.apply_plan(vit(), tmp_path / "none")
+    (tmp_path / "text").write_text("no plan")
+    with pytest.raises(ValueError, match="is no plan"):
+        dgt.apply_plan(vit(), tmp_path / "text")
+    safetensors.torch.save_file({"a": torch.zeros(1)}, tmp_path / "weights", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="is no plan of this version"):
+        dgt.apply_plan(vit(), tmp_path / "weights")
+
+
+@pytest.mark.usefixtures("slow_attention")
+def test_an_accelerated_model_is_a_model() -> None:
+    """It is copied, compiled, trained and given images of another size."""
+    model, images = vit(dynamic_img_size=True), torch.randn(4, 3, SIZE, SIZE)
+    dgt.accelerate(model, images, 0.3)
+    with torch.no_grad():
+        expected = model(images)
+        twin = copy.deepcopy(model)
+        dgt_calls = grouped_calls(twin)
+        assert torch.equal(twin(images), expected)
+        with dgt.exact_attention(twin):
+            assert not torch.equal(twin(images), expected)
+        assert torch.equal(model(images), expected)
+        torch.compiler.reset()
+        compiled = torch.compile(model, backend="aot_eager")
+        torch.testing.assert_close(compiled(images), expected, rtol=1e-4, atol=1e-4)
+        model(torch.randn(1, 3, 2 * SIZE, SIZE))
+        model(torch.randn(1, 3, 16, 16))  # fewer tokens than half: attended to as ever
+    assert len(dgt_calls) == 2
+    model.train()(images).square().mean().backward()
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+class Fails(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = vit(), 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 6:
+            raise RuntimeError("out of luck")
+        return self.inner(images)
+
+
+@pytest.mark.usefixtures("slow_attention")
+def test_a_model_that_fails_is_as_it_was() -> None:
+    model, images = Fails().train(), torch.randn(4, 3, SIZE, SIZE)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        dgt.accelerate(model, images, 0.3)
+    assert not grouped_calls(model)
+    assert all(module.training for module in model.modules())
+    assert not any("forward" in vars(module) or module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"model": "vit"}, TypeError, "model must be a module, got 'vit' of type str"),
+        ({"model": nn.Linear(4, 4)}, ValueError, "model must call .*attention, got a Linear that does not"),
+        ({"images": [1, 2]}, TypeError, r"images must be a tensor \(N, ...\), got"),
+        ({"images": torch.randn(1, 4)}, ValueError, "images must be at least 2, .* got 1"),
+        ({"images": torch.randn(0, 4)}, ValueError, "images must be at least 2, .* got 0"),
+        ({"error": 0.0}, ValueError, "error must be above 0 and below 1, got 0.0"),
+        ({"error": 1}, ValueError, "error must be above 0 and below 1, got 1"),
+        ({"error": "small"}, ValueError, "error must be above 0 and below 1, got 'small'"),
+        ({"error": float("nan")}, ValueError, "error must be above 0 and below 1, got nan"),
+    ],
+)
+def test_bad_input(change, error, message) -> None:
+    arguments = {"model": nn.Linear(4, 4), "images": torch.randn(2, 4), "error": 0.1, **change}
+    with pytest.raises(error, match=message):
+        dgt.accelerate(**arguments)
