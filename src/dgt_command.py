@@ -119,6 +119,17 @@ def _whole(least: int) -> Callable[[str], int]:
     return number
 
 
+def _share(text: str) -> float:
+    """The type of an argument above 0 and below 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and below 1, got {text!r}")
+    return value
+
+
 def _flag(name: str, about: str) -> Argument:
     return (name,), {"action": "store_true", "help": about}
 
@@ -203,6 +214,15 @@ def _add_using(add: Callable[..., None]) -> None:
         *(MODEL, IMAGES, JSON),
         _number("--top-k", 1, 5, "classes for each image (default: 5)"),
         _value("--out", "DIR", "folder of the drawings (%(default)s)", default="predictions"),
+    )
+    add(
+        *("accelerate", "have a pretrained model's attention done by groups, within an error, where that is faster"),
+        _value("model", "MODEL", "a timm model's name, or a folder that timm opens"),
+        *(_value("--images", "DIR", "folder of images of the kind that it will see", required=True), JSON),
+        _value("--error", "E", "relative error of the output (default: %(default)s)", type=_share, default=0.01),
+        _number("--size", 1, None, "side of the images (default: the model's)", "PIXELS"),
+        _number("--count", 2, 16, "images to choose and to check by (default: 16)"),
+        _value("--out", "FILE", "where the plan goes, for dgt.apply_plan (%(default)s)", default="plan.safetensors"),
     )
     add(
         *("export", "write a trained model for other programs, and check the result"),

@@ -3,7 +3,8 @@
 Importing the package registers its models with timm: ``timm.create_model("dgt_tiny")``.
 """
 
-from dgt.inference import accelerate, apply_plan, exact_attention, optimize_for_inference
+from dgt.acceleration import accelerate, apply_plan, exact_attention
+from dgt.inference import optimize_for_inference
 from dgt.layers import DGAttention, GlobalAttention
 from dgt.models import (
     DynamicGroupTransformer,

@@ -143,6 +143,15 @@ def run_explore(options: argparse.Namespace, _: list[str]) -> None:
     serve(options.checkpoint, options.image, options.host, options.port)
 
 
+def run_accelerate(options: argparse.Namespace, _: list[str]) -> None:
+    """`dgt accelerate`: prints what was chosen and measured, and writes the plan."""
+    from dgt.app.accelerate import accelerate_model
+
+    report = accelerate_model(options.model, options.images, options.error, options.size, options.count)
+    report.save(options.out)
+    print(json.dumps(report.to_json(), indent=2) if options.json else f"{report}\n{options.out}")
+
+
 def run_export(options: argparse.Namespace, _: list[str]) -> None:
     """`dgt export`: writes the file, and prints its size and how it agreed with the checkpoint."""
     from dgt.export import export

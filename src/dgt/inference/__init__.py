@@ -1,11 +1,9 @@
 """Trained models at work: the form that only predicts, and files for other programs (:mod:`dgt.export`).
 
-- ``acceleration``: any model's global attention by groups, with an error that the user chooses; ``sdpa`` finds it.
 - ``form``: what `optimize_for_inference` makes, of ``fuse_bn``, ``prepacked_conv`` and ``attention``.
 - ``export``: what of a trained run, and the file that equals it; ``formats`` of files, ``onnx_operators`` in them.
 """
 
-from dgt.inference.acceleration import accelerate, apply_plan, exact_attention
 from dgt.inference.form import optimize_for_inference, pack_weights
 
-__all__ = ["accelerate", "apply_plan", "exact_attention", "optimize_for_inference", "pack_weights"]
+__all__ = ["optimize_for_inference", "pack_weights"]

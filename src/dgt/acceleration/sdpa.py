@@ -132,10 +132,12 @@ def install(module: nn.Module, grouped: GroupedCall) -> None:
     module.forward = types.MethodType(_forward_in_groups, module)  # type: ignore[method-assign]
 
 
-def uninstall(module: nn.Module) -> None:
-    """Make a module what it was before :func:`install`."""
-    del module._modules[CHILD]
-    del module.forward
+def uninstall_all(model: nn.Module) -> None:
+    """Make a model what it was before any :func:`install`."""
+    for name in grouped_calls(model):
+        module = model.get_submodule(name)
+        delattr(module, CHILD)
+        del module.forward
 
 
 def _forward_in_groups(module: Any, *arguments: Any, **named: Any) -> Any:

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dgt
-from dgt.inference import acceleration
-from dgt.inference.sdpa import grouped_calls
+from dgt.acceleration import search
+from dgt.acceleration.sdpa import grouped_calls
 
 SIZE = 96  # 6 x 6 patches of 16, or 24 x 24 of 4
 SMALL = {"depth": 2, "embed_dim": 32, "num_heads": 2, "img_size": SIZE, "num_classes": 5}
@@ -29,8 +29,9 @@ def slow_attention(monkeypatch) -> None:
         time.sleep(0.02)
         return F.scaled_dot_product_attention(call.query, call.key, call.value, scale=call.scale)
 
-    monkeypatch.setattr(acceleration, "_dense", dense)
-    monkeypatch.setattr(acceleration, "LEAST_TOKENS", 16)
+    monkeypatch.setattr(search, "_dense", dense)
+    monkeypatch.setattr(search, "_in_turns", lambda *_: (0.2, 0.1))
+    monkeypatch.setattr(search, "LEAST_TOKENS", 16)
 
 
 def vit(name: str = "vit_tiny_patch16_224", **options) -> nn.Module:
@@ -95,9 +96,20 @@ def test_where_groups_are_not_faster_nothing_changes() -> None:
     model, images = vit(img_size=224, patch_size=14, depth=1), torch.randn(2, 3, 224, 224)
     report = dgt.accelerate(model, images, 0.01)
     if report.layers[0].choice == "dense":  # with 257 tokens it is, on any machine we know
-        assert report.layers[0].reason == "no setting within the error is faster"
+        assert "faster" in report.layers[0].reason
         assert not grouped_calls(model)
     assert report.attention_speedup >= 1
+
+
+@pytest.mark.usefixtures("slow_attention")
+def test_where_the_whole_model_is_not_faster_nothing_changes(monkeypatch) -> None:
+    monkeypatch.setattr(search, "_in_turns", lambda *_: (0.1, 0.1))
+    model, images = vit(), torch.randn(2, 3, SIZE, SIZE)
+    before = model(images)
+    report = dgt.accelerate(model, images, 0.3)
+    assert {layer.reason for layer in report.layers} == {"the whole model was not faster"}
+    assert report.model_speedup == report.attention_speedup == 1
+    assert torch.equal(model(images), before)
 
 
 class Reader(nn.Module):

@@ -1,0 +1,121 @@
+"""What accelerating a model found and did, as a table, as JSON, and as a plan that does it again."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from dgt.acceleration.sdpa import GroupedCall, grouped_calls, install
+from dgt.utils.atomic_write import atomic_write
+from dgt.utils.errors import UserError
+
+STEPS = 1  # of k-means on the image at hand
+FORMAT = "dgt-plan-1"
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One attention of the model: what it does now, and what was measured.
+
+    ``choice`` is "groups" or "dense", ``reason`` why it is dense; ``error`` relative, of this layer's attention alone;
+    times in milliseconds for one image.
+    """
+
+    name: str
+    choice: str
+    reason: str = ""
+    heads: int = 0
+    tokens: int = 0
+    channels: int = 0
+    prefix: int = 0
+    groups: int = 0
+    keys: int = 0
+    error: float = 0.0
+    ms_before: float = 0.0
+    ms_after: float = 0.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """What :func:`accelerate` found and did; errors are relative, of the model's output, speedups ratios of times.
+
+    ``predicted_error`` was measured on the images that the settings were chosen by, ``measured_error`` on images kept
+    aside; ``bound`` is the speedup of the model if attention took no time at all.
+    """
+
+    asked_error: float
+    predicted_error: float
+    measured_error: float
+    attention_speedup: float
+    model_speedup: float
+    bound: float
+    layers: list[LayerReport]
+    centroids: dict[str, Tensor] = field(repr=False, default_factory=dict)
+
+    def __str__(self) -> str:
+        width = max(len(layer.name) for layer in self.layers)
+        lines = [f"{'layer':{width}}  tokens  choice                    error       before     after"]
+        for layer in self.layers:
+            grouped = layer.choice == "groups"
+            choice = f"{layer.groups} groups of {layer.keys} keys" if grouped else f"dense: {layer.reason}"
+            times = f"{layer.error:8.1e}  {layer.ms_before:8.1f} ms {layer.ms_after:8.1f} ms" if grouped else ""
+            lines.append(f"{layer.name:{width}}  {layer.tokens:6d}  {choice:24}  {times}".rstrip())
+        return "\n".join([
+            *lines,
+            f"error: asked {self.asked_error:.2g}, predicted {self.predicted_error:.2g}, "
+            f"on images kept aside {self.measured_error:.2g}",
+            f"speed: attention {self.attention_speedup:.2f} times, model {self.model_speedup:.2f} times "
+            f"(no attention at all: {self.bound:.2f})",
+        ])  # fmt: skip
+
+    def to_json(self) -> dict[str, Any]:
+        """All but the centroids."""
+        values = {name: value for name, value in vars(self).items() if name not in ("layers", "centroids")}
+        return {**values, "layers": [asdict(layer) for layer in self.layers]}
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan, report and centroids in one safetensors file, for :func:`apply_plan`."""
+        metadata = {"format": FORMAT, "report": json.dumps(self.to_json())}
+        atomic_write(Path(path), safetensors.torch.save(self.centroids, metadata=metadata))
+
+
+def apply_plan(model: nn.Module, path: str | Path) -> Report:
+    """Accelerate a model as :func:`accelerate` did another with the same layers, from what its report saved.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is no plan, or its layers are not the model's. The model is then as it was.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"there is no plan {str(path)!r}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata, centroids = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if metadata.get("format") != FORMAT:
+            raise UserError(f"{str(path)!r} is no plan of this version ({FORMAT}), but {metadata.get('format')!r}")
+        values = json.loads(metadata["report"])
+        report = Report(**{**values, "layers": [LayerReport(**row) for row in values["layers"]]}, centroids=centroids)
+    except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as broken:
+        raise UserError(f"{str(path)!r} is no plan: {broken}") from broken
+    if grouped_calls(model):
+        raise UserError("model must not be accelerated already")
+    modules = dict(model.named_modules())
+    missing = [name for name in centroids if name not in modules]
+    if missing:
+        raise UserError(f"model must have the plan's layers, but has no {missing[0]!r}")
+    install_plan(model, {layer.name: layer for layer in report.layers}, centroids)
+    return report
+
+
+def install_plan(model: nn.Module, rows: dict[str, LayerReport], centroids: dict[str, Tensor]) -> None:
+    """Have the layers that have centroids answered by groups, as their rows say."""
+    modules = dict(model.named_modules())
+    device = next((parameter.device for parameter in model.parameters()), None)
+    for name, found in centroids.items():
+        row = rows[name]
+        grouped = GroupedCall(found.to(device), row.keys, STEPS, row.prefix, (row.tokens + 1) // 2)
+        install(modules[name], grouped)
