@@ -13,7 +13,6 @@ from dgt.acceleration.sdpa import GroupedCall, grouped_calls, install
 from dgt.utils.atomic_write import atomic_write
 from dgt.utils.errors import UserError
 
-STEPS = 1  # of k-means on the image at hand
 FORMAT = "dgt-plan-1"
 
 
@@ -117,5 +116,5 @@ def install_plan(model: nn.Module, rows: dict[str, LayerReport], centroids: dict
     device = next((parameter.device for parameter in model.parameters()), None)
     for name, found in centroids.items():
         row = rows[name]
-        grouped = GroupedCall(found.to(device), row.keys, STEPS, row.prefix, (row.tokens + 1) // 2)
+        grouped = GroupedCall(found.to(device), row.keys, row.prefix, (row.tokens + 1) // 2)
         install(modules[name], grouped)

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from dgt.ops import dynamic_group_attention, find_centroids
 
+STEPS = 1  # of k-means on the image at hand, before its queries are grouped
 CHILD = "dgt_groups"  # the name under which a module holds what answers its call
 
 
@@ -94,28 +95,23 @@ class GroupedCall(nn.Module):
     Args:
         centroids: (H, G, D), unit norm. They are no part of the state dict: the weights stay the model's own.
         top_k: keys of every group.
-        steps: k-means steps on the image at hand before its queries are grouped.
         num_prefix_tokens: tokens of no group, at the beginning.
         least_tokens: shorter sequences are attended to densely: there groups were not found faster.
     """
 
     centroids: Tensor
 
-    def __init__(
-        self, centroids: Tensor, top_k: int, steps: int, num_prefix_tokens: int, least_tokens: int
-    ) -> None:
+    def __init__(self, centroids: Tensor, top_k: int, num_prefix_tokens: int, least_tokens: int) -> None:
         super().__init__()
         self.register_buffer("centroids", centroids, persistent=False)
-        self.top_k, self.steps, self.num_prefix_tokens = top_k, steps, num_prefix_tokens
-        self.least_tokens, self.exact = least_tokens, False
+        self.top_k, self.num_prefix_tokens, self.least_tokens = top_k, num_prefix_tokens, least_tokens
+        self.exact = False
 
     def forward(self, call: Call) -> Tensor | None:
         """The attention's output, (B, H, L, D); None where the call is to run as ever."""
         if self.exact or call.reason is not None or call.query.shape[2] < self.least_tokens:
             return None
-        centroids = self.centroids
-        if self.steps:
-            centroids = find_centroids(call.query[:, :, self.num_prefix_tokens :], centroids, self.steps)
+        centroids = find_centroids(call.query[:, :, self.num_prefix_tokens :], self.centroids, STEPS)
         return dynamic_group_attention(
             call.query, call.key, call.value, centroids, self.top_k, call.scale,
             num_prefix_tokens=self.num_prefix_tokens, remainder=True,
@@ -123,13 +119,13 @@ class GroupedCall(nn.Module):
 
     def extra_repr(self) -> str:
         heads, groups, channels = self.centroids.shape
-        return f"heads={heads}, groups={groups}, channels={channels}, top_k={self.top_k}, steps={self.steps}"
+        return f"heads={heads}, groups={groups}, channels={channels}, top_k={self.top_k}"
 
 
 def install(module: nn.Module, grouped: GroupedCall) -> None:
     """Have a module's call answered by groups from now on."""
     module.add_module(CHILD, grouped)
-    module.forward = types.MethodType(_forward_in_groups, module)  # type: ignore[method-assign]
+    module.forward = types.MethodType(_forward_in_groups, module)
 
 
 def uninstall_all(model: nn.Module) -> None:

@@ -10,6 +10,7 @@ choices. The price is found by bisection, with the error of the model's output m
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -119,10 +120,8 @@ class _Layer:
         if setting is None:
             reason = self.reason or "no setting within the error is faster"
             return LayerReport(self.name, "dense", reason, **sizes, ms_before=before, ms_after=before)
-        chosen = {"groups": setting.groups, "keys": setting.keys, "error": setting.error}
-        return LayerReport(
-            self.name, "groups", **sizes, **chosen, ms_before=before, ms_after=1000 * setting.seconds
-        )
+        chosen: dict[str, Any] = {"groups": setting.groups, "keys": setting.keys, "error": setting.error}
+        return LayerReport(self.name, "groups", **sizes, **chosen, ms_before=before, ms_after=1000 * setting.seconds)
 
 
 _Choice: TypeAlias = dict[str, _Setting]
@@ -205,7 +204,9 @@ def _measure(model: nn.Module, images: Tensor, layers: dict[str, _Layer]) -> Non
     """Error, on what all images give it, and time, on what one does, of every setting of every layer."""
 
     def answer(name: str, call: Call) -> Tensor | None:
-        layer, one = layers[name], Call(*(x[: len(x) // len(images)] for x in call[:3]), *call[3:])
+        layer = layers[name]
+        q, k, v = (tensor[: len(tensor) // len(images)] for tensor in (call.query, call.key, call.value))
+        one = Call(q, k, v, call.scale, call.reason)
         if layer.reason:
             layer.seconds += 0.0 if call.reason else _seconds(lambda: _dense(one))
             return None
@@ -213,8 +214,8 @@ def _measure(model: nn.Module, images: Tensor, layers: dict[str, _Layer]) -> Non
         whole = _dense(call)
         for groups, centroids in layer.centroids.items():
             for keys in (count for count in KEYS if 4 * count <= layer.tokens):
-                grouped = GroupedCall(centroids, keys, STEPS, layer.prefix, 0)
-                seconds = _seconds(lambda grouped=grouped: grouped(one))
+                grouped = GroupedCall(centroids, keys, layer.prefix, 0)
+                seconds = _seconds(partial(grouped, one))
                 if seconds > layer.seconds:
                     break  # more keys only take longer
                 error = float((grouped(call) - whole).norm() / whole.norm())
@@ -229,7 +230,8 @@ def _choose(
     layers: dict[str, _Layer], error: float, error_of: Callable[[_Choice], float]
 ) -> tuple[_Choice, float]:
     """The choice at the lowest price of error whose error is at most that asked for, and its error."""
-    (low, high), best, known = PRICES, ({}, 0.0), {}
+    (low, high), known = PRICES, dict[tuple[Any, ...], float]()
+    best: tuple[_Choice, float] = ({}, 0.0)
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         chosen = {name: setting for name, layer in layers.items() if (setting := layer.best(10**middle)) is not None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -44,7 +45,8 @@ def _open(name: str, size: int | None) -> nn.Module:
     local = Path(name).is_dir()
     if not local and not timm.is_model(name.partition(".")[0]):
         raise UserError(f"model must be a timm model or a folder that timm opens, got {name!r}")
-    for more in ({"img_size": size}, {}) if size is not None else ({},):  # a model of any size takes no such argument
+    sized: dict[str, Any] = {"img_size": size}
+    for more in (sized, {}) if size is not None else ({},):  # a model of any size takes no such argument
         try:
             model: nn.Module = timm.create_model(f"local-dir:{name}" if local else name, pretrained=True, **more)
             return model
