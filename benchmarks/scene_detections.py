@@ -1,4 +1,4 @@
-"""Held-out scenes as a picture: above what is there, below what a trained detector finds.
+"""Held-out scenes as an image: above what is there, below what a trained detector finds.
 
 python benchmarks/scene_detections.py RUN docs/images/detections.jpg [--scenes 4] [--first 0]
 """

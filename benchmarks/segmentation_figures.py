@@ -1,9 +1,9 @@
-"""Figures of a segmentation: validation pictures with truth and prediction, and learning curves of several runs.
+"""Figures of a segmentation: validation images with truth and prediction, and learning curves of several runs.
 
-    python benchmarks/segmentation_figures.py pictures RUN OUT.png [--items 0 1 2 3] [--data.root DIR ...]
+    python benchmarks/segmentation_figures.py images RUN OUT.png [--items 0 1 2 3] [--data.root DIR ...]
     python benchmarks/segmentation_figures.py curves OUT.png NAME=RUN NAME=RUN
 
-Pictures are drawn as the run's recipe tests them; keys of the recipe's data can be changed as for `dgt evaluate`.
+Images are drawn as the run's recipe tests them; keys of the recipe's data can be changed as for `dgt evaluate`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from dgt.training.log import read_metrics
 from dgt.training.recipe import build_data, parse_recipe
 
 
-def draw_pictures(run_path: str, out: str, items: list[int], overrides: list[str]) -> None:
-    """Rows of picture, truth and prediction for some items of the validation split."""
+def draw_images(run_path: str, out: str, items: list[int], overrides: list[str]) -> None:
+    """Rows of image, truth and prediction for some items of the validation split."""
     run = load_run(run_path)
     data = build_data(parse_recipe(run.recipe.to_dict(), overrides))
     data.setup("validate")
@@ -72,16 +72,16 @@ def main() -> None:
     """Parse and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="what", required=True)
-    pictures = commands.add_parser("pictures")
-    pictures.add_argument("run")
-    pictures.add_argument("out")
-    pictures.add_argument("--items", type=int, nargs="+", default=[0, 1, 2, 3])
+    images = commands.add_parser("images")
+    images.add_argument("run")
+    images.add_argument("out")
+    images.add_argument("--items", type=int, nargs="+", default=[0, 1, 2, 3])
     curves = commands.add_parser("curves")
     curves.add_argument("out")
     curves.add_argument("runs", nargs="+", metavar="NAME=RUN")
     options, overrides = parser.parse_known_args()
-    if options.what == "pictures":
-        draw_pictures(options.run, options.out, options.items, overrides)
+    if options.what == "images":
+        draw_images(options.run, options.out, options.items, overrides)
     else:
         draw_curves(options.out, options.runs)
 

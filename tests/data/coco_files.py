@@ -46,7 +46,7 @@ def annotations() -> list[dict[str, Any]]:
 
 
 def write_coco(root: Path, *extra: dict[str, Any], parts: tuple[str, ...] = ("train", "val")) -> Path:
-    """Write pictures and annotations in COCO's layout; `extra` annotations go into every part."""
+    """Write images and annotations in COCO's layout; `extra` annotations go into every part."""
     rng = np.random.default_rng(0)
     for part in parts:
         folder = root / f"{part}2017"

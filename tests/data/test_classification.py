@@ -244,7 +244,7 @@ class TestAugmentation:
         wide = Image.new("RGB", (16 * 40, 40))
         assert crop_long(wide) is wide
 
-    def test_pad_and_crop_only_moves_the_picture(self):
+    def test_pad_and_crop_only_moves_the_image(self):
         plain = scenes(augmentation=PLAIN, train_size=8, crop_ratio=1.0).train_dataloader()
         moved = scenes(augmentation=Augmentation(None, 0, 0, 0, 0, 0, 0, 1, 0, pad_crop=2), train_size=8)
         (images, _), (shifted, _) = batches(plain)[0], batches(moved.train_dataloader())[0]
@@ -261,7 +261,7 @@ class TestAugmentation:
 
 
 class TestBrokenImages:
-    def spoil(self, folder, count, split="train"):
+    def corrupt(self, folder, count, split="train"):
         names = sorted((folder / split / "ant").iterdir())[:count]
         for number, path in enumerate(names):
             content = path.read_bytes()
@@ -270,37 +270,37 @@ class TestBrokenImages:
 
     @pytest.mark.parametrize("workers", [0, 2])
     def test_counted_listed_and_left_out(self, folder, tmp_path, workers):
-        spoilt = self.spoil(folder, 3)
+        corrupted = self.corrupt(folder, 3)
         data = folder_data(folder, max_broken_share=0.2, num_workers=workers)
         loader = data.train_dataloader()
         for _ in range(2):
             assert sum(len(images) for images, _ in loader) == 24 - 3
         assert data.write_broken_images(tmp_path / "broken_images.txt") == 3
         listed = (tmp_path / "broken_images.txt").read_text().splitlines()
-        assert [line.split("\t")[:2] for line in listed] == [["train", str(path)] for path in spoilt]
+        assert [line.split("\t")[:2] for line in listed] == [["train", str(path)] for path in corrupted]
 
     @pytest.mark.parametrize("split", ["train", "val"])
     def test_stops_above_the_share(self, folder, split):
-        self.spoil(folder, 3, split)
+        self.corrupt(folder, 3, split)
         data = folder_data(folder, max_broken_share=0.1)
         loader = data.train_dataloader() if split == "train" else data.val_dataloader()
         with pytest.raises(BrokenImagesError, match=r"max_broken_share = 10\.00%(.|\n)*00\.png"):
             batches(loader)
 
     def test_mixing_goes_on_with_an_even_number(self, folder):
-        self.spoil(folder, 1)
+        self.corrupt(folder, 1)
         data = folder_data(folder, max_broken_share=0.2, augmentation=Augmentation())
         assert sorted(len(images) for images, _ in data.train_dataloader()) == [2, 4, 4, 4, 4, 4]
 
     def test_a_validation_batch_with_nothing_left_is_skipped_a_training_batch_stops(self, folder):
-        self.spoil(folder, 1)
+        self.corrupt(folder, 1)
         data = folder_data(folder, batch_size=1, max_broken_share=1.0, val_split="train")
         assert len(batches(data.val_dataloader())) == 23
         with pytest.raises(BrokenImagesError, match="too few images of a training batch"):
             batches(data.train_dataloader())
 
     def test_cached_images_are_counted_too(self, folder):
-        self.spoil(folder, 3)
+        self.corrupt(folder, 3)
         with pytest.raises(BrokenImagesError, match="of the 24 images of split 'train'"):
             batches(folder_data(folder, max_broken_share=0.1, cache=True).train_dataloader())
 

@@ -120,7 +120,7 @@ class TestBadData:
 
     def test_unreadable_images_stop_the_run_or_are_left_out_and_listed(self, tmp_path: Path) -> None:
         root = write_coco(tmp_path)
-        (root / "val2017" / "000000000003.png").write_bytes(b"no picture")
+        (root / "val2017" / "000000000003.png").write_bytes(b"no image")
         (root / "val2017" / "000000000004.png").unlink()
         with pytest.raises(BrokenImagesError, match="of the 4 images of split 'val' cannot be read"):
             list(open_data(root).val_dataloader())
@@ -128,7 +128,7 @@ class TestBadData:
         assert [int(target["image_id"]) for _, targets in data.val_dataloader() for target in targets] == [1, 2]
         assert {Path(name).name for name in data.ledgers["val"].broken} == {"000000000003.png", "000000000004.png"}
 
-    def test_a_picture_of_another_size_than_annotated_is_broken(self, tmp_path: Path) -> None:
+    def test_an_image_of_another_size_than_annotated_is_broken(self, tmp_path: Path) -> None:
         root = write_coco(tmp_path)
         (root / "train2017" / "000000000001.png").write_bytes((root / "train2017" / "000000000004.png").read_bytes())
         broken = open_data(root).datasets["train"][Key(0, 0, 0)]
@@ -177,16 +177,16 @@ class TestBadData:
             open_data(tmp_path)
         root = write_coco(tmp_path)
         with pytest.raises(FileNotFoundError, match="there is no folder of images"):
-            open_data(root, train_images="pictures")
+            open_data(root, train_images="photos")
 
 
 def test_paths_are_free(tmp_path: Path) -> None:
     root = write_coco(tmp_path)
-    (root / "train2017").rename(tmp_path / "pictures")
+    (root / "train2017").rename(tmp_path / "photos")
     (root / "annotations" / "instances_train2017.json").rename(tmp_path / "mine.json")
     data = open_data(
         root / "val2017",
-        train_images=str(tmp_path / "pictures"),
+        train_images=str(tmp_path / "photos"),
         train_annotations="../mine.json",
         val_images=".",
         val_annotations="../annotations/instances_val2017.json",

@@ -13,9 +13,9 @@ from dgt.data.image_io import BrokenImage, BrokenImages, BrokenImagesError, deco
 from dgt.data.readers import ImageFolder, available_splits, open_images
 
 
-def encode(picture, kind="PNG", **options):
+def encode(image, kind="PNG", **options):
     buffer = io.BytesIO()
-    picture.save(buffer, kind, **options)
+    image.save(buffer, kind, **options)
     return buffer.getvalue()
 
 
@@ -86,8 +86,8 @@ class TestDecoding:
     @pytest.mark.parametrize("mode", ["1", "L", "P", "LA", "RGBA", "CMYK", "YCbCr", "I;16"])
     def test_every_mode_becomes_rgb(self, mode):
         kind = "TIFF" if mode in ("CMYK", "YCbCr") else "PNG"
-        picture = decode_image(encode(Image.new(mode, (8, 8)), kind))
-        assert (picture.mode, picture.size) == ("RGB", (8, 8))
+        image = decode_image(encode(Image.new(mode, (8, 8)), kind))
+        assert (image.mode, image.size) == ("RGB", (8, 8))
 
     def test_sixteen_bits_are_scaled(self):
         grey = Image.fromarray(np.array([[0, 257 * 100], [257 * 200, 65535]], np.uint16))

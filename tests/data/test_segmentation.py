@@ -1,4 +1,4 @@
-"""Pictures with label maps: both layouts, batches as functions of (seed, epoch, item), wrong files told by name."""
+"""Images with label maps: both layouts, batches as functions of (seed, epoch, item), wrong files told by name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PLAIN = SegmentationAugmentation.none()
 
 
 def save(folder: Path, split: str, name: str, labels: np.ndarray, maps: str = "labels") -> None:
-    """A picture whose red channel is 60 times its label, as PNG, and its label map."""
+    """An image whose red channel is 60 times its label, as PNG, and its label map."""
     (folder / "images" / split).mkdir(parents=True, exist_ok=True)
     (folder / maps / split).mkdir(parents=True, exist_ok=True)
     pixels = np.zeros((*labels.shape, 3), dtype=np.uint8)
@@ -40,12 +40,12 @@ def save(folder: Path, split: str, name: str, labels: np.ndarray, maps: str = "l
 
 
 def turn(path: Path, orientation: int) -> None:
-    """Write an EXIF orientation into a picture, whose pixels stay."""
-    picture = Image.open(path)
-    picture.load()
+    """Write an EXIF orientation into an image, whose pixels stay."""
+    image = Image.open(path)
+    image.load()
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = orientation
-    picture.save(path, exif=exif)
+    image.save(path, exif=exif)
 
 
 def some_labels(rng: np.random.Generator, height: int = 48, width: int = 64) -> np.ndarray:
@@ -59,7 +59,7 @@ def some_labels(rng: np.random.Generator, height: int = 48, width: int = 64) -> 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Ten training and three validation pictures in the plain layout."""
+    """Ten training and three validation images in the plain layout."""
     rng = np.random.default_rng(0)
     for split, count in (("train", 10), ("val", 3)):
         for index in range(count):
@@ -99,9 +99,9 @@ class TestReading:
     def test_a_palette_is_read_by_its_numbers(self, folder: Path) -> None:
         path = folder / "labels" / "train" / "00.png"
         numbers = np.asarray(Image.open(path))
-        picture = Image.fromarray(numbers)
-        picture.putpalette([7] * 768)
-        picture.save(path)
+        image = Image.fromarray(numbers)
+        image.putpalette([7] * 768)
+        image.save(path)
         assert np.array_equal(LabelMapFolder(folder, "train", CLASSES)[0].labels, numbers)
 
     def test_splits_are_found_by_their_usual_names(self, tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ class TestReading:
 
 
 def read_all(folder: Path, **options: object) -> None:
-    """Open both splits and read the validation pictures."""
+    """Open both splits and read the validation images."""
     list(open_data(folder, **options).val_dataloader())
 
 
@@ -155,27 +155,27 @@ class TestWrongFiles:
         message = r"a\.png: expected labels 1 to 3, 0 and 255 for none, got 4$"
         self.fails(tmp_path, message, train_split="training", val_split="training")
 
-    def test_another_size_than_the_picture(self, folder: Path) -> None:
+    def test_another_size_than_the_image(self, folder: Path) -> None:
         Image.fromarray(np.zeros((20, 30), dtype=np.uint8)).save(folder / "labels" / "val" / "02.png")
         message = r"labels/val/02.png: the label map has 30 x 20 pixels, its image .*images/val/02.png has 64 x 48"
         self.fails(folder, message)
 
     @pytest.mark.parametrize("orientation", [2, 3, 4])
-    def test_a_picture_turned_as_no_size_can_show(self, folder: Path, orientation: int) -> None:
+    def test_an_image_turned_as_no_size_can_show(self, folder: Path, orientation: int) -> None:
         turn(folder / "images" / "val" / "02.png", orientation)
         message = rf"labels/val/02.png: the label map may be of .*val/02.png .* by its EXIF orientation {orientation},"
         self.fails(folder, message)
 
-    def test_a_picture_turned_to_its_side(self, folder: Path) -> None:
-        picture, path = folder / "images" / "val" / "02.png", folder / "labels" / "val" / "02.png"
-        turn(picture, 6)
+    def test_an_image_turned_to_its_side(self, folder: Path) -> None:
+        image, path = folder / "images" / "val" / "02.png", folder / "labels" / "val" / "02.png"
+        turn(image, 6)
         self.fails(folder, r"labels/val/02.png: .* has 48 x 64 once it is upright, as its EXIF orientation 6 says$")
         Image.open(path).transpose(Image.Transpose.ROTATE_270).save(path)
         red = np.asarray(LabelMapFolder(folder, "val", CLASSES)[2].image)[..., 0]
         labels = LabelMapFolder(folder, "val", CLASSES)[2].labels
         assert np.array_equal(red, np.where(labels == 255, 0, 60 * labels))
         save(folder, "val", "02", np.zeros((48, 48), dtype=np.uint8))
-        turn(picture, 6)
+        turn(image, 6)
         self.fails(folder, "by its EXIF orientation 6, nothing tells")
 
     def test_two_classes_of_one_name(self, folder: Path) -> None:
@@ -215,7 +215,7 @@ class TestWrongFiles:
         (folder / "images" / "train" / "04.png").unlink()
         self.fails(folder, r"^1 label maps without an image in .*images/train: .*labels/train/04.png$")
 
-    def test_two_pictures_of_one_name(self, folder: Path) -> None:
+    def test_two_images_of_one_name(self, folder: Path) -> None:
         shutil.copy(folder / "images" / "val" / "00.png", folder / "images" / "val" / "00.jpg")
         self.fails(folder, r"two files of one name: .*00.jpg and .*00.png")
 
@@ -256,7 +256,7 @@ class TestBatches:
                 assert torch.equal(labels, same_labels)
         assert not torch.equal(passes[0][0][0][0], passes[0][1][0][0])
 
-    def test_small_pictures_are_padded_with_nothing(self, folder: Path) -> None:
+    def test_small_images_are_padded_with_nothing(self, folder: Path) -> None:
         shrink = SegmentationAugmentation(0.8, 0.8, 1.0, 0.5, 0.0)
         images, targets = next(iter(open_data(folder, image_size=64, augmentation=shrink).train_dataloader()))
         assert images.shape == (4, 3, 64, 64)
@@ -266,7 +266,7 @@ class TestBatches:
         assert (targets.labels[:, 38:] == 255).all()
         assert (targets.labels[:, :, 51:] == 255).all()
 
-    def test_picture_and_labels_move_together(self, folder: Path) -> None:
+    def test_image_and_labels_move_together(self, folder: Path) -> None:
         moved = SegmentationAugmentation(1.0, 1.0, 0.75, 0.5, 0.0)
         for images, targets in open_data(folder, augmentation=moved, mean=(0, 0, 0), std=(1, 1, 1)).train_dataloader():
             labels = torch.where(targets.labels == 255, 0, targets.labels)

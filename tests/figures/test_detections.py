@@ -49,7 +49,7 @@ def test_what_is_unsure_is_left_out() -> None:
     assert (pixels(draw_detections(grey, detections(), NAMES)) == 90).all()
 
 
-def test_a_large_picture_keeps_its_size_and_names_stay_inside() -> None:
+def test_a_large_image_keeps_its_size_and_names_stay_inside() -> None:
     found = detections(0.9, size=(300, 700))
     edge = found._replace(boxes=np.array([[690, 0, 700, 6]], dtype=np.float32))
     drawn = draw_detections(Image.new("RGB", (700, 300)), edge, ("a very long category's name",))

@@ -34,7 +34,7 @@ GRID = (3, 5)  # not square, so that a flip or a transposition shows
 
 
 def _panel(**changes: Any) -> GroupPanel:
-    """A grey picture of 60 x 100 pixels; group 0 is the top right token, group 1 the bottom row, group 2 the rest."""
+    """A grey image of 60 x 100 pixels; group 0 is the top right token, group 1 the bottom row, group 2 the rest."""
     group_ids = np.full(GRID, 2)
     group_ids[0, 4] = 0
     group_ids[2, :] = 1
@@ -61,7 +61,7 @@ def _tokens(figure: Figure, index: int) -> NDArray[Any]:
 
 
 def _lit(figure: Figure, index: int) -> list[int]:
-    """The tokens drawn in colour: the picture is grey, so what is not lit stays grey."""
+    """The tokens drawn in colour: the image is grey, so what is not lit stays grey."""
     colours = _tokens(figure, index).reshape(-1, 3)
     return [int(token) for token in np.flatnonzero(np.ptp(colours, axis=1) > 20)]
 
@@ -92,7 +92,7 @@ def test_pair_shares_its_colour_and_pairs_differ() -> None:
     assert np.abs(queries - others[0]).max() > 40
 
 
-def test_unlit_tokens_are_darker_than_the_picture() -> None:
+def test_unlit_tokens_are_darker_than_the_image() -> None:
     figure = figure_groups([_panel()], groups=[0])
     assert (_tokens(figure, 1)[1:] < _tokens(figure, 0)[1:] - 40).all()
 
@@ -155,8 +155,8 @@ def test_map_colours_tokens_by_group_and_counts() -> None:
 def test_map_tells_many_groups_apart() -> None:
     grid = (8, 8)
     panel = GroupPanel(np.full((64, 64, 3), 128, np.uint8), grid, np.arange(64), np.zeros((64, 1), int))
-    picture = np.asarray(figure_group_map([panel]).axes[1].get_images()[0].get_array())
-    colours = picture[48::96, 48::96].reshape(64, 3)
+    image = np.asarray(figure_group_map([panel]).axes[1].get_images()[0].get_array())
+    colours = image[48::96, 48::96].reshape(64, 3)
     apart = np.linalg.norm(colours[:, None] - colours[None], axis=-1) + np.eye(64)
     assert apart.min() > 0.05
 

@@ -15,7 +15,7 @@ NAMES = ["sky", "road", "car", "tree"]
 
 @pytest.fixture
 def image() -> np.ndarray:
-    """A grey picture, 30 by 50."""
+    """A grey image, 30 by 50."""
     return np.full((30, 50, 3), 128, dtype=np.uint8)
 
 

@@ -1,4 +1,4 @@
-"""The picture of retrieval: every row of it has its bar, and a missing row is told."""
+"""The figure of retrieval: every row of it has its bar, and a missing row is told."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ RUNS = [make_run(0), make_run(1), make_run(2)]
 def image(tmp_path: Path) -> Path:
     """An image file in a folder of its own."""
     (tmp_path / "in").mkdir()
-    Image.effect_noise((90, 70), 60).convert("RGB").save(tmp_path / "in" / "picture.png")
-    return tmp_path / "in" / "picture.png"
+    Image.effect_noise((90, 70), 60).convert("RGB").save(tmp_path / "in" / "image.png")
+    return tmp_path / "in" / "image.png"
 
 
 @pytest.mark.parametrize(

@@ -64,31 +64,31 @@ def check_image(seed: int) -> tuple[str, str | None]:
     try:
         with within(SECONDS), warnings.catch_warnings(record=True):
             try:
-                picture = decode_image(content)
+                image = decode_image(content)
             except ValueError as error:
                 must = about.startswith(("none", "exif", "doubled")) and " I " not in about and " F " not in about
                 return "refused", f"image {seed} ({about}): a good file is refused: {error}" if must else None
-            wrong = _wrong_picture(picture, seed, about)
+            wrong = _wrong_image(image, seed, about)
             if wrong is None:
-                wrong = next((text for text in map(_wrong_tensor, TRANSFORMS, [picture] * 4) if text), None)
+                wrong = next((text for text in map(_wrong_tensor, TRANSFORMS, [image] * 4) if text), None)
     except (Exception, Hang):
         wrong = traceback.format_exc()
     return "read", wrong and f"image {seed} ({about}): {wrong}"
 
 
-def _wrong_picture(picture: Image.Image, seed: int, about: str) -> str | None:
-    """Whether a picture is not RGB, or, where only its end was cut off, shows something else than the whole file."""
-    if picture.mode != "RGB" or min(picture.size) < 1:
-        return f"mode {picture.mode}, size {picture.size}"
-    if about.startswith("cut") and not np.array_equal(np.asarray(picture), np.asarray(decode_image(intact_file(seed)))):
-        return "a file cut off shows another picture than the whole file"
+def _wrong_image(image: Image.Image, seed: int, about: str) -> str | None:
+    """Whether an image is not RGB, or, where only its end was cut off, shows something else than the whole file."""
+    if image.mode != "RGB" or min(image.size) < 1:
+        return f"mode {image.mode}, size {image.size}"
+    if about.startswith("cut") and not np.array_equal(np.asarray(image), np.asarray(decode_image(intact_file(seed)))):
+        return "a file cut off shows another image than the whole file"
     return None
 
 
-def _wrong_tensor(transform: Any, picture: Image.Image) -> str | None:
-    image = transform(picture)
-    right = image.shape == (3, 32, 32) and image.dtype == torch.uint8
-    return None if right else f"became {tuple(image.shape)} of {image.dtype}"
+def _wrong_tensor(transform: Any, image: Image.Image) -> str | None:
+    tensor = transform(image)
+    right = tensor.shape == (3, 32, 32) and tensor.dtype == torch.uint8
+    return None if right else f"became {tuple(tensor.shape)} of {tensor.dtype}"
 
 
 def check_recipe(seed: int, folder: Path) -> tuple[str, str | None]:

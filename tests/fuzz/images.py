@@ -1,4 +1,4 @@
-"""Image files as the world has them: well made in every mode and format, then spoilt in every way."""
+"""Image files as the world has them: well made in every mode and format, then corrupted in every way."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ MODES = {
     "F": ("TIFF",),
 }
 SIZES = ((1, 1), (1, 40), (40, 1), (20000, 10), (10, 20000), (33, 47), (64, 64), (300, 200))
-SPOILS = ("none", "random bytes", "cut", "flipped bytes", "empty", "doubled", "text before", "exif")
+FAULTS = ("none", "random bytes", "cut", "flipped bytes", "empty", "doubled", "text before", "exif")
 
 
 def intact_file(seed: int) -> bytes:
-    """The file before it was spoilt."""
+    """The file before it was corrupted."""
     return _files(seed)[0]
 
 
@@ -40,16 +40,16 @@ def _files(seed: int) -> tuple[bytes, bytes, str]:
     mode = draw.choice(list(MODES))
     size, kind = draw.choice(SIZES), draw.choice(MODES[mode])
     kind = "PNG" if kind == "WEBP" and max(size) > 16383 else kind  # more does not fit its header
-    spoil = draw.choice(SPOILS)
-    picture = _picture(mode, size, np.random.default_rng(seed))
-    options = {"exif": _exif(draw)} if spoil == "exif" and kind in ("JPEG", "PNG", "WEBP", "TIFF") else {}
+    fault = draw.choice(FAULTS)
+    image = _image(mode, size, np.random.default_rng(seed))
+    options = {"exif": _exif(draw)} if fault == "exif" and kind in ("JPEG", "PNG", "WEBP", "TIFF") else {}
     buffer = io.BytesIO()
-    picture.save(buffer, kind, **options)
+    image.save(buffer, kind, **options)
     content = buffer.getvalue()
-    return content, _spoilt(content, spoil, draw), f"{spoil}: {mode} {kind} {size[0]} x {size[1]}"
+    return content, _corrupted(content, fault, draw), f"{fault}: {mode} {kind} {size[0]} x {size[1]}"
 
 
-def _picture(mode: str, size: tuple[int, int], rng: np.random.Generator) -> Image.Image:
+def _image(mode: str, size: tuple[int, int], rng: np.random.Generator) -> Image.Image:
     width, height = size
     if mode == "I;16":
         return Image.fromarray(rng.integers(0, 65536, (height, width), dtype=np.uint16))
@@ -67,14 +67,14 @@ def _exif(draw: random.Random) -> Image.Exif:
     return exif
 
 
-def _spoilt(content: bytes, spoil: str, draw: random.Random) -> bytes:
-    if spoil == "random bytes":
+def _corrupted(content: bytes, fault: str, draw: random.Random) -> bytes:
+    if fault == "random bytes":
         return draw.randbytes(draw.choice([1, 10, 1000, 100_000]))
-    if spoil == "cut":
+    if fault == "cut":
         return content[: draw.randrange(len(content))]
-    if spoil == "flipped bytes":
-        spoilt = bytearray(content)
+    if fault == "flipped bytes":
+        corrupted = bytearray(content)
         for _ in range(draw.choice([1, 5, 50])):
-            spoilt[draw.randrange(min(len(spoilt), draw.choice([64, 10**9])))] ^= 1 << draw.randrange(8)
-        return bytes(spoilt)
-    return {"empty": b"", "doubled": content * 2, "text before": b"<html>" + content}.get(spoil, content)
+            corrupted[draw.randrange(min(len(corrupted), draw.choice([64, 10**9])))] ^= 1 << draw.randrange(8)
+        return bytes(corrupted)
+    return {"empty": b"", "doubled": content * 2, "text before": b"<html>" + content}.get(fault, content)

@@ -27,8 +27,8 @@ def recipe_text(seed: int) -> tuple[bytes, str]:
         told.append(_change(values, draw))
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True).encode("utf-8", "surrogatepass")
     if draw.random() < 0.25:
-        told.append("spoilt text")
-        text = _spoil(text, draw)
+        told.append("corrupted text")
+        text = _corrupt(text, draw)
     return text, "; ".join(told)
 
 
@@ -58,7 +58,7 @@ def _change(values: dict[str, Any], draw: random.Random) -> str:
     return f"{kind} {path}"
 
 
-def _spoil(text: bytes, draw: random.Random) -> bytes:
+def _corrupt(text: bytes, draw: random.Random) -> bytes:
     at = draw.randrange(len(text))
     kind = draw.randrange(5)
     if kind == 0:

@@ -1,4 +1,4 @@
-"""Feed a thousand spoilt images and a thousand spoilt recipes to the package: `python tests/fuzz/run.py [COUNT]`."""
+"""Feed a thousand corrupted images and as many corrupted recipes to the package: `python tests/fuzz/run.py [COUNT]`."""
 
 from __future__ import annotations
 

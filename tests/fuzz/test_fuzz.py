@@ -1,4 +1,4 @@
-"""A few of the spoilt files that `run.py` feeds a thousand of."""
+"""A few of the corrupted files that `run.py` feeds a thousand of."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_predictions_are_drawn_and_listed(finished: Result, tmp_path: Path) -> N
     run = load_run(finished.folder)
     run.network.roi_heads.score_thresh = 0.0
     Image.new("RGB", (90, 70), "red").save(tmp_path / "red.png")
-    (tmp_path / "broken.jpg").write_bytes(b"no picture")
+    (tmp_path / "broken.jpg").write_bytes(b"no image")
     Image.new("RGB", (1500, 2)).save(tmp_path / "thin.png")
     files = [tmp_path / name for name in ("red.png", "broken.jpg", "thin.png")]
     red, broken, thin = predict_files(run, files, tmp_path / "out")

@@ -65,7 +65,7 @@ def test_evaluate_prints_its_measures(run: Path, capsys: pytest.CaptureFixture[s
     assert "mIoU" in capsys.readouterr().out
     assert main(["evaluate", str(run), "--data.test.scales=[]"]) == 2
     assert "test.scales must be at least one number above 0" in capsys.readouterr().err
-    assert main(["visualize", str(run), "picture.png", "--out", "figure.png"]) == 2
+    assert main(["visualize", str(run), "image.png", "--out", "figure.png"]) == 2
     assert "only classifiers are looked into" in capsys.readouterr().err
 
 
@@ -78,7 +78,7 @@ def test_help_tells_the_keys_of_the_recipes_task(capsys: pytest.CaptureFixture[s
 
 def test_predict_writes_numbers_and_colours(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Image.effect_noise((90, 57), 60).convert("RGB").save(tmp_path / "noise.png")
-    (tmp_path / "notes.jpg").write_text("no picture")
+    (tmp_path / "notes.jpg").write_text("no image")
     images = [str(tmp_path / name) for name in ("noise.png", "notes.jpg", "nothing.png")]
     assert main(["predict", str(run), *images, "--out", str(tmp_path / "out"), "--json"]) == 1
     printed = capsys.readouterr()

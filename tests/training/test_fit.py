@@ -65,7 +65,7 @@ def test_evaluation_finds_what_the_training_found(finished: Result) -> None:
         ("--trainer.accelerator=abacus", "recipe section 'trainer' does not fit this machine"),
     ],
 )
-def test_an_evaluation_heeds_or_refuses_every_key(finished: Result, override: str, sentence: str) -> None:
+def test_an_evaluation_honours_or_refuses_every_key(finished: Result, override: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         evaluate(finished.folder, [override])
 
@@ -166,7 +166,7 @@ def test_data_of_other_classes_is_told(finished: Result, tmp_path: Path) -> None
 
 def test_predictions_are_sorted_and_sum_to_one(finished: Result, tmp_path: Path) -> None:
     Image.new("RGB", (50, 70), "red").save(tmp_path / "red.png")
-    (tmp_path / "broken.jpg").write_bytes(b"\xff\xd8 not a picture")
+    (tmp_path / "broken.jpg").write_bytes(b"\xff\xd8 not an image")
     found = predict(
         finished.folder, [tmp_path / "red.png", tmp_path / "broken.jpg", tmp_path / "nowhere.png"], top_k=99
     )

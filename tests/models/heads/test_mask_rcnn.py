@@ -20,7 +20,7 @@ SMALL["anchor_sizes"] = (8, 16, 24, 32, 48)
 
 
 def small_detector(backbone: str = "dgt_nano", **options: Any) -> PaddedMaskRCNN:
-    """A detector of three classes for pictures of some 64 pixels."""
+    """A detector of three classes for images of some 64 pixels."""
     torch.manual_seed(3)
     return build_mask_rcnn(backbone, 4, image_size=64, **{**SMALL, **options})
 

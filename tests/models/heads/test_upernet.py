@@ -21,15 +21,15 @@ def small(backbone: str = "dgt_nano", **arguments: object) -> dgt.models.UperNet
 
 
 def padded(sizes: list[tuple[int, int]], noise: float = 3.0) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Pictures of several sizes in one batch, their mask, and the pictures alone; padding is noise, to find leaks."""
-    pictures = [torch.randn(3, *size) for size in sizes]
+    """Images of several sizes in one batch, their mask, and the images alone; padding is noise, to find leaks."""
+    images = [torch.randn(3, *size) for size in sizes]
     height, width = (max(size[axis] for size in sizes) for axis in (0, 1))
     batch = noise * torch.randn(len(sizes), 3, height, width)
     mask = torch.zeros(len(sizes), height, width, dtype=torch.bool)
-    for index, picture in enumerate(pictures):
-        batch[index, :, : picture.shape[1], : picture.shape[2]] = picture
-        mask[index, : picture.shape[1], : picture.shape[2]] = True
-    return batch, mask, pictures
+    for index, image in enumerate(images):
+        batch[index, :, : image.shape[1], : image.shape[2]] = image
+        mask[index, : image.shape[1], : image.shape[2]] = True
+    return batch, mask, images
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_dgt_chooses_the_papers_number_of_keys_unless_told() -> None:
 
 @pytest.mark.parametrize("backbone", ["dgt_nano", "test_resnet", "resnet10t"])
 @pytest.mark.parametrize("size", [(32, 32), (47, 95), (64, 33)])
-def test_logits_have_the_pictures_size(backbone: str, size: tuple[int, int]) -> None:
+def test_logits_have_the_images_size(backbone: str, size: tuple[int, int]) -> None:
     with torch.no_grad():
         assert small(backbone)(torch.randn(1, 3, *size)).shape == (1, 5, *size)
 
@@ -79,15 +79,15 @@ def settle(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("sizes", [[(96, 96), (64, 80)], [(41, 90), (97, 33), (41, 90)], [(32, 120)]])
 @pytest.mark.parametrize("backbone", ["dgt_nano", "test_resnet"])
-def test_a_padded_picture_gives_the_label_map_it_gives_alone(backbone: str, sizes: list[tuple[int, int]]) -> None:
+def test_a_padded_image_gives_the_label_map_it_gives_alone(backbone: str, sizes: list[tuple[int, int]]) -> None:
     model = small(backbone, **({"top_k": 20} if backbone == "dgt_nano" else {}))
     settle(model)
-    batch, mask, pictures = padded(sizes)
+    batch, mask, images = padded(sizes)
     with torch.no_grad():
         together = model(batch, mask)
-        for index, picture in enumerate(pictures):
-            alone = model(picture[None])[0]
-            cut = together[index, :, : picture.shape[1], : picture.shape[2]]
+        for index, image in enumerate(images):
+            alone = model(image[None])[0]
+            cut = together[index, :, : image.shape[1], : image.shape[2]]
             assert torch.allclose(cut, alone, atol=1e-4 * float(alone.abs().max()))
             assert (cut.argmax(dim=0) == alone.argmax(dim=0)).float().mean() >= 0.999
             assert not together[index][:, ~mask[index]].any()
@@ -95,14 +95,14 @@ def test_a_padded_picture_gives_the_label_map_it_gives_alone(backbone: str, size
 
 def test_padding_is_no_key_of_the_first_block() -> None:
     backbone = build_backbone("dgt_nano", top_k=24).eval()
-    batch, mask, pictures = padded([(96, 64), (64, 96)])
+    batch, mask, images = padded([(96, 64), (64, 96)])
     records = first_block_keys(backbone.model, batch, mask)
     width = math.ceil(96 / 4)
-    for index, picture in enumerate(pictures):
-        alone = first_block_keys(backbone.model, picture[None], None)[0]
+    for index, image in enumerate(images):
+        alone = first_block_keys(backbone.model, image[None], None)[0]
         rows, columns = records[index] // width, records[index] % width
-        own = math.ceil(picture.shape[2] / 4)
-        assert int(rows.max()) < picture.shape[1] / 4
+        own = math.ceil(image.shape[2] / 4)
+        assert int(rows.max()) < image.shape[1] / 4
         assert int(columns.max()) < own
         assert torch.equal(rows * own + columns, alone)
 

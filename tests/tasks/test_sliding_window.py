@@ -1,4 +1,4 @@
-"""Label maps of whole pictures: the mean over scales and mirroring is the mean of its parts, windows cover all."""
+"""Label maps of whole images: the mean over scales and mirroring is the mean of its parts, windows cover all."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Pointwise(nn.Module):
 
 @pytest.fixture
 def images() -> Tensor:
-    """Two pictures of an odd size."""
+    """Two images of an odd size."""
     return torch.randn(2, 3, 53, 71)
 
 
@@ -116,7 +116,7 @@ def test_windows_overlap_and_stay_inside() -> None:
 
 
 @pytest.mark.parametrize("size", [(33, 200), (47, 47), (5, 9)])
-def test_any_picture_one_at_a_time(size: tuple[int, int]) -> None:
+def test_any_image_one_at_a_time(size: tuple[int, int]) -> None:
     model = dgt.build_upernet("dgt_nano", 5, channels=16, auxiliary_channels=8, top_k=20).eval()
     with torch.inference_mode():
         labels = predict_labels(model, torch.randn(1, 3, *size), FRAME, SegmentationTest((0.5, 1.0), flip=True))
