@@ -45,7 +45,10 @@ BAD = [
         {"segmentation": {"size": [9, 9], "counts": [81]}},
         "has a run-length code of size [9, 9] in an image of [40, 48]",
     ),
-    ({"segmentation": {"size": [40, 48], "counts": [7]}}, "has a run-length code of 7 pixels for 1920"),
+    (
+        {"segmentation": {"size": [40, 48], "counts": [7]}},
+        "does not decode: Invalid RLE mask representation; decoded 7",
+    ),
     ({"segmentation": {"size": [40, 48], "counts": [1921, -1]}}, "whose counts are no integers of at least 0"),
     ({"segmentation": {"size": [40, 48], "counts": "01"}}, "has a run-length code that does not decode: "),
     ({"segmentation": {"size": [40, 48]}}, "whose counts are no integers of at least 0"),

@@ -26,7 +26,6 @@ from dgt.data.segmentation import (
 )
 
 CLASSES = ["wall", "floor", "lamp"]
-PLAIN = SegmentationAugmentation.none()
 
 
 def save(folder: Path, split: str, name: str, labels: np.ndarray, maps: str = "labels") -> None:

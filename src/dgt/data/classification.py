@@ -38,8 +38,7 @@ class ClassificationData(NormalizedData):
         image_column: column of a Hugging Face data set with the images; null to find it.
         label_column: its column with the class labels; null to find it.
 
-    Raises:
-        UserError: a value out of its range; nothing to choose a data set by.
+    Raises UserError for a value out of its range, and where nothing says which data set is meant.
     """
 
     crop_ratio: float = 0.875

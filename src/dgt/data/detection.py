@@ -160,8 +160,7 @@ class DetectionData(ImageData):
         val_images: folder of the validation images.
         val_annotations: their COCO file.
 
-    Raises:
-        UserError: a value out of its range; no root where one is needed, or one where none is.
+    Raises UserError for a value out of its range, and where nothing says which data set is meant.
     """
 
     dataset: str = "coco"

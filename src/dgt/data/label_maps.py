@@ -32,8 +32,7 @@ from dgt.utils.errors import UserError
 
 IGNORED = 255
 CLASS_FILES = ("classes.txt", "objectInfo150.txt")
-LABEL_FOLDERS = {"annotations": True, "labels": False}
-"""Folder of the label maps -> whether label 0 is ignored there."""
+LABEL_FOLDERS = {"annotations": True, "labels": False}  # of label maps -> whether label 0 is ignored there
 
 
 class MappedImage(NamedTuple):
@@ -121,15 +120,12 @@ def label_folder(root: Place) -> Path:
 def read_class_names(root: Place) -> tuple[str, ...]:
     """The classes that a file beside the images lists: `classes.txt`, a name a line, or ADE20K's `objectInfo150.txt`.
 
-    Raises:
-        FileNotFoundError: there is neither.
-        UserError: a file without names, or not in UTF-8.
+    FileNotFoundError where there is neither, UserError for a file without names or not in UTF-8.
     """
     path = next((path for path in (Path(root, name) for name in CLASS_FILES) if path.is_file()), None)
     if path is None:
-        raise FileNotFoundError(
-            f"the classes of {root} are not known: name them in data.classes, or in {root}/{CLASS_FILES[0]}, one a line"
-        )
+        hint = f"name them in data.classes, or in {root}/{CLASS_FILES[0]}, one a line"
+        raise FileNotFoundError(f"the classes of {root} are not known: {hint}")
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     except UnicodeDecodeError as error:

@@ -1,8 +1,8 @@
 """The loader of all tasks: which images make which batch, worker processes that prepare them, and their last step.
 
-The sampler hands out not indices but keys (epoch, batch, item), so that workers, even persistent ones, know which epoch
-they augment for. The same keys let a run resume in the middle of an epoch without decoding what it has seen. Workers
-send bytes; what turns them into floats happens on the loader's device.
+The sampler hands out keys (epoch, batch, item), so that workers, even persistent ones, know which epoch they augment
+for, and a run resumes in the middle of an epoch without decoding what it has seen. Workers send bytes; what turns them
+into floats happens on the loader's device.
 """
 
 import math

@@ -37,8 +37,7 @@ class ImageData(ABC):
         val_size: the same for validation. Default all; 1000 for scenes, 500 with boxes.
         max_broken_share: share of unreadable images, of those in a split, above which the run stops.
 
-    Raises:
-        UserError: a value out of its range; nothing to choose a data set by.
+    Raises UserError for a value out of its range, and where nothing says which data set is meant.
     """
 
     root: str | None = None

@@ -1,7 +1,6 @@
 """Readers of labelled images: class folders, Hugging Face `datasets`, CIFAR-10 as torchvision keeps it, the scenes.
 
-Every reader is a plain sequence with `class_names`, whose items are pairs of an RGB image and its label, or a
-`BrokenImage`. Augmentation, order and batches are the matter of `dgt.data.dataset` and `dgt.data.loader`.
+Every reader is a plain sequence with `class_names`, whose items are an RGB image and its label, or a `BrokenImage`.
 """
 
 import os
@@ -23,8 +22,8 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", "
 CIFAR_FOLDER = "cifar-10-batches-py"
 SAVED = ("dataset_dict.json", "state.json")  # what `save_to_disk` writes
 OLD = ("*.npz", "shards.json", "*-[0-9][0-9][0-9][0-9][0-9][0-9].index")  # of earlier versions
+# Names that decide where the types of a data set's columns do not.
 USUAL_COLUMNS = {"image": ("image", "img", "jpg", "jpeg", "png"), "label": ("label", "labels", "class", "cls")}
-"""Names that decide where the types of a data set's columns do not."""
 
 
 def folder_names(parent: Place) -> tuple[str, ...]:
@@ -181,8 +180,7 @@ def _open_hub(root: Place) -> dict[str, Any]:
 def open_cifar(root: Place, split: str) -> Reader:
     """CIFAR-10 in the python layout, a folder that is or holds `cifar-10-batches-py`; splits "train" and "test".
 
-    Raises:
-        UserError: another split, or files that torchvision finds missing or corrupted.
+    UserError for another split, or files that torchvision finds missing or corrupted.
     """
     from torchvision.datasets import CIFAR10  # slow to import, and rarely needed
 
@@ -207,12 +205,7 @@ class SceneImages(Scenes):
 
 
 def _format(root: Path) -> str:
-    """What lies at `root`: "hub" (`save_to_disk`, parquet files, or the name of a set on the hub), "cifar", "folders".
-
-    Raises:
-        FileNotFoundError: nothing.
-        UserError: a format of earlier versions.
-    """
+    """What lies at `root`: "hub" (`save_to_disk`, parquet files, or a name on the hub), "cifar" or "folders"."""
     if root.is_dir() and any(next(root.glob(mark), None) for mark in (*SAVED, "*.parquet", "*/*.parquet")):
         return "hub"
     if not root.exists() and re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(root)):
@@ -222,22 +215,15 @@ def _format(root: Path) -> str:
         old += [found for mark in OLD for found in root.glob(mark)]
     if old:
         what = "is a packed .npz file" if old[0].suffix == ".npz" else "belongs to shards of `dgt shard`"
-        raise UserError(
-            f"root: {old[0]} {what}, a format no longer read: unpack it to folders SPLIT/CLASS/ of images, or give the "
-            "folders that it was made of (docs/scaling.md has the lines that unpack it)"
-        )
+        hint = "unpack it to folders SPLIT/CLASS/ by the lines of docs/scaling.md, or give those that it was made of"
+        raise UserError(f"root: {old[0]} {what}, a format no longer read: {hint}")
     if not root.is_dir():
         raise FileNotFoundError(f"root: there is no folder {root}")
     return "cifar" if root.name == CIFAR_FOLDER or (root / CIFAR_FOLDER).is_dir() else "folders"
 
 
 def available_splits(root: Place) -> tuple[str, ...]:
-    """Names of the splits found at `root`, whatever its format.
-
-    Raises:
-        FileNotFoundError: nothing is there.
-        UserError: an unreadable data set, or a format of earlier versions.
-    """
+    """Names of the splits found at `root`, whatever its format. Raises as `open_images`."""
     found = _format(Path(root))
     if found == "hub":
         return tuple(sorted(_open_hub(root)))
@@ -254,7 +240,8 @@ def open_images(root: Place, split: str, train_split: str | None = None, **colum
         columns: `image_column` and `label_column` of a Hugging Face data set; None to find them.
 
     Raises:
-        FileNotFoundError, UserError: as the readers do.
+        FileNotFoundError: nothing is there.
+        UserError: a format of earlier versions; as the readers do.
     """
     found, classes = _format(Path(root)), None
     if found == "cifar":

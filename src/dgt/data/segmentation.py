@@ -27,8 +27,7 @@ from dgt.data.module import NormalizedData
 from dgt.data.readers import folder_names
 from dgt.utils.errors import UserError, check_range
 
-SMALLEST = 32
-"""Fewest pixels a side that an image is scaled to: what the backbones take."""
+SMALLEST = 32  # pixels a side that an image is scaled to: what the backbones take
 CROP_TRIES = 10
 
 
@@ -43,8 +42,7 @@ class SegmentationAugmentation:
         flip: probability of a horizontal flip.
         distortion: probability of each of four changes of colour: brightness, contrast, saturation, hue.
 
-    Raises:
-        UserError: a value out of its range.
+    Raises UserError for a value out of its range.
     """
 
     min_ratio: float = 0.5
@@ -58,11 +56,6 @@ class SegmentationAugmentation:
             raise UserError(f"expected 0 < min_ratio <= max_ratio, got {self.min_ratio} and {self.max_ratio}")
         check_range(0, 1, max_class_share=self.max_class_share, flip=self.flip, distortion=self.distortion)
 
-    @classmethod
-    def none(cls) -> SegmentationAugmentation:
-        """No augmentation but the place of the crop."""
-        return cls(1.0, 1.0, 1.0, 0.0, 0.0)
-
 
 @dataclass(frozen=True)
 class SegmentationTest:
@@ -74,8 +67,7 @@ class SegmentationTest:
         window: side in pixels of a window that slides over the scaled image; null for the whole image at once.
         stride: pixels between two windows; null for two thirds of the window.
 
-    Raises:
-        UserError: a value out of its range.
+    Raises UserError for a value out of its range.
     """
 
     scales: tuple[float, ...] = (1.0,)
@@ -187,8 +179,7 @@ class SegmentationData(NormalizedData):
         augmentation: training augmentation.
         test: how label maps are predicted.
 
-    Raises:
-        UserError: a value out of its range; nothing to choose a data set by.
+    Raises UserError for a value out of its range.
     """
 
     image_size: int = 512

@@ -34,12 +34,7 @@ _MODES = ("nearest", "bilinear", "bicubic", "lanczos")
 class Normalize:
     """From bytes to floats: uint8 (..., 3, H, W) to float32 of zero mean and unit deviation, on any device.
 
-    Args:
-        mean: mean of each channel, in 0 to 1, to subtract.
-        std: standard deviation of each channel, to divide by.
-
-    Raises:
-        UserError: a standard deviation that is not above 0.
+    Each channel less `mean`, in 0 to 1, divided by `std`; UserError where that is not above 0.
     """
 
     def __init__(self, mean: Triple, std: Triple) -> None:
@@ -69,8 +64,7 @@ class Augmentation:
         pad_crop: pad by so many pixels and crop at random, in place of the random resized crop; 0 for not.
         interpolation: "nearest", "bilinear", "bicubic" or "lanczos".
 
-    Raises:
-        UserError: a value out of its range.
+    Raises UserError for a value out of its range.
     """
 
     rand_augment: str | None = "rand-m9-mstd0.5-inc1"
@@ -101,11 +95,6 @@ class Augmentation:
     def mixes(self) -> bool:
         """Whether images of a batch are mixed with each other."""
         return self.mixup > 0 or self.cutmix > 0
-
-    @classmethod
-    def none(cls) -> "Augmentation":
-        """No augmentation at all: the centre square, hard labels."""
-        return cls(None, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0)
 
 
 def allow_zero_bits(steps: transforms.Compose) -> None:
