@@ -75,8 +75,7 @@ class Settings:
     def __post_init__(self) -> None:
         for field in fields(self):
             least = {"steps": 20, "gap": 0, "values": 2}.get(field.name, 1)
-            if getattr(self, field.name) < least:
-                raise UserError(f"{field.name} must be at least {least}, got {getattr(self, field.name)}")
+            check_range(least, **{field.name: getattr(self, field.name)})
         if self.side % 2 or self.gap % 2 or self.dim % 4:
             raise UserError(f"side and gap must be even and dim a multiple of 4, got {self.side, self.gap, self.dim}")
         if self.codes > self.places * 3 // 4:
