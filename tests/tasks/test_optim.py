@@ -18,7 +18,6 @@ from dgt.tasks.optim import (
     batch_scale,
     build_optimizer,
     learning_rate,
-    schedule_factor,
 )
 
 PAPER = OptimizerSettings()
@@ -44,14 +43,6 @@ def test_the_rate_rises_in_the_warmup_and_falls_after_it(total: int, epochs: int
     assert rates[: peak + 1] == sorted(rates[: peak + 1])
     assert rates[peak:] == sorted(rates[peak:], reverse=True)
     assert all(1e-6 <= rate <= 1e-3 for rate in rates)
-
-
-def test_a_scheduler_that_starts_in_the_middle_meets_the_same_rates() -> None:
-    factor = schedule_factor(100, PAPER, COURSE)
-    weights = nn.Parameter(torch.zeros(2))
-    optimizer = torch.optim.AdamW([{"params": [weights], "initial_lr": 1e-3}], lr=1e-3)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor, last_epoch=41)
-    assert scheduler.get_last_lr()[0] == pytest.approx(learning_rate(42, 100, PAPER, COURSE))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ which is continued at step `n` meets exactly the learning rate that it would hav
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -125,13 +124,6 @@ def learning_rate(step: int, total_steps: int, optimizer: OptimizerSettings, sch
     progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
     remaining = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.decay == "cosine" else 1 - progress
     return schedule.min_lr + (optimizer.lr - schedule.min_lr) * remaining
-
-
-def schedule_factor(
-    total_steps: int, optimizer: OptimizerSettings, schedule: ScheduleSettings
-) -> Callable[[int], float]:
-    """The schedule as `torch.optim.lr_scheduler.LambdaLR` wants it: step -> `learning_rate(step) / lr`."""
-    return lambda step: learning_rate(step, total_steps, optimizer, schedule) / optimizer.lr
 
 
 def batch_scale(settings: OptimizerSettings, global_batch: int) -> float:

@@ -71,15 +71,7 @@ class Objective(nn.Module):
 
 
 class Training:
-    """One training under way.
-
-    Args:
-        recipe: the complete recipe.
-        state: where it begins or goes on.
-        checkpoints: what writes them.
-        report: of this run.
-        draw: makes images for TensorBoard, or None.
-    """
+    """One training under way, from where `state` is; `draw` makes images for TensorBoard."""
 
     def __init__(
         self, recipe: Recipe, state: TrainingState, checkpoints: Checkpoints, report: Report, draw: Draw | None = None
@@ -110,7 +102,7 @@ class Training:
                     self.end_epoch(epoch + 1)
         except Exception as error:
             broken = isinstance(error, FloatingPointError) or self.in_optimizer or self.progress.step == 0
-            if not broken and self.fabric.world_size == 1:
+            if not broken and self.fabric.world_size == 1:  # all is whole but for the step
                 self.guard.rewind()
                 self.save()
             raise
@@ -136,7 +128,10 @@ class Training:
         for group in optimizer.param_groups:
             group["lr"] = rate * batch_scale(self.recipe.optimizer, self.state.global_batch)
         self.fabric.strategy.precision.unscale_gradients(optimizer)
-        finite = self.is_finite(losses)
+        gradients = [weight.grad for weight in network.parameters() if weight.grad is not None]
+        finite = self.settings.max_skipped is None or not any_process(
+            self.fabric, not all_finite([losses["loss"], *gradients, *self.guard.statistics])
+        )
         self.in_optimizer = True
         if finite:
             if (limit := self.recipe.optimizer.clip_grad) is not None:
@@ -168,14 +163,6 @@ class Training:
             self.state.loss_sums += torch.where(loss_and_one[0].isfinite(), loss_and_one * len(batch.images), 0.0)
         common = [name for name in found[0] if all(name in each for each in found)]
         return {name: torch.stack([each[name] for each in found]).mean() for name in common}
-
-    def is_finite(self, losses: Losses) -> bool:
-        """Whether a step may be taken: losses, gradients and BatchNorm's statistics are finite, in all processes."""
-        if self.settings.max_skipped is None:
-            return True
-        gradients = [weight.grad for weight in self.state.network.parameters() if weight.grad is not None]
-        finite = all_finite([losses["loss"], *gradients, *self.guard.statistics])
-        return not any_process(self.fabric, not finite)
 
     def skip(self, batches: Sequence[Batch], losses: Losses) -> None:
         """Undo what the forward of a step that is not finite changed, tell of it, and stop where there are too many.

@@ -40,51 +40,30 @@ RECORD_KEY = "dgt"
 
 @dataclass
 class Progress:
-    """How far a training is. No random state: every choice is a function of (seed, epoch, index).
+    """How far a training is. No random state: every choice is a function of (seed, epoch, index)."""
 
-    Args:
-        epoch: epochs completed.
-        batch: batches of the current epoch that this process has seen.
-        step: optimizer steps taken, the skipped ones among them.
-        skipped: steps that were skipped as they were not finite, and how many of them just now in a row.
-        best: best value of the task's headline metric so far.
-        metrics: of the last validation.
-        seconds: trained so far, over all processes that took turns.
-    """
-
-    epoch: int = 0
-    batch: int = 0
-    step: int = 0
-    skipped: int = 0
+    epoch: int = 0  # epochs completed
+    batch: int = 0  # batches of the current epoch that this process has seen
+    step: int = 0  # optimizer steps taken, the skipped ones among them
+    skipped: int = 0  # steps that were not finite
     skipped_in_a_row: int = 0
-    best: float | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-    seconds: float = 0.0
+    best: float | None = None  # best value of the task's headline metric so far
+    metrics: dict[str, float] = field(default_factory=dict)  # of the last validation
+    seconds: float = 0.0  # trained so far, over all processes that took turns
 
 
 @dataclass
 class TrainingState:
-    """All that a training is: resumed from it, it is the same to the last bit as one that never stopped.
-
-    Args:
-        fabric: devices, precision and processes.
-        objective: the network with its losses, as Fabric set it up.
-        network: the network in it.
-        average: of its weights, or None.
-        optimizer: as Fabric set it up.
-        data: the data module, which knows the unreadable images.
-        global_batch: images of an optimizer step, over all processes.
-        sharded: whether each process holds a share of the weights alone.
-    """
+    """All that a training is: resumed from it, it is the same to the last bit as one that never stopped."""
 
     fabric: Fabric
-    objective: Any
-    network: nn.Module
-    average: WeightAverage | None
-    optimizer: Any
-    data: Any
-    global_batch: int
-    sharded: bool = False
+    objective: Any  # the network with its losses, as Fabric set it up
+    network: nn.Module  # the network in it
+    average: WeightAverage | None  # of its weights
+    optimizer: Any  # as Fabric set it up
+    data: Any  # the data module, which knows the unreadable images
+    global_batch: int  # images of an optimizer step, over all processes
+    sharded: bool = False  # whether each process holds a share of the weights alone
     progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
@@ -111,11 +90,7 @@ class TrainingState:
         return {**content, "state_dict": self.evaluated.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load(self, path: Path, stored: dict[str, Any]) -> None:
-        """Go to where a checkpoint was taken; a matter of all processes.
-
-        Args:
-            path: the checkpoint.
-            stored: what it holds, but for the weights of a sharded one.
+        """Go to where a checkpoint was taken, from what `latest_checkpoint` returned; a matter of all processes.
 
         Raises:
             UserError: another number of processes, which would share out the images in another way.
@@ -143,12 +118,7 @@ class Checkpoints:
     """Writes checkpoints when they are due, and keeps the newest.
 
     A write that fails is told and kept in `failure`, not raised: a full disk costs a checkpoint, not the training, and
-    the older file is as it was.
-
-    Args:
-        folder: the run's folder.
-        settings: how often, and how many are kept.
-        record: put into every checkpoint: recipe, class names, version.
+    the older file is as it was. Every checkpoint holds `record`: recipe, class names, version.
     """
 
     def __init__(self, folder: Path, settings: CheckpointSettings, record: dict[str, Any]) -> None:
@@ -203,10 +173,7 @@ def step_checkpoints(folder: Path) -> list[Path]:
 
 
 def latest_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The newest checkpoint of a run that is whole; damaged ones are told and left alone.
-
-    Args:
-        folder: the run's folder.
+    """The newest checkpoint in a run's folder that is whole; damaged ones are told and left alone.
 
     Returns:
         The file, and what it holds (of a sharded one, all but the weights); None where the run has none yet.
@@ -221,12 +188,12 @@ def latest_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]] | None:
         except (ValueError, OSError) as error:
             LOGGER.warning(f"{path.name} cannot be used, trying the one before: {error}")
             continue
-        if "progress" in stored:
-            return path, stored
-        raise UserError(
-            f"{path} was written by an earlier version, whose trainings cannot be resumed: begin one with another "
-            f"--out, with --model.init_from {folder} to take its weights, or finish it with the version that began it"
-        )
+        if "progress" not in stored:
+            raise UserError(
+                f"{path} was written by an earlier version, whose trainings cannot be resumed: begin one with another "
+                f"--out, with --model.init_from {folder} to take its weights, or finish it with that version"
+            )
+        return path, stored
     if paths:
         raise UserError(f"all {len(paths)} checkpoints in {paths[0].parent} are damaged: remove it to begin again")
     return None
