@@ -112,7 +112,7 @@ class TestBadData:
             assert reason in str(raised.value)
         with pytest.warns(UserWarning, match=r"3 of 9 annotations in .*val2017\.json cannot be used and are left out"):
             data = open_data(root, max_broken_share=0.5)
-        assert len(data.ledgers["train annotations"]) == 3
+        assert len(data.broken_images["train annotations"]) == 3
         assert len(data.datasets["train"][Key(0, 0, 0)][1]["boxes"]) == 2
         assert len(data.ground_truth()["annotations"]) == 6
         assert data.write_broken_images(tmp_path / "broken.txt") == 6
@@ -126,7 +126,8 @@ class TestBadData:
             list(open_data(root).val_dataloader())
         data = open_data(root, max_broken_share=0.5)
         assert [int(target["image_id"]) for _, targets in data.val_dataloader() for target in targets] == [1, 2]
-        assert {Path(name).name for name in data.ledgers["val"].broken} == {"000000000003.png", "000000000004.png"}
+        broken = {Path(name).name for name in data.broken_images["val"].broken}
+        assert broken == {"000000000003.png", "000000000004.png"}
 
     def test_an_image_of_another_size_than_annotated_is_broken(self, tmp_path: Path) -> None:
         root = write_coco(tmp_path)

@@ -139,20 +139,20 @@ def test_nothing_at_root(tmp_path):
 
 class TestLedger:
     def test_counts_each_image_once_and_stops_above_the_share(self):
-        ledger = BrokenImages("train", 200, 0.01)
+        report = BrokenImages("train", 200, 0.01)
         for _ in range(3):
-            ledger.record([BrokenImage("a.jpg", "cut"), BrokenImage("b.jpg", "cut")])
-        assert len(ledger) == 2
+            report.record([BrokenImage("a.jpg", "cut"), BrokenImage("b.jpg", "cut")])
+        assert len(report) == 2
         with pytest.raises(
             BrokenImagesError, match=r"3 of the 200 .*1\.50%.*max_broken_share = 1\.00%(.|\n)*a\.jpg: cut"
         ):
-            ledger.record([BrokenImage("c.jpg", "empty")])
+            report.record([BrokenImage("c.jpg", "empty")])
 
     def test_list_is_written(self, tmp_path):
-        ledger = BrokenImages("train", 10, 1.0)
-        ledger.record([BrokenImage("b.jpg", "two\nlines"), BrokenImage("a.jpg", "cut")])
+        report = BrokenImages("train", 10, 1.0)
+        report.record([BrokenImage("b.jpg", "two\nlines"), BrokenImage("a.jpg", "cut")])
         data = ClassificationData(dataset="scenes")
-        data.ledgers["train"] = ledger
+        data.broken_images["train"] = report
         assert data.write_broken_images(tmp_path / "broken.txt") == 2
         assert (tmp_path / "broken.txt").read_text() == "train\ta.jpg\tcut\ntrain\tb.jpg\ttwo lines\n"
         assert [path.name for path in tmp_path.iterdir()] == ["broken.txt"]

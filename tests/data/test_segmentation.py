@@ -111,7 +111,7 @@ class TestReading:
         (tmp_path / "classes.txt").write_text("wall\nfloor\n\nlamp\n")
         data = open_data(tmp_path, classes=None)
         assert data.class_names == tuple(CLASSES)
-        assert [data.ledgers[part].split for part in ("train", "val")] == ["training", "validation"]
+        assert [data.broken_images[part].split for part in ("train", "val")] == ["training", "validation"]
 
     def test_classes_of_ade20ks_own_list(self, tmp_path: Path) -> None:
         lines = ["Idx\tRatio\tTrain\tVal\tStuff\tName", "1\t0.2\t1\t1\t1\twall", "2\t0.1\t1\t1\t1\tbuilding, edifice"]
@@ -237,7 +237,7 @@ class TestWrongFiles:
         data = open_data(folder, max_broken_share=0.5)
         kept = [image for images, _ in data.val_dataloader() for image in images]
         assert len(kept) == 2
-        assert list(data.ledgers["val"].broken) == [str(folder / "labels" / "val" / "00.png")]
+        assert list(data.broken_images["val"].broken) == [str(folder / "labels" / "val" / "00.png")]
         with pytest.raises(BrokenImagesError, match="1 of the 3 images of split 'val' cannot be read"):
             list(open_data(folder).val_dataloader())
         assert isinstance(LabelMapFolder(folder, "val", CLASSES)[0], BrokenImage)

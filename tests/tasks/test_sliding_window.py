@@ -99,7 +99,7 @@ def test_windows_cover_every_pixel(height: int, width: int, window: int, stride:
     test = SegmentationTest(window=window, stride=min(stride, window))
     frame = (max(height, width), min(height, width))
     whole = predict_probabilities(Pointwise(), images, frame, SegmentationTest())
-    summed = -(-window // test.stride) ** 2  # logits of one pixel, each sum rounded: the bound of float32's error
+    summed = (-(-window // test.stride)) ** 2  # logits of one pixel, each sum rounded: the bound of float32's error
     bound = max(1e-6, summed * torch.finfo().eps * float(Pointwise()(images).abs().max()))
     assert torch.allclose(predict_probabilities(Pointwise(), images, frame, test), whole, atol=bound)
 

@@ -18,7 +18,7 @@ from torch import distributed, nn
 
 from dgt.data.image_io import BrokenImage, BrokenImages
 from dgt.training.log import read_metrics
-from dgt.training.parallel import SummedBatchNorm, join_ledgers, lost_process, synchronise_batchnorm
+from dgt.training.parallel import SummedBatchNorm, join_broken_images, lost_process, synchronise_batchnorm
 from dgt.training.recipe import parse_recipe
 
 SCRIPT = Path(__file__).with_name("parallel_run.py")
@@ -129,7 +129,7 @@ class TestTwoProcesses:
         assert not list(folder.parent.glob(".*"))
 
     def test_know_the_broken_images_of_each_other(self, runs: Path) -> None:
-        assert [(runs / f"ledger-{rank}.txt").read_text() for rank in range(2)] == ["met by 0, met by 1"] * 2
+        assert [(runs / f"broken-{rank}.txt").read_text() for rank in range(2)] == ["met by 0, met by 1"] * 2
 
 
 def test_a_lost_process_ends_the_training_and_it_goes_on(runs: Path) -> None:
@@ -183,11 +183,11 @@ def test_shared_out_weights_have_no_average() -> None:
         parse_recipe({"data": {"dataset": "scenes"}, "ema": {"decay": 0.9}, "trainer": {"strategy": "fsdp2"}})
 
 
-def test_one_process_keeps_its_ledgers() -> None:
-    ledger = BrokenImages("train", 10, 1.0)
-    ledger.record([BrokenImage("a", "why")])
-    join_ledgers({"train": ledger})
-    assert ledger.broken == {"a": "why"}
+def test_one_process_keeps_its_broken_images() -> None:
+    report = BrokenImages("train", 10, 1.0)
+    report.record([BrokenImage("a", "why")])
+    join_broken_images({"train": report})
+    assert report.broken == {"a": "why"}
 
 
 def test_other_errors_are_left_alone() -> None:

@@ -221,9 +221,9 @@ class DetectionData(ImageData):
         reader = CocoImages(folder, annotations)
         if self.datasets and (self.class_names, self.category_ids) != (reader.class_names, reader.category_ids):
             raise UserError(f"{file} has other categories than the training split's file")
-        ledger = BrokenImages(part, annotations.total, self.max_broken_share, "annotations", "cannot be used")
-        self.ledgers[f"{part} annotations"] = ledger
-        ledger.record(annotations.bad)
+        report = BrokenImages(part, annotations.total, self.max_broken_share, "annotations", "cannot be used")
+        self.broken_images[f"{part} annotations"] = report
+        report.record(annotations.bad)
         if annotations.bad:
             count, (first, reason) = f"{len(annotations.bad)} of {annotations.total}", annotations.bad[0]
             told = f"{count} annotations in {file} cannot be used and are left out; the first: {Path(first).name}"

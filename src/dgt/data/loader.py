@@ -98,7 +98,7 @@ class Loader:
     """
 
     def __init__(self, data: Any, part: str) -> None:
-        dataset, self.ledger, self.device = data.datasets[part], data.ledgers[part], torch.device("cpu")
+        dataset, self.report, self.device = data.datasets[part], data.broken_images[part], torch.device("cpu")
         order: dict[str, Any] = {"training": part == "train", "rank": rank(), "world_size": world_size()}
         self.sampler = EpochBatches(len(dataset), data.batch_size, data.seed, **order)
         self.finish = partial(data.finish, part)
@@ -121,7 +121,7 @@ class Loader:
         self._epoch, self._batch = self.sampler.epoch, self.sampler.first_batch
         for key, (images, targets), broken in self._batches:
             self._batch += 1
-            self.ledger.record(broken)
+            self.report.record(broken)
             if len(images):
                 yield self.finish(key, *move_data_to_device((images, targets), self.device))
             elif self.sampler.training:

@@ -50,7 +50,7 @@ class ImageData(ABC):
     val_size: int | None = None
     max_broken_share: float = 0.01
     datasets: dict[str, SeededDataset] = field(default_factory=dict, init=False)
-    ledgers: dict[str, BrokenImages] = field(default_factory=dict, init=False)
+    broken_images: dict[str, BrokenImages] = field(default_factory=dict, init=False)
 
     root_holds = "the folder of the images"  # what the argument `root` of a subclass is, human-readable
     scenes_size = {"train": 5000, "val": 1000}  # noqa: RUF012
@@ -106,7 +106,7 @@ class ImageData(ABC):
         for part in ("train", "val") if stage in ("fit", None) else ("val",):
             if part not in self.datasets:
                 self.datasets[part], split = self.open_part(part)
-                self.ledgers[part] = BrokenImages(split, len(self.datasets[part]), self.max_broken_share)
+                self.broken_images[part] = BrokenImages(split, len(self.datasets[part]), self.max_broken_share)
 
     @property
     def reader(self) -> Any:
@@ -139,19 +139,19 @@ class ImageData(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """What goes into checkpoints: the unreadable images met so far."""
-        return {"broken": {part: dict(ledger.broken) for part, ledger in self.ledgers.items()}}
+        return {"broken": {part: dict(report.broken) for part, report in self.broken_images.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume with the unreadable images of a checkpoint."""
         for part, broken in state_dict["broken"].items():
-            self.ledgers[part].broken.update(broken)
+            self.broken_images[part].broken.update(broken)
 
     def write_broken_images(self, path: Place) -> int:
         """Write a line `split <tab> path <tab> reason` for each unreadable image met so far; return how many."""
         lines = [
-            f"{ledger.split}\t{name}\t{' '.join(reason.split())}\n"
-            for ledger in self.ledgers.values()
-            for name, reason in sorted(ledger.broken.items())
+            f"{report.split}\t{name}\t{' '.join(reason.split())}\n"
+            for report in self.broken_images.values()
+            for name, reason in sorted(report.broken.items())
         ]
         atomic_write(Path(path), "".join(lines).encode("utf-8", "surrogateescape"))
         return len(lines)

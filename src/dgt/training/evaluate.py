@@ -60,8 +60,8 @@ def evaluate(path: str | Path, overrides: Sequence[str] = (), predictions: str |
     found: dict[str, Any] = metrics.compute()
     if predictions is not None:
         write_json(Path(predictions), metrics.results)
-    ledger = data.ledgers["val"]
-    return {**found, "images": ledger.total - len(ledger), "broken_images": len(ledger)}
+    report = data.broken_images["val"]
+    return {**found, "images": report.total - len(report), "broken_images": len(report)}
 
 
 def measure(

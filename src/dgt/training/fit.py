@@ -102,7 +102,7 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
             if fabric.is_global_zero:
                 export_model(folder / "model", state.evaluated, checkpoints.record, weights)
                 write_json(folder / RESULTS, _results(recipe, training))
-                if any(data.ledgers.values()):
+                if any(data.broken_images.values()):
                     data.write_broken_images(folder / BROKEN_IMAGES)
                 report.write_status("finished")
     return Result(folder, state.progress.metrics, state.progress.epoch, report.seconds)
@@ -172,6 +172,6 @@ def _results(recipe: Recipe, training: Training) -> dict[str, Any]:
         "learning_rate": recipe.optimizer.lr * batch_scale(recipe.optimizer, state.global_batch),
         "precision": state.fabric.strategy.precision.precision,
         "skipped_steps": progress.skipped,
-        "broken_images": sum(len(ledger) for ledger in state.data.ledgers.values()),
+        "broken_images": sum(len(report) for report in state.data.broken_images.values()),
         **environment(),
     }

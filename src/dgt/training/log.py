@@ -42,7 +42,7 @@ class RunLog(logging.Handler):
     """Inside its `with` block, prints what the package's logger gets, and adds it to the run's log.
 
     Args:
-        folder: the run's folder; None for a process that only trains along, and tells warnings alone.
+        folder: the run's folder; None for a process that only trains along, and logs warnings alone.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -83,7 +83,7 @@ class Report:
     What cannot be written is told once, and costs no more than its numbers.
 
     Args:
-        folder: the run's folder; None for a process that only trains along, and tells nothing.
+        folder: the run's folder; None for a process that only trains along, and logs nothing.
     """
 
     def __init__(self, folder: Path | None) -> None:

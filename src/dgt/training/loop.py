@@ -25,7 +25,7 @@ from dgt.training.evaluate import measure, to_precision
 from dgt.training.load import LoadedRun
 from dgt.training.log import Report
 from dgt.training.nonfinite import BufferGuard, all_finite, nan_debug
-from dgt.training.parallel import any_process, join_ledgers
+from dgt.training.parallel import any_process, join_broken_images
 from dgt.training.preemption import Preempted, PreemptionHandler
 from dgt.training.recipe import Recipe
 from dgt.training.state import Checkpoints, TrainingState
@@ -211,7 +211,7 @@ class Training:
 
     def save(self) -> None:
         """Write a checkpoint of here; a matter of all processes."""
-        join_ledgers(self.data.ledgers)
+        join_broken_images(self.data.broken_images)
         self.progress.seconds = self.report.seconds
         self.checkpoints.save(self.state)
 
@@ -224,7 +224,7 @@ class Training:
         validated = epoch == self.epochs or epoch % self.settings.check_val_every == 0
         if validated:
             self.progress.metrics = self.validate(epoch)
-        join_ledgers(self.data.ledgers)
+        join_broken_images(self.data.broken_images)
         loss = self.mean_loss()
         self.progress.epoch, self.progress.batch = epoch, 0
         self.state.loss_sums.zero_()

@@ -148,15 +148,15 @@ def synchronise_batchnorm(network: nn.Module, device: torch.device) -> nn.Module
     return network
 
 
-def join_ledgers(ledgers: dict[str, BrokenImages]) -> None:
-    """Put the broken images that any process met into the ledgers of all; a matter of all processes.
+def join_broken_images(reports: dict[str, BrokenImages]) -> None:
+    """Put the broken images that any process met into the reports of all; a matter of all processes.
 
     Raises:
         BrokenImagesError: on all of them, where together they are too many.
     """
-    for of_one in gather_objects({part: ledger.broken for part, ledger in ledgers.items()}):
-        for part, ledger in ledgers.items():
-            ledger.record(BrokenImage(*each) for each in of_one[part].items())
+    for of_one in gather_objects({part: report.broken for part, report in reports.items()}):
+        for part, report in reports.items():
+            report.record(BrokenImage(*each) for each in of_one[part].items())
 
 
 def lost_process(error: Exception) -> LostProcess | None:
