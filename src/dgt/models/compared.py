@@ -6,12 +6,11 @@ The ablation of blocks changes ``attention``, ``cpe`` and ``ffn`` in DGT's own s
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from dgt.layers import Block, DGAttention, GlobalAttention, PatchMerging, keep_real
+from dgt.layers import Block, DGAttention, GlobalAttention, PatchMerging
 from dgt.layers.baselines.cmt import CMTBlock, PositionTable, ReducedAttention
 from dgt.layers.baselines.cswin import StripeAttention
 from dgt.layers.baselines.swin import PatchConcatenation, PatchStem, WindowAttention
@@ -26,25 +25,6 @@ KINDS: dict[str, tuple[type[nn.Module], str]] = {  # with the name of what `exte
     "reduced": (ReducedAttention, "ratio"),
 }
 SKELETONS = ("dgt", "swin", "cswin")
-
-
-class CMTStage(Stage):
-    """A stage of CMT's blocks, which share a table of positions."""
-
-    def __init__(self, stage: Stage, position: PositionTable) -> None:
-        super().__init__(stage.merge, cast(list[Block], list(stage.blocks)))
-        self.position = position
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Map (B, H, W, in_dim) to (B, ceil(H / 2), ceil(W / 2), dim); ``mask`` is at the resolution of the result."""
-        x = self.merge(x)
-        position = self.position(x)
-        if self.grad_checkpointing and torch.is_grad_enabled():
-            x = self.run_checkpointed(x, mask, position)
-        else:
-            for block in self.blocks:
-                x = block(x, mask, position)
-        return keep_real(x, mask)
 
 
 @dataclass(frozen=True)
@@ -101,24 +81,21 @@ class ComparedParts(Parts):
         merge: Callable[..., nn.Module] = PatchConcatenation if self.skeleton == "swin" else PatchMerging
         return merge(in_dim, dim, **factory)
 
-    def make_attention(self, place: tuple[int, int], last: bool, groups: dict[str, Any], **options: Any) -> nn.Module:
-        """The stage's kind of attention; windows are shifted in every second block."""
-        stage, block = place
-        kind, extent = self.attention[stage], self.extents[stage]
-        attention, name = KINDS[kind]
+    def make_block(
+        self, place: tuple[int, int], last: bool, groups: dict[str, Any], attention: dict[str, Any], **options: Any
+    ) -> Block:
+        """A block with the stage's kind of attention; windows are shifted in every second block."""
+        kind, extent = self.attention[place[0]], self.extents[place[0]]
+        cls, name = KINDS[kind]
         own: dict[str, Any] = {name: extent} if name else groups if kind == "group" else {}
-        if kind == "window" and block % 2:
+        if kind == "window" and place[1] % 2:
             own["shift"] = extent // 2
-        return attention(**own, **options)
-
-    def make_block(self, attention: nn.Module, **options: Any) -> Block:
-        """A block with this position encoding and feed-forward network."""
-        block = CMTBlock if isinstance(attention, ReducedAttention) else Block
-        return block(attention=attention, cpe=self.cpe, ffn=self.ffn, **options)
+        block = CMTBlock if kind == "reduced" else Block
+        return block(attention=cls(**own, **attention), cpe=self.cpe, ffn=self.ffn, **options)
 
     def make_stage(self, index: int, last: bool, dims: tuple[int, int], num_heads: int, *args: Any, **kw: Any) -> Stage:
         """The stage, with a table of positions where CMT has one."""
         stage = super().make_stage(index, last, dims, num_heads, *args, **kw)
-        if self.attention[index] != "reduced":
-            return stage
-        return CMTStage(stage, PositionTable(num_heads, -(-self.table_side // 2**index), self.extents[index], **kw))
+        if self.attention[index] == "reduced":
+            stage.position = PositionTable(num_heads, -(-self.table_side // 2**index), self.extents[index], **kw)
+        return stage

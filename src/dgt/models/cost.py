@@ -8,6 +8,7 @@ formulas are in :mod:`dgt.ops.flops`.
 
 import copy
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import timm
@@ -37,14 +38,14 @@ class StageCost(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What :func:`cost` returns: totals, and the same by stage."""
+    """Parameters and FLOPs of a model, the multiply-adds of one image, and the same by stage, in order.
+
+    Stages are stem, stages and head, or of other models the direct children.
+    """
 
     params: int
-    """Number of parameters."""
     flops: int
-    """Multiply-adds of one image in the paper's convention."""
     stages: tuple[StageCost, ...]
-    """Stem, stages and head (for other models: their direct children), in order."""
 
 
 def cost(model: nn.Module | str, image_size: tuple[int, int] = (224, 224)) -> Cost:
@@ -57,26 +58,24 @@ def cost(model: nn.Module | str, image_size: tuple[int, int] = (224, 224)) -> Co
     Raises:
         TypeError, UserError: if ``model`` is neither a module nor a known name.
     """
-    if isinstance(model, str):
-        if not timm.is_model(model):
-            raise UserError(f"model must be a module or the name of a timm model, got {model!r}")
-        twin = timm.create_model(model, device="meta")
-    elif isinstance(model, nn.Module):
-        twin = _on_meta(model)
-    else:
+    if not isinstance(model, str | nn.Module):
         raise TypeError(f"model must be a module or the name of a timm model, got {type(model).__name__}")
-    channels = getattr(twin, "in_chans", 3)
-    images = torch.empty(1, channels, *image_size, device="meta", dtype=next(twin.parameters()).dtype)
+    if isinstance(model, str) and not timm.is_model(model):
+        raise UserError(f"model must be a module or the name of a timm model, got {model!r}")
+    twin = timm.create_model(model, device="meta") if isinstance(model, str) else _on_meta(model)
+    shape = (1, getattr(twin, "in_chans", 3), *image_size)
+    images = torch.empty(shape, device="meta", dtype=next(twin.parameters()).dtype)
     counter = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(NORMS, _normalisation))
     with counter, torch.no_grad():
         twin.eval()(images)
     counts = {name: sum(ops.values()) // 2 for name, ops in counter.get_flop_counts().items()}
     root = type(twin).__name__
-    stages = [
-        StageCost(name, sum(p.numel() for p in part.parameters()), counts.get(f"{root}.{name}", 0))
-        for name, part in _parts(twin)
-    ]
-    return Cost(sum(p.numel() for p in twin.parameters()), counts["Global"], tuple(stages))
+    stages = (StageCost(name, _params(part), counts.get(f"{root}.{name}", 0)) for name, part in _parts(twin))
+    return Cost(_params(twin), counts["Global"], tuple(stages))
+
+
+def _params(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _on_meta(model: nn.Module) -> nn.Module:
@@ -88,15 +87,13 @@ def _on_meta(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def _parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Direct children, with the members of a list of stages one by one."""
-    parts: list[tuple[str, nn.Module]] = []
     for name, child in model.named_children():
         if isinstance(child, nn.ModuleList | nn.Sequential) and name in ("stages", "layers", "blocks"):
-            parts += [(f"{name}.{inner}", part) for inner, part in child.named_children()]
+            yield from ((f"{name}.{inner}", part) for inner, part in child.named_children())
         else:
-            parts.append((name, child))
-    return parts
+            yield name, child
 
 
 def _normalisation(x: Any, *_: Any, **__: Any) -> int:

@@ -46,22 +46,27 @@ class Stage(nn.Module):
         super().__init__()
         self.merge = merge
         self.blocks = nn.ModuleList(blocks)
+        self.position: nn.Module | None = None  # of blocks that share a table of positions: CMT's
         self.grad_checkpointing = False
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, H, W, in_dim) to (B, ceil(H / 2), ceil(W / 2), dim); ``mask`` is at the resolution of the result."""
         x = self.merge(x)
         if self.grad_checkpointing and torch.is_grad_enabled():
-            x = self.run_checkpointed(x, mask, None)
-        else:
+            x = self.run_checkpointed(x, mask)
+        elif self.position is None:
             for block in self.blocks:
                 x = block(x, mask)
+        else:
+            position = self.position(x)
+            for block in self.blocks:
+                x = block(x, mask, position)
         return keep_real(x, mask)
 
     @torch.jit.unused
-    def run_checkpointed(self, x: Tensor, mask: Tensor | None, position: Tensor | None) -> Tensor:
+    def run_checkpointed(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Run the blocks on merged patches (B, H, W, C), keeping only their inputs for the backward pass."""
-        extra = () if position is None else (position,)
+        extra = () if self.position is None else (self.position(x),)
         for block in self.blocks:
             x = checkpoint(block, x, mask, *extra)
         return x
@@ -83,13 +88,11 @@ class Parts:
         """What halves the map before the blocks of a stage."""
         return PatchMerging(in_dim, dim, **factory)
 
-    def make_attention(self, place: tuple[int, int], last: bool, groups: dict[str, Any], **options: Any) -> nn.Module:
-        """The attention at ``place`` (stage, block): in groups, but global in the last stage."""
-        return GlobalAttention(**options) if last else DGAttention(**groups, **options)
-
-    def make_block(self, attention: nn.Module, **options: Any) -> Block:
-        """The block around an attention."""
-        return Block(attention=attention, **options)
+    def make_block(
+        self, place: tuple[int, int], last: bool, groups: dict[str, Any], attention: dict[str, Any], **options: Any
+    ) -> Block:
+        """The block at ``place`` (stage, block): its attention is in groups, but global in the last stage."""
+        return Block(attention=GlobalAttention(**attention) if last else DGAttention(**groups, **attention), **options)
 
     def make_stage(
         self,
@@ -104,11 +107,11 @@ class Parts:
     ) -> Stage:
         """Put a stage together, from channels before and in it, and the rates of stochastic depth of its blocks."""
         merge = nn.Identity() if self.patches and index == 0 else self.make_merge(*dims, **factory)
-        options = {"dim": dims[1], "num_heads": num_heads, "cosine": block["post_norm"], **factory}
-        attentions = (self.make_attention((index, j), last, groups, **options) for j in range(len(rates)))
+        options = {"dim": dims[1], **block, **factory}
+        attention = {"dim": dims[1], "num_heads": num_heads, "cosine": block["post_norm"], **factory}
         blocks = [
-            self.make_block(attention, dim=dims[1], drop_path=rate, **block, **factory)
-            for attention, rate in zip(attentions, rates, strict=True)
+            self.make_block((index, j), last, groups, attention, drop_path=rate, **options)
+            for j, rate in enumerate(rates)
         ]
         return Stage(merge, blocks)
 

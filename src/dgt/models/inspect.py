@@ -1,13 +1,12 @@
 """Looking inside a model: what its DG-Attention layers grouped and selected, and what that selection is worth.
 
-One capture serves all: :func:`capture` runs a model once, in evaluation mode, and shows every DG-Attention layer with
-its input to a function, before the layer runs. It works for any module that holds such layers, a DGT as well as a model
-of timm after :func:`dgt.replace_attention`. Records (:func:`group_records`), measures (:func:`diagnose`), the figures
-and the explorer are built on it.
+:func:`capture` serves all, records (:func:`group_records`), measures (:func:`diagnose`), the figures and the explorer,
+for any module that holds such layers: a DGT as well as a model of timm after :func:`dgt.replace_attention`.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
+from itertools import product
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -32,18 +31,18 @@ SETTINGS: dict[str, Callable[[Any], Any]] = {
 
 
 class LayerInput(NamedTuple):
-    """One DG-Attention layer and what it is about to get."""
+    """One DG-Attention layer and what it is about to get.
+
+    ``name`` is the layer's in the model, e.g. ``stages.0.blocks.0.attn``; ``x`` its input, (B, H, W, C) or (B, L, C);
+    ``mask`` bool, of the shape of ``x`` without channels, True where a token is real. ``grid`` has the rows and columns
+    of the tokens without prefix; None where neither layer nor model tells.
+    """
 
     name: str
-    """Name of the layer in the model, e.g. ``stages.0.blocks.0.attn``."""
     layer: DGAttention
-    """The layer itself."""
     x: Tensor
-    """(B, H, W, C) or (B, L, C): its input."""
     mask: Tensor | None
-    """bool, of the shape of ``x`` without channels, True where a token is real."""
     grid: tuple[int, int] | None
-    """Rows and columns of the tokens without prefix; None where neither layer nor model tells."""
 
     @property
     def prefix(self) -> int:
@@ -52,68 +51,46 @@ class LayerInput(NamedTuple):
 
 
 class GroupRecord(NamedTuple):
-    """Groups and keys of one DG-Attention layer for a batch of images."""
+    """Groups and keys of the DG-Attention layer ``name`` for a batch of images, on a ``grid`` of rows and columns.
+
+    ``attention`` has ``group_ids`` (B, H, L), ``key_ids`` (B, H, G, K), and the output before projection, of the grid's
+    tokens: class and register tokens, which belong to no group and are keys of all, are left out.
+    """
 
     name: str
-    """Name of the layer in the model, e.g. ``stages.0.blocks.0.attn``."""
     grid: tuple[int, int]
-    """Height and width in tokens."""
     attention: DynamicGroupAttentionOutput
-    """``group_ids`` (B, H, L), ``key_ids`` (B, H, G, K), and the output before projection, of the grid's tokens: class
-    and register tokens, which belong to no group and are keys of all, are left out."""
 
 
 class BlockDiagnosis(NamedTuple):
-    """One DG-Attention layer. Masses are shares of global attention, means over images, heads and queries."""
+    """The DG-Attention layer ``name`` for images of so many ``tokens``.
+
+    Masses are shares of global attention, means over images, heads and queries: on the keys that the query's group
+    ``selected``; on as many drawn at ``random``, in expectation; on as many in a square ``window`` around the query
+    (clipped at the border and grown to the same number; None where the layer gets tokens without a grid, or more than
+    the grid's); on the k keys that hold most for all queries of a head together, the most that one group could reach,
+    for the queries of the group together, the most that any choice for groups could, and for every query alone. Where
+    ``top_k`` reaches ``tokens``, all are 1. ``perplexity`` is exp(entropy) of the group sizes of all images together,
+    G where all are of one size, or image by image; ``groups_in_use`` have a query in any image: means over heads.
+    """
 
     name: str
-    """Name of the layer in the model, e.g. ``stages.0.blocks.0.attn``."""
     tokens: int
-    """Tokens of an image, L."""
     groups: int
-    """G."""
     top_k: int
-    """k; where it reaches ``tokens``, every mass is 1."""
     selected: float
-    """Mass on the keys that the query's group selected."""
     random: float
-    """Mass that as many keys, drawn at random, hold in expectation."""
     window: float | None
-    """Mass on as many keys in a square window around the query (clipped at the border and grown to the same number);
-    None where the layer gets tokens without a grid, or more than the grid's."""
     best_for_all: float
-    """Mass on the k keys that hold most for all queries of a head together: the most one group could reach."""
     best_for_group: float
-    """Mass on the k keys that hold most for the queries of the group together: the most any choice for groups could."""
     best_for_query: float
-    """Mass on every query's own k strongest keys: the most any choice could."""
     perplexity: float
-    """exp(entropy) of the group sizes of all images together, mean over heads; G where all groups are of one size."""
     perplexity_per_image: float
-    """The same, image by image."""
     groups_in_use: float
-    """Groups with a query, of all images together, mean over heads."""
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, and every module back into its own mode at the end."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def attention_layers(model: nn.Module) -> dict[str, DGAttention]:
-    """The DG-Attention layers of a model by name, in order.
-
-    Raises:
-        TypeError: if ``model`` is no module.
-        ValueError: if it has none.
-    """
+    """The DG-Attention layers of a model by name, in order; TypeError for no module, ValueError where it has none."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, got {type(model).__name__}")
     layers = {name: module for name, module in model.named_modules() if isinstance(module, DGAttention)}
@@ -125,25 +102,20 @@ def attention_layers(model: nn.Module) -> dict[str, DGAttention]:
 def set_attention(model: nn.Module, **settings: Any) -> int:
     """Set attributes of every DG-Attention layer of a model, e.g. ``set_attention(model, top_k=500, backend="eager")``.
 
-    Args:
-        model: any module that contains :class:`dgt.DGAttention` layers.
-        settings: ``top_k`` (int >= 1), ``backend``, ``tau`` (None, or from 0 to 1), ``tau_weighs`` ("old" or "new").
-
-    Returns:
-        The number of layers set.
+    ``settings`` are ``top_k`` (int >= 1), ``backend``, ``tau`` (None, or from 0 to 1) and ``tau_weighs`` ("old" or
+    "new"). Returns the number of layers set.
 
     Raises:
         TypeError: for an unknown setting, or a value of a wrong type.
         ValueError: for a value out of range, or a model without such a layer; nothing is set then.
     """
-    layers = list(attention_layers(model).values())
+    layers = attention_layers(model).values()
     for name, value in settings.items():
         if name not in SETTINGS:
             raise TypeError(f"settings must be among {', '.join(SETTINGS)}, got {name!r}")
         SETTINGS[name](value)
-    for layer in layers:
-        for name, value in settings.items():
-            setattr(layer, name, value)
+    for layer, (name, value) in product(layers, settings.items()):
+        setattr(layer, name, value)
     return len(layers)
 
 
@@ -156,32 +128,31 @@ def capture(
     Args:
         model: any module that contains :class:`dgt.DGAttention` layers; left as it was.
         images: (B, C, H, W), as the model takes them.
-        look: called with each layer's input; must not change it. What it returns is collected.
+        look: called with each layer's input, in the order in which they run; must not change it.
         mask: optional bool (B, H, W), True where a pixel is real; for models whose ``forward_features`` takes one.
 
     Returns:
-        What ``look`` returned, in the order in which the layers ran, and the model's output (its features with a mask).
+        What ``look`` returned for each layer, and the model's output (its features with a mask).
 
     Raises:
-        TypeError: if ``model`` is no module.
-        ValueError: for a model without such layers, and what the model itself raises for the images.
+        TypeError, ValueError: as :func:`attention_layers`, and what the model itself raises for the images.
     """
     layers = attention_layers(model)
     found: list[Value] = []
 
-    def hook_of(name: str) -> Callable[..., None]:
-        def hook(layer: DGAttention, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-            found.append(look(_layer_input(name, layer, model, images, *args, **options)))
+    def hook(name: str, layer: DGAttention, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        found.append(look(_layer_input(name, layer, model, images, *args, **options)))
 
-        return hook
-
-    hooks = [layer.register_forward_pre_hook(hook_of(name), with_kwargs=True) for name, layer in layers.items()]
+    modes = [(module, module.training) for module in model.modules()]
+    hooks = [layer.register_forward_pre_hook(partial(hook, name), with_kwargs=True) for name, layer in layers.items()]
     try:
-        with evaluation_mode(model):
-            output: Tensor = model(images) if mask is None else model.forward_features(images, mask)  # type: ignore[operator]
+        model.eval()
+        output: Tensor = model(images) if mask is None else model.forward_features(images, mask)  # type: ignore[operator]
     finally:
-        for hook in hooks:
-            hook.remove()
+        for module, training in modes:
+            module.training = training
+        for handle in hooks:
+            handle.remove()
     return found, output
 
 
@@ -191,16 +162,13 @@ def _layer_input(
     """What a layer gets: its second argument is a mask of real tokens, or in Twins the (rows, columns) of the map."""
     mask, size = options.get("mask", second), options.get("size", second)
     seen = LayerInput(name, layer, x, mask if isinstance(mask, Tensor) else None, None)
-    if x.dim() == 4:
-        return seen._replace(grid=(x.shape[1], x.shape[2]))
-    if isinstance(size, tuple):
-        return seen._replace(grid=(int(size[0]), int(size[1])))
-    for module in model.modules():
-        size_of = getattr(module, "dynamic_feat_size", None)  # timm's patch embeddings
-        grid = size_of(tuple(images.shape[-2:])) if callable(size_of) else (0, 0)
-        if grid[0] * grid[1] == x.shape[1] - seen.prefix:
-            return seen._replace(grid=(int(grid[0]), int(grid[1])))
-    return seen
+    sizes = [tuple(x.shape[1:3])] if x.dim() == 4 else [size] if isinstance(size, tuple) else []
+    if not sizes:  # timm's patch embeddings know the grid of their patches
+        size_of = (getattr(module, "dynamic_feat_size", None) for module in model.modules())
+        sizes = [tell(tuple(images.shape[-2:])) for tell in size_of if callable(tell)]
+    grids = [(int(rows), int(columns)) for rows, columns in sizes]
+    tokens = x.shape[1:-1].numel() - seen.prefix
+    return seen._replace(grid=next((grid for grid in grids if grid[0] * grid[1] == tokens), None))
 
 
 def group_records(model: nn.Module, images: Tensor, mask: Tensor | None = None) -> list[GroupRecord]:
@@ -241,17 +209,12 @@ def _diagnose_layer(seen: LayerInput) -> BlockDiagnosis:
     groups = layer.centroids.shape[1]
     counts = nn.functional.one_hot(group_ids + 1, groups + 1).sum(2)[..., 1:]  # (B, H, G); padding is -1
     together = counts.sum(0)
-    return BlockDiagnosis(
-        seen.name,
-        query.shape[2],
-        groups,
-        layer.top_k,
-        window=means.pop("window", None),
-        **means,
-        perplexity=float(_perplexity(together).mean()),
-        perplexity_per_image=float(_perplexity(counts).mean()),
-        groups_in_use=float((together > 0).sum(-1).double().mean()),
-    )
+    sizes: dict[str, Any] = {
+        "perplexity": float(_perplexity(together).mean()),
+        "perplexity_per_image": float(_perplexity(counts).mean()),
+        "groups_in_use": float((together > 0).sum(-1).double().mean()),
+    }
+    return BlockDiagnosis(seen.name, query.shape[2], groups, layer.top_k, **{"window": None, **means, **sizes})
 
 
 def _perplexity(counts: Tensor) -> Tensor:

@@ -15,10 +15,7 @@ def real_pixels(
 ) -> Tensor | None:
     """The mask of a padded batch: bool (B, H, W), True where a pixel is real; None where nothing is padded.
 
-    Args:
-        sizes: (B, 2) integers, height and width of each image.
-        padded: height and width of the batch.
-        device: of the mask; None for that of ``sizes``.
+    From the height and width of each image, (B, 2), and of the batch; on that of ``sizes`` where no device is given.
     """
     sizes = torch.as_tensor(sizes)
     if bool((sizes == sizes.new_tensor(padded)).all()):

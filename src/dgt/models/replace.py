@@ -105,10 +105,6 @@ class SwappedWindows(SwappedAttention):
         """Map (B, L, C) to (B, L, C); groups need no ``size``."""
         return super().forward(x)
 
-    def inspect(self, x: Tensor, size: Any = None) -> DynamicGroupAttentionOutput:
-        """Return groups and keys, as :meth:`SwappedAttention.inspect`; groups need no ``size``."""
-        return super().inspect(x)
-
 
 class SwappedBlock(nn.Module):
     """A block of timm's Swin with DG-Attention: (B, H, W, C) in and out, of any size.

@@ -20,24 +20,16 @@ PARTS = tuple(field.name for field in fields(ComparedParts))
 
 
 def create_variant(variant: str, pretrained: bool = False, **options: Any) -> DynamicGroupTransformer:
-    """Build a registered model from its row of options, as timm builds its own.
+    """Build a registered model, as timm builds its own; there are no ``pretrained`` weights.
 
-    Args:
-        variant: name of the model.
-        pretrained: accepted as timm calls it; there are no weights.
-        options: arguments of :class:`DynamicGroupTransformer`, and of :class:`dgt.models.compared.ComparedParts` where
-            its parts are not the paper's.
+    ``options`` are arguments of :class:`DynamicGroupTransformer`, and of :class:`dgt.models.compared.ComparedParts`
+    where the parts are not the paper's.
     """
-    parts = {name: options.pop(name) for name in PARTS if name in options}
-    if parts:
+    if parts := {name: options.pop(name) for name in PARTS if name in options}:
         options["parts"] = ComparedParts(**parts)
-    out_indices = options.pop("out_indices", (0, 1, 2, 3))
+    features = {"out_indices": options.pop("out_indices", (0, 1, 2, 3)), "feature_cls": "getter"}
     model: DynamicGroupTransformer = build_model_with_cfg(
-        DynamicGroupTransformer,
-        variant,
-        pretrained,
-        feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
-        **options,
+        DynamicGroupTransformer, variant, pretrained, feature_cfg=features, **options
     )
     return model
 
@@ -46,21 +38,17 @@ def _default_cfg(name: str) -> dict[str, Any]:
     """What timm wants to know of a model: the size of its images in pixels, and their preparation."""
     size = 64 if "nano" in name else 224
     return {
-        "url": "",
-        "num_classes": 1000,
-        "input_size": (3, size, size),
-        "pool_size": (size // 32, size // 32),
+        **{"url": "", "num_classes": 1000, "input_size": (3, size, size), "pool_size": (size // 32, size // 32)},
+        **{"interpolation": "bicubic", "mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)},
         "crop_pct": 1.0 if "nano" in name else 0.875 if name.startswith("dgt") else 0.9,
-        "interpolation": "bicubic",
-        "mean": (0.485, 0.456, 0.406),
-        "std": (0.229, 0.224, 0.225),
         "first_conv": "stem.convs.0" if name.startswith("dgt") else "stem.conv",
         "classifier": "head.fc",
     }
 
 
 Row = dict[str, Any]
-SMALL: Row = {"stem_width": 48, "dims": (96, 192, 384, 768), "num_heads": (3, 6, 12, 24), "post_norm": True}
+WIDE: Row = {"dims": (96, 192, 384, 768), "num_heads": (3, 6, 12, 24)}
+SMALL: Row = {**WIDE, "stem_width": 48, "post_norm": True}
 BASE: Row = {"stem_width": 64, "dims": (128, 256, 512, 1024), "num_heads": (4, 8, 16, 32), "post_norm": True}
 NANO: Row = {
     **{"stem_width": 16, "dims": (32, 64, 128, 256), "num_heads": (1, 2, 4, 8), "depths": (1, 1, 4, 1)},
@@ -76,14 +64,8 @@ NANO_CSWIN_BLOCK = {**NANO, **CSWIN_BLOCK, "extents": (1, 2, 4, 0), "num_heads":
 NANO_CMT_BLOCK = {**NANO, **CMT_BLOCK, "extents": (4, 2, 1, 1), "table_side": 16}
 # The hybrids; Swin's k is as many keys as a window has.
 DGA: Row = {"attention": ("group",) * 4, "cpe": True}
-SWIN: Row = {
-    **{"skeleton": "swin", "dims": (96, 192, 384, 768), "depths": (2, 2, 6, 2), "num_heads": (3, 6, 12, 24)},
-    **{**SWIN_BLOCK, "top_k": 49},
-}
-CSWIN: Row = {
-    **{"skeleton": "cswin", "dims": (64, 128, 256, 512), "depths": (1, 2, 21, 1), "num_heads": (2, 4, 8, 16)},
-    **CSWIN_BLOCK,
-}
+SWIN = {**SWIN_BLOCK, **WIDE, "skeleton": "swin", "depths": (2, 2, 6, 2), "top_k": 49}
+CSWIN = {**CSWIN_BLOCK, "skeleton": "cswin", "depths": (1, 2, 21, 1)}  # as wide as DGT-T
 NANO_DIMS: Row = {"dims": (32, 64, 128, 256), "num_heads": (2, 2, 4, 8), "num_groups": 16}
 NANO_SWIN = {**SWIN, **NANO_DIMS, "depths": (2, 2, 4, 2), "extents": (4, 4, 4, 4), "top_k": 16}
 NANO_CSWIN = {**CSWIN, **NANO_DIMS, "depths": (1, 1, 4, 1), "extents": (1, 2, 4, 0), "top_k": 32}
@@ -111,9 +93,8 @@ ROWS: dict[str, tuple[str, Row]] = {
 default_cfgs = generate_default_cfgs({name: _default_cfg(name) for name in ROWS})
 
 
-def _register(name: str) -> Callable[..., DynamicGroupTransformer]:
+def _register(name: str, about: str, row: Row) -> Callable[..., DynamicGroupTransformer]:
     """Register the model of a row with timm, and return the function that builds it."""
-    about, row = ROWS[name]
 
     def build(pretrained: bool = False, **options: Any) -> DynamicGroupTransformer:
         return create_variant(name, pretrained, **{**row, **options})
@@ -123,5 +104,5 @@ def _register(name: str) -> Callable[..., DynamicGroupTransformer]:
     return register_model(build)
 
 
-MODELS = {name: _register(name) for name in ROWS}
+MODELS = {name: _register(name, *about_and_row) for name, about_and_row in ROWS.items()}
 dgt_nano, dgt_tiny, dgt_small, dgt_base = (MODELS[f"dgt_{size}"] for size in ("nano", "tiny", "small", "base"))

@@ -50,6 +50,7 @@ def test_a_dgt_chooses_the_papers_number_of_keys_unless_told() -> None:
 
     assert keys(small()) == {512}
     assert keys(small(top_k=7)) == {7}
+    assert keys(small("swin_nano")) == set()  # our skeleton, without groups
     finished = build_backbone("dgt_nano", top_k=9)
     assert keys(dgt.build_upernet(finished, 5, channels=16)) == {9}
 

@@ -14,6 +14,8 @@ import timm
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dgt.layers import DGAttention
+from dgt.models.inspect import set_attention
 from dgt.utils.errors import UserError
 
 STRIDES = (4, 8, 16, 32)
@@ -82,13 +84,16 @@ class FeatureBackbone(nn.Module):
         return missing, [name for name in weights if name not in own]
 
 
-def build_backbone(backbone: str | nn.Module, image_size: int | None = None, **arguments: Any) -> FeatureBackbone:
+def build_backbone(
+    backbone: str | nn.Module, image_size: int | None = None, keys: int | None = None, **arguments: Any
+) -> FeatureBackbone:
     """Build the backbone of a segmentation or detection model.
 
     Args:
         backbone: name of a timm model with a pyramid of stages: dgt_tiny, swin_tiny_patch4_window7_224, resnet50, ...;
             or a :class:`FeatureBackbone`, returned as it is.
         image_size: side of the training images, for models that are built for one size and cannot be told to take any.
+        keys: that a model with DG-Attention selects for each group where ``top_k`` does not say; None for its own k.
         arguments: further keyword arguments of the model, e.g. ``top_k=512, drop_path_rate=0.2``.
 
     Raises:
@@ -100,23 +105,22 @@ def build_backbone(backbone: str | nn.Module, image_size: int | None = None, **a
             raise TypeError(f"arguments belong to the name of a model, got {arguments} with a finished backbone")
         return backbone
     if not isinstance(backbone, str):
-        raise TypeError(
-            f"backbone must be the name of a timm model or a FeatureBackbone, got {type(backbone).__name__}"
-        )
+        came = type(backbone).__name__
+        raise TypeError(f"backbone must be the name of a timm model or a FeatureBackbone, got {came}")
     if not timm.is_model(backbone):
         raise UserError(f"backbone must be a model that timm knows, got {backbone!r}; timm.list_models() lists them")
     config = timm.get_pretrained_cfg(backbone)
     fixed = config is not None and config.fixed_input_size
     size = {} if image_size is None else {"img_size": image_size}
     attempts: list[dict[str, Any]] = [{"strict_img_size": False}, size] if fixed else [{}]
+    options = {"features_only": True, "feature_cls": "getter", "out_indices": 4, **arguments}
     for attempt in attempts:
         try:
-            getter = timm.create_model(
-                backbone, features_only=True, feature_cls="getter", out_indices=4, **attempt, **arguments
-            )
-            return FeatureBackbone(getter)
+            built = FeatureBackbone(timm.create_model(backbone, **attempt, **options))
+            break
         except (TypeError, AssertionError, RuntimeError, AttributeError) as error:
-            problem: Exception = error
-            if not isinstance(error, TypeError):
-                break
-    raise UserError(f"backbone {backbone!r} cannot be built with {arguments}: {problem}") from problem
+            if not isinstance(error, TypeError) or attempt is attempts[-1]:
+                raise UserError(f"backbone {backbone!r} cannot be built with {arguments}: {error}") from error
+    if keys and "top_k" not in arguments and any(isinstance(module, DGAttention) for module in built.modules()):
+        set_attention(built, top_k=keys)
+    return built

@@ -1,8 +1,7 @@
 """Mask R-CNN with a feature pyramid over any timm backbone: the paper's detector, its parts torchvision's.
 
-The network is torchvision's `MaskRCNN`, called and trained like it, with one difference: images of a batch differ in
-size and are padded, and the true sizes reach the backbone as a mask, so that padding never becomes a key and never
-counts in the statistics of centroids. Backbones that know no masks see the padding, as everywhere.
+The network is torchvision's `MaskRCNN`, called and trained like it, with one difference: the true sizes of a padded
+batch reach the backbone as a mask, so that padding never becomes a key and never counts in the statistics of centroids.
 """
 
 from __future__ import annotations
@@ -21,10 +20,8 @@ from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredic
 from torchvision.ops import FeaturePyramidNetwork
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
-from dgt.layers import DGAttention
 from dgt.models.cost import Cost, cost
 from dgt.models.heads.backbone import FeatureBackbone, build_backbone
-from dgt.models.inspect import set_attention
 from dgt.models.padding import real_pixels
 from dgt.utils.errors import UserError
 
@@ -46,10 +43,7 @@ class Pyramid(FeaturePyramidNetwork):  # type: ignore[misc]  # torchvision is no
 
 
 class PaddedMaskRCNN(MaskRCNN):  # type: ignore[misc]
-    """torchvision's Mask R-CNN whose backbone is told which pixels of a padded batch are real.
-
-    ``options`` are keyword arguments of torchvision's `MaskRCNN`; the heads see what the pyramid makes of the backbone.
-    """
+    """torchvision's Mask R-CNN, with its ``options``, whose backbone is told which pixels of a batch are real."""
 
     def __init__(self, backbone: FeatureBackbone, pyramid: Pyramid, num_classes: int | None, **options: Any) -> None:
         super().__init__(pyramid, num_classes, **options)
@@ -109,10 +103,10 @@ def build_mask_rcnn(
     """Mask R-CNN with a feature pyramid over any timm backbone with maps at strides 4, 8, 16 and 32.
 
     ``build_mask_rcnn("dgt_tiny", 91)`` is the paper's detector for COCO's 91 category numbers, ready for torchvision's
-    training and evaluation code. The remaining defaults are torchvision's and the paper's.
+    training and evaluation code.
 
     Args:
-        backbone: name of a timm model, or a :class:`FeatureBackbone`.
+        backbone: as in :func:`build_backbone`.
         num_classes: classes, background (class 0) among them, as torchvision counts.
         image_size: length that an image's shorter side is resized to.
         max_size: largest length of its longer side, where that would exceed it; None for 1333 / 800 of `image_size`.
@@ -131,10 +125,7 @@ def build_mask_rcnn(
     unknown = sorted(set(options or ()) - OPTIONS)
     if unknown:
         raise TypeError(f"options must be keyword arguments of torchvision's MaskRCNN, got {', '.join(unknown)}")
-    built = build_backbone(backbone, image_size=image_size, **arguments)
-    grouped = any(isinstance(module, DGAttention) for module in built.modules())
-    if isinstance(backbone, str) and grouped and "top_k" not in arguments:
-        set_attention(built, top_k=TOP_K)
+    built = build_backbone(backbone, image_size, TOP_K, **arguments)
     heads: dict[str, Any] = {
         "min_size": image_size,
         "max_size": max_size or round(image_size * LONG_OVER_SHORT),
@@ -184,7 +175,7 @@ def _check_settings(
     num_classes: int, image_size: int, widths: Mapping[str, int], mask_channels: Any, anchor_sizes: Any
 ) -> None:
     """Raise UserError for a number out of range."""
-    five = _positive(anchor_sizes, (int, float)) and len(anchor_sizes) == 5
+    five = _positive(anchor_sizes, int, float) and len(anchor_sizes) == 5
     for good, expected, came in (
         (num_classes >= 2, "num_classes must be at least 2, background among them", num_classes),
         (image_size >= 32, "image_size must be at least 32", image_size),
@@ -196,23 +187,17 @@ def _check_settings(
             raise UserError(f"{expected}, got {came!r}")
 
 
-def _positive(numbers: Any, kind: type[int] | tuple[type[int], type[float]]) -> bool:
+def _positive(numbers: Any, *kinds: type) -> bool:
     """Whether this is a sequence of numbers of a kind, at least one, each at least 1."""
-    return (
-        isinstance(numbers, Sequence)
-        and bool(numbers)
-        and all(isinstance(number, kind) and number >= 1 for number in numbers)
-    )
+    return isinstance(numbers, Sequence) and bool(numbers) and all(isinstance(n, kinds) and n >= 1 for n in numbers)
 
 
 def _check_sizes(sizes: Sequence[tuple[int, int]], shorter: int, longer: int) -> None:
     """Raise UserError for an image (height, width) so thin that, resized to fit, nothing of it would be left."""
     for place, size in enumerate(sizes):
         if int(min(size) * min(shorter / min(size), longer / max(size))) < 1:
-            raise UserError(
-                f"images must have a pixel left once their longer side is resized to {longer}, got "
-                f"{size[0]} x {size[1]} (height x width) in images[{place}]"
-            )
+            came = f"{size[0]} x {size[1]} (height x width) in images[{place}]"
+            raise UserError(f"images must have a pixel left once their longer side is resized to {longer}, got {came}")
 
 
 def _check_boxes(targets: Sequence[Target]) -> None:

@@ -14,14 +14,12 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dgt.models.dgt import DynamicGroupTransformer, check_images
+from dgt.models.dgt import check_images
 from dgt.models.heads.backbone import FeatureBackbone, build_backbone
-from dgt.models.inspect import set_attention
 from dgt.models.padding import real_sizes
 from dgt.utils.errors import UserError
 
-TOP_K = 512
-"""Keys a group chooses in the paper's segmentation models."""
+TOP_K = 512  # the paper's k for segmentation
 
 
 class UperNetLogits(NamedTuple):
@@ -136,21 +134,13 @@ def build_upernet(
     A DGT named here chooses 512 keys, as in the paper, unless ``top_k`` says otherwise.
 
     Args:
-        backbone: name of a timm model with maps at strides 4, 8, 16 and 32, or a finished
-            :class:`dgt.models.heads.backbone.FeatureBackbone`.
-        num_classes: classes of the label maps, 1 to 255.
-        channels: width of the head.
-        auxiliary_channels: width of the auxiliary head.
-        image_size: side of the training images, for models that are built for one size.
-        arguments: further keyword arguments of the backbone, e.g. ``drop_path_rate=0.2``.
+        backbone, image_size, arguments: as in :func:`dgt.models.heads.backbone.build_backbone`.
+        num_classes, channels, auxiliary_channels: as in :class:`UperNet`.
 
     Raises:
         TypeError, ValueError: naming the argument; for the backbone as :func:`build_backbone`.
     """
-    network = build_backbone(backbone, image_size, **arguments)
-    is_dgt = isinstance(network.model, DynamicGroupTransformer)
-    if is_dgt and isinstance(backbone, str) and "top_k" not in arguments:
-        set_attention(network.model, top_k=TOP_K)
+    network = build_backbone(backbone, image_size, TOP_K, **arguments)
     return UperNet(network, num_classes, channels, auxiliary_channels)
 
 
