@@ -15,6 +15,7 @@ import pytest
 import torch
 from fastapi.testclient import TestClient
 
+import dgt
 from dgt.explorer import Album, Explorer, create_app, launch, serve
 from dgt.explorer.views import shown_blocks
 from dgt.tasks import TASKS
@@ -131,6 +132,16 @@ def test_a_model_without_groups_is_refused(explorer: Explorer) -> None:
     network = build_classifier(recipe.model, 8, 64)
     assert shown_blocks(network) == []
     with pytest.raises(ValueError, match="are explored, nowhere is 'test_resnet' of task 'classify'"):
+        Explorer(LoadedRun(network, recipe, explorer.run.class_names, Path("nowhere")), Album())
+
+
+def test_a_model_whose_attention_was_replaced_is_refused(explorer: Explorer) -> None:
+    """It has groups, which `dgt.group_records` and `visualize` show; the page knows the stages of a DGT alone."""
+    recipe = load_recipe("scenes", ["--model.name", "test_vit"])
+    network = build_classifier(recipe.model, 8, 64).eval()
+    dgt.replace_attention(network, num_groups=4, top_k=5)
+    assert dgt.group_records(network, torch.randn(1, 3, 64, 64))
+    with pytest.raises(ValueError, match=r"only classifiers of class DynamicGroupTransformer .* nowhere is 'test_vit'"):
         Explorer(LoadedRun(network, recipe, explorer.run.class_names, Path("nowhere")), Album())
 
 

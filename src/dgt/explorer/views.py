@@ -68,7 +68,7 @@ class Explorer:
         self.blocks = shown_blocks(run.network)
         if not self.blocks:
             raise UserError(
-                "only classifiers with dynamic group attention are explored, "
+                "only classifiers of class DynamicGroupTransformer with attention in groups are explored, "
                 f"{run.source} is {run.recipe.model.name!r} of task {run.recipe.task!r}"
             )
         self.step = max(block.stride for block in self.blocks)
