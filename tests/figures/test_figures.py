@@ -22,7 +22,6 @@ from PIL import Image
 from dgt.figures import (
     GroupPanel,
     choose_groups,
-    denormalize,
     figure_contact_sheet,
     figure_group_map,
     figure_groups,
@@ -238,14 +237,6 @@ def test_choose_returns_different_groups_in_use(tokens: int, groups: int, keys: 
     assert chosen == choose_groups(group_ids, key_ids, groups)
 
 
-def test_denormalize_inverts_normalization() -> None:
-    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-    pixels = torch.randint(0, 256, (3, 4, 6), dtype=torch.uint8)
-    normal = (pixels / 255 - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
-    np.testing.assert_array_equal(denormalize(normal, mean, std), pixels.permute(1, 2, 0).numpy())
-    assert denormalize(normal * 100, mean, std).dtype == np.uint8
-
-
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
@@ -280,10 +271,6 @@ def test_empty_and_wrong_arguments() -> None:
             draw([])
     with pytest.raises(ValueError, match="count must be between 1 and the number of groups, 3, got 4"):
         choose_groups(_panel().group_ids, _panel().key_ids, 4)
-    with pytest.raises(ValueError, match=r"image must be \(3, H, W\) floating point"):
-        denormalize(torch.zeros(4, 4), (0, 0, 0), (1, 1, 1))
-    with pytest.raises(ValueError, match="std must hold 3 numbers, got 1"):
-        denormalize(torch.zeros(3, 4, 4), (0, 0, 0), (1,))
 
 
 @pytest.mark.parametrize(("name", "start"), [("a.png", b"\x89PNG"), ("a.svg", b"<?xml"), ("a.PDF", b"%PDF")])

@@ -330,10 +330,10 @@ def test_images_seed_centroids_as_a_training_would(name) -> None:
 
 def test_what_cannot_be_calibrated_stays_as_it_was() -> None:
     model = make("vit")
-    with pytest.raises(ValueError, match="model must contain DG-Attention, got a VisionTransformer without any"):
+    with pytest.raises(ValueError, match="model must contain DGAttention layers, got a VisionTransformer without any"):
         dgt.calibrate(model, torch.randn(1, 3, 64, 64))
     dgt.replace_attention(model, num_groups=3, top_k=4)
-    with pytest.raises(TypeError, match="images a tensor, got VisionTransformer and list"):
+    with pytest.raises(TypeError, match="images must be a tensor, got list"):
         dgt.calibrate(model, [1])
     with pytest.raises(AssertionError):
         dgt.calibrate(model.train(), torch.randn(1, 3, 32, 32))

@@ -177,7 +177,7 @@ def test_predictions_are_sorted_and_sum_to_one(finished: Result, tmp_path: Path)
     assert found[1].classes == []
     assert "broken.jpg' cannot be read as an image" in str(found[1].error)
     assert "there is no image file" in str(found[2].error)
-    assert read_image(load_run(finished.folder), tmp_path / "red.png").shape == (1, 3, 32, 32)
+    assert read_image(load_run(finished.folder), tmp_path / "red.png")[0].shape == (1, 3, 32, 32)
     with pytest.raises(ValueError, match="top_k must be at least 1, got 0"):
         predict(finished.folder, [], top_k=0)
 

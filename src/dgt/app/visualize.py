@@ -15,7 +15,6 @@ from torch import Tensor
 from dgt.figures import (
     GroupPanel,
     choose_groups,
-    denormalize,
     figure_contact_sheet,
     figure_group_map,
     figure_groups,
@@ -87,7 +86,7 @@ def diagnose_run(checkpoint: str | Path, images: Sequence[str | Path], out: str 
     Returns what `dgt.diagnose` returns. Raises as `load_run`, `read_image`, `dgt.diagnose` and `save_figure` do.
     """
     run = load_run(checkpoint)
-    blocks = diagnose(run.network, torch.cat([read_image(run, image) for image in images]))
+    blocks = diagnose(run.network, torch.cat([read_image(run, image)[0] for image in images]))
     save_figure(figure_diagnosis(blocks), out)
     return blocks
 
@@ -119,12 +118,11 @@ def _check_choices(checkpoints: int, images: int, block: int | None, all_blocks:
 
 def _panels(run: LoadedRun, image: Source, **choice: Any) -> list[GroupPanel]:
     """Panels of an image as the model got it."""
-    pixels = read_image(run, image)
+    pixels, seen = read_image(run, image)
     try:
         attention_layers(run.network)
     except ValueError as error:
         raise UserError(f"model {run.recipe.model.name!r} has no dynamic group attention to draw") from error
-    seen = denormalize(pixels[0], run.recipe.data["mean"], run.recipe.data["std"])
     return panels_of(group_records(run.network, pixels), seen, **choice)
 
 

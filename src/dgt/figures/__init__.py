@@ -3,12 +3,11 @@
 from dgt.figures.drawing import distinct_colours
 from dgt.figures.groups import figure_contact_sheet, figure_group_map, figure_groups, figure_titled
 from dgt.figures.io import png, raster, save_animation, save_figure
-from dgt.figures.panel import GroupPanel, choose_groups, denormalize, panels_of
+from dgt.figures.panel import GroupPanel, choose_groups, panels_of
 
 __all__ = [
     "GroupPanel",
     "choose_groups",
-    "denormalize",
     "distinct_colours",
     "figure_contact_sheet",
     "figure_group_map",

@@ -73,20 +73,6 @@ def panels_of(
     return panels
 
 
-def denormalize(image: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> Array:
-    """(3, H, W) floating point, normalized by `(pixel / 255 - mean) / std`, as pixels (H, W, 3) uint8.
-
-    Raises UserError naming the argument: another shape or type, or not three numbers each.
-    """
-    if image.ndim != 3 or image.shape[0] != 3 or not image.is_floating_point():
-        raise UserError(f"image must be (3, H, W) floating point, got {tuple(image.shape)} {image.dtype}")
-    for name, numbers in (("mean", mean), ("std", std)):
-        if len(numbers) != 3:
-            raise UserError(f"{name} must hold 3 numbers, got {len(numbers)}")
-    pixels = image.detach().to("cpu", torch.float32).permute(1, 2, 0) * torch.tensor(std) + torch.tensor(mean)
-    return to_array((pixels * 255).round().clamp(0, 255).to(torch.uint8))
-
-
 def choose_groups(group_ids: Array | torch.Tensor, key_ids: Array | torch.Tensor, count: int) -> list[int]:
     """Pick groups worth showing: large ones that differ from each other in place and in keys.
 

@@ -17,7 +17,7 @@ from dgt.inference.formats import Runner, Source, check_libraries, encode_onnx, 
 from dgt.layers.baselines.cswin import StripeAttention
 from dgt.layers.baselines.swin import WindowAttention
 from dgt.tasks import TASKS
-from dgt.training.load import LoadedRun, load_run
+from dgt.training import LoadedRun, load_run
 from dgt.training.run import export_model, make_record
 from dgt.utils.atomic_write import atomic_write
 from dgt.utils.errors import Disagreement, UserError

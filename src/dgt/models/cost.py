@@ -49,14 +49,9 @@ class Cost(NamedTuple):
 
 
 def cost(model: nn.Module | str, image_size: tuple[int, int] = (224, 224)) -> Cost:
-    """Count parameters and FLOPs of one image.
+    """Count parameters and FLOPs of one image of this height and width in pixels.
 
-    Args:
-        model: a model that takes (B, C, H, W) images, or the name of a timm model.
-        image_size: height and width in pixels.
-
-    Raises:
-        TypeError, UserError: if ``model`` is neither a module nor a known name.
+    ``model`` takes (B, C, H, W) images, or is the name of a timm model; TypeError or UserError where it is neither.
     """
     if not isinstance(model, str | nn.Module):
         raise TypeError(f"model must be a module or the name of a timm model, got {type(model).__name__}")

@@ -135,9 +135,12 @@ def capture(
         What ``look`` returned for each layer, and the model's output (its features with a mask).
 
     Raises:
-        TypeError, ValueError: as :func:`attention_layers`, and what the model itself raises for the images.
+        TypeError: for no module, or no tensor.
+        ValueError: for a model without such layers, and what the model itself raises for the images.
     """
     layers = attention_layers(model)
+    if not isinstance(images, Tensor):
+        raise TypeError(f"images must be a tensor, got {type(images).__name__}")
     found: list[Value] = []
 
     def hook(name: str, layer: DGAttention, args: tuple[Any, ...], options: dict[str, Any]) -> None:

@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator
 from typing import Any, cast
 
-import torch
 from timm.models import register_notrace_module
 from timm.models.swin_transformer import SwinTransformerBlock
 from timm.models.twins import LocallyGroupedAttn
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 
 from dgt.layers import ConditionalPositionEncoding, DGAttention
 from dgt.layers.scripting import check_layer_input
+from dgt.models.inspect import LayerInput, capture
 from dgt.ops import DynamicGroupAttentionOutput, dynamic_group_attention
 from dgt.ops.checks import check_count, describe
 from dgt.utils.errors import UserError
@@ -56,14 +56,18 @@ class SwappedAttention(DGAttention):
         self.num_prefix_tokens, self.remainder = num_prefix_tokens, remainder
         self.train(old.training)
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Map (B, L, C) or (B, H, W, C) to the same shape; arguments as timm's attention has them.
+    def forward(  # type: ignore[override]
+        self, x: Tensor, attn_mask: Tensor | tuple[int, int] | None = None, is_causal: bool = False
+    ) -> Tensor:
+        """Map (B, L, C) or (B, H, W, C) to the same shape; arguments as timm's attentions have them.
+
+        Twins gives the size of the map in the mask's place, which groups need not know.
 
         Raises:
             ValueError: for a mask, which groups cannot honour, or as in :class:`dgt.DGAttention`.
         """
         check_layer_input(x, self.qkv.in_features)
-        if attn_mask is not None or is_causal:
+        if isinstance(attn_mask, Tensor) or is_causal:
             raise UserError("attn_mask must be None and is_causal False: DG-Attention cannot honour a mask of pairs")
         query, key, value = self.split_heads(x)
         patches = query[:, :, self.num_prefix_tokens :]
@@ -76,11 +80,7 @@ class SwappedAttention(DGAttention):
         return self.proj_drop(self.proj(merged)).view(x.shape)
 
     def inspect(self, x: Tensor, mask: Tensor | None = None) -> DynamicGroupAttentionOutput:
-        """Return groups, -1 for prefix tokens, and the keys of every group, prefix first: for figures and measures.
-
-        Raises:
-            ValueError: for a mask.
-        """
+        """Return groups, -1 for prefix tokens, and the keys of every group, prefix first; ValueError for a mask."""
         if mask is not None:
             raise UserError("mask must be None: the models that attention is replaced in know no padding")
         return self._attend(*self.split_heads(x))
@@ -93,26 +93,24 @@ class SwappedAttention(DGAttention):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> DynamicGroupAttentionOutput:
         """Patches attend to the prefix and to the keys of their group, prefix tokens to everything."""
         return dynamic_group_attention(
-            query, key, value, self.unit_centroids(), self.top_k, self.scale, None, self.backend,
-            self.num_prefix_tokens, self.remainder,
+            query,
+            key,
+            value,
+            self.unit_centroids(),
+            self.top_k,
+            self.scale,
+            None,
+            self.backend,
+            self.num_prefix_tokens,
+            self.remainder,
         )
-
-
-class SwappedWindows(SwappedAttention):
-    """The same where Twins had windows: its blocks tell the attention the size of the map."""
-
-    def forward(self, x: Tensor, size: Any = None) -> Tensor:  # type: ignore[override]
-        """Map (B, L, C) to (B, L, C); groups need no ``size``."""
-        return super().forward(x)
 
 
 class SwappedBlock(nn.Module):
     """A block of timm's Swin with DG-Attention: (B, H, W, C) in and out, of any size.
 
-    Args:
-        old: the block; its modules are shared, not copied.
-        attention: what takes the place of windows, shift, mask and table of positions.
-        cpe: whether the block gets a conditional position encoding, of zeros.
+    The ``old`` block's modules are shared; ``attention`` takes the place of windows, shift, mask and position table;
+    ``cpe`` tells whether the block gets a conditional position encoding, of zeros.
     """
 
     def __init__(self, old: Any, attention: SwappedAttention, cpe: bool) -> None:
@@ -183,7 +181,6 @@ def replace_attention(
     return list(found)
 
 
-@torch.no_grad()
 def calibrate(model: nn.Module, images: Tensor) -> list[str]:
     """Seed the centroids of every DG-Attention of a model from images instead of from training: one forward pass.
 
@@ -194,35 +191,18 @@ def calibrate(model: nn.Module, images: Tensor) -> list[str]:
         images: what it is called with, (B, C, H, W); some dozen images of the kind that it will see are enough.
 
     Returns:
-        The names of the layers, in the order of the model.
+        The names of the layers, in the order in which they ran.
 
     Raises:
-        TypeError: if ``model`` is no module or ``images`` no tensor.
-        ValueError: for a model without DG-Attention, or what the model raises for the images.
+        TypeError, ValueError: as :func:`dgt.models.capture`.
     """
-    if not isinstance(model, nn.Module) or not isinstance(images, Tensor):
-        got = f"{type(model).__name__} and {type(images).__name__}"
-        raise TypeError(f"model must be a module and images a tensor, got {got}")
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, DGAttention)}
-    if not layers:
-        raise UserError(f"model must contain DG-Attention, got a {type(model).__name__} without any")
-    modes = {module: module.training for module in model.modules()}
-    hooks = [layer.register_forward_pre_hook(_seed_before) for layer in layers.values()]
-    try:
-        model.eval()(images)
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for module, mode in modes.items():
-            module.training = mode
-    return list(layers)
 
+    def seed(seen: LayerInput) -> str:
+        query, _, _ = seen.layer.split_heads(seen.x)
+        seen.layer.seed(query[:, :, seen.prefix :], None if seen.mask is None else seen.mask.flatten(1))
+        return seen.name
 
-def _seed_before(layer: Any, arguments: tuple[Any, ...]) -> None:
-    """Seed a layer from what it is about to see: tokens and, of a DGT, which of them are real."""
-    query = layer.split_heads(arguments[0])[0][:, :, getattr(layer, "num_prefix_tokens", 0) :]
-    mask = arguments[1] if len(arguments) > 1 and not isinstance(layer, SwappedAttention) else None
-    layer.seed(query, None if mask is None else mask.flatten(1))
+    return capture(model, images, seed)[0]
 
 
 def _attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -268,6 +248,4 @@ def _prefix_of(model: nn.Module, name: str) -> int:
 def _swap(old: nn.Module, prefix: int, cpe: bool, settings: dict[str, Any]) -> nn.Module:
     if isinstance(old, SwinTransformerBlock):
         return SwappedBlock(old, SwappedAttention(old.attn, **settings), cpe)
-    if isinstance(old, LocallyGroupedAttn):
-        return SwappedWindows(old, **settings)
-    return SwappedAttention(old, prefix, **settings)
+    return SwappedAttention(old, prefix if isinstance(old, Attention) else 0, **settings)

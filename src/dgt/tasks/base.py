@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,24 +26,21 @@ Source = str | Path | Tensor
 """An image file, or the bytes (3, H, W) of an image as the network gets it: cropped, not yet normalised."""
 
 
-class Run(Protocol):
-    """What a task needs to know of a trained model, in evaluation mode."""
+@dataclass(frozen=True)
+class LoadedRun:
+    """A trained network and what it was trained as.
 
-    @property
-    def network(self) -> nn.Module:
-        """The network, on the CPU."""
+    Args:
+        network: in evaluation mode, on the CPU; averaged weights where the recipe keeps an average.
+        recipe: the complete `dgt.training.Recipe`.
+        class_names: name of each class, in the order of the logits.
+        source: the file that the weights came from.
+    """
 
-    @property
-    def recipe(self) -> Any:
-        """What it was trained as; `data` holds the settings of the data."""
-
-    @property
-    def class_names(self) -> list[str]:
-        """Name of each class."""
-
-    @property
-    def source(self) -> Path:
-        """Where the weights came from."""
+    network: nn.Module
+    recipe: Any
+    class_names: list[str]
+    source: Path
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ class Prediction:
         found: what the task draws over it: a label map, or detections.
     """
 
-    image: str
+    image: str = ""
     classes: list[tuple[str, float]] = field(default_factory=list)
     error: str | None = None
     objects: list[dict[str, Any]] | None = None
@@ -136,9 +133,9 @@ class Task:
     headline: Mapping[str, str]
     losses: Callable[[nn.Module, Any, Any], Losses]
     metrics: Callable[[Any], Metrics]
-    predict: Callable[[Run, Source, int], Prediction]
-    draw: Callable[[Run, Prediction], Image.Image]
-    files: Callable[[Run, Prediction, Image.Image], dict[str, bytes]] | None = None
+    predict: Callable[[LoadedRun, Source, int], Prediction]
+    draw: Callable[[LoadedRun, Prediction], Image.Image]
+    files: Callable[[LoadedRun, Prediction, Image.Image], dict[str, bytes]] | None = None
     refused_precision: str | None = None
     has_results: bool = False
     outputs: tuple[str, ...] = ("logits",)
@@ -174,8 +171,3 @@ def read_bytes(image: Source) -> Tensor:
     if isinstance(image, Tensor):
         return image
     return torch.from_numpy(np.array(open_image(image))).permute(2, 0, 1).contiguous()
-
-
-def name_of(image: Source) -> str:
-    """The path of an image file; nothing for an image without one."""
-    return "" if isinstance(image, Tensor) else str(image)

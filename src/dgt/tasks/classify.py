@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
 from dgt.data.classification import ClassificationData
 from dgt.data.transforms import Normalize, evaluation_transform
-from dgt.figures import denormalize, figure_titled, raster
+from dgt.figures import figure_titled, raster
 from dgt.models.cost import PAPER, cost
-from dgt.tasks.base import Counted, Losses, Metrics, Prediction, Run, Source, Task, name_of, open_image
+from dgt.tasks.base import Counted, LoadedRun, Losses, Metrics, Prediction, Source, Task, open_image
 from dgt.tasks.network import build_classifier
 from dgt.utils.distributed import gather_objects
 from dgt.utils.errors import UserError
@@ -54,8 +56,8 @@ class ClassificationMetrics(Metrics):
         return dict(zip(("loss", "top1", "top5"), means, strict=True))
 
 
-def read_image(run: Run, image: Source) -> Tensor:
-    """(1, 3, H, W) as a classifier wants it: a file resized, cropped and normalised, an image's bytes normalised alone.
+def read_image(run: LoadedRun, image: Source) -> tuple[Tensor, NDArray[np.uint8]]:
+    """An image as a classifier sees it, a file resized and cropped: normalised (1, 3, H, W), and its pixels (H, W, 3).
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -66,20 +68,19 @@ def read_image(run: Run, image: Source) -> Tensor:
     data = run.recipe.data
     transform = evaluation_transform(data["image_size"], data["crop_ratio"], data["augmentation"]["interpolation"])
     pixels = image if isinstance(image, Tensor) else transform(open_image(image)).contiguous()
-    return Normalize(data["mean"], data["std"])(pixels)[None]
+    return Normalize(data["mean"], data["std"])(pixels)[None], pixels.permute(1, 2, 0).numpy()
 
 
 @torch.inference_mode()
-def predict(run: Run, image: Source, top_k: int) -> Prediction:
+def predict(run: LoadedRun, image: Source, top_k: int) -> Prediction:
     """The `top_k` most probable classes of an image."""
-    pixels = read_image(run, image)
-    best = run.network(pixels).float().softmax(dim=-1)[0].topk(min(top_k, len(run.class_names)))
+    images, seen = read_image(run, image)
+    best = run.network(images).float().softmax(dim=-1)[0].topk(min(top_k, len(run.class_names)))
     classes = [(run.class_names[i], p) for i, p in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
-    seen = denormalize(pixels[0], run.recipe.data["mean"], run.recipe.data["std"])
-    return Prediction(name_of(image), classes, pixels=seen)
+    return Prediction(classes=classes, pixels=seen)
 
 
-def draw(run: Run, prediction: Prediction) -> Image.Image:
+def draw(run: LoadedRun, prediction: Prediction) -> Image.Image:
     """The image under its most probable class."""
     (name, share), *_ = prediction.classes
     return raster(figure_titled(prediction.pixels, f"{name}\n{100 * share:.0f} %"), dpi=100)

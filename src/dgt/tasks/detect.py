@@ -21,7 +21,7 @@ from dgt.data.detection import DetectionData
 from dgt.figures import png
 from dgt.figures.detections import Detections, draw_detections
 from dgt.models.heads.mask_rcnn import build_mask_rcnn, mask_rcnn_cost
-from dgt.tasks.base import Counted, Losses, Metrics, Prediction, Run, Source, Task, name_of, read_bytes
+from dgt.tasks.base import Counted, LoadedRun, Losses, Metrics, Prediction, Source, Task, read_bytes
 from dgt.tasks.network import ModelSettings
 from dgt.utils.distributed import gather_objects
 from dgt.utils.errors import UserError
@@ -143,7 +143,7 @@ def _coco_places(boxes: Sequence[Sequence[float]], masks: Any) -> list[Entry]:
 
 
 @torch.inference_mode()
-def predict(run: Run, image: Source, top_k: int) -> Prediction:
+def predict(run: LoadedRun, image: Source, top_k: int) -> Prediction:
     """The objects in an image, by falling score.
 
     Raises:
@@ -153,22 +153,23 @@ def predict(run: Run, image: Source, top_k: int) -> Prediction:
     try:
         found = run.network([pixels.float() / 255])[0]
     except ValueError as error:
-        raise UserError(f"{name_of(image)!r}: {error}") from error
+        name = "the image" if isinstance(image, Tensor) else repr(str(image))
+        raise UserError(f"{name}: {error}") from error
     boxes, labels, scores = found["boxes"], found["labels"] - 1, found["scores"]
     objects = [
         {"category": run.class_names[label], "score": score, "box": box}
         for label, score, box in zip(labels.tolist(), scores.tolist(), boxes.tolist(), strict=True)
     ]
     detections = Detections(boxes.numpy(), labels.numpy(), scores.numpy(), (found["masks"][:, 0] > 0.5).numpy())
-    return Prediction(name_of(image), objects=objects, pixels=pixels.permute(1, 2, 0).numpy(), found=detections)
+    return Prediction(objects=objects, pixels=pixels.permute(1, 2, 0).numpy(), found=detections)
 
 
-def draw(run: Run, prediction: Prediction) -> Image.Image:
+def draw(run: LoadedRun, prediction: Prediction) -> Image.Image:
     """The image with the masks, boxes and names of what is sure."""
     return draw_detections(Image.fromarray(prediction.pixels), prediction.found, run.class_names)
 
 
-def files(run: Run, prediction: Prediction, drawing: Image.Image) -> dict[str, bytes]:
+def files(run: LoadedRun, prediction: Prediction, drawing: Image.Image) -> dict[str, bytes]:
     """The drawing, and all objects as COCO's results have them, with the category's name for a data set's number."""
     objects = prediction.objects or []
     places = _coco_places([found["box"] for found in objects], prediction.found.masks.astype("uint8"))

@@ -27,7 +27,7 @@ from dgt.figures.label_map import figure_label_map, label_png
 from dgt.models.cost import Cost, cost
 from dgt.models.heads.upernet import build_upernet
 from dgt.models.padding import real_pixels
-from dgt.tasks.base import Counted, Losses, Metrics, Prediction, Run, Source, Task, name_of, read_bytes
+from dgt.tasks.base import Counted, LoadedRun, Losses, Metrics, Prediction, Source, Task, read_bytes
 from dgt.tasks.network import ModelSettings
 from dgt.utils.errors import UserError
 
@@ -201,7 +201,7 @@ def _argmax_at(logits: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 @torch.inference_mode()
-def predict(run: Run, image: Source, top_k: int) -> Prediction:
+def predict(run: LoadedRun, image: Source, top_k: int) -> Prediction:
     """The label map (H, W) of an image at its own size, uint8, as the recipe's test says; shares of all its classes."""
     pixels, data = read_bytes(image), run.recipe.data
     test, scale = SegmentationTest(**data["test"]), tuple(data["scale"])
@@ -210,15 +210,15 @@ def predict(run: Run, image: Source, top_k: int) -> Prediction:
     shares = torch.bincount(labels.flatten(), minlength=len(run.class_names)) / labels.numel()
     order = [index for index in shares.argsort(descending=True, stable=True).tolist() if shares[index] > 0]
     classes = [(run.class_names[index], float(shares[index])) for index in order]
-    return Prediction(name_of(image), classes, pixels=pixels.permute(1, 2, 0).numpy(), found=labels.numpy())
+    return Prediction(classes=classes, pixels=pixels.permute(1, 2, 0).numpy(), found=labels.numpy())
 
 
-def draw(run: Run, prediction: Prediction) -> Image.Image:
+def draw(run: LoadedRun, prediction: Prediction) -> Image.Image:
     """The image under its classes' colours, with a legend."""
     return raster(figure_label_map(prediction.pixels, prediction.found, run.class_names), dpi=150)
 
 
-def files(run: Run, prediction: Prediction, drawing: Image.Image) -> dict[str, bytes]:
+def files(run: LoadedRun, prediction: Prediction, drawing: Image.Image) -> dict[str, bytes]:
     """The label map, whose numbers are the classes, and the drawing."""
     return {"labels.png": label_png(prediction.found, len(run.class_names)), "overlay.png": png(drawing)}
 

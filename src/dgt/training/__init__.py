@@ -1,9 +1,9 @@
 """Training as users need it: recipes, runs with their folders, and the trained models opened again."""
 
-from dgt.tasks.base import Prediction
+from dgt.tasks.base import LoadedRun, Prediction
 from dgt.training.evaluate import evaluate, predict
 from dgt.training.fit import Result, fit
-from dgt.training.load import LoadedRun, load_run
+from dgt.training.load import load_run
 from dgt.training.recipe import Recipe, load_recipe, shipped_recipes
 
 __all__ = [

@@ -12,8 +12,8 @@ from lightning.fabric import Fabric
 from torch import nn
 
 from dgt.tasks import TASKS
-from dgt.tasks.base import Metrics, Prediction
-from dgt.training.load import LoadedRun, load_run
+from dgt.tasks.base import LoadedRun, Metrics, Prediction
+from dgt.training.load import load_run
 from dgt.training.parallel import build_fabric
 from dgt.training.recipe import build_data, override_keys, parse_recipe
 from dgt.utils.atomic_write import write_json
@@ -103,7 +103,7 @@ def predict(path: str | Path | LoadedRun, images: Sequence[str | Path], top_k: i
 
     def of_one(image: str | Path) -> Prediction:
         try:
-            return TASKS[run.recipe.task].predict(run, image, top_k)
+            return replace(TASKS[run.recipe.task].predict(run, image, top_k), image=str(image))
         except (FileNotFoundError, ValueError) as error:
             return Prediction(str(image), error=str(error))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,30 +18,14 @@ from torch import Tensor, nn
 
 from dgt.models.heads.backbone import FeatureBackbone
 from dgt.tasks import TASKS
-from dgt.training.recipe import Recipe, parse_recipe
+from dgt.tasks.base import LoadedRun
+from dgt.training.recipe import parse_recipe
 from dgt.training.run import RECORD_FORMAT
 from dgt.training.state import RECORD_KEY, read_checkpoint, stored_weights
 from dgt.utils.errors import UserError
 
 PLACES = ("model/model.safetensors", "model.safetensors", "checkpoints/last.ckpt", "checkpoints/best.ckpt")
 WRAPPER = "timm_model."  # transformers' name for the model inside its own
-
-
-@dataclass(frozen=True)
-class LoadedRun:
-    """A trained network and what it was trained as.
-
-    Args:
-        network: in evaluation mode, on the CPU; averaged weights where the recipe keeps an average.
-        recipe: the complete recipe.
-        class_names: name of each class, in the order of the logits.
-        source: the file that the weights came from.
-    """
-
-    network: nn.Module
-    recipe: Recipe
-    class_names: list[str]
-    source: Path
 
 
 def load_run(path: str | Path) -> LoadedRun:

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from dgt.data.dataset import Key
 from dgt.data.image_io import BrokenImage
 from dgt.tasks import TASKS, Losses
+from dgt.tasks.base import LoadedRun
 from dgt.tasks.optim import batch_scale, learning_rate
 from dgt.training.evaluate import measure, to_precision
-from dgt.training.load import LoadedRun
 from dgt.training.log import Report
 from dgt.training.nonfinite import BufferGuard, all_finite, nan_debug
 from dgt.training.parallel import any_process, join_broken_images

@@ -22,16 +22,11 @@ STRIDES = (4, 8, 16, 32)
 
 
 class FeatureBackbone(nn.Module):
-    """A timm model that returns the maps of its last four stages.
+    """A timm model that returns the maps of its last four stages; UserError unless at strides 4, 8, 16 and 32.
 
     Models that need it see the image padded with zeros on the right and below to a multiple of 32 pixels; the maps are
-    cut again, so that every model gives maps of ``ceil(H / stride)`` x ``ceil(W / stride)``.
-
-    Args:
-        getter: what ``timm.create_model(name, features_only=True, feature_cls="getter", out_indices=4)`` returns.
-
-    Raises:
-        UserError: the model's last four maps are not at strides 4, 8, 16 and 32.
+    cut again, so that every model gives maps of ``ceil(H / stride)`` x ``ceil(W / stride)``. ``getter`` is what
+    ``timm.create_model(name, features_only=True, feature_cls="getter", out_indices=4)`` returns.
     """
 
     model: Any
@@ -68,10 +63,7 @@ class FeatureBackbone(nn.Module):
         return [x[..., : -(-height // s), : -(-width // s)] for x, s in zip(maps, self.strides, strict=True)]
 
     def load_classifier(self, weights: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
-        """Take the weights of a classifier of the same architecture; its head is not needed and left out.
-
-        Args:
-            weights: the classifier's ``state_dict``.
+        """Take the weights of a classifier of the same architecture, its ``state_dict``, but for the head.
 
         Returns:
             Names of the tensors that this model has and ``weights`` lacks or holds in another shape, and of those that

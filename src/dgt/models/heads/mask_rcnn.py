@@ -53,8 +53,8 @@ class PaddedMaskRCNN(MaskRCNN):  # type: ignore[misc]
     def features(self, images: Tensor, image_sizes: Sequence[tuple[int, int]]) -> OrderedDict[str, Tensor]:
         """Map a padded batch (B, 3, H, W) of images of the given (height, width) to the levels of the pyramid."""
         mask = real_pixels(image_sizes, (images.shape[-2], images.shape[-1]), images.device)
-        maps = self.backbone(images, mask)
-        levels: OrderedDict[str, Tensor] = self.pyramid(OrderedDict((str(i), x) for i, x in enumerate(maps)))
+        maps = OrderedDict((str(i), x) for i, x in enumerate(self.backbone(images, mask)))
+        levels: OrderedDict[str, Tensor] = self.pyramid(maps)
         return levels
 
     def forward(self, images: Sequence[Tensor], targets: Sequence[Target] | None = None) -> Any:
@@ -153,9 +153,8 @@ class DenseParts(nn.Module):
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         """Run all parts on images (B, 3, H, W) and regions of zeros."""
-        maps = self.backbone(images)
-        levels = list(self.pyramid(OrderedDict((str(i), x) for i, x in enumerate(maps))).values())
-        self.rpn_head(levels)
+        maps = OrderedDict((str(i), x) for i, x in enumerate(self.backbone(images)))
+        self.rpn_head([*self.pyramid(maps).values()])
         channels = self.pyramid.out_channels
         scores, boxes = self.box_head(images.new_zeros(COUNTED_BOXES, channels, POOLED_BOX, POOLED_BOX))
         return scores, boxes, self.mask_head(images.new_zeros(COUNTED_MASKS, channels, POOLED_MASK, POOLED_MASK))
