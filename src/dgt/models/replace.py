@@ -56,9 +56,7 @@ class SwappedAttention(DGAttention):
         self.num_prefix_tokens, self.remainder = num_prefix_tokens, remainder
         self.train(old.training)
 
-    def forward(  # type: ignore[override]
-        self, x: Tensor, attn_mask: Tensor | tuple[int, int] | None = None, is_causal: bool = False
-    ) -> Tensor:
+    def forward(self, x: Tensor, attn_mask: Tensor | tuple[int, int] | None = None, is_causal: bool = False) -> Tensor:
         """Map (B, L, C) or (B, H, W, C) to the same shape; arguments as timm's attentions have them.
 
         Twins gives the size of the map in the mask's place, which groups need not know.

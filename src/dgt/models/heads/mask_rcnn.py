@@ -186,7 +186,7 @@ def _check_settings(
             raise UserError(f"{expected}, got {came!r}")
 
 
-def _positive(numbers: Any, *kinds: type) -> bool:
+def _positive(numbers: Any, *kinds: Any) -> bool:
     """Whether this is a sequence of numbers of a kind, at least one, each at least 1."""
     return isinstance(numbers, Sequence) and bool(numbers) and all(isinstance(n, kinds) and n >= 1 for n in numbers)
 
