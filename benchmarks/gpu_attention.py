@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 import dgt
-from dgt.ops import triton as kernels
+from dgt.ops.triton import operators as kernels
 
 CASES = ((128, 2, 3136, 98), (128, 8, 196, 98), (32, 2, 16384, 512), (8, 2, 64000, 500), (128, 4, 784, 98),
          (32, 2, 16384, 513))  # fmt: skip

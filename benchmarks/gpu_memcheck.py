@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import dgt
-from dgt.ops import triton as kernels
+from dgt.ops.triton import operators as kernels
 
 SHAPES = ((1, 2, 97, 32, 5, 7), (2, 1, 196, 32, 48, 98), (1, 1, 799, 24, 70, 49), (1, 1, 5000, 128, 5, 60))
 

@@ -32,6 +32,7 @@ from dgt.ops.checks import (
 from dgt.ops.grouping import group_queries
 from dgt.ops.remainder import add_remainder
 from dgt.ops.selection import select_keys
+from dgt.ops.triton.fallback import falls_back
 
 
 class DynamicGroupAttentionOutput(NamedTuple):
@@ -45,6 +46,7 @@ class DynamicGroupAttentionOutput(NamedTuple):
     """(B, H, G, min(top_k, L)) int64: the keys of every group, ascending; -1 where there are fewer real tokens."""
 
 
+@falls_back
 def dynamic_group_attention(
     query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, top_k: int, scale: float | None = None,
     key_mask: Tensor | None = None, backend: str = "auto", num_prefix_tokens: int = 0, remainder: bool = False,
@@ -89,8 +91,8 @@ def dynamic_group_attention(
         check_tokens("query", query, centroids)
         check_count("top_k", top_k)
         check_no_nan("query", query)
-        fused = load_triton().attention(query, key, value, centroids, top_k, scale, key_mask)
-        return DynamicGroupAttentionOutput(*fused)
+        found = load_triton().attention(query, key, value, centroids.detach(), top_k, float(scale), key_mask)
+        return DynamicGroupAttentionOutput(found[0], found[2], found[3])
     return _three_steps(query, key, value, centroids, top_k, scale, key_mask, backend, num_prefix_tokens, remainder)
 
 
@@ -121,6 +123,7 @@ def _three_steps(
     return DynamicGroupAttentionOutput(output, group_ids, key_ids)
 
 
+@falls_back
 def attend(
     query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float | None = None,
     backend: str = "auto", key_bias: Tensor | None = None,
@@ -194,7 +197,7 @@ def _attend(
     """Attend inside groups on a backend; the arguments are right."""
     arguments = (query, key, value, group_ids, key_ids, scale)
     if backend == "triton":
-        return (load_triton().attend(*arguments),)
+        return (load_triton().attend(*arguments[:5], float(scale))[0],)
     if backend == "reference":
         return reference.attend_with_logsumexp(*arguments, key_bias)
     if with_sums:

@@ -6,6 +6,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from dgt.ops.triton.fallback import failures
+
 BACKENDS = ("reference", "eager", "triton")
 
 
@@ -18,25 +20,25 @@ def resolve_backend(backend: str, tokens: Tensor | None = None) -> str:
     if backend == "auto":
         if tokens is None or not tokens.is_cuda or tokens.dtype == torch.float64 or tokens.shape[-1] > 128:
             return "eager"
-        return "triton" if _can_run_triton(tokens.device.index) else "eager"
+        return "triton" if not failures and _can_run_triton(tokens.device.index) else "eager"
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(['auto', *BACKENDS])}, got {backend!r}")
     return backend
 
 
 def load_triton() -> ModuleType:
-    """Return the Triton backend, :mod:`dgt.ops.triton`.
+    """Return the Triton backend, :mod:`dgt.ops.triton.operators`.
 
     Raises:
         ValueError: if Triton is not installed.
     """
     try:
-        from dgt.ops import triton
+        from dgt.ops.triton import operators
     except ImportError as error:
         raise ValueError(
             'backend="triton" needs Triton, which is not installed: pip install triton, or use backend="eager"'
         ) from error
-    return triton
+    return operators
 
 
 @torch.compiler.assume_constant_result

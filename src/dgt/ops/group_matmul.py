@@ -23,12 +23,14 @@ from dgt.ops.checks import (
     check_tensor,
     full_precision,
 )
+from dgt.ops.triton.fallback import falls_back
 
 CHUNK_ELEMENTS = 1 << 20  # of the largest temporary tensor of the plain version
 # The arguments of each form; D channels, K places, L queries.
 LETTERS = {1: ("BHLD", "BHMD"), 2: ("BHLK", "BHMD"), 3: ("BHLD", "BHLK"), 4: ("BHLK", "BHLD")}
 
 
+@falls_back
 def group_matmul(
     form: int,
     left: Tensor,
@@ -111,7 +113,7 @@ def _product(
     form: int, left: Tensor, right: Tensor, group_ids: Tensor, key_ids: Tensor, tokens: int, backend: str
 ) -> Tensor:
     if backend == "triton":
-        result: Tensor = load_triton().operators.group_matmul(form, left, right, group_ids, key_ids, tokens, 0.0)
+        result: Tensor = load_triton().group_matmul(form, left, right, group_ids, key_ids, tokens, 0.0)
         return result
     with full_precision(left.device):  # the types are the caller's
         if form == 3:

@@ -27,11 +27,13 @@ from dgt.ops.checks import (
     full_precision,
     nan_in,
 )
+from dgt.ops.triton.fallback import falls_back
 
 CHUNK_ELEMENTS = 1 << 20  # of the largest temporary tensor of a part
 MARK = 1 << 16  # weight of a mark in :func:`nearest_group`: above the number of groups, and exact when doubled
 
 
+@falls_back
 def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None = None, backend: str = "auto") -> Tensor:
     """Assign every query to the group of its nearest centroid.
 

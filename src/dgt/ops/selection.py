@@ -13,10 +13,12 @@ from dgt.ops import flops, reference
 from dgt.ops.backends import load_triton, resolve_backend
 from dgt.ops.checks import check_count, check_key_mask, check_tokens, full_precision, nan_in
 from dgt.ops.grouping import head_parts
+from dgt.ops.triton.fallback import falls_back
 
 SORTED = 512  # keys up to which a whole vectorised sort is quicker than looking for one place of it
 
 
+@falls_back
 def select_keys(
     centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None = None, backend: str = "auto"
 ) -> Tensor:

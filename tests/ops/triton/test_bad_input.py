@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -94,9 +95,11 @@ def test_auto_is_the_plain_path_on_the_cpu() -> None:
     assert resolve_backend("auto", torch.zeros(1, 1, 2, 2)) == "eager"
 
 
-def test_a_kernel_that_does_not_compile(make_case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the kernel, the reason and the way out."""
-    from dgt.ops.triton import selection
+@pytest.fixture
+def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A kernel that does not compile, on tensors that ``auto`` would give it."""
+    from dgt.ops import attention, backends
+    from dgt.ops.triton import fallback, selection
 
     class Broken:
         __name__ = "pick_all"
@@ -104,6 +107,24 @@ def test_a_kernel_that_does_not_compile(make_case: Any, monkeypatch: pytest.Monk
         def __getitem__(self, _: object) -> object:
             raise RuntimeError("Failed to find C compiler")
 
+    def resolve(backend: str, *_: object) -> str:
+        return backend if backend != "auto" else "eager" if fallback.failures else "triton"
+
     monkeypatch.setattr(selection, "pick_all", Broken())
-    words = 'kernel pick_all failed: RuntimeError: Failed to find C compiler; use backend="eager"'
-    refused(make_case(1, 1, 8, 8, 2, 3), RuntimeError, words)
+    monkeypatch.setattr(attention, "resolve_backend", resolve)
+    assert backends.failures is fallback.failures
+    yield
+    fallback.failures.clear()
+
+
+@pytest.mark.usefixtures("_no_compiler")
+def test_a_kernel_that_does_not_compile(make_case: Any, recwarn: pytest.WarningsRecorder) -> None:
+    """``auto`` warns once and takes the plain path from then on; ``triton`` raises and names the kernel."""
+    case = make_case(1, 1, 8, 8, 2, 3)
+    plain = dgt.dynamic_group_attention(*case[:5], backend="eager")
+    for _ in range(2):
+        found = dgt.dynamic_group_attention(*case[:5])
+        assert torch.equal(found.output, plain.output)
+    (warning,) = recwarn
+    assert 'backend="auto" is "eager" from here on' in str(warning.message)
+    refused(case, RuntimeError, 'kernel pick_all failed: RuntimeError: Failed to find C compiler; use backend="eager"')

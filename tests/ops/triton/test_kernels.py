@@ -13,7 +13,7 @@ from torch import Tensor
 
 import dgt
 from dgt.ops import grouping
-from dgt.ops import triton as kernels
+from dgt.ops.triton import operators as kernels
 
 # B, H, L, D, G, k; the comment names the branch.
 SHAPES = [

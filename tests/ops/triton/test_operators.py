@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import dgt
-from dgt.ops import triton as kernels  # registers the operators
+from dgt.ops.triton import operators as kernels  # registers the operators
 
 
 @pytest.mark.parametrize("tokens", [20, 290])

@@ -13,14 +13,12 @@ import torch
 import triton
 from torch import Tensor
 
+from dgt.ops.triton.fallback import KernelError
+
 MAX_CHANNELS = 128
 OLDEST = (8, 0)  # compute capability of the first GPUs with bfloat16 matrix units
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 WORKSPACE = 48 << 20  # bytes of the largest temporary buffer, about the L2 cache: more heads are done in turns
-
-
-class KernelError(RuntimeError):
-    """A kernel does not compile, or cannot be launched."""
 
 
 class Launch(NamedTuple):
@@ -74,31 +72,26 @@ def check_runnable(name: str, tensor: Tensor) -> None:
         TypeError: for a type that kernels do not have, or that the interpreter multiplies wrongly.
         ValueError: for more than 128 channels per head, a CPU tensor without the interpreter, or too old a GPU.
     """
+    way = 'use backend="eager"'
     if tensor.dtype not in TYPES:
-        raise TypeError(
-            f'{name} must be float32, float16 or bfloat16 for backend="triton", got {tensor.dtype}; use backend="eager"'
-        )
+        raise TypeError(f'{name} must be float32, float16 or bfloat16 for backend="triton", got {tensor.dtype}; {way}')
     if tensor.shape[3] > MAX_CHANNELS:
-        raise ValueError(
-            f'{name} must have at most {MAX_CHANNELS} channels per head for backend="triton", got {tensor.shape[3]}; '
-            'use backend="eager"'
-        )
+        most = f'{name} must have at most {MAX_CHANNELS} channels per head for backend="triton"'
+        raise ValueError(f"{most}, got {tensor.shape[3]}; {way}")
     if tensor.is_cuda:
         capability = torch.cuda.get_device_capability(tensor.device)
         if capability < OLDEST:
-            raise ValueError(
-                'backend="triton" needs a GPU of compute capability 8.0 or later, '
-                f'{name} is on one of {capability[0]}.{capability[1]}; use backend="eager"'
-            )
-    elif tensor.device.type == "cpu" and interpreting() and tensor.dtype == torch.bfloat16:
-        raise TypeError(
-            f"{name} must be float32 or float16 in Triton's interpreter, whose bfloat16 products are wrong, "
-            f'got {tensor.dtype}; use one of these, or backend="eager"'
-        )
+            needed = f'backend="triton" needs a GPU of compute capability 8.0 or later, {name} is on one of'
+            raise ValueError(f"{needed} {capability[0]}.{capability[1]}; {way}")
     elif tensor.device.type == "cpu" and not interpreting():
         raise ValueError(
-            f'{name} must be on a CUDA device for backend="triton", got a CPU tensor; use backend="eager", '
+            f'{name} must be on a CUDA device for backend="triton", got a CPU tensor; {way}, '
             "or set TRITON_INTERPRET=1 before Triton is imported to try the kernels in its interpreter"
+        )
+    elif tensor.device.type == "cpu" and tensor.dtype == torch.bfloat16:
+        raise TypeError(
+            f"{name} must be float32 or float16 in Triton's interpreter, whose bfloat16 products are wrong, "
+            f"got {tensor.dtype}; use one of these, or {way[4:]}"
         )
 
 

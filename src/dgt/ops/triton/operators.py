@@ -126,9 +126,7 @@ def attention(
     """The whole operator; what :func:`attend` returns, with ``group_ids`` and ``key_ids`` in third and fourth place."""
     check_runnable("query", query)
     many = not dense.fits(query, key)
-    group_ids, segments, key_ids, lists = passes.group_and_select(
-        query, key, centroids, top_k, key_mask, sort=many, listed=many
-    )  # fmt: skip
+    group_ids, segments, key_ids, lists = passes.group_and_select(query, key, centroids, top_k, key_mask, many, many)
     if segments is None:
         found = dense.attend(query, key, value, group_ids, lists.ids, scale)
         return (*found, group_ids, key_ids, *_only(lists.ids))  # type: ignore[return-value]

@@ -236,9 +236,7 @@ def pick(keys: Launch, like: Tensor, width: int, listed: bool) -> tuple[Tensor, 
     words = best.new_empty((rows, groups, blocks // 32), dtype=torch.int32)
     lists = new_lists(rows, groups, width, best.device) if listed else Lists(words, None)
     made, padded = ((*lists, None), lists.ids.shape[2]) if listed else ((None, None, words), width)
-    launch(
-        pick_all, rows * groups, best, key_ids, *made, width, padded, N=blocks, num_warps=warps_for(blocks),
-    )  # fmt: skip
+    launch(pick_all, rows * groups, best, key_ids, *made, width, padded, N=blocks, num_warps=warps_for(blocks))
     return key_ids, lists
 
 
