@@ -1,6 +1,6 @@
 """The GPU path: the operator as Triton kernels, forward and backward (section 3.1 and the appendix).
 
-All but ``fallback`` needs Triton: it is imported only where it is used. One file per concern:
+All but ``fallback`` needs Triton: it is imported only where it is used. Reasons: ``docs/kernels.md``. Files:
 
 - ``operators``: what PyTorch sees. Everything below is reached through it.
 - ``fallback``: what ``backend="auto"`` does where a kernel fails.
@@ -10,6 +10,4 @@ All but ``fallback`` needs Triton: it is imported only where it is used. One fil
 - ``dense``: attention under a mask, few tokens.
 - ``products``: the four forms of the appendix, for comparison.
 - ``common``, ``launch``: what kernels share, and how they are run.
-
-``docs/kernels.md`` tells the reasons.
 """

@@ -2,14 +2,12 @@
 """Attention inside each group for many tokens: keys and values gathered by index; forward (Eq. 2) and gradients.
 
 A program takes a tile of queries of one group and the group's keys block by block, with a running softmax. Lists are
-padded with an id that exists, so nothing is masked but the scores of the last block. With S = scale Q K^T,
-P = exp(S - logsum), Y = P V and delta = rowsum(dY * Y) (which equals rowsum(dP * P)):
+padded with an id that exists, so nothing is masked but scores of the last block. With P = exp(scale Q K^T - logsum):
 
-    dP = dY V^T        dS = P * (dP - delta)        dQ = scale dS K        dK = scale dS^T Q        dV = P^T dY
+    dP = dY V^T        dS = P * (dP - rowsum(dY * Y))        dQ = scale dS K        dK = scale dS^T Q        dV = P^T dY
 
-P is computed again from the saved log-sum-exp (base 2). dQ goes tile by tile as the forward pass does. For dK and dV a
-program takes some selected keys of one group and all its queries; a key sums the partials of the groups that chose it
-through the inverse index. Partials live in a workspace of a few heads at a time.
+dQ goes tile by tile. For dK and dV a program takes some selected keys of one group and all its queries; a key sums the
+partials of the groups that chose it through the inverse index. Partials live in a workspace of a few heads at a time.
 """
 
 from typing import Any

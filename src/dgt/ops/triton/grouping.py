@@ -161,11 +161,12 @@ def plan_groups(
 ) -> Launch:
     """Prepare the grouping of (B, H, L, D) queries, by runs of each head; ``(group_ids, words, counts)``.
 
-    ``centroids`` are float32 (H, G, D), and contiguous, as ``key_mask`` is. Given ``group_ids`` are only read. To
+    The second and third argument are centroids and mask as kernels read them. Given ``group_ids`` are only read. To
     ``sort``, bit ``i % 32`` of ``words[:, g, i // 32]`` tells whether query i is in group g, and ``counts`` how many of
     every run are: int32 (B H, G + 1, W) and (B H, runs, G + 1), of any shape otherwise.
     """
-    query = rows_of(query)
+    query, centroids = rows_of(query), centroids.float().contiguous()
+    key_mask = key_mask if key_mask is None else key_mask.contiguous()
     batch, heads, tokens, channels = query.shape
     groups, given = centroids.shape[1], group_ids is not None
     size = min(power_of_two(tokens, 32), TILE if block_of(query) == 64 else 32)

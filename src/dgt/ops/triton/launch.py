@@ -1,7 +1,6 @@
 """Running kernels: whether Triton can be used here, one helper that launches, and a recorder of what is launched.
 
-The recorder lets `benchmarks/compile_kernels.py` walk the very code that runs on a GPU, on meta tensors, and compile
-every kernel it would have launched.
+With it `benchmarks/compile_kernels.py` walks the code that runs on a GPU, on meta tensors, and compiles every kernel.
 """
 
 import contextlib

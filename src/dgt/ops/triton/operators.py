@@ -182,7 +182,6 @@ attend_backward.register_autograd(_refuse_backward)
 attend.register_autograd(_backward, setup_context=_save_attend)
 attention.register_autograd(_backward, setup_context=_save_attention)
 
-
 register_flop_formula(torch.ops.dgt.triton_group_queries)(flops.group_queries)
 register_flop_formula(torch.ops.dgt.triton_select_keys)(flops.select_keys)
 register_flop_formula(torch.ops.dgt.triton_attend)(flops.attend)

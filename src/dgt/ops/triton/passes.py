@@ -85,7 +85,7 @@ def sort_queries(group_ids: Tensor, groups: int) -> Segments:
 
 def group(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
     """Group of every query; shapes and contract as in :func:`dgt.group_queries`."""
-    queries = grouping.plan_groups(query, *_exact(centroids, key_mask), sort=False)
+    queries = grouping.plan_groups(query, centroids, key_mask, sort=False)
     score(queries, selection.plan(queries.arguments[0][:, :, :1], 1, 1)._replace(programs=0))
     group_ids: Tensor = queries.result[0]
     return group_ids
@@ -98,8 +98,9 @@ def group_and_select(
 
     Unless to ``sort``, there are no segments; not ``listed``, the lists hold bits instead of ids, for few tokens.
     """
-    key, (centroids, mask), width = rows_of(key), _exact(centroids, key_mask), min(top_k, key.shape[2])
-    queries = grouping.plan_groups(key if query is None else query, centroids, mask, sort)
+    key, width = rows_of(key), min(top_k, key.shape[2])
+    queries = grouping.plan_groups(key if query is None else query, centroids, key_mask, sort)
+    _, centroids, mask, *_ = queries.arguments
     keys = selection.plan(key, centroids.shape[1], top_k)
     score(queries._replace(programs=0) if query is None else queries, keys)
     group_ids, words, counts = queries.result
@@ -112,8 +113,3 @@ def group_and_select(
             bound(places, None, 1, key.device)
         chosen = selection.pick(keys, key, width, listed)
     return group_ids, places and places.result, *chosen
-
-
-def _exact(centroids: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Centroids in float32 and a mask as kernels read them."""
-    return centroids.float().contiguous(), key_mask if key_mask is None else key_mask.contiguous()

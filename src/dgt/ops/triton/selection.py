@@ -171,9 +171,8 @@ def pick_best(
     head, group = tl.program_id(0) // groups, tl.program_id(0) % groups
     rows = head_base(key, head, heads, kb, kh)
     channel = tl.arange(0, DP)
-    center = tl.load(
-        centroids + ((head % heads) * groups + group).to(tl.int64) * D + channel, mask=channel < D, other=0.0
-    )  # fmt: skip
+    centroids += ((head % heads) * groups + group).to(tl.int64) * D
+    center = tl.load(centroids + channel, mask=channel < D, other=0.0)
     words, found, ranks = words + row * pitch, found + row * C, ranks + row * C
     key_ids, lists = key_ids + row * width, lists + row * padded
     total = 0
@@ -211,9 +210,8 @@ def pick_best(
         ties, taken = 0, 0
         for begin in range(0, tokens, N):
             rank = rank_marked(rows, words, center, begin, kl, pitch, D, DP, N)
-            ties, taken, _ = store_best(
-                key_ids, lists, begin + tl.arange(0, N), rank, high, count - least, ties, taken
-            )  # fmt: skip
+            keys = begin + tl.arange(0, N)
+            ties, taken, _ = store_best(key_ids, lists, keys, rank, high, count - least, ties, taken)
     fill_row(key_ids, lists, count, width, padded)
 
 
