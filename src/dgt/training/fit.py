@@ -38,19 +38,12 @@ BROKEN_IMAGES = "broken_images.txt"
 
 @dataclass(frozen=True)
 class Result:
-    """What a training came to.
+    """What a training came to."""
 
-    Args:
-        folder: the run's folder.
-        metrics: of the final model on the validation images, without the prefix `val/`; shares in [0, 1].
-        epochs: epochs trained.
-        seconds: wall time of the training.
-    """
-
-    folder: Path
-    metrics: dict[str, float]
+    folder: Path  # of the run
+    metrics: dict[str, float]  # of the final model on the validation images; shares in [0, 1]
     epochs: int
-    seconds: float
+    seconds: float  # wall time
 
 
 def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Result:
@@ -62,11 +55,9 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
         draw: makes the images that `trainer.pictures_every` asks for; None for none.
 
     Raises:
-        FileNotFoundError: the data or `model.init_from` is not there.
-        FileExistsError: `out` holds a run that got as far as a checkpoint (with `resume`: one of another recipe), or
-            files of something else.
-        NotADirectoryError: `out` is a file.
-        ValueError: the model or the data cannot be built as the recipe says; no checkpoint of the run can be read.
+        OSError: the data or `model.init_from` is not there; `out` is a file, or holds a run that got as far as a checkpoint
+            (with `resume`: one of another recipe), or files of something else.
+        UserError: the model or the data cannot be built as the recipe says; no checkpoint of the run can be read.
         BrokenImagesError: more images are unreadable than `data.max_broken_share` allows; the run's folder lists them.
         FloatingPointError: too many steps in a row were not finite.
         LostProcess: another process of the training is gone.

@@ -61,11 +61,6 @@ class BufferGuard:
 def nan_debug(objective: nn.Module, network: nn.Module, batch: Any) -> str | None:
     """Name what is the first to be not finite in a step, whose gradients are still there; runs its forward again.
 
-    Args:
-        objective: batch -> losses.
-        network: the network in it; buffers that a forward changes change.
-        batch: with `images` and `targets`.
-
     Returns:
         The batch, a layer's output, the loss, a buffer, or the gradient of a weight; None where all is finite.
     """
