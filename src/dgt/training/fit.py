@@ -55,8 +55,8 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
         draw: makes the images that `trainer.pictures_every` asks for; None for none.
 
     Raises:
-        OSError: the data or `model.init_from` is not there; `out` is a file, or holds a run that got as far as a checkpoint
-            (with `resume`: one of another recipe), or files of something else.
+        OSError: the data or `model.init_from` is not there; `out` is a file, or holds a run that got as far as a
+            checkpoint (with `resume`: one of another recipe), or files of something else.
         UserError: the model or the data cannot be built as the recipe says; no checkpoint of the run can be read.
         BrokenImagesError: more images are unreadable than `data.max_broken_share` allows; the run's folder lists them.
         FloatingPointError: too many steps in a row were not finite.
