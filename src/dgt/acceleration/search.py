@@ -24,7 +24,7 @@ from dgt.ops.checks import describe
 from dgt.utils.errors import UserError
 
 GROUPS = (8, 24, 64, 160)
-KEYS = (8, 32, 64, 128, 256, 512)
+KEYS = (8, 32, 96, 256)
 LEAST_TOKENS = 192  # fewer are never faster in groups
 TOKENS_PER_GROUP = 32  # of the sample that centroids are found in
 GAIN = 0.9  # a setting must take less than this share of the layer's own time
@@ -226,9 +226,7 @@ def _measure(model: nn.Module, images: Tensor, layers: dict[str, _Layer]) -> Non
         model(images)
 
 
-def _choose(
-    layers: dict[str, _Layer], error: float, error_of: Callable[[_Choice], float]
-) -> tuple[_Choice, float]:
+def _choose(layers: dict[str, _Layer], error: float, error_of: Callable[[_Choice], float]) -> tuple[_Choice, float]:
     """The choice at the lowest price of error whose error is at most that asked for, and its error."""
     (low, high), known = PRICES, dict[tuple[Any, ...], float]()
     best: tuple[_Choice, float] = ({}, 0.0)
@@ -315,4 +313,3 @@ def _prefix_of(model: nn.Module, name: str) -> int:
     config = getattr(model, "config", None)
     registers = getattr(config, "num_register_tokens", 0)
     return 0 if config is None else 1 + (registers if isinstance(registers, int) else 0)
-

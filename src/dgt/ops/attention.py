@@ -48,8 +48,16 @@ class DynamicGroupAttentionOutput(NamedTuple):
 
 @falls_back
 def dynamic_group_attention(
-    query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, top_k: int, scale: float | None = None,
-    key_mask: Tensor | None = None, backend: str = "auto", num_prefix_tokens: int = 0, remainder: bool = False,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    centroids: Tensor,
+    top_k: int,
+    scale: float | None = None,
+    key_mask: Tensor | None = None,
+    backend: str = "auto",
+    num_prefix_tokens: int = 0,
+    remainder: bool = False,
 ) -> DynamicGroupAttentionOutput:
     """Attend from every query to the ``top_k`` keys of its group, anywhere in the image (Eqs. 1-2).
 
@@ -97,8 +105,16 @@ def dynamic_group_attention(
 
 
 def _three_steps(
-    query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, top_k: int, scale: float, key_mask: Tensor | None,
-    backend: str, prefix: int, remainder: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    centroids: Tensor,
+    top_k: int,
+    scale: float,
+    key_mask: Tensor | None,
+    backend: str,
+    prefix: int,
+    remainder: bool,
 ) -> DynamicGroupAttentionOutput:
     """Group, select, attend: all that is not prefix, which attends to everything."""
     patches, mask = query[:, :, prefix:], None if key_mask is None else key_mask[:, prefix:]
@@ -125,8 +141,14 @@ def _three_steps(
 
 @falls_back
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float | None = None,
-    backend: str = "auto", key_bias: Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    scale: float | None = None,
+    backend: str = "auto",
+    key_bias: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention of every query over the selected keys of its group (Eq. 2).
 
@@ -156,8 +178,14 @@ def attend(
 
 
 def attend_with_logsumexp(
-    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float | None = None,
-    backend: str = "auto", key_bias: Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    scale: float | None = None,
+    backend: str = "auto",
+    key_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`attend`, and what it takes to join its result with attention over other keys (:func:`merge_attention`).
 
@@ -191,8 +219,15 @@ def merge_attention(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float, backend: str,
-    key_bias: Tensor | None, with_sums: bool = False,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    scale: float,
+    backend: str,
+    key_bias: Tensor | None,
+    with_sums: bool = False,
 ) -> tuple[Tensor, ...]:
     """Attend inside groups on a backend; the arguments are right."""
     arguments = (query, key, value, group_ids, key_ids, scale)
@@ -216,8 +251,14 @@ def _resolve(backend: str, query: Tensor, beyond_triton: bool, what: str) -> str
 
 
 def _with_own_centroids(
-    query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, top_k: int, scale: float | None,
-    key_mask: Tensor | None, *rest: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    centroids: Tensor,
+    top_k: int,
+    scale: float | None,
+    key_mask: Tensor | None,
+    *rest: Any,
 ) -> DynamicGroupAttentionOutput:
     """Every image has its own centroids: images become heads of one."""
     key, value = _all_heads(query, key, value)
@@ -261,7 +302,12 @@ def _check_operator(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor 
 
 
 def _check_attend(
-    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    scale: float | None,
     key_bias: Tensor | None,
 ) -> float:
     """Check what attention inside groups takes; returns the scale."""

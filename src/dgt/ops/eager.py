@@ -29,7 +29,12 @@ def is_dense_masked(queries: int, groups: int, top_k: int) -> bool:
 
 @torch.library.custom_op("dgt::attend", mutates_args=())
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    scale: float,
     key_bias: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention of every query over the keys of its group (Eq. 2); shapes as in :mod:`dgt.ops.reference`.
@@ -41,7 +46,12 @@ def attend(
 
 @torch.library.custom_op("dgt::attend_with_logsumexp", mutates_args=())
 def attend_with_logsumexp(
-    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    scale: float,
     key_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same, and the (B, H, L) logarithm of every query's sum of exponentials; -inf where it sees no key."""
@@ -49,8 +59,14 @@ def attend_with_logsumexp(
 
 
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float,
-    key_bias: Tensor | None, with_sums: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    scale: float,
+    key_bias: Tensor | None,
+    with_sums: bool,
 ) -> tuple[Tensor, Tensor]:
     """Output, and the logarithms of the sums if they are wanted."""
     groups, keys = _by_head(group_ids, key_ids)
@@ -61,7 +77,13 @@ def _forward(
 
 
 def _attend_dense_masked(
-    query: Tensor, key: Tensor, value: Tensor, groups: Tensor, keys: Tensor, scale: float, key_bias: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    groups: Tensor,
+    keys: Tensor,
+    scale: float,
+    key_bias: Tensor | None,
     with_sums: bool,
 ) -> tuple[Tensor, Tensor]:
     """Dense under a mask: whole heads, densely under a mask."""
@@ -79,7 +101,13 @@ def _attend_dense_masked(
 
 
 def _attend_gathered(
-    query: Tensor, key: Tensor, value: Tensor, groups: Tensor, keys: Tensor, scale: float, key_bias: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    groups: Tensor,
+    keys: Tensor,
+    scale: float,
+    key_bias: Tensor | None,
     with_sums: bool,
 ) -> tuple[Tensor, Tensor]:
     """Gathered: tiles of queries of one group over the gathered keys of that group."""
@@ -121,8 +149,15 @@ attend_with_logsumexp.register_fake(
 
 @torch.library.custom_op("dgt::attend_backward", mutates_args=())
 def _attend_backward(
-    grad: Tensor, grad_sums: Tensor | None, query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor,
-    key_ids: Tensor, key_bias: Tensor | None, scale: float,
+    grad: Tensor,
+    grad_sums: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    key_bias: Tensor | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients in query, key, value and key_bias (empty where there is none)."""
     groups, keys = _by_head(group_ids, key_ids)
@@ -135,8 +170,15 @@ def _attend_backward(
 
 
 def _backward_dense_masked(
-    grad: Tensor, grad_sums: Tensor | None, query: Tensor, key: Tensor, value: Tensor, groups: Tensor, keys: Tensor,
-    key_bias: Tensor | None, scale: float,
+    grad: Tensor,
+    grad_sums: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    groups: Tensor,
+    keys: Tensor,
+    key_bias: Tensor | None,
+    scale: float,
 ) -> tuple[Tensor, ...]:
     """Dense under a mask: the gradients of whole heads, (B H, L, D) each and (B H, L)."""
     wide = _wide(query)
@@ -159,8 +201,15 @@ def _backward_dense_masked(
 
 
 def _backward_gathered(
-    grad: Tensor, grad_sums: Tensor | None, query: Tensor, key: Tensor, value: Tensor, groups: Tensor, keys: Tensor,
-    key_bias: Tensor | None, scale: float,
+    grad: Tensor,
+    grad_sums: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    groups: Tensor,
+    keys: Tensor,
+    key_bias: Tensor | None,
+    scale: float,
 ) -> tuple[Tensor, ...]:
     """Gathered: the gradients of all tiles, added up for the keys that several of them see, (B H L, D) and (B H L)."""
     rows, grad_rows = _with_empty_row(query), _with_empty_row(grad)
@@ -184,8 +233,15 @@ def _backward_gathered(
 
 @_attend_backward.register_fake
 def _(
-    grad: Tensor, grad_sums: Tensor | None, query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor,
-    key_ids: Tensor, key_bias: Tensor | None, scale: float,
+    grad: Tensor,
+    grad_sums: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    key_bias: Tensor | None,
+    scale: float,
 ) -> tuple[Tensor, ...]:
     none = grad.new_empty(0, dtype=_wide(query))
     return tuple(none if t is None else t.new_empty(t.shape) for t in (query, key, value, key_bias))
@@ -276,9 +332,7 @@ def rows_of_groups(table: Tensor, groups: Tensor) -> Tensor:
     return rows.view(*groups.shape, -1)
 
 
-def _tiled_parts(
-    groups: Tensor, keys: Tensor, tokens: int, key_bias: Tensor | None, size: int
-) -> Iterator[_Part]:
+def _tiled_parts(groups: Tensor, keys: Tensor, tokens: int, key_bias: Tensor | None, size: int) -> Iterator[_Part]:
     """Gathered: tiles of queries of one group, each with the selected keys of that group."""
     heads, num_groups, top_k = keys.shape
     queries, segment = _tiles(groups, num_groups)
