@@ -6,7 +6,7 @@ every group in every block. The k-th largest of these N is reached by at least k
 (:func:`bound_row`). A second kernel scores all keys again and keeps one bit a group for those that reach it
 (:func:`mark_candidates`). A third scores these candidates once more, exactly, and chooses (:func:`pick_best`); ties go
 to the lowest index. Every score is made twice on the matrix units; no row of scores is ever sorted, or in memory.
-Where more candidates tie with the bound than have room, :func:`pick_best` bisects over them; any k is right.
+Where more candidates tie with the bound than have room, :func:`pick_best` searches all of them; any k is right.
 """
 
 import torch
