@@ -179,7 +179,7 @@ def _add_training(add: Callable[..., None]) -> None:
         *("train", "train a recipe and write its run folder"),
         (("-h", "--help"), {"action": "store_true", "help": "show this text, the recipes and all their keys"}),
         _value("recipe", "RECIPE", "name of a shipped recipe, or path of a YAML file", nargs="?"),
-        (("--resume",), {"choices": ("never", "auto"), "default": "never", "help": "auto: go on where it stopped"}),
+        (("--resume",), {"choices": ("never", "auto"), "default": "never", "help": "auto: resume where it stopped"}),
         takes_keys=True,
         add_help=False,
         usage="dgt train RECIPE [--resume auto] [--data.root DIR] [--section.key value ...]",
@@ -194,7 +194,7 @@ def _add_training(add: Callable[..., None]) -> None:
         _value("table", "TABLE", tables, nargs="?"),
         _number("--seeds", 1, 3, "seeds of each row (default: %(default)s)"),
         _value("--size", "NAME", "size of the models (default: the table's first)"),
-        _value("--out", "DIR", "folder (default: runs/ablate-TABLE-SIZE); goes on where it was"),
+        _value("--out", "DIR", "folder (default: runs/ablate-TABLE-SIZE); resumes where it was"),
         takes_keys=True,
         usage="dgt ablate TABLE [--seeds N] [--size NAME] [--out DIR] [--data.root DIR] [--section.key value ...]",
     )

@@ -50,7 +50,7 @@ def test_a_process_that_is_gone(tmp_path: Path) -> None:
     ("changes", "sentence"),
     [
         ({"host": "elsewhere", "time": 1.0}, "no sign of life for "),
-        ({"state": "stopped"}, "stopped 0 s ago; the same command with `--resume auto` goes on"),
+        ({"state": "stopped"}, "stopped 0 s ago; the same command with `--resume auto` resumes"),
         ({"state": "failed", "error": "disk on fire"}, "failed 0 s ago: disk on fire"),
     ],
 )

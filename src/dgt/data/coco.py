@@ -20,7 +20,7 @@ import numpy as np
 from faster_coco_eval.core import mask as coco_mask
 from numpy.typing import NDArray
 
-from dgt.data.image_io import BrokenImage, Place
+from dgt.data.image_io import BrokenImage, StrPath
 from dgt.utils.errors import UserError
 
 Entry = dict[str, Any]
@@ -51,7 +51,7 @@ class CocoAnnotations:
         return {"images": self.images, "annotations": annotations, "categories": self.categories}
 
 
-def read_annotations(path: Place) -> CocoAnnotations:
+def read_annotations(path: StrPath) -> CocoAnnotations:
     """Read and check a COCO file of instances: JSON with the lists `images`, `annotations` and `categories`.
 
     Raises:
@@ -80,7 +80,7 @@ def read_annotations(path: Place) -> CocoAnnotations:
     return CocoAnnotations(listed, sorted(categories, key=lambda entry: entry["id"]), by_image, bad, len(annotations))
 
 
-def _section(content: Any, name: str, path: Place) -> list[Entry]:
+def _section(content: Any, name: str, path: StrPath) -> list[Entry]:
     """One of the file's lists, whose entries have COCO's keys, ids of their own, and texts for names.
 
     Two categories of one name are refused: what is told by name, as metrics and predictions are, would mean both.

@@ -16,8 +16,8 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from dgt.utils.errors import UserError, check_range
 
-Place = str | os.PathLike[str]
-Source = bytes | Place
+StrPath = str | os.PathLike[str]
+Source = bytes | StrPath
 
 
 class BrokenImage(NamedTuple):

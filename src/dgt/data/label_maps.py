@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageFile
 
-from dgt.data.image_io import BrokenImage, Place, WrongLabels, decode_oriented, decoding
+from dgt.data.image_io import BrokenImage, StrPath, WrongLabels, decode_oriented, decoding
 from dgt.data.readers import folder_names, image_files, some
 from dgt.data.scenes import Scenes
 from dgt.utils.errors import UserError
@@ -56,7 +56,7 @@ class LabelMapFolder:
     """
 
     def __init__(
-        self, root: Place, split: str, class_names: Sequence[str], zero_is_ignored: bool | None = None
+        self, root: StrPath, split: str, class_names: Sequence[str], zero_is_ignored: bool | None = None
     ) -> None:
         if not 1 <= len(class_names) <= IGNORED:
             raise UserError(f"classes must be 1 to {IGNORED} names, got {len(class_names)}")
@@ -105,7 +105,7 @@ class SceneMaps(Scenes):
         return MappedImage(scene.to_pil(), scene.label_map.numpy().astype(np.uint8))
 
 
-def label_folder(root: Place) -> Path:
+def label_folder(root: StrPath) -> Path:
     """The folder with the label maps of all splits; FileNotFoundError where there is not just one, beside `images`."""
     folders = folder_names(root)
     if not os.path.isdir(root):
@@ -117,7 +117,7 @@ def label_folder(root: Place) -> Path:
     return Path(root, found[0])
 
 
-def read_class_names(root: Place) -> tuple[str, ...]:
+def read_class_names(root: StrPath) -> tuple[str, ...]:
     """The classes that a file beside the images lists: `classes.txt`, a name a line, or ADE20K's `objectInfo150.txt`.
 
     FileNotFoundError where there is neither, UserError for a file without names or not in UTF-8.

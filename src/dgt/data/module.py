@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dgt.data.dataset import Key, SeededDataset
-from dgt.data.image_io import BrokenImages, Place
+from dgt.data.image_io import BrokenImages, StrPath
 from dgt.data.loader import Loader
 from dgt.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize, Triple
 from dgt.utils.atomic_write import atomic_write
@@ -146,7 +146,7 @@ class ImageData(ABC):
         for part, broken in state_dict["broken"].items():
             self.broken_images[part].broken.update(broken)
 
-    def write_broken_images(self, path: Place) -> int:
+    def write_broken_images(self, path: StrPath) -> int:
         """Write a line `split <tab> path <tab> reason` for each unreadable image met so far; return how many."""
         lines = [
             f"{report.split}\t{name}\t{' '.join(reason.split())}\n"

@@ -12,7 +12,7 @@ from typing import Any
 from PIL import Image
 
 from dgt.data.dataset import Reader
-from dgt.data.image_io import BrokenImage, Place, try_decode
+from dgt.data.image_io import BrokenImage, StrPath, try_decode
 from dgt.data.scenes import Scenes
 from dgt.utils.errors import UserError
 
@@ -26,7 +26,7 @@ OLD = ("*.npz", "shards.json", "*-[0-9][0-9][0-9][0-9][0-9][0-9].index")  # of e
 USUAL_COLUMNS = {"image": ("image", "img", "jpg", "jpeg", "png"), "label": ("label", "labels", "class", "cls")}
 
 
-def folder_names(parent: Place) -> tuple[str, ...]:
+def folder_names(parent: StrPath) -> tuple[str, ...]:
     """Sorted names of the folders in `parent`, hidden ones left out; none where it is not there."""
     entries = os.scandir(parent) if os.path.isdir(parent) else ()
     return tuple(sorted(entry.name for entry in entries if entry.is_dir() and entry.name[0] != "."))
@@ -58,7 +58,7 @@ class ImageFolder:
         UserError: no class folders, unknown ones, or no image in any.
     """
 
-    def __init__(self, root: Place, split: str = "train", class_names: Sequence[str] | None = None) -> None:
+    def __init__(self, root: StrPath, split: str = "train", class_names: Sequence[str] | None = None) -> None:
         self.folder = Path(root) / split
         if not Path(root).is_dir():
             raise FileNotFoundError(f"root: expected a folder of images, but {root} is not a folder")
@@ -110,7 +110,7 @@ class HubImages:
     """
 
     def __init__(
-        self, root: Place, split: str, class_names: Sequence[str] | None = None, **columns: str | None
+        self, root: StrPath, split: str, class_names: Sequence[str] | None = None, **columns: str | None
     ) -> None:
         import datasets  # slow to import
 
@@ -162,7 +162,7 @@ def _choose_column(table: Any, kind: str, columns: dict[str, str | None], featur
     raise UserError(f"the data set {many}{named}: name one of {some(names)} as data.{kind}_column")
 
 
-def _open_hub(root: Place) -> dict[str, Any]:
+def _open_hub(root: StrPath) -> dict[str, Any]:
     """The splits of a Hugging Face data set by name."""
     import datasets
 
@@ -177,7 +177,7 @@ def _open_hub(root: Place) -> dict[str, Any]:
     return dict(opened) if isinstance(opened, dict) else {str(opened.split or "train"): opened}
 
 
-def open_cifar(root: Place, split: str) -> Reader:
+def open_cifar(root: StrPath, split: str) -> Reader:
     """CIFAR-10 in the python layout, a folder that is or holds `cifar-10-batches-py`; splits "train" and "test".
 
     UserError for another split, or files that torchvision finds missing or corrupted.
@@ -222,7 +222,7 @@ def _format(root: Path) -> str:
     return "cifar" if root.name == CIFAR_FOLDER or (root / CIFAR_FOLDER).is_dir() else "folders"
 
 
-def available_splits(root: Place) -> tuple[str, ...]:
+def available_splits(root: StrPath) -> tuple[str, ...]:
     """Names of the splits found at `root`, whatever its format. Raises as `open_images`."""
     found = _format(Path(root))
     if found == "hub":
@@ -230,7 +230,7 @@ def available_splits(root: Place) -> tuple[str, ...]:
     return ("test", "train") if found == "cifar" else folder_names(root)
 
 
-def open_images(root: Place, split: str, train_split: str | None = None, **columns: str | None) -> Reader:
+def open_images(root: StrPath, split: str, train_split: str | None = None, **columns: str | None) -> Reader:
     """The reader for what lies at `root`: a Hugging Face data set, CIFAR-10, or class folders.
 
     Args:

@@ -123,7 +123,7 @@ def _is_number(value: object) -> bool:
 
 def check_ids(name: str, ids: Tensor, count: int) -> None:
     """Check that ids lie in -1 to ``count - 1``, where looking at them costs no waiting."""
-    if not _can_look(ids):
+    if not _can_check(ids):
         return
     least, most = (int(bound) for bound in ids.aminmax())
     if least < -1 or most >= count:
@@ -133,7 +133,7 @@ def check_ids(name: str, ids: Tensor, count: int) -> None:
 def check_key_ids(key_ids: Tensor, count: int) -> None:
     """Check (B, H, G, K) key ids: in range, and no key twice in one list, where looking costs no waiting."""
     check_ids("key_ids", key_ids, count)
-    if not _can_look(key_ids):
+    if not _can_check(key_ids):
         return
     ordered = key_ids.sort(-1).values
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
@@ -147,7 +147,7 @@ def check_no_nan(name: str, tensor: Tensor) -> None:
     Raises:
         NonFiniteInput: a ValueError.
     """
-    if _can_look(tensor) and tensor.isnan().any():
+    if _can_check(tensor) and tensor.isnan().any():
         raise nan_in(name)
 
 
@@ -156,7 +156,7 @@ def nan_in(name: str) -> NonFiniteInput:
     return NonFiniteInput(f"{name} must be free of NaN, got NaN (or infinities that cancel)")
 
 
-def _can_look(tensor: Tensor) -> bool:
+def _can_check(tensor: Tensor) -> bool:
     """Tell whether a tensor's values can be looked at now, at no cost of waiting for a device."""
     traced = torch.compiler.is_compiling() or isinstance(tensor, FakeTensor)
     return tensor.device.type == "cpu" and not traced and tensor.numel() > 0

@@ -51,7 +51,7 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
 
     Args:
         recipe: complete and checked, from `load_recipe`.
-        resume: go on where a run in the same folder was stopped; what is finished is left as it is.
+        resume: continue where a run in the same folder was stopped; what is finished is left as it is.
         draw: makes the images that `trainer.pictures_every` asks for; None for none.
 
     Raises:
@@ -134,7 +134,7 @@ def _noting_failure(folder: Path, report: Report, data: Any) -> Iterator[None]:
         yield
     except SystemExit as stop:
         if isinstance(stop, Interrupted):
-            LOGGER.info("interrupted at once; `--resume auto` goes on from the last checkpoint, where there is one")
+            LOGGER.info("interrupted at once; `--resume auto` resumes from the last checkpoint, where there is one")
         report.write_status("stopped")
         raise
     except Exception as error:

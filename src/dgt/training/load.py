@@ -24,7 +24,7 @@ from dgt.training.run import RECORD_FORMAT
 from dgt.training.state import RECORD_KEY, read_checkpoint, stored_weights
 from dgt.utils.errors import UserError
 
-PLACES = ("model/model.safetensors", "model.safetensors", "checkpoints/last.ckpt", "checkpoints/best.ckpt")
+WEIGHT_FILES = ("model/model.safetensors", "model.safetensors", "checkpoints/last.ckpt", "checkpoints/best.ckpt")
 WRAPPER = "timm_model."  # transformers' name for the model inside its own
 
 
@@ -106,9 +106,9 @@ def _read(path: str | Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
     """File, weights and record of a checkpoint, a run folder or a model folder."""
     source = path = Path(path)
     if path.is_dir():
-        found = [path / place for place in PLACES if (path / place).is_file()]
+        found = [path / place for place in WEIGHT_FILES if (path / place).is_file()]
         if not found:
-            places = ", ".join(PLACES)
+            places = ", ".join(WEIGHT_FILES)
             raise FileNotFoundError(f"the folder {str(path)!r} holds no model: expected one of {places} in it")
         source = found[0]
     elif not path.exists():

@@ -206,7 +206,7 @@ class Training:
         place = f"after step {self.progress.step} (epoch {min(self.progress.epoch + 1, self.epochs)})"
         kept = "its state could NOT be saved" if failed else f"saved in {self.checkpoints.folder}"
         what = f"stopped by {self.stop.name or 'another process'} {place}, {kept}"
-        LOGGER.info(f"{what}; `--resume auto` goes on from the last checkpoint")
+        LOGGER.info(f"{what}; `--resume auto` resumes from the last checkpoint")
         raise Preempted(1 if failed else self.stop.exit_status)
 
     def save(self) -> None:

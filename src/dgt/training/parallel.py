@@ -166,5 +166,5 @@ def lost_process(error: Exception) -> LostProcess | None:
         return None
     return LostProcess(
         f"process {rank()} of {world_size()} lost another one, whose own output says why it ended; started again with "
-        f"`--resume auto` the run goes on from its last checkpoint ({' '.join(str(error).split())[:200]})"
+        f"`--resume auto` the run resumes from its last checkpoint ({' '.join(str(error).split())[:200]})"
     )

@@ -5,7 +5,7 @@ RUN/recipe.yaml           the complete recipe, written before training starts
 RUN/metrics.jsonl         loss, learning rate and accuracy by step; events.* hold the same for TensorBoard
 RUN/log.txt               a line for each epoch, and for whatever else happened
 RUN/status.json           where the training is: `dgt status RUN`
-RUN/checkpoints/          best.ckpt, last.ckpt and the newest step-*.ckpt, which a stopped training goes on from
+RUN/checkpoints/          best.ckpt, last.ckpt and the newest step-*.ckpt, from which a stopped training resumes
 RUN/model/                model.safetensors and config.json; a classifier's: timm.create_model("local-dir:RUN/model")
 RUN/broken_images.txt     images that could not be read, if there were any
 RUN/results.json          metrics, epochs, seconds, seed, versions and the command

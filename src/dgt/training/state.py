@@ -168,7 +168,7 @@ class Checkpoints:
 
 
 def step_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints of a run's folder that a training can go on from, the newest first."""
+    """The checkpoints of a run's folder that a training can resume from, the newest first."""
     return sorted((folder / "checkpoints").glob("step-*.ckpt"), reverse=True)
 
 

@@ -61,7 +61,7 @@ def status_text(status: dict[str, Any]) -> str:
     ago = f" {duration(status['age'])}"
     after = {
         **dict.fromkeys(("training", "validating"), f", {duration(status.get('seconds_left') or 0.0)} left"),
-        **dict.fromkeys(("stopped", "killed"), f"{ago} ago; the same command with `--resume auto` goes on"),
+        **dict.fromkeys(("stopped", "killed"), f"{ago} ago; the same command with `--resume auto` resumes"),
         **{"silent": f": no sign of life for{ago}", "failed": f"{ago} ago: {status.get('error')}"},
     }
     lines = [f"{status['folder']}: {status['state']}{after.get(status['state'], f'{ago} ago')}"]
