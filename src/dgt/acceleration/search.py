@@ -151,10 +151,10 @@ def _accelerate(model: nn.Module, images: Tensor, error: float, prefix: int | No
     install_plan(model, rows, centroids)
     measured = _difference(_outputs(model(aside)), original)
     seconds_before, seconds_after = _in_turns(model, aside[:1])
-    if seconds_after >= seconds_before:  # what single layers gained was lost around them
+    if not chosen or seconds_after >= seconds_before:  # what single layers gained was lost around them
         uninstall_all(model)
-        for layer in layers.values():
-            layer.reason = layer.reason or "the whole model was not faster"
+        for name in chosen:
+            layers[name].reason = "the whole model was not faster"
         (rows, centroids), predicted, measured, seconds_after = _plan(layers, {}), 0.0, 0.0, seconds_before
     reports = list(rows.values())
     attention = [sum(getattr(row, name) for row in reports) / 1000 for name in ("ms_before", "ms_after")]
