@@ -272,8 +272,9 @@ def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _backward(ctx, grad, grad_sums=None):  # type: ignore[no-untyped-def]
-    *grads, grad_bias = torch.ops.dgt.attend_backward(grad, grad_sums, *ctx.saved_tensors, ctx.scale)
-    return (*grads, None, None, None, None if ctx.saved_tensors[5] is None else grad_bias)
+    saved = ctx.saved_tensors  # once: gradient checkpointing unpacks what it recomputed a single time
+    *grads, grad_bias = torch.ops.dgt.attend_backward(grad, grad_sums, *saved, ctx.scale)
+    return (*grads, None, None, None, None if saved[5] is None else grad_bias)
 
 
 attend.register_autograd(_backward, setup_context=_save)
