@@ -55,9 +55,9 @@ BUDGETS = {
 }
 # Packages that are above their budget, with the lines that they have: a number here may only fall.
 OVER_BUDGET: dict[str, int] = {
-    **{"utils": 204, "ops.triton": 1941, "models": 1660, "data": 2198, "tasks": 954, "training": 2185},
+    **{"utils": 200, "ops.triton": 1941, "models": 1660, "data": 2198, "tasks": 949, "training": 2183},
     **{"inference": 1132, "bench": 462, "experiments": 785},
-    **{"all": 17538},
+    **{"all": 17527},
 }
 SLACK = 40  # lines that a package may have fallen below its number here before it must be brought down
 MAX_MODULE_LINES = 400

@@ -154,8 +154,10 @@ class TestColumns:
         message = "image_column: 'label' of .* does not hold images"
         self.fails(as_dataset(rows(folder, "val")), tmp_path, message, image_column="label")
         table = as_dataset(rows(folder, "val"), datasets.Value("string"))
-        with pytest.raises(ValueError, match=r"label_column: 'label' of .* holds no class numbers"):
-            open_images(write_parquet({"train": table}, tmp_path / "other"), "train")
+        several = as_dataset(rows(folder, "val")).remove_columns("label").add_column("label", [[0, 1]] * 6)
+        for place, other in (("texts", table), ("lists", several)):
+            with pytest.raises(ValueError, match=r"label_column: 'label' of .* holds no class numbers"):
+                open_images(write_parquet({"train": other}, tmp_path / place), "train")
 
     def test_two_columns_to_choose_from(self, folder, tmp_path):
         table = as_dataset(rows(folder, "val"))

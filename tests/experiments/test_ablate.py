@@ -207,6 +207,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
         ("- a", "table .*peers.* must be a mapping of keys, got list"),
         ("sizes: {a: {recipe: scenes}}\nrows: []", "rows of table 'peers' must be a list of at least one row"),
         ("sizes: {a: {}}\nrows: [{name: x}]", "size 'a' of table 'peers' must be a mapping"),
+        ("sizes: {a: {recipe: scenes, set: 3}}\nrows: [{name: x, a: {}}]", "set of size 'a' of .* must be a mapping"),
         ("sizes: {a: {set: {}}}\nrows: [{name: x, a: {}}]", "must name a recipe, got None"),
         ("sizes: {a: {recipe: scenes}}\nrows: [{name: x}]", "size 'a' of row 'x' of table 'peers' must be a mapping"),
         ("sizes: {a: {recipe: scenes}}\nrows: [{a: {}}]", "must be a mapping of name, paper, a, got"),

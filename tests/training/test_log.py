@@ -78,7 +78,8 @@ def test_rows_go_on_when_there_is_room(
 
 def test_resuming_takes_back_what_lies_beyond(tmp_path: Path) -> None:
     rows = [{"step": 2, "loss": 3.0}, {"step": 4, "epoch": 1, "mean": 2.0}, {"step": 4, "epoch": 2}, {"step": 6}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 8, "lo')
+    whole = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "metrics.jsonl").write_bytes(whole.encode() + b'{"step": 8, "lo\xff')
     begun(tmp_path, step=4, epoch=1)
     assert read_metrics(tmp_path) == rows[:2]
 

@@ -17,9 +17,16 @@ from safetensors.torch import load_file
 from torch import distributed, nn
 
 from dgt.data.image_io import BrokenImage, BrokenImages
+from dgt.tasks import TASKS
 from dgt.training.log import read_metrics
-from dgt.training.parallel import SummedBatchNorm, join_broken_images, lost_process, synchronise_batchnorm
-from dgt.training.recipe import parse_recipe
+from dgt.training.parallel import (
+    SummedBatchNorm,
+    build_fabric,
+    join_broken_images,
+    lost_process,
+    synchronise_batchnorm,
+)
+from dgt.training.recipe import TrainerSettings, parse_recipe
 
 SCRIPT = Path(__file__).with_name("parallel_run.py")
 SOURCE = Path(__file__).resolve().parents[2] / "src"
@@ -192,3 +199,11 @@ def test_one_process_keeps_its_broken_images() -> None:
 
 def test_other_errors_are_left_alone() -> None:
     assert lost_process(RuntimeError("gloo is down")) is None
+
+
+@pytest.mark.parametrize("settings", [{"devices": "many"}, {"accelerator": "gpu"}])
+def test_devices_that_are_not_there_are_told(monkeypatch: pytest.MonkeyPatch, settings: dict[str, str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match="recipe section 'trainer' does not fit this machine"):
+        build_fabric(TrainerSettings(**{"accelerator": "cpu", **settings}), TASKS["classify"])

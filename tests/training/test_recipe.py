@@ -119,6 +119,7 @@ def test_a_recipe_written_out_reads_back_the_same(tmp_path: Path) -> None:
         (["--checkpoint.every_minutes", "nan"], "recipe key 'checkpoint.every_minutes': expected PositiveFloat"),
         (["--ema.decay", "1.5"], r"ema.decay must be null or in \[0, 1\), got 1.5"),
         (["--task", "detect"], "task must stay the recipe's, 'classify', got 'detect': take a recipe of that task"),
+        (["--name", ""], "name must be a text that can name a folder, got ''"),
         (["--seed", "-1"], r"seed must be at least 0 and less than 2\*\*32, got -1"),
         (["--seed", "4294967296"], r"seed must be at least 0 and less than 2\*\*32, got 4294967296"),
         (["--seed"], "recipe: argument --seed: expected one argument"),
@@ -190,6 +191,8 @@ def test_a_recipe_takes_the_keys_of_its_base_and_changes_some(tmp_path: Path) ->
     assert load_recipe(tmp_path / "record.yaml") == again
     (tmp_path / "of_run.yaml").write_text("base: record.yaml\n")
     assert load_recipe(tmp_path / "of_run.yaml").name == "of_run"
+    (tmp_path / "other.yaml").write_text("base: mine.yaml\nmodel: {name: resnet10t, args: {}}\n")
+    assert load_recipe(tmp_path / "other.yaml").model.args == {}
 
 
 @pytest.mark.parametrize(

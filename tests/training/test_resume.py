@@ -270,5 +270,5 @@ def test_a_run_of_an_earlier_version_says_what_to_do(whole: Path, tmp_path: Path
     (tmp_path / "run" / "results.json").unlink()
     for path in step_checkpoints(tmp_path / "run"):
         torch.save({"loops": {}, "state_dict": {}}, path)
-    with pytest.raises(ValueError, match=r"written by an earlier version, .* another --out, with --model\.init_from"):
+    with pytest.raises(ValueError, match=r"written by an earlier version, .* begin one with another --out"):
         fit(load_recipe("scenes", [*KEYS, f"--out={tmp_path / 'run'}"]), resume=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,3 +68,20 @@ def test_a_write_that_fails_is_told_and_leaves_the_older_file(
     content = {"step": 5}
     checkpoints.write(state, tmp_path / "step.ckpt")
     assert checkpoints.failure is None
+
+
+def test_a_last_checkpoint_that_cannot_be_replaced_does_not_end_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    progress = SimpleNamespace(step=3)
+    fabric = SimpleNamespace(is_global_zero=True)
+    state: Any = SimpleNamespace(state_dict=lambda: {"step": 3}, sharded=False, fabric=fabric, progress=progress)
+    monkeypatch.setattr(os, "link", full)
+    monkeypatch.setattr(shutil, "copyfile", full)
+    with RunLog(None):
+        Checkpoints(tmp_path, CheckpointSettings(), {}).save(state)
+    assert "could not be replaced: No space left on device" in capsys.readouterr().err
+    assert os.listdir(tmp_path / "checkpoints") == ["step-00000003.ckpt"]

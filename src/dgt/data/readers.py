@@ -121,7 +121,7 @@ class HubImages:
         self.column = _choose_column(table, "image", columns, datasets.Image)
         label = _choose_column(table, "label", columns, datasets.ClassLabel)
         found = table.select_columns([label]).with_format("arrow")[:].column(label)
-        if "int" not in str(found.type):
+        if not str(found.type).lstrip("u").startswith("int"):
             raise UserError(f"label_column: {label!r} of {self.place}] holds no class numbers, but {found.type}")
         if not len(found):
             raise UserError(f"{self.place}] holds no image")

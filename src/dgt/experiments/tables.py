@@ -118,7 +118,7 @@ def load_table(table: str | Path, size: str | None = None) -> Table:
     if len({row.slug for row in rows}) < len(rows):
         raise UserError(f"rows of table {name!r} must have different names, got {[row.name for row in rows]}")
     title, column, diagnose = values.get("title", name), values.get("column", "paper"), values.get("diagnose", False)
-    common, paper = dict(chosen.get("set") or {}), values.get("paper")
+    common, paper = _mapping(chosen.get("set", {}), f"set of size {size!r} of {name!r}", least=0), values.get("paper")
     return Table(name, str(title), size, chosen["recipe"], tuple(rows), common, paper, str(column), bool(diagnose))
 
 

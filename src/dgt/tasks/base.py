@@ -140,11 +140,6 @@ class Task:
     has_results: bool = False
     outputs: tuple[str, ...] = ("logits",)
 
-    @property
-    def monitor(self) -> str:
-        """The logged name of the metric that chooses the best checkpoint."""
-        return f"val/{next(iter(self.headline))}"
-
     def summary(self, metrics: Mapping[str, float]) -> str:
         """The headline metrics in percent, as far as they are there: `top-1 81.20 %  top-5 95.00 %`."""
         shown = [f"{label} {100 * metrics[key]:.2f} %" for key, label in self.headline.items() if key in metrics]

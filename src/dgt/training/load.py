@@ -21,7 +21,7 @@ from dgt.tasks import TASKS
 from dgt.tasks.base import LoadedRun
 from dgt.training.recipe import parse_recipe
 from dgt.training.run import RECORD_FORMAT
-from dgt.training.state import RECORD_KEY, read_checkpoint, stored_weights
+from dgt.training.state import RECORD_KEY, read_checkpoint
 from dgt.utils.errors import UserError
 
 WEIGHT_FILES = ("model/model.safetensors", "model.safetensors", "checkpoints/last.ckpt", "checkpoints/best.ckpt")
@@ -120,8 +120,8 @@ def _read(path: str | Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
     stored = read_checkpoint(source)
     if not isinstance(stored.get(RECORD_KEY), dict):
         raise UserError(f"{source} was not written by `dgt train`: it has no entry 'dgt' with the recipe")
-    weights = stored_weights(stored)
-    if weights is None:
+    weights = stored.get("state_dict")
+    if not isinstance(weights, dict):
         raise UserError(f"{source} is cut off or damaged: it holds no weights")
     return source, weights, stored[RECORD_KEY]
 

@@ -209,7 +209,7 @@ class Report:
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The rows of a run's metrics, none before the first; a line that a kill or a full disk cut off is left out."""
     rows, path = [], folder / METRICS
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
         with suppress(json.JSONDecodeError):
             rows.append(json.loads(line))
     return rows

@@ -58,7 +58,7 @@ def build_fabric(settings: TrainerSettings, task: Task) -> Fabric:
     try:
         places: dict[str, Any] = {"devices": settings.devices, "num_nodes": settings.num_nodes}
         return Fabric(accelerator=settings.accelerator, strategy=strategy, precision=precision, **places)
-    except (ValueError, MisconfigurationException) as error:
+    except (ValueError, TypeError, RuntimeError, MisconfigurationException) as error:
         raise UserError(f"recipe section 'trainer' does not fit this machine: {error}") from error
 
 

@@ -130,6 +130,8 @@ class Recipe:
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
 
     def __post_init__(self) -> None:
+        if not self.name.strip("./"):
+            raise UserError(f"name must be a text that can name a folder, got {self.name!r}")
         if not 0 <= self.seed < 2**32:
             raise UserError(f"seed must be at least 0 and less than 2**32, got {self.seed!r}")
         if self.ema.decay is not None and not 0 <= self.ema.decay < 1:
@@ -286,8 +288,9 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """`below` with the values of `above` in place of its own, section by section."""
-    both = [key for key in above if isinstance(below.get(key), Mapping) and isinstance(above[key], Mapping)]
+    """`below` with the values of `above` in place of its own, section by section; an empty one takes nothing over."""
+    sections = [key for key, value in above.items() if isinstance(value, Mapping) and value]
+    both = [key for key in sections if isinstance(below.get(key), Mapping)]
     return {**below, **above, **{key: _merged(below[key], above[key]) for key in both}}
 
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from lightning.fabric import Fabric
-from torch import Tensor, nn
+from torch import nn
 
 from dgt.training.ema import WeightAverage
 from dgt.training.recipe import CheckpointSettings
@@ -140,14 +140,17 @@ class Checkpoints:
         self.saved_at = time.monotonic()
         if not state.fabric.is_global_zero or self.failure is not None:
             return
-        if not state.sharded:
-            with replacing(self.folder / "last.ckpt") as partial:
-                try:
-                    os.link(path, partial)
-                except OSError:
-                    shutil.copyfile(path, partial)
-        for old in step_checkpoints(self.folder.parent)[self.settings.keep :]:
-            shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
+        try:
+            if not state.sharded:
+                with replacing(self.folder / "last.ckpt") as partial:
+                    try:
+                        os.link(path, partial)
+                    except OSError:
+                        shutil.copyfile(path, partial)
+            for old in step_checkpoints(self.folder.parent)[self.settings.keep :]:
+                shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
+        except OSError as error:
+            LOGGER.warning(f"the older checkpoints in {self.folder} could not be replaced: {error.strerror or error}")
 
     def write(self, state: TrainingState, path: Path) -> None:
         """Write one checkpoint whole or not at all; a matter of all processes."""
@@ -191,7 +194,7 @@ def latest_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]] | None:
         if "progress" not in stored:
             raise UserError(
                 f"{path} was written by an earlier version, whose trainings cannot be resumed: begin one with another "
-                f"--out, with --model.init_from {folder} to take its weights, or finish it with that version"
+                "--out, or finish it with that version"
             )
         return path, stored
     if paths:
@@ -220,11 +223,3 @@ def read_checkpoint(source: Path) -> dict[str, Any]:
     if not isinstance(stored, dict):
         raise UserError(f"{source} was not written by `dgt train`: it holds no mapping")
     return stored
-
-
-def stored_weights(stored: dict[str, Any]) -> dict[str, Tensor] | None:
-    """The weights to evaluate that a checkpoint holds, this version's or an earlier one's; None where it has none."""
-    weights = stored.get("state_dict")
-    if not isinstance(weights, dict):
-        return None
-    return {key.removeprefix("network.") if "loops" in stored else key: value for key, value in weights.items()}

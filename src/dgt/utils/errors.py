@@ -15,10 +15,6 @@ class UserError(ValueError):
     """Something that the user gave, in a sentence: which argument, what was expected, what came."""
 
 
-class RecipeError(UserError):
-    """A recipe that is wrong: an unknown key, a value of a wrong type or out of its range."""
-
-
 class NonFiniteInput(UserError):
     """NaN where numbers are needed; in a training it comes of diverging weights, not of the caller."""
 
