@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import io
 import json
 import time
 
@@ -11,11 +13,13 @@ import safetensors.torch
 import timm
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor, nn
 
 import dgt
-from dgt.acceleration import search
+from dgt.acceleration import sdpa, search
 from dgt.acceleration.sdpa import grouped_calls
+from dgt.app import accelerate as app
 
 SIZE = 96  # 6 x 6 patches of 16, or 24 x 24 of 4
 SMALL = {"depth": 2, "embed_dim": 32, "num_heads": 2, "img_size": SIZE, "num_classes": 5}
@@ -27,7 +31,7 @@ def slow_attention(monkeypatch) -> None:
 
     def dense(call) -> Tensor:
         time.sleep(0.02)
-        return F.scaled_dot_product_attention(call.query, call.key, call.value, scale=call.scale)
+        return F.scaled_dot_product_attention(*call[:3], scale=call.scale, enable_gqa=True)
 
     monkeypatch.setattr(search, "_dense", dense)
     monkeypatch.setattr(search, "_in_turns", lambda *_: (0.2, 0.1))
@@ -45,7 +49,7 @@ def vit(name: str = "vit_tiny_patch16_224", **options) -> nn.Module:
 
 
 def difference(after: Tensor, before: Tensor) -> float:
-    return float((after - before).norm() / before.norm())
+    return float(((after - before).norm() / before.norm()).detach())
 
 
 MODELS = {
@@ -262,3 +266,153 @@ def test_bad_input(change, error, message) -> None:
     arguments = {"model": nn.Linear(4, 4), "images": torch.randn(2, 4), "error": 0.1, **change}
     with pytest.raises(error, match=message):
         dgt.accelerate(**arguments)
+
+
+class Heads(nn.Module):
+    """A model that calls the function itself, with fewer heads of keys than of queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.rest = nn.Linear(8, 32), nn.Linear(8, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = self.query(x).unflatten(-1, (4, 8)).transpose(1, 2)
+        key, value = self.rest(x).unflatten(-1, (2, 2, 8)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(query, key, value, enable_gqa=True).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.usefixtures("slow_attention")
+def test_grouped_key_heads_of_a_model_that_is_one_attention() -> None:
+    model, x = Heads(), torch.randn(2, 256, 8)
+    report = dgt.accelerate(model, x, 0.9)
+    assert [layer.choice for layer in report.layers] == ["groups"]
+    assert list(grouped_calls(model)) == [""]
+    grouped = model(x)
+    with dgt.exact_attention(model):
+        assert 0 < difference(grouped, model(x)) < 0.9
+
+
+class Outer(Heads):
+    """Attention around another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.down = Heads(), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.down(self.inner(x)))
+
+
+@pytest.mark.usefixtures("slow_attention")
+def test_groups_do_not_answer_for_attention_inside() -> None:
+    report = dgt.accelerate(Outer(), torch.randn(2, 256, 8), 0.9)
+    assert {layer.name: layer.reason for layer in report.layers} == {"inner": "", "": "other attention inside of it"}
+
+
+@pytest.mark.usefixtures("slow_attention")
+def test_an_accelerated_model_is_saved_whole_and_keeps_what_was_patched() -> None:
+    model, images = vit(), torch.randn(2, 3, SIZE, SIZE)
+    attention = model.blocks[0].attn
+    attention.forward = functools.partial(_twice, attention)
+    with torch.no_grad():
+        before = model(images)
+        dgt.accelerate(model, images, 0.9)
+        with dgt.exact_attention(model):
+            assert torch.equal(model(images), before)
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        again = torch.load(file, weights_only=False)
+        assert grouped_calls(again).keys() == grouped_calls(model).keys() != set()
+        assert torch.equal(again(images), model(images))
+        with dgt.exact_attention(again):
+            assert torch.equal(again(images), before)
+        sdpa.uninstall_all(model)
+        assert attention.forward.func is _twice
+        assert torch.equal(model(images), before)
+
+
+def _twice(module: nn.Module, *arguments, **named) -> Tensor:
+    return 2 * type(module).forward(module, *arguments, **named)
+
+
+@pytest.mark.usefixtures("slow_attention")
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_precisions(kind) -> None:
+    model, images = vit().to(kind), torch.randn(2, 3, SIZE, SIZE, dtype=kind)
+    report = dgt.accelerate(model, images, 0.5)
+    assert "groups" in {layer.choice for layer in report.layers}
+    assert model(images).dtype == kind
+
+
+class Mixed(Heads):
+    """Under autocast, which casts for the function, its operands are of two types."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = self.query(x).unflatten(-1, (4, 8)).transpose(1, 2)
+        key = value = query.float()
+        return F.scaled_dot_product_attention(query, key, value)
+
+
+@pytest.mark.usefixtures("slow_attention")
+def test_autocast() -> None:
+    model, x = Mixed(), torch.randn(2, 256, 8)
+    dgt.accelerate(model, x, 0.9)
+    assert grouped_calls(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(x).dtype == torch.bfloat16
+
+
+class Label(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = vit()
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.inner(images).argmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "error", "message"),
+    [
+        (Label, {}, ValueError, "model must return floating point tensors"),
+        (vit, {"num_prefix_tokens": -1}, ValueError, "num_prefix_tokens must be at least 0, got -1"),
+        (vit, {"num_prefix_tokens": "1"}, TypeError, "num_prefix_tokens must be an int of at least 0, got '1'"),
+        (lambda: torch.compile(vit()), {}, ValueError, "model must not be compiled yet"),
+    ],
+)
+def test_bad_models(model, options, error, message) -> None:
+    with pytest.raises(error, match=message):
+        dgt.accelerate(model(), torch.randn(2, 3, SIZE, SIZE), 0.1, **options)
+
+
+@pytest.mark.usefixtures("slow_attention")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"num_heads": 4}, "must have the plan's 2 heads .* got 4"), ({"embed_dim": 64}, "plan's 16 channels .* got 32")],
+)
+def test_a_plan_of_other_sizes(options, message, tmp_path) -> None:
+    dgt.accelerate(vit(), torch.randn(2, 3, SIZE, SIZE), 0.9).save(tmp_path / "plan")
+    other = vit(**options)
+    with pytest.raises(ValueError, match=message):
+        dgt.apply_plan(other, tmp_path / "plan")
+    assert not grouped_calls(other)
+    with pytest.raises(TypeError, match="model must be a module, got 'vit'"):
+        dgt.apply_plan("vit", tmp_path / "plan")
+
+
+def test_images_that_cannot_be_read_are_left_out(tmp_path, monkeypatch, caplog) -> None:
+    for number in range(3):
+        Image.new("RGB", (40, 40), (number, 0, 0)).save(tmp_path / f"{number}.png")
+    (tmp_path / "9.png").write_bytes(b"no image")
+    monkeypatch.setattr(app, "_open", lambda *_: vit())
+    report = app.accelerate_model("vit", tmp_path, 0.1, SIZE, 4)
+    assert len(report.layers) == 2
+    assert "9.png is left out: not an image" in caplog.text
+    monkeypatch.setattr(app, "_open", lambda *_: vit())
+    with pytest.raises(ValueError, match=r"model 'vit' fails on images of 3 x 32 x 32: "):
+        app.accelerate_model("vit", tmp_path, 0.1, 32, 4)
+    for number in range(2):
+        (tmp_path / f"{number}.png").write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"at least 2 images that can be read, .* has 1"):
+        app.accelerate_model("vit", tmp_path, 0.1, SIZE, 4)

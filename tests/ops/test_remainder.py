@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import dgt
 from dgt import attend_with_logsumexp, find_centroids, merge_attention, seed_centroids
@@ -235,3 +236,16 @@ def test_bad_constants(draw) -> None:
         dgt.attend(query, key, value, *ids, backend="triton", key_bias=torch.zeros(1, 2, 10))
     with pytest.raises(ValueError, match="steps must be at least 0"):
         find_centroids(query, centroids, steps=-1)
+
+
+@pytest.mark.parametrize("remainder", [False, True])
+@pytest.mark.parametrize("tokens", [40, 500])
+def test_activation_checkpointing(tokens, remainder, draw, close, with_gradients) -> None:
+    query, key, value, centroids = draw(2, 2, tokens, 16, 4)
+
+    def run(*qkv: Tensor) -> Tensor:
+        return dgt.dynamic_group_attention(*qkv, centroids, 8, remainder=remainder, backend="eager").output
+
+    again = with_gradients(lambda *qkv: checkpoint(run, *qkv, use_reentrant=False), (query, key, value))
+    for actual, expected in zip(again, with_gradients(run, (query, key, value)), strict=True):
+        close(actual, expected)

@@ -10,10 +10,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from dgt.acceleration.sdpa import GroupedCall, grouped_calls, install
+from dgt.ops.checks import describe
 from dgt.utils.atomic_write import atomic_write
 from dgt.utils.errors import UserError
 
 FORMAT = "dgt-plan-1"
+SIZES = {"heads": ("num_heads", "num_attention_heads"), "channels": ("head_dim", "attention_head_size")}  # if told
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Report:
     centroids: dict[str, Tensor] = field(repr=False, default_factory=dict)
 
     def __str__(self) -> str:
-        width = max(len(layer.name) for layer in self.layers)
+        width = max((len(layer.name) for layer in self.layers), default=0)
         lines = [f"{'layer':{width}}  tokens  choice                    error       before     after"]
         for layer in self.layers:
             grouped = layer.choice == "groups"
@@ -87,8 +89,11 @@ def apply_plan(model: nn.Module, path: str | Path) -> Report:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is no plan, or its layers are not the model's. The model is then as it was.
+        TypeError, ValueError: the model is no module, the file is no plan, or its layers are not the model's. The model
+            is then as it was.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, got {describe(model)}")
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no plan {str(path)!r}")
     try:
@@ -98,23 +103,32 @@ def apply_plan(model: nn.Module, path: str | Path) -> Report:
             raise UserError(f"{str(path)!r} is no plan of this version ({FORMAT}), but {metadata.get('format')!r}")
         values = json.loads(metadata["report"])
         report = Report(**{**values, "layers": [LayerReport(**row) for row in values["layers"]]}, centroids=centroids)
+        rows = {layer.name: layer for layer in report.layers}
+        for name, found in centroids.items():
+            if found.shape != (rows[name].heads, rows[name].groups, rows[name].channels):
+                raise UserError(f"{str(path)!r} is no plan: centroids of {name!r} are {tuple(found.shape)}")
     except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as broken:
         raise UserError(f"{str(path)!r} is no plan: {broken}") from broken
     if grouped_calls(model):
         raise UserError("model must not be accelerated already")
     modules = dict(model.named_modules())
-    missing = [name for name in centroids if name not in modules]
-    if missing:
-        raise UserError(f"model must have the plan's layers, but has no {missing[0]!r}")
-    install_plan(model, {layer.name: layer for layer in report.layers}, centroids)
+    for name in centroids:
+        if name not in modules:
+            raise UserError(f"model must have the plan's layers, but has no {name!r}")
+        for size, words in SIZES.items():
+            wanted, counts = getattr(rows[name], size), [getattr(modules[name], word, None) for word in words]
+            if any(isinstance(count, int) and count != wanted for count in counts):
+                raise UserError(f"model must have the plan's {wanted} {size} at {name!r}, got {counts[0] or counts[1]}")
+    install_plan(model, rows, centroids)
     return report
 
 
 def install_plan(model: nn.Module, rows: dict[str, LayerReport], centroids: dict[str, Tensor]) -> None:
     """Have the layers that have centroids answered by groups, as their rows say."""
     modules = dict(model.named_modules())
-    device = next((parameter.device for parameter in model.parameters()), None)
     for name, found in centroids.items():
         row = rows[name]
+        parameters = (*modules[name].parameters(), *model.parameters())  # parts of a model may be on other devices
+        device = parameters[0].device if parameters else None
         grouped = GroupedCall(found.to(device), row.keys, row.prefix, (row.tokens + 1) // 2)
         install(modules[name], grouped)

@@ -6,10 +6,11 @@ under their names.
 """
 
 import contextlib
-import types
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -52,6 +53,8 @@ def read_call(
         reason = f"{query.dim()} dimensions instead of 4"
     elif query.shape[2] != key.shape[2]:
         reason = "queries and keys are of different tokens"
+    elif query.shape[0] != key.shape[0]:
+        reason = "queries and keys are of different batches"
     elif value.shape != key.shape:
         reason = "values of another width than keys"
     return Call(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale, reason)
@@ -106,14 +109,19 @@ class GroupedCall(nn.Module):
         self.register_buffer("centroids", centroids, persistent=False)
         self.top_k, self.num_prefix_tokens, self.least_tokens = top_k, num_prefix_tokens, least_tokens
         self.exact = False
+        self.patched: Callable[..., Any] | None = None  # the forward that somebody had given the module before
 
     def forward(self, call: Call) -> Tensor | None:
         """The attention's output, (B, H, L, D); None where the call is to run as ever."""
         if self.exact or call.reason is not None or call.query.shape[2] < self.least_tokens:
             return None
-        centroids = find_centroids(call.query[:, :, self.num_prefix_tokens :], self.centroids, STEPS)
+        query, key, value = call[:3]
+        device = query.device.type
+        if query.dtype != torch.float64 and torch.is_autocast_enabled(device):  # which casts for the function
+            query, key, value = (tensor.to(torch.get_autocast_dtype(device)) for tensor in call[:3])
+        centroids = find_centroids(query[:, :, self.num_prefix_tokens :], self.centroids, STEPS)
         return dynamic_group_attention(
-            call.query, call.key, call.value, centroids, self.top_k, call.scale,
+            query, key, value, centroids, self.top_k, call.scale,
             num_prefix_tokens=self.num_prefix_tokens, remainder=True,
         ).output  # fmt: skip
 
@@ -124,27 +132,34 @@ class GroupedCall(nn.Module):
 
 def install(module: nn.Module, grouped: GroupedCall) -> None:
     """Have a module's call answered by groups from now on."""
-    module.add_module(CHILD, grouped)
-    module.forward = types.MethodType(_forward_in_groups, module)
+    grouped.patched = vars(module).get("forward")
+    module.add_module(CHILD, grouped.train(module.training))
+    module.forward = partial(_forward_in_groups, module)  # what can be pickled, unlike a method of another class
 
 
 def uninstall_all(model: nn.Module) -> None:
     """Make a model what it was before any :func:`install`."""
     for name in grouped_calls(model):
         module = model.get_submodule(name)
+        patched = getattr(module, CHILD).patched
         delattr(module, CHILD)
         del module.forward
+        if patched is not None:
+            module.forward = patched
 
 
 def _forward_in_groups(module: Any, *arguments: Any, **named: Any) -> Any:
-    with Intercept(getattr(module, CHILD)):
+    grouped = getattr(module, CHILD)
+    with Intercept(grouped):
+        if grouped.patched is not None:
+            return grouped.patched(*arguments, **named)
         return type(module).forward(module, *arguments, **named)
 
 
 def grouped_calls(model: nn.Module) -> dict[str, GroupedCall]:
     """What answers the calls of a model, by the name of the module."""
     found = ((name, module) for name, module in model.named_modules() if isinstance(module, GroupedCall))
-    return {name.removesuffix(f".{CHILD}"): module for name, module in found}
+    return {name.removesuffix(CHILD).removesuffix("."): module for name, module in found}
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from dgt.acceleration.report import LayerReport, Report, install_plan
 from dgt.acceleration.sdpa import Call, GroupedCall, exact_attention, grouped_calls, uninstall_all, watch_calls
 from dgt.ops import seed_centroids
-from dgt.ops.checks import describe
+from dgt.ops.checks import check_count, describe
 from dgt.utils.errors import UserError
 
 GROUPS = (8, 24, 64, 160)
@@ -28,6 +28,7 @@ KEYS = (8, 32, 96, 256)
 LEAST_TOKENS = 192  # fewer are never faster in groups
 TOKENS_PER_GROUP = 32  # of the sample that centroids are found in
 GAIN = 0.9  # a setting must take less than this share of the layer's own time
+ERROR_IMAGES = 2  # for the error of a layer's settings, which steers; the model's is measured on all
 ROUNDS = 3  # the least time of so many counts
 BISECTIONS = 24  # of the price, over PRICES
 PRICES = (-6.0, 14.0)  # powers of ten, seconds for a squared error of one
@@ -58,7 +59,7 @@ def accelerate(model: nn.Module, images: Tensor, error: float = 0.01, num_prefix
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, got {describe(model)}")
-    if not isinstance(images, Tensor) or images.dim() < 2:
+    if not isinstance(images, Tensor) or images.dim() < 2 or images.is_meta:
         raise TypeError(f"images must be a tensor (N, ...), got {describe(images)}")
     if len(images) < 2:
         raise UserError(f"images must be at least 2, some to choose by and some to check with, got {len(images)}")
@@ -66,6 +67,10 @@ def accelerate(model: nn.Module, images: Tensor, error: float = 0.01, num_prefix
         raise UserError(f"error must be above 0 and below 1, got {error!r}")
     if grouped_calls(model):
         raise UserError("model must not be accelerated already: take a fresh one, or apply_plan on one")
+    if any(hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) for module in model.modules()):
+        raise UserError("model must not be compiled yet: torch.compile comes after accelerate")
+    if num_prefix_tokens is not None:
+        check_count("num_prefix_tokens", num_prefix_tokens, least=0)
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -109,8 +114,7 @@ class _Layer:
 
     def best(self, price: float) -> _Setting | None:
         """What costs least where a squared error of one costs ``price`` seconds; None for the layer's own attention."""
-        faster = (setting for setting in self.settings if setting.seconds < GAIN * self.seconds)
-        costs = [(setting.seconds + price * (self.reach * setting.error) ** 2, setting) for setting in faster]
+        costs = [(setting.seconds + price * (self.reach * setting.error) ** 2, setting) for setting in self.settings]
         cost, setting = min(costs, key=lambda pair: pair[0], default=(self.seconds, None))
         return setting if cost < self.seconds else None
 
@@ -133,6 +137,8 @@ def _accelerate(model: nn.Module, images: Tensor, error: float, prefix: int | No
     if not layers:
         raise UserError(f"model must call F.scaled_dot_product_attention, got a {type(model).__name__} that does not")
     before = _outputs(model(choosing))
+    if not before or not all(tensor.isfinite().all() for tensor in before):
+        raise UserError("model must return floating point tensors, free of NaN and infinities: the error is theirs")
     _measure(model, choosing, layers)
 
     def error_of(chosen: _Choice) -> float:
@@ -184,7 +190,8 @@ def _find_layers(model: nn.Module, images: Tensor, prefix: int | None) -> dict[s
         if call.reason is not None:
             layer.reason = call.reason
         elif len(call.query) != len(images):
-            layer.reason = f"in windows, {len(call.query) // len(images)} an image"
+            whole = len(call.query) % len(images) == 0
+            layer.reason = f"in windows, {len(call.query) // len(images)} an image" if whole else "not image by image"
         elif layer.calls > 1:
             layer.reason = "called more than once"
         elif layer.tokens - layer.prefix < LEAST_TOKENS:
@@ -197,29 +204,34 @@ def _find_layers(model: nn.Module, images: Tensor, prefix: int | None) -> dict[s
 
     with watch_calls(model, look):
         model(images)
+    for name, layer in layers.items():  # whose groups would answer the calls within as well
+        if any(other != name and f".{other}".startswith(f".{name}.".replace("..", ".")) for other in layers):
+            layer.reason = layer.reason or "other attention inside of it"
     return layers
 
 
 def _measure(model: nn.Module, images: Tensor, layers: dict[str, _Layer]) -> None:
-    """Error, on what all images give it, and time, on what one does, of every setting of every layer."""
+    """Error, on what a few images give it, and time, on what one does, of every setting of every layer."""
 
     def answer(name: str, call: Call) -> Tensor | None:
         layer = layers[name]
-        q, k, v = (tensor[: len(tensor) // len(images)] for tensor in (call.query, call.key, call.value))
+        q, k, v = (tensor[: max(1, len(tensor) // len(images))] for tensor in (call.query, call.key, call.value))
         one = Call(q, k, v, call.scale, call.reason)
         if layer.reason:
             layer.seconds += 0.0 if call.reason else _seconds(lambda: _dense(one))
             return None
         layer.seconds = _seconds(lambda: _dense(one))
         whole = _dense(call)
+        few = call._replace(**{name: getattr(call, name)[:ERROR_IMAGES] for name in ("query", "key", "value")})
+        size = max(float(whole[:ERROR_IMAGES].float().norm()), 1e-30)
         for groups, centroids in layer.centroids.items():
             for keys in (count for count in KEYS if 4 * count <= layer.tokens):
                 grouped = GroupedCall(centroids, keys, layer.prefix, 0)
                 seconds = _seconds(partial(grouped, one))
-                if seconds > layer.seconds:
+                if seconds >= GAIN * layer.seconds:
                     break  # more keys only take longer
-                error = float((grouped(call) - whole).norm() / whole.norm())
-                layer.settings.append(_Setting(groups, keys, error, seconds))
+                difference = cast(Tensor, grouped(few)) - whole[:ERROR_IMAGES]
+                layer.settings.append(_Setting(groups, keys, float(difference.float().norm()) / size, seconds))
         return whole
 
     with watch_calls(model, answer):
@@ -250,7 +262,8 @@ def _plan(layers: dict[str, _Layer], chosen: _Choice) -> tuple[dict[str, LayerRe
 
 
 def _dense(call: Call) -> Tensor:
-    return F.scaled_dot_product_attention(call.query, call.key, call.value, scale=call.scale)
+    grouped_heads = call.query.shape[1] != call.key.shape[1]
+    return F.scaled_dot_product_attention(*call[:3], scale=call.scale, enable_gqa=grouped_heads)
 
 
 def _seconds(work: Callable[[], Any], rounds: int = ROUNDS) -> float:

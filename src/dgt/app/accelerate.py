@@ -11,7 +11,7 @@ from torch import nn
 
 from dgt.acceleration import Report, accelerate
 from dgt.data.image_io import decode_image
-from dgt.utils.errors import UserError
+from dgt.utils.errors import LOGGER, UserError
 
 ENDINGS = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"}
 
@@ -27,7 +27,8 @@ def accelerate_model(name: str, images: str | Path, error: float, size: int | No
         count: images to use at most.
 
     Raises:
-        UserError: the model cannot be had or takes no such size, or there are fewer than two images.
+        UserError: the model cannot be had or takes no such size, or fewer than two images can be read; the files
+            that cannot are left out, with a warning.
     """
     files = sorted(path for path in Path(images).rglob("*") if path.suffix.lower() in ENDINGS)
     if len(files) < 2:
@@ -38,7 +39,19 @@ def accelerate_model(name: str, images: str | Path, error: float, size: int | No
         config["input_size"] = (3, size, size)
     transform = timm.data.create_transform(**config, is_training=False)
     step = max(1, len(files) // count)  # from all over the folder, since neighbours are often alike
-    return accelerate(model, torch.stack([transform(decode_image(path)) for path in files[::step][:count]]), error)
+    taken = []
+    for path in files[::step][:count]:
+        try:
+            taken.append(transform(decode_image(path)))
+        except UserError as broken:
+            LOGGER.warning("%s is left out: %s", path, broken)
+    if len(taken) < 2:
+        raise UserError(f"--images must hold at least 2 images that can be read, {str(images)!r} has {len(taken)}")
+    try:
+        return accelerate(model, torch.stack(taken), error)
+    except (AssertionError, RuntimeError) as failed:
+        shape = " x ".join(str(length) for length in taken[0].shape)
+        raise UserError(f"model {name!r} fails on images of {shape}: {failed}") from failed
 
 
 def _open(name: str, size: int | None) -> nn.Module:
