@@ -67,7 +67,7 @@ def accelerate(model: nn.Module, images: Tensor, error: float = 0.01, num_prefix
         raise UserError(f"error must be above 0 and below 1, got {error!r}")
     if grouped_calls(model):
         raise UserError("model must not be accelerated already: take a fresh one, or apply_plan on one")
-    if any(hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) for module in model.modules()):
+    if any(type(module).__name__ == "OptimizedModule" for module in model.modules()):
         raise UserError("model must not be compiled yet: torch.compile comes after accelerate")
     if num_prefix_tokens is not None:
         check_count("num_prefix_tokens", num_prefix_tokens, least=0)
