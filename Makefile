@@ -39,7 +39,7 @@ test-unit: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu" --numprocesses=2 --dist=loadfile
 
 test-timm: $(READY)
-	$(BIN)/python tests/timm_suite/run.py -q
+	OMP_NUM_THREADS=1 $(BIN)/python tests/timm_suite/run.py -q --numprocesses=2 --dist=load
 
 test-kernels: $(READY)
 	$(BIN)/python benchmarks/compile_kernels.py --arch 90

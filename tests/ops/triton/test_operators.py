@@ -15,7 +15,7 @@ from dgt.ops.triton import operators as kernels  # registers the operators
 @pytest.mark.parametrize("tokens", [20, 290])
 def test_opcheck(make_case: Any, tokens: int) -> None:
     """Schema, fake tensors, autograd and AOT dispatch of every operator, in both regimes."""
-    case = make_case(1, 2, tokens, 16, 3, 5, masked=True)
+    case = make_case(1, 1, tokens, 16, 3, 5, masked=True)
     query, key, value, centroids, top_k, mask = case
     group_ids, key_ids = case.ids()
     ops = torch.ops.dgt
