@@ -100,7 +100,7 @@ def measure(options: argparse.Namespace) -> None:
         rows.append(row | {"miou": mean_iou(logits, labels), "layers": report.to_json()["layers"]})
         print({name: value for name, value in rows[-1].items() if name != "layers"}, report, sep="\n", flush=True)
     command = f"python benchmarks/accelerate_camvid.py measure --every {options.every} --images {options.images}"
-    write_json(Path(options.out), {"command": command, "images": len(images), "machine": machine(), "rows": rows})
+    write_json(Path(options.out), {**machine(), "command": command, "images": len(images), "rows": rows})
 
 
 def open_model(weights: Path) -> Segmenter:
