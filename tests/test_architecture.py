@@ -57,7 +57,7 @@ BUDGETS = {
 OVER_BUDGET: dict[str, int] = {
     **{"utils": 200, "ops.triton": 1941, "models": 1660, "data": 2198, "tasks": 949, "training": 2183},
     **{"inference": 1132, "bench": 462, "experiments": 785},
-    **{"all": 17582},
+    **{"all": 17574},
 }
 SLACK = 40  # lines that a package may have fallen below its number here before it must be brought down
 MAX_MODULE_LINES = 400

@@ -8,7 +8,7 @@ choices. The price is found by bisection, with the error of the model's output m
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias, cast
@@ -25,7 +25,7 @@ from dgt.utils.errors import UserError
 
 GROUPS = (8, 24, 64, 160)
 KEYS = (8, 32, 96, 256)
-LEAST_TOKENS = 192  # fewer are never faster in groups
+LEAST_TOKENS = 192  # fewer are not even tried: choosing keys alone takes as long as attention there
 TOKENS_PER_GROUP = 32  # of the sample that centroids are found in
 GAIN = 0.9  # a setting must take less than this share of the layer's own time
 ERROR_IMAGES = 2  # for the error of a layer's settings, which steers; the model's is measured on all
@@ -38,15 +38,16 @@ PRICES = (-6.0, 14.0)  # powers of ten, seconds for a squared error of one
 def accelerate(model: nn.Module, images: Tensor, error: float = 0.01, num_prefix_tokens: int | None = None) -> Report:
     """Have a trained model's global attention done by groups, in place and without training.
 
-    Every attention that ends in ``F.scaled_dot_product_attention`` is looked at: those of timm, of Hugging Face (with
-    its default ``attn_implementation="sdpa"``), and most others. One with a mask or bias of pairs, causal, in windows,
-    across sequences or called more than once stays as it is, as does one that groups do not make faster. The weights
-    stay the model's, under their names; ``with dgt.exact_attention(model):`` has its own attention back.
+    Every attention that ends in ``F.scaled_dot_product_attention`` is looked at: those of timm, and whatever else
+    calls that function (so do Hugging Face's with ``attn_implementation="sdpa"``, not tried yet). One with a mask or
+    bias of pairs, causal, in windows, across sequences or called more than once stays as it is, as does one that
+    groups do not make faster. The weights stay the model's, under their names; ``with dgt.exact_attention(model):``
+    has its own attention back.
 
     Args:
         model: any module called as ``model(images)``; its mode stays.
-        images: (N, ...) what the model is called with, N >= 2, of the kind and size that it will see: half choose, half
-            are kept aside to measure the error.
+        images: (N, ...) what the model is called with, N >= 2, of the kind and size that it will see: the first half
+            chooses, the rest is kept aside to measure the error.
         error: largest relative error of the model's output, ``|after - before| / |before|``, in (0, 1).
         num_prefix_tokens: class and register tokens; None asks the model, and takes 0 if it does not say.
 
@@ -295,19 +296,10 @@ def _wait() -> None:
 
 def _outputs(output: Any) -> list[Tensor]:
     """All floating tensors of what a model returns: a tensor, or tensors in tuples, lists, mappings."""
-    return list(_tensors(output))
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
-        if output.is_floating_point():
-            yield output.detach().float()
-    elif isinstance(output, dict):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, list | tuple):
-        for value in output:
-            yield from _tensors(value)
+        return [output.detach().float()] if output.is_floating_point() else []
+    values = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else ()
+    return [tensor for value in values for tensor in _outputs(value)]
 
 
 def _difference(after: Sequence[Tensor], before: Sequence[Tensor]) -> float:

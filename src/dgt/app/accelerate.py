@@ -21,7 +21,7 @@ def accelerate_model(name: str, images: str | Path, error: float, size: int | No
 
     Args:
         name: what `timm.create_model` knows, or a folder with `config.json` and `model.safetensors`.
-        images: folder of image files, searched through; every other one is kept aside to measure the error.
+        images: folder of image files, searched through; the later half is kept aside to measure the error.
         error: relative error of the model's output.
         size: side of the images in pixels; None for the model's own.
         count: images to use at most.

@@ -74,8 +74,8 @@ def dynamic_group_attention(
             L is S, yields zero; what it holds must be finite.
         backend: ``"reference"`` (dense, any type, twice differentiable, shares no code with the others), ``"eager"``
             (fast, plain PyTorch, any device), ``"triton"`` (fused kernels for CUDA; up to 128 channels per head, no
-            float64, no remainder), or ``"auto"``: Triton where it can run, eager elsewhere. It governs all steps,
-            and a choice never falls back to another.
+            float64, no remainder), or ``"auto"``: Triton where it can run, eager elsewhere and, with a warning,
+            where a kernel fails. It governs all steps; a backend that is named never falls back to another.
         num_prefix_tokens: the first P tokens (class, registers, text) are of no group: they attend to all tokens, and
             every token attends to them besides the keys of its group. L must be S.
         remainder: attend also to what the selected keys leave out, summed up in one key a group
