@@ -6,6 +6,7 @@ What is not met yet stands in `EXCEPTIONS`, which only shrinks: an exception tha
 from __future__ import annotations
 
 import ast
+import collections
 import graphlib
 import importlib
 import importlib.util
@@ -44,20 +45,22 @@ ALLOWED: dict[str, set[str]] = {
     "__main__": {"app"},
     "__init__": {"acceleration", "inference", "layers", "models", "ops"},
 }
-# Lines of all `.py` files of a package, and of everything together: 14,000 for what reproduces the paper, and what came
-# after it: the retrieval experiment with its figure, 496; in `ops` the remainder, prefixes, sums and constants of keys,
-# with their gradients and their reference, 520; in `models` the calibration of replaced attention, 40;
-# `acceleration`, 650, and its command, 96.
+# Lines of all `.py` files of a package: 14,000 in all for what reproduces the paper.
 BUDGETS = {
-    **{"utils": 190, "ops": 1970, "ops.triton": 1750, "layers": 1090, "models": 1630, "data": 1940, "tasks": 930},
-    **{"training": 1250, "experiments": 680, "figures": 840, "inference": 960, "explorer": 600, "bench": 330},
-    **{"acceleration": 650, "app": 858, "export": 20, "__init__": 70, "__main__": 10, "all": 15_812},
+    **{"utils": 190, "ops": 1450, "ops.triton": 1750, "layers": 1090, "models": 1590, "data": 1940, "tasks": 930},
+    **{"training": 1250, "experiments": 280, "figures": 740, "inference": 960, "explorer": 600, "bench": 330},
+    **{"app": 762, "export": 20, "__init__": 70, "__main__": 10},
 }
-# Packages that are above their budget, with the lines that they have: a number here may only fall.
+# What came after it, by feature: the lines that it adds to each package.
+ADDED: dict[str, dict[str, int]] = {
+    "dgt ablate retrieval": {"experiments": 400, "figures": 100},
+    "remainder, prefixes, sums and constants of keys": {"ops": 520, "models": 40},
+    "dgt.accelerate": {"acceleration": 650, "app": 96},
+}
+# Packages that are above both together, with the lines that they have: a number here may only fall.
 OVER_BUDGET: dict[str, int] = {
     **{"utils": 200, "ops.triton": 1941, "models": 1660, "data": 2198, "tasks": 949, "training": 2183},
     **{"inference": 1132, "bench": 462, "experiments": 785},
-    **{"all": 17574},
 }
 SLACK = 40  # lines that a package may have fallen below its number here before it must be brought down
 MAX_MODULE_LINES = 400
@@ -263,14 +266,16 @@ def test_no_private_method_of_another_library_is_overridden() -> None:
 
 def test_packages_keep_to_their_budgets() -> None:
     """Lines of Python; static pages and YAML are not counted. What is above its budget may only come nearer to it."""
-    lines = dict.fromkeys(BUDGETS, 0)
+    assert sum(BUDGETS.values()) <= 14_000
+    budgets, lines = collections.Counter(BUDGETS), collections.Counter[str]()
+    for feature in ADDED.values():
+        budgets.update(feature)
     for path in SOURCES:
         name = "ops.triton" if dotted(path)[1:3] == ["ops", "triton"] else package(dotted(path))
-        lines[name] = lines.get(name, 0) + len(path.read_text(encoding="utf-8").splitlines())
-    lines["all"] = sum(lines.values())
+        lines[name] += len(path.read_text(encoding="utf-8").splitlines())
     wrong = []
     for name, count in lines.items():
-        budget, limit = BUDGETS.get(name, 0), OVER_BUDGET.get(name, BUDGETS.get(name, 0))
+        budget, limit = budgets[name], OVER_BUDGET.get(name, budgets[name])
         if count > limit:
             wrong.append(f"{name} has {count} lines, {limit} are allowed (budget {budget})")
         elif name in OVER_BUDGET and (count <= budget or count < limit - SLACK):
