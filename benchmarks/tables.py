@@ -1,0 +1,352 @@
+"""Write the tables of the documentation from the raw results: `python benchmarks/tables.py`; `--check` only compares.
+
+A page holds `<!-- table: NAME -->`, the table, `<!-- end -->`, which neither GitHub nor the site shows; NAME is that of
+a function below, made a table by `@table`, which reads files of `benchmarks/results` and returns lists of cells, the
+heads first. Nobody types such a table: change the JSON, then run this. `tests/test_tables.py` fails where they differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dgt.experiments.report import markdown_table, number
+from dgt.experiments.retrieval import interval
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MARKED = re.compile(r"<!-- table: ([\w -]+) -->\n\n(.*?)<!-- end -->", re.DOTALL)
+Cells = list[list[str]]
+TABLES: dict[str, Callable[[], Cells]] = {}
+NAMES = {"dgt_tiny": "DGT-T", "dgt_small": "DGT-S", "dgt_base": "DGT-B", "dgt_nano": "DGT-Nano"}
+NAMES |= {"resnet50": "ResNet-50", "swin_tiny_patch4_window7_224": "Swin-T"}
+ABLATED = {  # key of the measures in a table's JSON: head, decimals and factor
+    **{"selected": ("mass on selected keys, %", 1, 100), "random": ("random", 1, 100), "window": ("window", 1, 100)},
+    **{"best_for_all": ("best for all", 1, 100), "best_for_group": ("for each group", 1, 100)},
+    **{"best_for_query": ("for each query", 1, 100), "perplexity": ("perplexity of groups", 1, 1)},
+}
+
+
+def table(make: Callable[[], Cells]) -> Callable[[], Cells]:
+    """Register a table under its function's name, with blanks for underscores."""
+    TABLES[make.__name__.replace("_", " ").strip()] = make
+    return make
+
+
+def read(name: str) -> Any:
+    """The content of `benchmarks/results/NAME.json`."""
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def written(text: str) -> str:
+    """A page with all its tables as they should be. Raises KeyError for a name that no table has."""
+    return MARKED.sub(lambda found: f"<!-- table: {found[1]} -->\n\n{render(found[1])}\n<!-- end -->", text)
+
+
+def render(name: str) -> str:
+    """A table in Markdown."""
+    heads, *rows = TABLES[name]()
+    return markdown_table(heads, rows)
+
+
+def bold(text: str) -> str:
+    """Text in bold face."""
+    return f"**{text}**"
+
+
+def _sizes(task: str) -> Cells:
+    rows = []
+    for row in read("sizes")["rows"]:
+        if row["task"] == task:
+            params, flops = number(row["params"], 2, 1e-6) + " M", number(row["flops"], 1, 1e-9) + " G"
+            paper = f"{row['paper_params'] / 1e6:g} M", f"{row['paper_flops'] / 1e9:g} G"
+            rows.append([NAMES[row["model"]], params, paper[0], flops, paper[1]])
+    return [["backbone", "parameters", "paper", "FLOPs", "paper"], *rows]
+
+
+@table
+def sizes_of_classifiers() -> Cells:
+    """Parameters and FLOPs of the classifiers, to the parameter."""
+    rows = []
+    for row in read("sizes")["rows"]:
+        if row["task"] == "classify":
+            paper = [number(row["paper_params"], 2, 1e-6), number(row["paper_flops"], 2, 1e-9)]
+            rows.append([NAMES[row["model"]], f"{row['params']:,}", paper[0], number(row["flops"], 3, 1e-9), paper[1]])
+    return [["model", "parameters", "paper, M", "FLOPs, G", "paper, G"], *rows]
+
+
+@table
+def sizes_of_segmenters() -> Cells:
+    """Parameters and FLOPs of UperNet over each backbone."""
+    return _sizes("segment")
+
+
+@table
+def sizes_of_detectors() -> Cells:
+    """Parameters and FLOPs of Mask R-CNN over each backbone."""
+    return _sizes("detect")
+
+
+@table
+def attention() -> Cells:
+    """The attention beside PyTorch's, forward and with backward, its steps and its memory."""
+    heads = ["attention", "SDPA ms", "DG-Attention ms", "ratio", "with backward: SDPA", "DG", "ratio"]
+    rows = []
+    for row in read("attention_cpu")["rows"]:
+        cells = [row["case"], *(number(row[key], 2) for key in ("sdpa_ms", "dgt_ms")), bold(number(row["ratio"], 2))]
+        cells += [number(row[key], 1) for key in ("sdpa_backward_ms", "dgt_backward_ms")]
+        cells += [bold(number(row["ratio_backward"], 2)), ", ".join(number(ms, 2) for ms in row["steps_ms"].values())]
+        rows.append([*cells, f"{number(row['peak_mib'], 1)} ({number(row['bool_mask_mib'], 1)})"])
+    return [[*heads, "group, select, attend ms", "peak extra MiB (L x L mask)"], *rows]
+
+
+def _models(*names: str) -> dict[str, list[dict[str, Any]]]:
+    """For each model of the first file, in its order, its row in each file."""
+    files = [{row["model"]: row for row in read(f"models_cpu_{name}")["rows"]} for name in names]
+    return {model: [rows[model] for rows in files] for model in files[0]}
+
+
+def _timed(row: dict[str, Any]) -> list[str]:
+    return [number(row["ms_per_image"], 1), bold(number(row["relative_time"], 2))]
+
+
+@table
+def models() -> Cells:
+    """Whole models at 224 px with the accuracy that their papers publish."""
+    published = json.loads((ROOT / "src" / "dgt" / "bench" / "published.json").read_text(encoding="utf-8"))
+    rows = []
+    for name, (one, eight) in _models("batch1", "batch8").items():
+        rows.append([name, number(published[name.partition("+")[0].partition("@")[0]]["top1"], 1)])
+        rows[-1] += [*_timed(one), *_timed(eight)]
+    heads = ["model, 224 px", "top-1, published", "batch 1: ms", "relative", "batch 8: ms per image", "relative"]
+    return [heads, *rows]
+
+
+@table
+def compiled_models() -> Cells:
+    """Whole models through `torch.compile`."""
+    rows = [[name, *_timed(one), *_timed(eight)] for name, (one, eight) in _models("compiled1", "compiled8").items()]
+    return [["compiled, 224 px", "batch 1: ms", "relative", "batch 8: ms per image", "relative"], *rows]
+
+
+@table
+def larger_images() -> Cells:
+    """Whole models at 512 and 1024 px."""
+    found = [row for name in ("px512", "px1024") for (row,) in _models(name).values()]
+    rows = [
+        [row["model"], str(row["image_size"]), number(row["ms_per_image"], 0), bold(number(row["relative_time"], 2))]
+        for row in found
+    ]
+    return [["model", "pixels", "ms", "relative"], *rows]
+
+
+@table
+def training_steps() -> Cells:
+    """Steps of training: time and peak of memory."""
+    rows = []
+    for name, (row,) in _models("training").items():
+        memory = row["peak_mib"] / next(iter(_models("training").values()))[0]["peak_mib"]
+        rows.append([name, number(row["ms_per_image"], 1), number(row["images_per_second"], 1)])
+        rows[-1] += [bold(number(row["relative_time"], 2)), number(row["peak_mib"], 0), bold(number(memory, 2))]
+    return [["training step, 224 px, batch 8", "ms per image", "images/s", "relative", "peak MiB", "relative"], *rows]
+
+
+@table
+def parts() -> Cells:
+    """Where the time of DGT-T goes, part by part; a dash where a form has no such part of its own."""
+    columns = []
+    for batch in (1, 8):
+        rows = read(f"models_cpu_profile{batch}")["rows"]
+        for model in ("dgt_tiny+inference", "dgt_tiny"):
+            columns.append({row["part"]: row["ms_per_image"] for row in rows if row["model"] == model})
+    lines = [
+        [part, *(number(column.get(part), 2) for column in columns)]
+        for part in dict.fromkeys(part for column in columns for part in column)
+    ]
+    lines.append(["together", *(number(sum(column.values()), 1) for column in columns)])
+    heads = ["part of DGT-T at 224 px, ms per image", "batch 1, inference form", "plain"]
+    return [[*heads, "batch 8, inference form", "plain"], *lines]
+
+
+@table
+def exported_models() -> Cells:
+    """ONNX in onnxruntime beside eager PyTorch."""
+    rows = []
+    for row in read("exported_cpu")["rows"]:
+        ms = row["ms_per_image"]
+        rows.append([f"{row['side']} x {row['side']}", str(row["batch"])])
+        rows[-1] += [number(ms["eager"], 1), number(ms["onnxruntime"], 1)]
+        rows[-1].append(bold(number(ms["onnxruntime"] / ms["eager"], 2)))
+    return [["pixels", "batch", "eager, ms per image", "onnxruntime, ms per image", "ratio"], *rows]
+
+
+@table
+def int8() -> Cells:
+    """The same file with integers of 8 bits, at 224 px."""
+    content = read("exported_cpu")
+    one, eight = (row for row in content["rows"] if row["side"] == 224)
+    rows = []
+    names = {"onnxruntime": "float32", "int8 MatMul": "matrix products", "int8 MatMul, Conv": "and convolutions"}
+    for key, name in names.items():
+        rows.append([name, number(content["bytes"][key], 1, 1 / 2**20) + " MiB"])
+        rows[-1] += [number(row["ms_per_image"][key], 1) for row in (one, eight)]
+        rows[-1].append(one["agreement"][key].rpartition(" ")[2])
+    heads = ["int8, 224 px", "file", "ms per image, batch 1", "batch 8"]
+    return [[*heads, "largest difference of a logit, relative to the largest logit or 1"], *rows]
+
+
+@table
+def accelerated() -> Cells:
+    """A ViT trained on CamVid, accelerated within several errors."""
+    heads = ["error asked", "predicted", "on images kept aside", "on validation images", "same class", "mIoU"]
+    rows = []
+    for row in read("accelerate_camvid")["rows"]:
+        if "asked_error" in row:
+            errors = [row[key] for key in ("asked_error", "predicted_error", "measured_error", "unseen_error")]
+            cells = [f"{100 * error:.2g} %" if error else "0" for error in errors]
+            cells += [number(row["agreement"], 1, 100) + " %", number(row["miou"], 1, 100)]
+            rows.append([*cells, *(number(row[key], 2) for key in ("attention_speedup", "model_speedup"))])
+            rows[-1].append(number(row["bound"], 1))
+    return [[*heads, "attention", "model", "bound"], *rows]
+
+
+@table
+def camvid() -> Cells:
+    """Segmentation of CamVid from random weights."""
+    rows = []
+    for name, run in read("segmentation_cpu")["runs"].items():
+        if "scenes" not in name:
+            shares = [number(run["metrics"][key], 1, 100) + " %" for key in ("miou", "accuracy", "mean_accuracy")]
+            rows.append([name, number(run["parameters"], 3, 1e-6) + " M", *shares])
+    return [["backbone", "parameters", "mIoU", "pixel accuracy", "mean accuracy"], *rows]
+
+
+def _ablated(name: str) -> Cells:
+    content = read(f"ablate_{name}")
+    measured = any(row["measures"] for row in content["rows"])
+    heads = ["", "parameters, M", "MFLOPs", "top-1, %", "seeds 0, 1, 2"]
+    rows = []
+    for row in content["rows"]:
+        seeds = ", ".join(number(run["metrics"]["top1"], 2, 100) for run in row["runs"])
+        score = f"{number(row['mean'], 2, 100)} ± {number(row['spread'], 2, 100)}"
+        rows.append([row["name"], number(row["parameters"], 3, 1e-6), number(row["flops"], 1, 1e-6), score, seeds])
+        if measured:
+            found = row["measures"] or {}
+            rows[-1] += [number(found.get(key), places, by) for key, (_, places, by) in ABLATED.items()]
+        rows[-1].append(number(row["paper"], 1))
+    return [[*heads, *([head for head, _, _ in ABLATED.values()] if measured else []), "paper, %"], *rows]
+
+
+@table
+def ablate_blocks() -> Cells:
+    """Blocks of other papers in DGT's skeleton."""
+    return _ablated("blocks")
+
+
+@table
+def ablate_hybrids() -> Cells:
+    """DG-Attention in Swin and CSWin."""
+    return _ablated("hybrids")
+
+
+@table
+def ablate_groups_and_keys() -> Cells:
+    """Fewer groups, fewer keys."""
+    return _ablated("groups_and_keys")
+
+
+@table
+def diagnosis() -> Cells:
+    """Share of global attention on the keys that a trained model selected, where others are left out."""
+    keys = ("selected", "random", "window", "best_for_all", "best_for_group", "best_for_query")
+    rows = []
+    for block in read("diagnosis_scenes"):
+        if block["top_k"] < block["tokens"]:
+            shares = [number(block[key], 1, 100) + " %" for key in keys]
+            cells = [f"`{block['name'].removesuffix('.attn')}`", str(block["tokens"]), bold(shares[0]), *shares[1:]]
+            rows.append([*cells, number(block["perplexity"], 1), number(block["perplexity_per_image"], 1)])
+    heads = ["block", "tokens", "selected", "random", "window around the query", "best for all queries"]
+    heads += ["best for each group", "best for each query", "perplexity of 16 groups", "image by image"]
+    return [heads, *rows]
+
+
+def _retrieval() -> dict[str, list[dict[str, Any]]]:
+    """The runs of each row, in the order of seeds."""
+    runs = read("retrieval")["runs"]
+    return {name: [run for run in runs if run["row"] == name] for name in dict.fromkeys(run["row"] for run in runs)}
+
+
+@table
+def retrieval() -> Cells:
+    """Retrieval at a distance: every row, mean and 95 % interval, and each seed."""
+    rows = []
+    for name, runs in _retrieval().items():
+        mean, half = interval([run["accuracy"] for run in runs])
+        served = [run["served"] for run in runs if run.get("served") is not None]
+        seeds = ", ".join(number(run["accuracy"], 1) for run in runs)
+        rows.append([name, f"{mean:.1f}" + (f" ± {half:.1f}" if half is not None else ""), seeds])
+        rows[-1].append(number(statistics.fmean(served), 0) if served else "-")
+    return [["row", "right, %", "seeds 0, 1, 2", "served, %"], *rows]
+
+
+@table
+def retrieval_by_k() -> Cells:
+    """Retrieval measured at other k than trained at, the law in brackets; bold from k G = codes on."""
+    content, found = read("retrieval"), _retrieval()
+    codes, chance = content["settings"]["codes"], 100 / content["settings"]["values"]
+    best = statistics.fmean(run["accuracy"] for run in found["global"])
+    counts = [at["top_k"] for at in found["DG, G 1, k 16"][0]["by_top_k"]]
+    rows = []
+    for groups in (48, 16, 4, 1):
+        runs = found[f"DG, G {groups}, k 16"]
+        rows.append([f"G {groups}"])
+        for place, top_k in enumerate(counts):
+            mean = statistics.fmean(run["by_top_k"][place]["accuracy"] for run in runs)
+            law = chance + min(1, top_k * groups / codes) * (best - chance)
+            shown = number(mean, 1) if top_k * groups < codes else bold(number(mean, 1))
+            rows[-1].append(f"{shown} ({law:.0f})")
+    return [["trained at k 16", *(f"k {top_k}" for top_k in counts)], *rows]
+
+
+@table
+def readings_of_eq_4() -> Cells:
+    """The two readings of Eq. 4: mean and deviation over seeds."""
+    measures = {"top1": ("top-1, %", 1, 100), "perplexity": ("perplexity of group sizes (of 16)", 1, 1)}
+    measures |= {"perplexity_per_image": ("the same, image by image", 1, 1)}
+    measures |= {"mass_selected": ("mass on selected keys", 3, 1)}
+    found = read("centroid_update")["rows"]
+    rows = []
+    for reading in dict.fromkeys(row["reading"] for row in found):
+        runs = [row for row in found if row["reading"] == reading]
+        columns = [([run[key] for run in runs], places, by) for key, (_, places, by) in measures.items()]
+        columns.append(([run["mass_selected"] / run["mass_best"] for run in runs], 1, 100))
+        cells = [
+            f"{number(statistics.fmean(values), places, by)} ± {number(statistics.stdev(values), places, by)}"
+            for values, places, by in columns
+        ]
+        rows.append([reading, *cells[:-1], f"{cells[-1]} %"])
+    return [["reading", *(head for head, _, _ in measures.values()), "share of the best"], *rows]
+
+
+def main() -> int:
+    """Write the pages, or tell which are not as they should be."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 where a page differs")
+    check, wrong = parser.parse_args().check, 0
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        if (new := written(text)) != text:
+            wrong += 1
+            print(f"{page.relative_to(ROOT)}: {'differs' if check else 'written'}")
+            if not check:
+                page.write_text(new, encoding="utf-8")
+    return int(check and wrong > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
