@@ -1,6 +1,7 @@
 """Parameters and FLOPs: the paper's numbers, the formulas behind them, and the rows of `dgt info`."""
 
 import math
+import re
 
 import pytest
 import timm
@@ -9,6 +10,8 @@ from torch import nn
 
 import dgt
 from dgt.app.info import model_rows, model_table
+from dgt.models.cost import attention_share
+from dgt.ops import flops
 
 
 @pytest.mark.parametrize(
@@ -39,6 +42,36 @@ def test_one_attention_layer_costs_what_the_formula_says() -> None:
     sorting = heads * round(top_k * groups * math.log2(tokens))
     expected = linears + 2 * top_k * tokens * dim + 2 * tokens * groups * dim + sorting
     assert dgt.cost(Wrapped(), (6, 6)).flops == pytest.approx(expected, abs=heads)
+
+
+def test_equation_7_gives_the_ratios_of_the_paper() -> None:
+    """0.05, 0.19 and 0.75 for the first three stages of DGT-T at 224 px; a choice for every head would make it 0.76."""
+    shares = [attention_share(tokens, channels) for tokens, channels in ((3136, 64), (784, 128), (196, 256))]
+    assert [round(share, 2) for share in shares] == [0.05, 0.19, 0.75]
+    assert round(attention_share(196, 256 // 8), 2) == 0.76
+    assert attention_share(49, 512) == attention_share(49, 512, top_k=49) > 1
+
+
+def test_equation_7_is_what_is_counted() -> None:
+    tokens, dim = 36, 8
+    query, centroids = (torch.empty(1, 1, count, dim, device="meta") for count in (tokens, 5))
+    shapes = query.shape, query.shape, query.shape, centroids.shape[1:]
+    ours = flops.attention(*shapes, 7) / 2
+    assert ours / (2 * tokens**2 * dim) == pytest.approx(attention_share(tokens, dim, 7, 5), abs=1e-4)
+
+
+def test_what_the_printed_parameters_decide() -> None:
+    """Without biases the models would print other digits; some small parts could go, one at a time, and none would."""
+
+    def printed(name: str, left_out: str) -> float:
+        model = timm.create_model(name, device="meta")
+        kept = {key: parameter for key, parameter in model.named_parameters() if not re.search(left_out, key)}
+        return round(sum(parameter.numel() for parameter in kept.values()) / 1e6, 2)
+
+    names = ("dgt_tiny", "dgt_small", "dgt_base")
+    for part in (r"merge\.norm", "logit_scale", r"head\.norm"):
+        assert [printed(name, part) for name in names] == [24.09, 51.76, 90.28]
+    assert [printed(name, r"^(?!.*norm).*bias") for name in names] == [24.01, 51.64, 90.12]
 
 
 def test_a_model_is_counted_as_it_is_and_left_alone() -> None:

@@ -69,6 +69,16 @@ def cost(model: nn.Module | str, image_size: tuple[int, int] = (224, 224)) -> Co
     return Cost(_params(twin), counts["Global"], tuple(stages))
 
 
+def attention_share(tokens: int, channels: int, top_k: int = 98, num_groups: int = 48) -> float:
+    """Eq. 7: multiply-adds of DG-Attention, (2 k L C + 2 L G C + k G log2 L), in those of global attention, 2 L^2 C.
+
+    L is ``tokens`` and C all ``channels``: as the printed ratios have it, a layer chooses its keys once. :func:`cost`
+    counts the choice for every head, as Table 1 has it. Where k >= L nothing is saved, and the share is above 1.
+    """
+    top_k = min(top_k, tokens)
+    return (top_k + num_groups) / tokens + top_k * num_groups * math.log2(tokens) / (2 * tokens**2 * channels)
+
+
 def _params(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
