@@ -118,6 +118,12 @@ def test_a_recipe_written_out_reads_back_the_same(tmp_path: Path) -> None:
         (["--trainer.max_skipped", "-1"], "recipe key 'trainer.max_skipped': expected NonNegativeInt or null, got -1"),
         (["--checkpoint.every_minutes", "nan"], "recipe key 'checkpoint.every_minutes': expected PositiveFloat"),
         (["--ema.decay", "1.5"], r"ema.decay must be null or in \[0, 1\), got 1.5"),
+        (["--model.top_k_schedule", "1.5"], r"model.top_k_schedule must be null, or above 0 and at most 1, got 1\.5"),
+        (["--model.top_k_start", "50"], "model.top_k_start must be null or, with top_k_schedule, above 0, got 50"),
+        (
+            ["--model.top_k_schedule=0.5", "--trainer.compile=true"],
+            "model.top_k_schedule must be null with trainer.compile",
+        ),
         (["--task", "detect"], "task must stay the recipe's, 'classify', got 'detect': take a recipe of that task"),
         (["--name", ""], "name must be a text that can name a folder, got ''"),
         (["--seed", "-1"], r"seed must be at least 0 and less than 2\*\*32, got -1"),

@@ -16,6 +16,7 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 
+from dgt.layers import DGAttention
 from dgt.tasks.classify import ClassificationMetrics
 from dgt.training import fit, load_recipe
 from dgt.training.log import Report, read_metrics
@@ -142,6 +143,28 @@ def test_stopped_by_a_signal(whole: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert "stopped by SIGTERM after step" in log
     assert "resumed after step" in log.partition("stopped by SIGTERM")[2]
     assert "lr nan" not in log
+
+
+def test_annealed_keys_are_a_function_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped in the middle of the annealing, the weights are those of a training that never stopped."""
+    keys = ("--model.top_k_schedule=0.7", "--model.args.top_k=2", "--model.args.stem_stride=1", "--schedule.epochs=1")
+    stop = Poke("after a step", lambda training: training.progress.step == 2, terminate)
+    with pytest.raises(Preempted):
+        train(tmp_path / "run", *keys, poke=[stop], monkeypatch=monkeypatch)
+    resumed = train(tmp_path / "run", *keys, monkeypatch=monkeypatch, resume=True)
+    seen: list[tuple[bool, int]] = []
+    attend = DGAttention.forward
+
+    def watched(layer: DGAttention, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        if x.shape[1] == 16:  # the second stage: 256 tokens
+            seen.append((layer.training, layer.top_k))
+        return attend(layer, x, mask)
+
+    monkeypatch.setattr(DGAttention, "forward", watched)
+    assert same(resumed, train(tmp_path / "whole", *keys, monkeypatch=monkeypatch))
+    expected = [max(2, round(256 * (1 - step / 5 / 0.7))) for step in range(5)]
+    assert [top_k for training, top_k in seen if training] == expected
+    assert {top_k for training, top_k in seen if not training} == {2}
 
 
 def test_a_second_ctrl_c_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ from dgt.layers import Block, DGAttention, GlobalAttention
 from dgt.layers.baselines.cmt import ReducedAttention
 from dgt.layers.baselines.cswin import StripeAttention
 from dgt.layers.baselines.swin import WindowAttention
+from dgt.models.annealing import annealed_top_k
 from dgt.training.run import environment
 from dgt.utils.atomic_write import atomic_write, write_json
 from dgt.utils.errors import LOGGER, UserError, check_range
@@ -253,7 +254,7 @@ def train(row: Row, seed: int, settings: Settings) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(seed)
         for step in range(settings.steps):
             if row.top_k is not None and row.annealed:
-                network.set_top_k(max(row.top_k, round(tokens * (1 - 1.5 * step / settings.steps))))
+                network.set_top_k(annealed_top_k(row.top_k, tokens, 1.5 * step / settings.steps))
             batch = make_batch(settings, settings.batch_size, generator)
             loss = F.cross_entropy(network(batch.tokens).flatten(0, 1), batch.target.flatten())
             optimizer.zero_grad()
@@ -271,9 +272,8 @@ def train(row: Row, seed: int, settings: Settings) -> dict[str, Any]:
             network.set_top_k(top_k)
             result["by_top_k"].append({"top_k": top_k, **measure(network, test)})
         network.set_top_k(row.top_k)
-    if row.last_batch:
-        result["last_batch"] = _other_last_batches(network, settings, test)
-    return {**result, "cpu_seconds": round(time.process_time() - start, 1)}
+    more = {"last_batch": _other_last_batches(network, settings, test)} if row.last_batch else {}
+    return {**result, **more, "cpu_seconds": round(time.process_time() - start, 1)}
 
 
 def _other_last_batches(network: Network, settings: Settings, test: Sequence[Batch]) -> list[dict[str, Any]]:

@@ -27,9 +27,11 @@ class ModelSettings:
             command line drops them.
         head: keyword arguments of the head that the task puts on the model; classification has none.
         init_from: a checkpoint, run folder or model folder to take the first weights from; null for random weights.
+        top_k_schedule: share of the steps in which k of DG-Attention falls from all tokens to `top_k`; null for none.
+        top_k_start: number of keys that it falls from, in place of all tokens.
 
     Raises:
-        UserError: a rate out of its range, naming the recipe's key.
+        UserError: a value out of its range, naming the recipe's key.
     """
 
     name: str = "dgt_tiny"
@@ -37,8 +39,14 @@ class ModelSettings:
     args: dict[str, Any] = field(default_factory=dict)
     head: dict[str, Any] = field(default_factory=dict)
     init_from: str | None = None
+    top_k_schedule: float | None = None
+    top_k_start: int | None = None
 
     def __post_init__(self) -> None:
+        if self.top_k_schedule is not None and not 0 < self.top_k_schedule <= 1:
+            raise UserError(f"model.top_k_schedule must be null, or above 0 and at most 1, got {self.top_k_schedule!r}")
+        if self.top_k_start is not None and (self.top_k_start < 1 or self.top_k_schedule is None):
+            raise UserError(f"model.top_k_start must be null or, with top_k_schedule, above 0, got {self.top_k_start}")
         if self.drop_path_rate is not None and not 0 <= self.drop_path_rate < 1:
             raise UserError(f"model.drop_path_rate must be null or in [0, 1), got {self.drop_path_rate!r}")
 

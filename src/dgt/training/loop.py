@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from dgt.data.dataset import Key
 from dgt.data.image_io import BrokenImage
+from dgt.models.annealing import TopKAnnealing
 from dgt.tasks import TASKS, Losses
 from dgt.tasks.base import LoadedRun
 from dgt.tasks.optim import batch_scale, learning_rate
@@ -85,6 +86,7 @@ class Training:
         self.epochs = math.ceil(self.steps / self.steps_per_epoch)
         self.guard, self.stop = BufferGuard(state.network), PreemptionHandler()
         self.in_optimizer = False
+        self.annealing = TopKAnnealing(state.network, recipe.model.top_k_schedule, recipe.model.top_k_start)
 
     def run(self) -> None:
         """Train to the end.
@@ -122,6 +124,7 @@ class Training:
     def train_step(self, batches: Sequence[Batch]) -> None:
         """Forward, backward, clip, optimizer, average; or, where something is not finite, skip and count."""
         self.guard.begin()
+        self.annealing.progress = self.progress.step / self.steps
         losses = self.backward(batches)
         optimizer, network, progress = self.state.optimizer, self.state.network, self.progress
         rate = learning_rate(progress.step, self.steps, self.recipe.optimizer, self.recipe.schedule)

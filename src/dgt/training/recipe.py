@@ -136,6 +136,8 @@ class Recipe:
             raise UserError(f"seed must be at least 0 and less than 2**32, got {self.seed!r}")
         if self.ema.decay is not None and not 0 <= self.ema.decay < 1:
             raise UserError(f"ema.decay must be null or in [0, 1), got {self.ema.decay!r}")
+        if self.trainer.compile and self.model.top_k_schedule is not None:
+            raise UserError("model.top_k_schedule must be null with trainer.compile: every k would be compiled anew")
         if self.trainer.strategy == "fsdp2" and self.ema.decay is not None:
             raise UserError("ema.decay must be null under trainer.strategy fsdp2: shared-out weights have no average")
 
