@@ -333,6 +333,41 @@ def readings_of_eq_4() -> Cells:
     return [["reading", *(head for head, _, _ in measures.values()), "share of the best"], *rows]
 
 
+@table
+def attention_in_short() -> Cells:
+    """The attention beside PyTorch's, for those who have a minute."""
+    heads = ["shape, groups, keys", "PyTorch's global attention, ms", "DG-Attention, ms", "times faster"]
+    rows = []
+    for row in read("attention_cpu")["rows"]:
+        cells = [row["case"].removesuffix(" float32"), *(number(row[key], 1) for key in ("sdpa_ms", "dgt_ms"))]
+        rows.append([*cells, *(bold(number(row[key], 1)) for key in ("ratio", "ratio_backward"))])
+    return [[*heads, "with backward"], *rows]
+
+
+@table
+def three_numbers() -> Cells:
+    """What the README shows: speed of the attention, what choosing keys is worth, a model accelerated."""
+    fast = next(row for row in read("attention_cpu")["rows"] if "L16384 k98" in row["case"])
+    right = {name: statistics.fmean(run["accuracy"] for run in runs) for name, runs in _retrieval().items()}
+    found = read("accelerate_camvid")["rows"]
+    before, at = found[0], next(row for row in found if row.get("asked_error") == 0.03)
+    ratio, backward = (bold(number(fast[key], 1)) for key in ("ratio", "ratio_backward"))
+    groups = bold(number(right["DG, G 48, k 16"], 1))
+    return [
+        ["", "DG-Attention", "beside it"],
+        ["attention over 128 x 128 tokens, forward; with backward: times as fast", f"{ratio}; {backward}", "global: 1"],
+        [
+            *("a source in the other half of the map is found, %, with 16 of 256 keys", groups),
+            f"global {right['global']:.1f}, windows {right['windows 4 x 4']:.1f}, chance 12.5",
+        ],
+        [
+            "a trained ViT accelerated, no training, error asked 3 %: attention, model times as fast; mIoU",
+            f"{bold(number(at['attention_speedup'], 1))}, {number(at['model_speedup'], 1)}; {at['miou']:.1%}",
+            f"1, 1; {before['miou']:.1%}",
+        ],
+    ]
+
+
 def main() -> int:
     """Write the pages, or tell which are not as they should be."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

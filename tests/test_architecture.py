@@ -421,17 +421,17 @@ def test_modules_and_functions_stay_small() -> None:
     assert not large, "\n".join(["", *large])
 
 
-def readme_tree() -> dict[str, list[str]]:
-    """The README's tree: its top-level entries, each with the entries indented under it.
+def written_tree() -> dict[str, list[str]]:
+    """CONTRIBUTING.md's tree: its top-level entries, each with the entries indented under it.
 
     The tree is a fenced block whose first line starts with `src/dgt/`. Two spaces before a name make a top-level entry,
     four an entry inside the folder above; more is the rest of a description. A name ends at the first blank; folders
     end in `/`.
     """
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     fenced = re.findall(r"^```\w*\n(.*?)^```", text, flags=re.S | re.M)
     blocks = [block for block in fenced if block.startswith("src/dgt/")]
-    assert len(blocks) == 1, "README.md needs exactly one fenced block that starts with `src/dgt/`"
+    assert len(blocks) == 1, "CONTRIBUTING.md needs exactly one fenced block that starts with `src/dgt/`"
     entries: dict[str, list[str]] = {}
     for line in blocks[0].splitlines()[1:]:
         match = re.match(r"( {2}| {4})(\S+)", line)
@@ -442,9 +442,9 @@ def readme_tree() -> dict[str, list[str]]:
     return entries
 
 
-def test_the_tree_in_the_readme_is_true() -> None:
+def test_the_tree_in_contributing_is_true() -> None:
     """Top level: exactly what is there. Inside folders: whatever is named exists."""
-    entries = readme_tree()
+    entries = written_tree()
     files = {path.name for path in PACKAGE.glob("*.py")} | {f"../{path.name}" for path in SOURCE_ROOT.glob("*.py")}
     folders = {path.name + "/" for path in PACKAGE.iterdir() if path.is_dir() and holds_files(path)}
     assert set(entries) - {"py.typed"} == files | folders

@@ -8,6 +8,7 @@ import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -139,3 +140,15 @@ def test_lines_are_at_most_120_columns(page: Path) -> None:
     lines = enumerate(page.read_text(encoding="utf-8").splitlines(), 1)
     long = [number for number, line in lines if len(line) > 120 and not line.startswith(("|", "![", "<img"))]
     assert long == []
+
+
+def test_the_ten_lines_of_the_readme_run() -> None:
+    """As they stand, but on small images and few tokens."""
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.S | re.M)
+    (lines,) = blocks
+    assert len(lines.split("\n\n")) == 3
+    seen: dict[str, Any] = {}
+    exec(lines.replace("4, 3, 512, 512", "2, 3, 64, 64").replace("16384", "256").replace("print(", "report = ("), seen)
+    assert seen["report"].asked_error == 0.01
+    assert seen["out"].output.shape == seen["query"].shape
+    assert [tuple(part.shape[2:]) for part in seen["maps"]] == [(16, 16), (8, 8), (4, 4), (2, 2)]
