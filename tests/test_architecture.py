@@ -55,6 +55,7 @@ BUDGETS = {
 ADDED: dict[str, dict[str, int]] = {
     "dgt ablate retrieval": {"experiments": 400, "figures": 100},
     "remainder, prefixes, sums and constants of keys": {"ops": 520, "models": 40},
+    "steps that threads share": {"ops": 40},
     "dgt.accelerate": {"acceleration": 650, "app": 96},
     "the ratios of Eq. 7": {"models": 10},
     "annealed top_k": {"models": 27, "tasks": 8, "training": 5},

@@ -90,7 +90,7 @@ def dynamic_group_attention(
     """
     if isinstance(centroids, Tensor) and centroids.dim() == 4:
         rest = (top_k, scale, key_mask, backend, num_prefix_tokens, remainder)
-        return _with_own_centroids(query, key, value, centroids, *rest)
+        return _with_own_centroids(query, key, value, centroids, rest)
     key, value = _all_heads(query, key, value)
     _check_operator(query, key, value, key_mask, num_prefix_tokens)
     scale = check_scale(scale, query.shape[-1])
@@ -126,9 +126,9 @@ def _three_steps(
         step = reference if backend == "reference" else remainders
         rest = step.summarize_unselected(patches, key, value, group_ids, key_ids, scale, key_mask)
         k, v, lists, bias = add_remainder(key, value, key_ids, rest)
-        output = _attend(patches, k, v, group_ids, lists, scale, backend, bias)[0]
+        output = _attend(backend, False, patches, k, v, group_ids, lists, scale, bias)[0]
     else:
-        output = _attend(patches, key, value, group_ids, key_ids, scale, backend, None)[0]
+        output = _attend(backend, False, patches, key, value, group_ids, key_ids, scale, None)[0]
     if prefix:
         everything = None if key_mask is None else key_mask[:, None, None]
         whole = F.scaled_dot_product_attention(query[:, :, :prefix], key, value, everything, scale=scale)
@@ -172,9 +172,9 @@ def attend(
         TypeError, ValueError: naming the argument, what was expected and what came; on the CPU also for ids out of
             range or doubled (on an accelerator looking would stall the stream).
     """
-    scale = _check_attend(query, key, value, group_ids, key_ids, scale, key_bias)
+    scale = _check_attend(query, key, value, group_ids, key_ids, scale=scale, key_bias=key_bias)
     backend = _resolve(backend, query, key_bias is not None, "key_bias")
-    return _attend(query, key, value, group_ids, key_ids, scale, backend, key_bias)[0]
+    return _attend(backend, False, query, key, value, group_ids, key_ids, scale, key_bias)[0]
 
 
 def attend_with_logsumexp(
@@ -195,9 +195,9 @@ def attend_with_logsumexp(
         ``(output, logsumexp)``: the second (B, H, L), float32 or float64, the logarithm of every query's sum of
         exponentials, -inf where it sees no key. Both are differentiable.
     """
-    scale = _check_attend(query, key, value, group_ids, key_ids, scale, key_bias)
+    scale = _check_attend(query, key, value, group_ids, key_ids, scale=scale, key_bias=key_bias)
     backend = _resolve(backend, query, True, "the logarithms of the sums")
-    output, sums = _attend(query, key, value, group_ids, key_ids, scale, backend, key_bias, with_sums=True)
+    output, sums = _attend(backend, True, query, key, value, group_ids, key_ids, scale, key_bias)
     return output, sums
 
 
@@ -218,26 +218,15 @@ def merge_attention(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return cast(Tensor, output).to(parts[0][0].dtype), whole
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    group_ids: Tensor,
-    key_ids: Tensor,
-    scale: float,
-    backend: str,
-    key_bias: Tensor | None,
-    with_sums: bool = False,
-) -> tuple[Tensor, ...]:
-    """Attend inside groups on a backend; the arguments are right."""
-    arguments = (query, key, value, group_ids, key_ids, scale)
+def _attend(backend: str, with_sums: bool, *arguments: Any) -> tuple[Tensor, ...]:
+    """Attend inside groups on a backend; the arguments, those of :func:`attend` but for its backend, are right."""
     if backend == "triton":
-        return (load_triton().attend(*arguments[:5], float(scale))[0],)
+        return (load_triton().attend(*arguments[:5], float(arguments[5]))[0],)
     if backend == "reference":
-        return reference.attend_with_logsumexp(*arguments, key_bias)
+        return reference.attend_with_logsumexp(*arguments)
     if with_sums:
-        return eager.attend_with_logsumexp(*arguments, key_bias)
-    return (eager.attend(*arguments, key_bias),)
+        return eager.attend_with_logsumexp(*arguments)
+    return (eager.attend(*arguments),)
 
 
 def _resolve(backend: str, query: Tensor, beyond_triton: bool, what: str) -> str:
@@ -251,23 +240,16 @@ def _resolve(backend: str, query: Tensor, beyond_triton: bool, what: str) -> str
 
 
 def _with_own_centroids(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    centroids: Tensor,
-    top_k: int,
-    scale: float | None,
-    key_mask: Tensor | None,
-    *rest: Any,
+    query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, rest: tuple[Any, ...]
 ) -> DynamicGroupAttentionOutput:
     """Every image has its own centroids: images become heads of one."""
     key, value = _all_heads(query, key, value)
     _check_inputs(query, key, value)
-    if key_mask is not None:
+    if rest[2] is not None:
         raise ValueError("key_mask must be None where centroids are (B, H, G, D)")
     check_shape("centroids", centroids, "BHGD", (*query.shape[:2], *centroids.shape[2:]), "query")
     q, k, v = (tensor.flatten(0, 1)[None] for tensor in (query, key, value))
-    found = dynamic_group_attention(q, k, v, centroids.flatten(0, 1), top_k, scale, None, *rest)
+    found = dynamic_group_attention(q, k, v, centroids.flatten(0, 1), *rest)
     return DynamicGroupAttentionOutput(*(tensor[0].unflatten(0, query.shape[:2]) for tensor in found))
 
 
@@ -301,16 +283,9 @@ def _check_operator(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor 
         )
 
 
-def _check_attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    group_ids: Tensor,
-    key_ids: Tensor,
-    scale: float | None,
-    key_bias: Tensor | None,
-) -> float:
+def _check_attend(*arguments: Tensor, scale: float | None, key_bias: Tensor | None) -> float:
     """Check what attention inside groups takes; returns the scale."""
+    query, key, value, group_ids, key_ids = arguments
     _check_inputs(query, key, value)
     check_choice(query, key, group_ids, key_ids)
     check_ids("group_ids", group_ids, key_ids.shape[2])

@@ -4,12 +4,14 @@ Two regimes and one rule, :func:`is_dense_masked`. *Gathered*: queries are sorte
 that never straddle two groups; a tile attends to the gathered keys of its group, so time and memory follow L K and
 nothing of size L x L exists. *Dense under a mask*, for few tokens, where gathering costs more than it saves: heads
 attend densely under a mask whose rows are picked by group. Either way the work is cut into parts that stay in the
-caches, each a small dense attention, and the backward pass computes the weights again instead of keeping them.
+caches, each a small dense attention, which threads share (:mod:`dgt.ops.parts`), and the backward pass computes the
+weights again instead of keeping them.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,9 +19,26 @@ from torch.utils.flop_counter import register_flop_formula
 
 from dgt.ops import flops
 from dgt.ops.checks import full_precision
-from dgt.ops.grouping import CHUNK_ELEMENTS
+from dgt.ops.parts import cut, part_size, run_parts
 
 HIDDEN = -1e30  # added to the score of a key that a query must not see; finite, so that no row can become NaN
+
+
+class _Heads(NamedTuple):
+    """What is attended to and how, with images and heads flattened to N heads."""
+
+    query: Tensor  # (N, L, D)
+    key: Tensor  # (N, S, D)
+    value: Tensor  # (N, S, D)
+    groups: Tensor  # (N, L), -1 for padding
+    keys: Tensor  # (N, G, K), -1 for an empty place
+    scale: float
+    bias: Tensor | None  # (N, S)
+    dense: bool  # the regime
+
+    def some(self, heads: slice) -> "_Heads":
+        some: Any = (x[heads] if isinstance(x, Tensor) else x for x in self)
+        return _Heads(*some)
 
 
 def is_dense_masked(queries: int, groups: int, top_k: int) -> bool:
@@ -41,7 +60,7 @@ def attend(
 
     Differentiable once. Repetitions give the same result and gradients, bit for bit.
     """
-    return _forward(query, key, value, group_ids, key_ids, scale, key_bias, False)[0]
+    return _forward(query, _by_head(query, key, value, group_ids, key_ids, scale, key_bias), False)[0]
 
 
 @torch.library.custom_op("dgt::attend_with_logsumexp", mutates_args=())
@@ -55,73 +74,53 @@ def attend_with_logsumexp(
     key_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same, and the (B, H, L) logarithm of every query's sum of exponentials; -inf where it sees no key."""
-    return _forward(query, key, value, group_ids, key_ids, scale, key_bias, True)
+    return _forward(query, _by_head(query, key, value, group_ids, key_ids, scale, key_bias), True)
 
 
-def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    group_ids: Tensor,
-    key_ids: Tensor,
-    scale: float,
-    key_bias: Tensor | None,
-    with_sums: bool,
-) -> tuple[Tensor, Tensor]:
+def _forward(query: Tensor, x: _Heads, with_sums: bool) -> tuple[Tensor, Tensor]:
     """Output, and the logarithms of the sums if they are wanted."""
-    groups, keys = _by_head(group_ids, key_ids)
-    dense = is_dense_masked(query.shape[2], *key_ids.shape[2:])
     with full_precision(query.device):
-        forward = _attend_dense_masked if dense else _attend_gathered
-        return forward(query, key, value, groups, keys, scale, key_bias, with_sums)
-
-
-def _attend_dense_masked(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    groups: Tensor,
-    keys: Tensor,
-    scale: float,
-    key_bias: Tensor | None,
-    with_sums: bool,
-) -> tuple[Tensor, Tensor]:
-    """Dense under a mask: whole heads, densely under a mask."""
-    q, k, v = (tensor.flatten(0, 1) for tensor in (query, key, value))  # (B H, L, D)
-    output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    sums = torch.empty(groups.shape if with_sums else 0, dtype=_wide(q), device=q.device)
-    for part, bias in _heads(groups, keys, k.shape[1], key_bias, CHUNK_ELEMENTS):
-        output[part], found = _small_attention(q[part], k[part], v[part], bias, scale, with_sums)
-        if with_sums:
-            sums[part] = found
-    if groups.amin() < 0:
-        output[groups < 0] = 0.0
-        sums = sums.masked_fill(groups < 0, -torch.inf) if with_sums else sums
+        output, sums = (_attend_dense_masked if x.dense else _attend_gathered)(x, with_sums)
     return output.view(query.shape), sums.view(query.shape[:3] if with_sums else 0)
 
 
-def _attend_gathered(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    groups: Tensor,
-    keys: Tensor,
-    scale: float,
-    key_bias: Tensor | None,
-    with_sums: bool,
-) -> tuple[Tensor, Tensor]:
-    """Gathered: tiles of queries of one group over the gathered keys of that group."""
-    rows, key_rows, value_rows = _with_empty_row(query), key.flatten(0, 2), value.flatten(0, 2)
-    count = query.shape[:3].numel()
-    output = query.new_zeros(count + 1, query.shape[3])  # the last row takes what empty slots yield
-    sums = torch.full((count + 1 if with_sums else 1,), -torch.inf, dtype=_wide(query), device=query.device)
-    for part in _tiled_parts(groups, keys, key.shape[2], key_bias, CHUNK_ELEMENTS):
-        q, k, v = _pick(rows, part.queries), _pick(key_rows, part.keys), _pick(value_rows, part.keys)
-        attended, found = _small_attention(q, k, v, part.bias, scale, with_sums)
-        output.index_copy_(0, part.queries.flatten(), attended.flatten(0, 1))
+def _attend_dense_masked(x: _Heads, with_sums: bool) -> tuple[Tensor, Tensor]:
+    """Dense under a mask: whole heads, densely under a mask."""
+    output = torch.empty(x.query.shape, dtype=x.query.dtype, device=x.query.device)
+    sums = torch.empty(x.groups.shape if with_sums else 0, dtype=_wide(output), device=output.device)
+
+    def work(heads: slice) -> None:
+        part = x.some(heads)
+        output[heads], found = _small_attention(*part[:3], _mask(part), x.scale, with_sums)
         if with_sums:
-            sums.index_copy_(0, part.queries.flatten(), found.flatten())
-    return output[:-1].view(query.shape), sums[:-1].view(query.shape[:3] if with_sums else 0)
+            sums[heads] = found
+
+    run_parts(work, _runs_of_heads(x), output.device)
+    if _some_negative(x.groups):
+        output[x.groups < 0] = 0.0
+        sums = sums.masked_fill(x.groups < 0, -torch.inf) if with_sums else sums
+    return output, sums
+
+
+def _attend_gathered(x: _Heads, with_sums: bool) -> tuple[Tensor, Tensor]:
+    """Gathered: tiles of queries of one group over the gathered keys of that group."""
+    rows, key_rows, value_rows = (tensor.flatten(0, 1) for tensor in x[:3])
+    output = rows.new_empty(len(rows) + 1, rows.shape[1])  # the last row takes what empty slots yield
+    sums = torch.full((len(output) if with_sums else 1,), -torch.inf, dtype=_wide(rows), device=rows.device)
+    tiles = _cut_into_tiles(x)
+    if tiles.padding:
+        output.zero_()
+
+    def work(some: slice) -> None:
+        queries, keys, bias = tiles.part(some)
+        q = _pick(rows, queries.clamp(max=len(rows) - 1))
+        attended, found = _small_attention(q, _pick(key_rows, keys), _pick(value_rows, keys), bias, x.scale, with_sums)
+        output.index_copy_(0, queries.flatten(), attended.flatten(0, 1))
+        if with_sums:
+            sums.index_copy_(0, queries.flatten(), found.flatten())
+
+    run_parts(work, tiles.parts, rows.device)
+    return output[:-1], sums[:-1]
 
 
 def _small_attention(
@@ -160,91 +159,59 @@ def _attend_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients in query, key, value and key_bias (empty where there is none)."""
-    groups, keys = _by_head(group_ids, key_ids)
-    dense = is_dense_masked(query.shape[2], *key_ids.shape[2:])
-    backward = _backward_dense_masked if dense else _backward_gathered
+    x = _by_head(query, key, value, group_ids, key_ids, scale, key_bias)
+    g, s = grad.flatten(0, 1), None if grad_sums is None else grad_sums.flatten(0, 1)
+    grad_q, grad_k, grad_v, grad_bias = _empty_gradients(query, key, value, key_bias)
+
+    def work(heads: slice) -> None:
+        backward = _backward_dense_masked if x.dense else _backward_gathered
+        pieces = backward(g[heads], None if s is None else s[heads], x.some(heads))
+        for whole, piece in zip((grad_q, grad_k, grad_v, grad_bias), pieces, strict=True):
+            if whole.numel():
+                whole.flatten(0, 1)[heads] = piece
+
     with full_precision(query.device):
-        *grads, grad_bias = backward(grad, grad_sums, query, key, value, groups, keys, key_bias, scale)
-    grad_q, grad_k, grad_v = (g.view(t.shape).to(t.dtype) for g, t in zip(grads, (query, key, value), strict=True))
-    return grad_q, grad_k, grad_v, grad_bias if key_bias is None else grad_bias.view_as(key_bias).to(key_bias.dtype)
+        run_parts(work, _runs_of_heads(x, backward=True), query.device)
+    return grad_q, grad_k, grad_v, grad_bias
 
 
-def _backward_dense_masked(
-    grad: Tensor,
-    grad_sums: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    groups: Tensor,
-    keys: Tensor,
-    key_bias: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, ...]:
-    """Dense under a mask: the gradients of whole heads, (B H, L, D) each and (B H, L)."""
-    wide = _wide(query)
-    q, k, v, g = (tensor.flatten(0, 1).to(wide) for tensor in (query, key, value, grad))
-    s = None if grad_sums is None else grad_sums.flatten(0, 1).to(wide)
-    if groups.amin() < 0:
-        g = g.masked_fill(groups[..., None] < 0, 0.0)
-        s = None if s is None else s.masked_fill(groups < 0, 0.0)
-    grads = tuple(torch.empty(t.shape, dtype=wide, device=t.device) for t in (q, k, v))
-    grad_bias = q.new_empty(0 if key_bias is None else k.shape[:2])
-    # Parts of a quarter: the gradients keep four times the temporaries of the forward.
-    for part, bias in _heads(groups, keys, k.shape[1], key_bias, CHUNK_ELEMENTS // 4):
-        sums = None if s is None else s[part]
-        *pieces, of_keys = _gradients(g[part], sums, q[part], k[part], v[part], bias, scale)
-        for whole, piece in zip(grads, pieces, strict=True):
-            whole[part] = piece
-        if key_bias is not None:
-            grad_bias[part] = of_keys
-    return (*grads, grad_bias)
+def _empty_gradients(*inputs: Tensor | None) -> Iterator[Tensor]:
+    return (torch.empty(0) if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in inputs)
 
 
-def _backward_gathered(
-    grad: Tensor,
-    grad_sums: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    groups: Tensor,
-    keys: Tensor,
-    key_bias: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, ...]:
-    """Gathered: the gradients of all tiles, added up for the keys that several of them see, (B H L, D) and (B H L)."""
-    rows, grad_rows = _with_empty_row(query), _with_empty_row(grad)
-    key_rows, value_rows = key.flatten(0, 2), value.flatten(0, 2)
+def _backward_dense_masked(grad: Tensor, grad_sums: Tensor | None, x: _Heads) -> tuple[Tensor, ...]:
+    """Dense under a mask: the gradients in query, key, value and bias of N heads."""
+    g, q, k, v = (tensor.to(_wide(grad)) for tensor in (grad, *x[:3]))
+    if _some_negative(x.groups):
+        g = g.masked_fill(x.groups[..., None] < 0, 0.0)
+        grad_sums = None if grad_sums is None else grad_sums.masked_fill(x.groups < 0, 0.0)
+    return _gradients(g, None if grad_sums is None else grad_sums.to(g), q, k, v, _mask(x), x.scale)
+
+
+def _backward_gathered(grad: Tensor, grad_sums: Tensor | None, x: _Heads) -> tuple[Tensor, ...]:
+    """Gathered: the same gradients; those of keys add up over all tiles."""
+    rows, grad_rows = _with_empty_row(x.query), _with_empty_row(grad)
+    key_rows, value_rows = x.key.flatten(0, 1), x.value.flatten(0, 1)
     sum_rows = None if grad_sums is None else F.pad(grad_sums.flatten(), (0, 1))
-    wide = _wide(query)
+    wide = _wide(grad)
     grad_q, grad_k, grad_v = (torch.zeros_like(r, dtype=wide) for r in (rows, key_rows, value_rows))
-    grad_bias = grad_k.new_zeros(0 if key_bias is None else len(grad_k))
-    for part in _tiled_parts(groups, keys, key.shape[2], key_bias, CHUNK_ELEMENTS // 4):
-        q, g = _pick(rows, part.queries).to(wide), _pick(grad_rows, part.queries).to(wide)
-        k, v = _pick(key_rows, part.keys).to(wide), _pick(value_rows, part.keys).to(wide)
-        sums = None if sum_rows is None else sum_rows[part.queries].to(wide)
-        dq, dk, dv, of_keys = _gradients(g, sums, q, k, v, part.bias, scale)
-        grad_q.index_copy_(0, part.queries.flatten(), dq.flatten(0, 1))
-        grad_k.index_add_(0, part.keys.flatten(), dk.flatten(0, 1))
-        grad_v.index_add_(0, part.keys.flatten(), dv.flatten(0, 1))
-        if key_bias is not None:
-            grad_bias.index_add_(0, part.keys.flatten(), of_keys.flatten())
-    return grad_q[:-1], grad_k, grad_v, grad_bias
+    grad_bias = grad_k.new_zeros(len(grad_k))
+    tiles = _cut_into_tiles(x)
+    for queries, keys, bias in map(tiles.part, tiles.parts):
+        q, g = _pick(rows, queries).to(wide), _pick(grad_rows, queries).to(wide)
+        k, v = _pick(key_rows, keys).to(wide), _pick(value_rows, keys).to(wide)
+        sums = None if sum_rows is None else sum_rows[queries].to(wide)
+        dq, dk, dv, of_keys = _gradients(g, sums, q, k, v, bias, x.scale)
+        grad_q.index_copy_(0, queries.flatten(), dq.flatten(0, 1))
+        grad_k.index_add_(0, keys.flatten(), dk.flatten(0, 1))
+        grad_v.index_add_(0, keys.flatten(), dv.flatten(0, 1))
+        if x.bias is not None:
+            grad_bias.index_add_(0, keys.flatten(), of_keys.flatten())
+    found = (grad_q[:-1], x.query), (grad_k, x.key), (grad_v, x.value), (grad_bias, x.key[..., 0])
+    return tuple(gradient.view(like.shape) for gradient, like in found)
 
 
-@_attend_backward.register_fake
-def _(
-    grad: Tensor,
-    grad_sums: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    group_ids: Tensor,
-    key_ids: Tensor,
-    key_bias: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, ...]:
-    none = grad.new_empty(0, dtype=_wide(query))
-    return tuple(none if t is None else t.new_empty(t.shape) for t in (query, key, value, key_bias))
+_attend_backward.register_fake(lambda grad, sums, q, k, v, ids, keys, bias, _: tuple(_empty_gradients(q, k, v, bias)))
 
 
 def _gradients(
@@ -286,44 +253,49 @@ def _wide(tokens: Tensor) -> torch.dtype:
     return torch.promote_types(tokens.dtype, torch.float32)
 
 
-class _Part(NamedTuple):
-    """A batch of P tiles of T queries, as rows of the flattened (B H L, D) tensors."""
-
-    queries: Tensor  # (P, T) rows of queries; the number of rows (one past the end) marks an empty slot
-    keys: Tensor  # (P, K) rows of keys
-    bias: Tensor | None  # (P, 1, K): what is added to the scores; HIDDEN at empty places
-
-
 def _pick(rows: Tensor, ids: Tensor) -> Tensor:
     """Gather (N, D) rows by (P, T) ids: (P, T, D)."""
     return rows.index_select(0, ids.flatten()).view(*ids.shape, -1)
 
 
 def _with_empty_row(tokens: Tensor) -> Tensor:
-    """Flatten (B, H, L, D) to (B H L + 1, D); the last row, zero, stands for an empty slot."""
-    return F.pad(tokens.flatten(0, 2), (0, 0, 0, 1))
+    """Flatten (N, L, D) to (N L + 1, D); the last row, zero, stands for an empty slot."""
+    return F.pad(tokens.flatten(0, 1), (0, 0, 0, 1))
 
 
-def _by_head(group_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Flatten ids to (B H, L) and (B H, G, K); a group without keys loses its queries: they become padding, -1."""
-    groups, keys = group_ids.flatten(0, 1), key_ids.flatten(0, 1)
-    if keys.amin() < 0:
+def _by_head(
+    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float, key_bias: Tensor | None
+) -> _Heads:
+    """Flatten images and heads; a group without keys loses its queries: they become padding, -1."""
+    q, k, v, groups, keys = (tensor.flatten(0, 1) for tensor in (query, key, value, group_ids, key_ids))
+    no_keys = keys[..., 0] < 0  # it takes an empty first place to have none
+    if no_keys.any():
         no_keys = (keys < 0).all(-1)
         groups = groups.masked_fill(no_keys.gather(1, groups.clamp(min=0)), -1)
-    return groups, keys
+    dense = is_dense_masked(q.shape[1], *keys.shape[1:])
+    return _Heads(q, k, v, groups, keys, scale, None if key_bias is None else key_bias.flatten(0, 1), dense)
 
 
-def _heads(
-    groups: Tensor, keys: Tensor, tokens: int, key_bias: Tensor | None, size: int
-) -> Iterator[tuple[slice, Tensor]]:
-    """Cut heads into parts of about ``size`` scores: heads, and their (heads, L, tokens) mask to add."""
-    some_empty = bool(keys.amin() < 0)
-    for part in _slices(len(groups), groups.shape[1] * tokens, size):
-        # Where places are empty (-1), one column more than there are keys takes them, and is cut off.
-        hidden = torch.full((*keys[part].shape[:2], tokens + some_empty), HIDDEN, device=keys.device)
-        hidden.scatter_(-1, keys[part].where(keys[part] >= 0, tokens) if some_empty else keys[part], 0.0)
-        bias = rows_of_groups(hidden[..., :tokens], groups[part])
-        yield part, bias if key_bias is None else bias + key_bias.flatten(0, 1)[part, None]
+def _runs_of_heads(x: _Heads, backward: bool = False) -> list[slice]:
+    """Cut heads into runs that threads share, by the size of their masks."""
+    if x.dense:
+        scores = x.groups.shape[1] * x.key.shape[1]
+        return cut(len(x.groups), part_size(len(x.groups) * scores) // scores)
+    # Tiles that add up gradients of one key are of one head. Too few heads stay together, and threads share operators.
+    each = len(x.groups) // torch.get_num_threads()
+    return cut(len(x.groups), max(1, each // 4) if each else len(x.groups))
+
+
+def _mask(x: _Heads) -> Tensor:
+    """What to add to the scores of N heads, (N, L, S)."""
+    tokens, empty = x.key.shape[1], _some_negative(x.keys)
+    # Where places are empty (-1), one column more than there are keys takes them, and is cut off.
+    hidden = torch.full((*x.keys.shape[:2], tokens + empty), HIDDEN, device=x.keys.device)
+    first = torch.arange(0, hidden.numel(), hidden.shape[2], device=hidden.device).view(*hidden.shape[:2], 1)
+    places = first + (x.keys.where(x.keys >= 0, tokens) if empty else x.keys)
+    hidden.view(-1).index_fill_(0, places.flatten(), 0.0)  # half the time of scatter_
+    mask = rows_of_groups(hidden[..., :tokens], x.groups)
+    return mask if x.bias is None else mask + x.bias[:, None]
 
 
 def rows_of_groups(table: Tensor, groups: Tensor) -> Tensor:
@@ -333,47 +305,67 @@ def rows_of_groups(table: Tensor, groups: Tensor) -> Tensor:
     return rows.view(*groups.shape, -1)
 
 
-def _tiled_parts(groups: Tensor, keys: Tensor, tokens: int, key_bias: Tensor | None, size: int) -> Iterator[_Part]:
-    """Gathered: tiles of queries of one group, each with the selected keys of that group."""
-    heads, num_groups, top_k = keys.shape
-    queries, segment = _tiles(groups, num_groups)
-    first = torch.arange(heads, device=keys.device)[:, None, None] * tokens
-    key_rows = (keys.clamp(min=0) + first).flatten(0, 1)  # (B H G, K)
-    empty = (keys < 0).flatten(0, 1)
-    bias = None if key_bias is None else key_bias.flatten()[key_rows][:, None]  # (B H G, 1, K)
-    if empty.any():
-        bias = (torch.zeros(1, device=keys.device) if bias is None else bias).where(~empty[:, None], HIDDEN)
-    for part in _slices(len(segment), queries.shape[1] * top_k, size):
-        chosen = segment[part]
-        yield _Part(queries[part], key_rows[chosen], None if bias is None else bias[chosen])
+class _Tiles(NamedTuple):
+    """Queries of one group are a tile, or several where they are many; parts are runs of tiles of nearly one length.
 
-
-def _tiles(groups: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-    """Sort queries by (head, group) and cut every such segment into tiles.
-
-    Args:
-        groups: (B H, L) group of every query, -1 for padding.
-        num_groups: G.
-
-    Returns:
-        (tiles, T) rows of the flattened queries, B H L in empty slots; (tiles,) the segment ``head G + group`` of each.
+    Tiles of one size would leave a third of the slots empty, and gather the keys of a group for each of its tiles.
     """
-    heads, count = groups.shape
-    size = 32 if count < 48 * num_groups else 64  # small groups would leave large tiles half empty
-    first = torch.arange(heads, device=groups.device)[:, None] * num_groups
-    segments = torch.where(groups < 0, heads * num_groups, groups + first).flatten()
-    order = segments.argsort(stable=True)
-    lengths = segments.bincount(minlength=heads * num_groups + 1)[:-1]
-    ends = lengths.cumsum(0)
-    tiles = (lengths + size - 1) // size
-    segment = torch.repeat_interleave(torch.arange(len(tiles), device=groups.device), tiles)
-    nth = torch.arange(len(segment), device=groups.device) - (tiles.cumsum(0) - tiles)[segment]
-    slot = ((ends - lengths)[segment] + nth * size)[:, None] + torch.arange(size, device=groups.device)
-    rows = order[slot.clamp(max=len(order) - 1)]
-    return torch.where(slot < ends[segment][:, None], rows, heads * count), segment
+
+    order: Tensor  # (N L,) rows of queries, sorted by head and group
+    first: Tensor  # (tiles,) place in that order at which a tile begins, the longest first
+    length: Tensor  # (tiles,)
+    segment: Tensor  # (tiles,) `head G + group`
+    keys: Tensor  # (N G, K) rows of keys
+    bias: Tensor | None  # (N G, 1, K): what is added to the scores; HIDDEN at empty places
+    padding: int  # queries of no tile
+    parts: list[slice]
+
+    def part(self, run: slice) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Rows of P tiles of up to T queries (P, T), N L in empty slots, rows of their keys (P, K), bias (P, 1, K)."""
+        first, length, segment = self.first[run, None], self.length[run, None], self.segment[run]
+        slot = torch.arange(int(length[0, 0]), device=first.device)
+        rows = self.order[(first + slot).clamp(max=len(self.order) - 1)].where(slot < length, len(self.order))
+        return rows, self.keys[segment], None if self.bias is None else self.bias[segment]
 
 
-def _slices(count: int, elements: int, size: int) -> Iterator[slice]:
-    """Cut ``count`` items of so many elements each into runs of about ``size`` elements."""
-    step = max(1, size // elements)
-    return (slice(start, start + step) for start in range(0, count, step))
+def _cut_into_tiles(x: _Heads) -> _Tiles:
+    """Sort the queries of N heads by group, and cut them; by numpy, which opens no parallel regions."""
+    (heads, groups, top_k), tokens, device = x.keys.shape, x.groups.shape[1], x.keys.device
+    head = np.arange(heads)[:, None]
+    slots = x.groups.cpu().numpy()
+    slots = np.where(slots < 0, groups, slots)  # padding comes last in its head
+    order = np.argsort(slots.astype(np.uint16 if groups < 1 << 16 else np.int64), axis=-1, kind="stable")  # radix sort
+    numbers = np.bincount((slots + head * (groups + 1)).ravel(), minlength=heads * (groups + 1)).reshape(heads, -1)
+    count, start = (t[:, :-1].ravel() for t in (numbers, numbers.cumsum(1) - numbers + head * tokens))
+    size = part_size(tokens * heads * top_k)
+    pieces = -(-count // max(64, size // top_k))
+    longest = -(-count // np.maximum(pieces, 1))
+    segment = np.repeat(np.arange(len(count)), pieces)
+    before = (np.arange(len(segment)) - (pieces.cumsum() - pieces)[segment]) * longest[segment]
+    length = np.minimum(longest[segment], count[segment] - before)
+    by_length = np.argsort(-length, kind="stable")
+    keys = x.keys.cpu().numpy()
+    rows = (np.maximum(keys, 0) + head[..., None] * x.key.shape[1]).reshape(-1, top_k)
+    arrays = (order + head * tokens).ravel(), *(t[by_length] for t in (start[segment] + before, length, segment)), rows
+    in_order, first, lengths, segments, key_rows = (torch.from_numpy(t).to(device) for t in arrays)
+    bias = None if x.bias is None else x.bias.flatten()[key_rows][:, None]
+    if keys.min() < 0:
+        bias = (x.query.new_zeros(1) if bias is None else bias).where(x.keys.flatten(0, 1)[:, None] >= 0, HIDDEN)
+    parts = _runs_of_tiles(length[by_length], top_k, size)
+    return _Tiles(in_order, first, lengths, segments, key_rows, bias, int(numbers[:, -1].sum()), parts)
+
+
+def _runs_of_tiles(length: Any, top_k: int, size: int) -> list[slice]:
+    """Cut tiles, the longest first, into parts of about ``size`` scores: none is much shorter than a part's first."""
+    parts, begin = [], 0
+    while begin < len(length):
+        most = int(length[begin])
+        alike = int(np.searchsorted(-length, 8 - int(0.8 * most), side="right"))  # a few slots or a fifth shorter
+        parts.append(slice(begin, min(alike, begin + max(1, size // (most * top_k)))))
+        begin = parts[-1].stop
+    return parts
+
+
+def _some_negative(ids: Tensor) -> bool:
+    """Whether there is padding or an empty place, -1; numpy finds out in a tenth of the time of PyTorch."""
+    return bool((ids.numpy() if ids.device.type == "cpu" else ids).min() < 0)

@@ -5,8 +5,6 @@ scores and statistics are computed in float32 whatever the input's type. State g
 changes its arguments.
 """
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,9 +25,9 @@ from dgt.ops.checks import (
     full_precision,
     nan_in,
 )
+from dgt.ops.parts import head_parts, run_parts
 from dgt.ops.triton.fallback import falls_back
 
-CHUNK_ELEMENTS = 1 << 20  # of the largest temporary tensor of a part
 MARK = 1 << 16  # weight of a mark in :func:`nearest_group`: above the number of groups, and exact when doubled
 
 
@@ -68,10 +66,13 @@ def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None = No
 def _group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
     batch, heads, tokens, _ = query.shape
     ids = query.new_empty(query.shape[:3], dtype=torch.int64)
+
+    def work(part: tuple[slice, slice, slice]) -> None:
+        scores = torch.matmul(centroids[part[1]].float(), query[part].float().transpose(-1, -2))
+        ids[part] = nearest_group(scores)
+
     with full_precision(query.device):
-        for part in head_parts(batch, heads, tokens * centroids.shape[1]):
-            scores = torch.matmul(centroids[part[1]].float(), query[part].float().transpose(-1, -2))
-            ids[part] = nearest_group(scores)
+        run_parts(work, head_parts(batch, heads, tokens, centroids.shape[1]), query.device)
     return ids if key_mask is None else ids.masked_fill_(~key_mask[:, None], -1)
 
 
@@ -100,15 +101,6 @@ def _nearest_group_by_index(scores: Tensor) -> Tensor:
     if scores.device.type == "cpu" and best.isnan().any():
         raise nan_in("query")
     return ids
-
-
-def head_parts(batch: int, heads: int, elements: int) -> Iterator[tuple[slice, slice]]:
-    """Cut (B, H) into parts whose temporary tensors, of so many ``elements`` a head, stay in the caches."""
-    images = max(1, CHUNK_ELEMENTS // (heads * elements))
-    some = min(heads, max(1, CHUNK_ELEMENTS // elements))
-    for image in range(0, batch, images):
-        for head in range(0, heads, some):
-            yield slice(image, image + images), slice(head, head + some)
 
 
 register_flop_formula(torch.ops.dgt.group_queries)(flops.group_queries)

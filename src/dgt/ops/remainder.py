@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from dgt.ops.checks import full_precision
-from dgt.ops.grouping import CHUNK_ELEMENTS, sum_groups
+from dgt.ops.grouping import sum_groups
+from dgt.ops.parts import MOST, cut
 
 
 class WithRemainder(NamedTuple):
@@ -73,9 +74,8 @@ def summarize_unselected(
     with full_precision(query.device):
         sums, counts = sum_groups(q.to(wide)[None], groups_of[None], groups)
         mean = sums / counts.clamp(min=1)[..., None] * scale  # s m, (B H, G, D)
-        step = max(1, CHUNK_ELEMENTS // (groups * key.shape[2]))
         parts = []
-        for part in (slice(start, start + step) for start in range(0, batch * heads, step)):
+        for part in cut(batch * heads, 4 * MOST // (groups * key.shape[2])):
             hidden = None if padding is None else padding[part]
             parts.append(_summarize(mean[part], k[part].to(wide), v[part].to(wide), lists[part], hidden))
     whole = (torch.cat(pieces).unflatten(0, (batch, heads)) for pieces in zip(*parts, strict=True))

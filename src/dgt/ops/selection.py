@@ -12,7 +12,7 @@ from torch.utils.flop_counter import register_flop_formula
 from dgt.ops import flops, reference
 from dgt.ops.backends import load_triton, resolve_backend
 from dgt.ops.checks import check_count, check_key_mask, check_tokens, full_precision, nan_in
-from dgt.ops.grouping import head_parts
+from dgt.ops.parts import head_parts, run_parts
 from dgt.ops.triton.fallback import falls_back
 
 SORTED = 512  # keys up to which a whole vectorised sort is quicker than looking for one place of it
@@ -54,12 +54,15 @@ def _select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | 
     batch, heads, tokens, _ = key.shape
     groups, count = centroids.shape[1], min(top_k, tokens)
     ids = key.new_empty((batch, heads, groups, count), dtype=torch.int64)
+
+    def work(part: tuple[slice, slice, slice]) -> None:
+        scores = torch.matmul(centroids[part[1:]].float(), key[part[:2]].float().transpose(-1, -2))
+        if key_mask is not None:
+            scores = scores.masked_fill(~key_mask[part[0], None, None], -torch.inf)
+        ids[part] = _largest(scores, count)
+
     with full_precision(key.device):
-        for part in head_parts(batch, heads, groups * tokens):
-            scores = torch.matmul(centroids[part[1]].float(), key[part].float().transpose(-1, -2))
-            if key_mask is not None:
-                scores = scores.masked_fill(~key_mask[part[0], None, None], -torch.inf)
-            ids[part] = _largest(scores, count)
+        run_parts(work, head_parts(batch, heads, groups, tokens), key.device)
     return ids
 
 
