@@ -59,6 +59,7 @@ ADDED: dict[str, dict[str, int]] = {
     "dgt.accelerate": {"acceleration": 650, "app": 96},
     "the ratios of Eq. 7": {"models": 10},
     "annealed top_k": {"models": 27, "tasks": 8, "training": 5},
+    "doors of dgt.accelerate": {"acceleration": 240, "app": 20},
 }
 # Packages that are above both together, with the lines that they have: a number here may only fall.
 OVER_BUDGET: dict[str, int] = {

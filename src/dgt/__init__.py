@@ -3,7 +3,7 @@
 Importing the package registers its models with timm: ``timm.create_model("dgt_tiny")``.
 """
 
-from dgt.acceleration import accelerate, apply_plan, exact_attention
+from dgt.acceleration import accelerate, apply_plan, exact_attention, register_attention
 from dgt.inference import optimize_for_inference
 from dgt.layers import DGAttention, GlobalAttention
 from dgt.models import (
@@ -55,6 +55,7 @@ __all__ = [
     "group_records",
     "merge_attention",
     "optimize_for_inference",
+    "register_attention",
     "replace_attention",
     "seed_centroids",
     "select_keys",

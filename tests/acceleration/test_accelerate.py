@@ -12,30 +12,17 @@ import safetensors.torch
 import timm
 import torch
 import torch.nn.functional as F
+import torchvision
 from PIL import Image
 from torch import Tensor, nn
 
 import dgt
-from dgt.acceleration import sdpa, search
-from dgt.acceleration.sdpa import GroupedCall, grouped_calls
+from dgt.acceleration import inspect_model, sdpa, search
+from dgt.acceleration.sdpa import grouped_calls
 from dgt.app import accelerate as app
 
 SIZE = 96  # 6 x 6 patches of 16, or 24 x 24 of 4
 SMALL = {"depth": 2, "embed_dim": 32, "num_heads": 2, "img_size": SIZE, "num_classes": 5}
-
-
-@pytest.fixture
-def slow_attention(monkeypatch) -> None:
-    """A machine on which a model's own attention is slow, whatever the size, and groups take time by their count."""
-
-    def seconds(work, rounds: int = 1) -> float:
-        work()
-        grouped = getattr(work, "func", None)
-        return (grouped.centroids.shape[1] + grouped.top_k) / 1e4 if isinstance(grouped, GroupedCall) else 0.1
-
-    monkeypatch.setattr(search, "_seconds", seconds)
-    monkeypatch.setattr(search, "_in_turns", lambda *_: (0.2, 0.1))
-    monkeypatch.setattr(search, "LEAST_TOKENS", 16)
 
 
 def vit(name: str = "vit_tiny_patch16_224", **options) -> nn.Module:
@@ -253,7 +240,9 @@ def test_a_model_that_fails_is_as_it_was() -> None:
     [
         ({"model": "vit"}, TypeError, "model must be a module, got 'vit' of type str"),
         ({"model": nn.Linear(4, 4)}, ValueError, "model must call .*attention, got a Linear that does not"),
-        ({"images": [1, 2]}, TypeError, r"images must be a tensor \(N, ...\), got"),
+        ({"images": [1, 2]}, TypeError, r"images must be a tensor \(N, ...\), or .*, got \[1, 2\]"),
+        ({"images": {"x": 3}}, TypeError, r"images must be a tensor .* by their names, got"),
+        ({"images": {"x": torch.randn(1, 4)}}, ValueError, "images must be at least 2, .* got 1"),
         ({"images": torch.randn(1, 4)}, ValueError, "images must be at least 2, .* got 1"),
         ({"images": torch.randn(0, 4)}, ValueError, "images must be at least 2, .* got 0"),
         ({"error": 0.0}, ValueError, "error must be above 0 and below 1, got 0.0"),
@@ -363,6 +352,11 @@ def test_autocast() -> None:
         assert model(x).dtype == torch.bfloat16
 
 
+def compiled_in_place(model: nn.Module) -> nn.Module:
+    model.blocks[0].compile()
+    return model
+
+
 class Label(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -379,6 +373,7 @@ class Label(nn.Module):
         (vit, {"num_prefix_tokens": -1}, ValueError, "num_prefix_tokens must be at least 0, got -1"),
         (vit, {"num_prefix_tokens": "1"}, TypeError, "num_prefix_tokens must be an int of at least 0, got '1'"),
         (lambda: torch.compile(vit()), {}, ValueError, "model must not be compiled yet"),
+        (lambda: compiled_in_place(vit()), {}, ValueError, "model must not be compiled yet"),
     ],
 )
 def test_bad_models(model, options, error, message) -> None:
@@ -416,3 +411,138 @@ def test_images_that_cannot_be_read_are_left_out(tmp_path, monkeypatch, caplog) 
         (tmp_path / f"{number}.png").write_bytes(b"no image")
     with pytest.raises(ValueError, match=r"at least 2 images that can be read, .* has 1"):
         app.accelerate_model("vit", tmp_path, 0.1, SIZE, 4)
+
+
+class Parts(nn.Module):
+    """torch's own module, in every way that it is called, in which it calls no attention that can be seen."""
+
+    def __init__(self, batch_first: bool = True) -> None:
+        super().__init__()
+        self.cls_token = nn.Parameter(torch.randn(1, 1, 32))
+        kinds = "plain", "bare", "apart", "mask", "weights", "probe"
+        options = {"bare": {"bias": False}, "apart": {"kdim": 16, "vdim": 16}}
+        self.parts = nn.ModuleDict(
+            {kind: nn.MultiheadAttention(32, 2, batch_first=batch_first, **options.get(kind, {})) for kind in kinds}
+        )
+        for part in self.parts.values():
+            nn.init.normal_(part.in_proj_weight if part.in_proj_weight is not None else part.q_proj_weight, 0, 0.2)
+        self.encoder = nn.TransformerEncoderLayer(32, 2, 32, batch_first=True)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = torch.cat([self.cls_token.expand(len(images), -1, -1), images], dim=1)
+        batch_first = self.parts["plain"].batch_first
+        x = x if batch_first else x.transpose(0, 1)
+        for kind in ("plain", "bare"):
+            x = x + self.parts[kind](x, x, x, need_weights=False)[0]
+        x = x + self.parts["apart"](x, x[..., :16], x[..., 16:], need_weights=False)[0]
+        mask = torch.ones(images.shape[1] + 1, images.shape[1] + 1, dtype=torch.bool).triu(1)
+        x = x + self.parts["mask"](x, x, x, attn_mask=mask, need_weights=False)[0]
+        x = x + self.parts["weights"](x, x, x)[0]
+        x = x if batch_first else x.transpose(0, 1)
+        probe = x[:, :1] if batch_first else x[:, :1].transpose(0, 1)
+        rest = x if batch_first else x.transpose(0, 1)
+        probe = self.parts["probe"](probe, rest, rest, need_weights=False)[0]
+        return self.encoder(x) + (probe if batch_first else probe.transpose(0, 1))
+
+
+@pytest.mark.usefixtures("slow_attention")
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_the_multi_head_attention_of_torch(batch_first) -> None:
+    torch.manual_seed(0)
+    model, images = Parts(batch_first).eval(), torch.randn(2, 256, 32)
+    with torch.no_grad():
+        before = model(images)
+        report = dgt.accelerate(model, images, 0.9)
+        assert {layer.name: layer.reason for layer in report.layers} == {
+            "parts.plain": "",
+            "parts.bare": "",
+            "parts.apart": "keys added, or projected apart",
+            "parts.mask": "a mask or bias of pairs",
+            "parts.weights": "its weights are asked for",
+            "parts.probe": "queries and keys are of different tokens",
+            "encoder.self_attn": "inside of nn.TransformerEncoderLayer, which passes it by in evaluation",
+        }
+        assert {(layer.heads, layer.tokens, layer.channels, layer.prefix) for layer in report.layers[:5]} == {
+            (2, 257, 16, 1)
+        }
+        after = model(images)
+        assert difference(after[:1], before[:1]) == pytest.approx(report.predicted_error, rel=1e-3)
+        assert report.predicted_error > 0
+        with dgt.exact_attention(model):
+            assert torch.equal(model(images), before)
+        for call in grouped_calls(model).values():
+            call.top_k = 257  # with all keys groups are exact
+        torch.testing.assert_close(model(images), before, rtol=1e-4, atol=1e-4)
+
+
+def test_a_vit_of_torchvision() -> None:
+    model = torchvision.models.VisionTransformer(64, 4, 2, 2, 32, 32, num_classes=3)
+    rows = inspect_model(model, torch.randn(1, 3, 64, 64))
+    assert [(row.choice, row.tokens, row.prefix, row.note) for row in rows] == [("groups", 257, 1, "")] * 2
+    assert model.training
+
+
+def test_what_would_be_found_needs_no_values() -> None:
+    with torch.device("meta"):
+        model, images = timm.create_model("vit_small_patch16_dinov3"), torch.empty(1, 3, 256, 256)
+    rows = inspect_model(model, images)
+    assert [(row.choice, row.tokens, row.prefix) for row in rows] == [("groups", 261, 5)] * 12
+    assert {row.reason for row in inspect_model(model, images, least_tokens=300)} == {"few tokens"}
+    with pytest.raises(TypeError, match=r"images must hold values, got a \(1, 3, 256, 256\) tensor"):
+        dgt.accelerate(model, images)
+
+
+class Registers(nn.Module):
+    """Tokens that other implementations of DINO have, and parts that are no place for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storage_tokens, self.head = nn.Parameter(torch.zeros(1, 4, 8)), nn.Module()
+        self.patch_embed, self.blocks = nn.Module(), Heads()
+        self.patch_embed.cls_token = nn.Parameter(torch.zeros(8))
+        self.head.cls_token = nn.Parameter(torch.zeros(1, 1, 8))
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return scale * self.blocks(x)
+
+
+def test_class_and_register_tokens_are_found() -> None:
+    model, x = Registers(), torch.randn(1, 256, 8)
+    assert [(row.prefix, row.note) for row in inspect_model(model, x)] == [(5, "")]
+    assert [row.prefix for row in inspect_model(model, x, num_prefix_tokens=2)] == [2]
+    (row,) = inspect_model(model.blocks, x)
+    assert row.prefix == 0
+    assert "nothing tells of class or register tokens" in row.note
+
+
+@pytest.mark.usefixtures("slow_attention")
+def test_inputs_by_name() -> None:
+    model, x = Registers(), torch.randn(4, 256, 8)
+    report = dgt.accelerate(model, {"x": x, "scale": 2.0}, 0.9)
+    other = Registers()
+    other.load_state_dict(model.state_dict())
+    assert report.predicted_error == pytest.approx(dgt.accelerate(other, x, 0.9).predicted_error, rel=1e-4)
+    assert report.layers[0].choice == "groups"
+
+
+@pytest.mark.usefixtures("slow_attention")
+def test_all_attention_counts_in_the_bound() -> None:
+    """On that machine each of eight calls takes 0.1 s, two of them for the batch of two."""
+    report = dgt.accelerate(Reader(), torch.randn(4, 8, 16, 16), 0.9)
+    assert {layer.name: layer.ms_before for layer in report.layers} == {
+        **{f"kinds.{number}": 50.0 for number in range(1, 7)},
+        "kinds.0": 100.0,
+        "shared": 100.0,
+    }
+
+
+@pytest.mark.usefixtures("slow_attention")
+def test_a_picture_of_the_report(tmp_path) -> None:
+    report = dgt.accelerate(Reader(), torch.randn(4, 8, 16, 16), 0.9)
+    report.plot(tmp_path / "report.png")
+    with Image.open(tmp_path / "report.png") as picture:
+        assert picture.size[0] == 1500
+        assert len(picture.convert("RGB").getcolors(1 << 20)) > 20
+    with pytest.raises(ValueError, match="not supported"):
+        report.plot(tmp_path / "report.docx")
+    assert [path.name for path in tmp_path.iterdir()] == ["report.png"]

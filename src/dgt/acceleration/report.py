@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from dgt.acceleration.sdpa import GroupedCall, grouped_calls, install
 from dgt.ops.checks import describe
-from dgt.utils.atomic_write import atomic_write
+from dgt.utils.atomic_write import atomic_write, replacing
 from dgt.utils.errors import UserError
 
 FORMAT = "dgt-plan-1"
 SIZES = {"heads": ("num_heads", "num_attention_heads"), "channels": ("head_dim", "attention_head_size")}  # if told
+
+COLOURS = {"before": "#b8b8b8", "groups": "#2a78b5", "dense": "#707070"}
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class LayerReport:
     """One attention of the model: what it does now, and what was measured.
 
     ``choice`` is "groups" or "dense", ``reason`` why it is dense; ``error`` relative, of this layer's attention alone;
-    times in milliseconds for one image.
+    times in milliseconds for one image; ``note`` what was assumed.
     """
 
     name: str
@@ -38,6 +40,7 @@ class LayerReport:
     error: float = 0.0
     ms_before: float = 0.0
     ms_after: float = 0.0
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class Report:
             lines.append(f"{layer.name:{width}}  {layer.tokens:6d}  {choice:24}  {times}".rstrip())
         return "\n".join([
             *lines,
+            *sorted({f"note: {layer.note}" for layer in self.layers if layer.note}),
             f"error: asked {self.asked_error:.2g}, predicted {self.predicted_error:.2g}, "
             f"on images kept aside {self.measured_error:.2g}",
             f"speed: attention {self.attention_speedup:.2f} times, model {self.model_speedup:.2f} times "
@@ -77,6 +81,34 @@ class Report:
         """All but the centroids."""
         values = {name: value for name, value in vars(self).items() if name not in ("layers", "centroids")}
         return {**values, "layers": [asdict(layer) for layer in self.layers]}
+
+    def plot(self, path: str | Path) -> None:
+        """Draw the layers, in the order of their calls: time before and after, what was chosen, and its error."""
+        from matplotlib.figure import Figure  # only here: `import dgt` does without
+
+        figure = Figure(figsize=(10, 1.8 + 0.34 * len(self.layers)), layout="constrained")
+        times, errors = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
+        for place, row in enumerate(self.layers):
+            grouped = row.choice == "groups"
+            times.barh(place - 0.2, row.ms_before, 0.38, color=COLOURS["before"])
+            times.barh(place + 0.2, row.ms_after, 0.38, color=COLOURS["groups" if grouped else "dense"])
+            errors.barh(place, 100 * row.error, 0.6, color=COLOURS["groups"])
+            text = f"{row.groups} groups of {row.keys} keys" if grouped else row.reason
+            times.annotate(text, (row.ms_after, place + 0.2), (4, 0), textcoords="offset points", va="center", size=7)
+        for label, colour in COLOURS.items():
+            times.barh(0, 0, color=colour, label=label)
+        times.set_yticks(range(len(self.layers)), [row.name or "(the model)" for row in self.layers], size=7)
+        times.invert_yaxis()
+        times.set_xlabel("attention, ms an image")
+        times.margins(x=0.45)  # for the words
+        figure.legend(loc="outside lower center", ncols=3)
+        errors.set_xlabel("error of the layer's attention, %")
+        figure.suptitle(
+            f"model {self.model_speedup:.2f} times faster (at most {self.bound:.2f}), "
+            f"error {self.measured_error:.2g} (asked {self.asked_error:.2g})", size=10
+        )  # fmt: skip
+        with replacing(path) as partial:
+            figure.savefig(partial, format=Path(path).suffix[1:] or "png", dpi=150)
 
     def save(self, path: str | Path) -> None:
         """Write the plan, report and centroids in one safetensors file, for :func:`apply_plan`."""

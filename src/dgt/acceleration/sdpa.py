@@ -2,7 +2,8 @@
 
 timm's, Hugging Face's and most people's attention ends in this one function, whatever comes before it (norms of query
 and key, rotary positions, biases). So the call is replaced and the module around it stays what it is, with its weights
-under their names.
+under their names. ``nn.MultiheadAttention`` (torchvision's and open_clip's ViT) calls it out of sight, so that there
+the function around it is read instead, ``F.multi_head_attention_forward``.
 """
 
 import contextlib
@@ -19,16 +20,18 @@ from dgt.ops import dynamic_group_attention, find_centroids
 
 STEPS = 1  # of k-means on the image at hand, before its queries are grouped
 CHILD = "dgt_groups"  # the name under which a module holds what answers its call
+watched: list[nn.Module] = []  # models whose calls are being looked at
 
 
 class Call(NamedTuple):
-    """One call: its operands, (B, H, L, D), and why groups cannot answer it, if they cannot."""
+    """One call: its operands, (B, H, L, D), why groups cannot answer it, if they cannot, and the call itself."""
 
     query: Tensor
     key: Tensor
     value: Tensor
     scale: float
     reason: str | None
+    run: Callable[[], Any] | None = None
 
 
 def read_call(
@@ -57,7 +60,40 @@ def read_call(
         reason = "queries and keys are of different batches"
     elif value.shape != key.shape:
         reason = "values of another width than keys"
-    return Call(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale, reason)
+    options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    run = partial(F.scaled_dot_product_attention, query, key, value, attn_mask, **options)
+    return Call(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale, reason, run)
+
+
+def read_multi_head(
+    *operands: Any, training: bool = True, key_padding_mask: Tensor | None = None, need_weights: bool = True,
+    attn_mask: Tensor | None = None, **_: Any,
+) -> tuple[Call, Callable[[Tensor], Tensor]]:  # fmt: skip
+    """Read the arguments of ``F.multi_head_attention_forward``, (L, B, C), and what makes its output of an answer.
+
+    Where groups cannot answer it, the call's operands are not projected: only their sizes are right.
+    """
+    query, key, value, _, heads, weight, bias, bias_k, _, add_zero_attn, dropout_p, *output = operands
+    reasons = {
+        "queries and keys are of different tokens": query.shape[0] != key.shape[0],
+        "a mask or bias of pairs": attn_mask is not None or key_padding_mask is not None,
+        "its weights are asked for": need_weights,
+        "dropout of the attention": training and dropout_p > 0,
+        "keys added, or projected apart": bias_k is not None or add_zero_attn or weight is None,
+    }
+    reason = next((reason for reason, applies in reasons.items() if applies), None)
+    parts = [query, query, query]
+    if reason is None and weight is not None:
+        biases = (None, None, None) if bias is None else bias.chunk(3)
+        parts = [F.linear(*three) for three in zip((query, key, value), weight.chunk(3), biases, strict=True)]
+    parts = [part if part.dim() == 3 else part[:, None] for part in parts]  # without batches: one image
+    call = read_call(*(part.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for part in parts))
+
+    def finish(answer: Tensor) -> Tensor:
+        joined = answer.permute(2, 0, 1, 3).flatten(2)
+        return F.linear(joined if query.dim() == 3 else joined[:, 0], *output)
+
+    return call._replace(reason=reason or call.reason), finish
 
 
 class Intercept(TorchFunctionMode):
@@ -73,6 +109,11 @@ class Intercept(TorchFunctionMode):
             answer = self.answer(read_call(*args, **kwargs))
             if answer is not None:
                 return answer
+        elif func is F.multi_head_attention_forward:
+            call, finish = read_multi_head(*args, **kwargs)
+            answer = self.answer(call)
+            if answer is not None:
+                return finish(answer), None
         return func(*args, **kwargs)
 
 
@@ -81,15 +122,33 @@ def watch_calls(model: nn.Module, answer: Callable[[str, Call], Tensor | None]) 
     """While it is entered, ``answer`` is asked for every call, with the name of the innermost module that makes it."""
     inside: list[str] = []
     hooks = []
+
+    def leave(*_: Any) -> None:  # nothing is to be returned: it would be the module's output
+        inside.pop()
+
+    watched.append(model)
     for name, module in model.named_modules():
         hooks.append(module.register_forward_pre_hook(lambda *_, name=name: inside.append(name)))
-        hooks.append(module.register_forward_hook(lambda *_: inside.pop() and None, always_call=True))
+        hooks.append(module.register_forward_hook(leave, always_call=True))
     try:
         with Intercept(lambda call: answer(inside[-1] if inside else "", call)):
             yield
     finally:
+        watched.pop()
         for hook in hooks:
             hook.remove()
+
+
+def attend_in_groups(call: Call, centroids: Tensor, top_k: int, num_prefix_tokens: int, steps: int) -> Tensor:
+    """A call's output, (B, H, L, D), by groups around centroids that a few steps of k-means move to its queries."""
+    query, key, value = call[:3]
+    device = query.device.type
+    if query.dtype != torch.float64 and torch.is_autocast_enabled(device):  # which casts for the function
+        query, key, value = (tensor.to(torch.get_autocast_dtype(device)) for tensor in call[:3])
+    found = find_centroids(query[:, :, num_prefix_tokens:], centroids, steps)
+    return dynamic_group_attention(
+        query, key, value, found, top_k, call.scale, num_prefix_tokens=num_prefix_tokens, remainder=True
+    ).output
 
 
 class GroupedCall(nn.Module):
@@ -115,15 +174,7 @@ class GroupedCall(nn.Module):
         """The attention's output, (B, H, L, D); None where the call is to run as ever."""
         if self.exact or call.reason is not None or call.query.shape[2] < self.least_tokens:
             return None
-        query, key, value = call[:3]
-        device = query.device.type
-        if query.dtype != torch.float64 and torch.is_autocast_enabled(device):  # which casts for the function
-            query, key, value = (tensor.to(torch.get_autocast_dtype(device)) for tensor in call[:3])
-        centroids = find_centroids(query[:, :, self.num_prefix_tokens :], self.centroids, STEPS)
-        return dynamic_group_attention(
-            query, key, value, centroids, self.top_k, call.scale,
-            num_prefix_tokens=self.num_prefix_tokens, remainder=True,
-        ).output  # fmt: skip
+        return attend_in_groups(call, self.centroids, self.top_k, self.num_prefix_tokens, STEPS)
 
     def extra_repr(self) -> str:
         heads, groups, channels = self.centroids.shape
@@ -150,7 +201,7 @@ def uninstall_all(model: nn.Module) -> None:
 
 def _forward_in_groups(module: Any, *arguments: Any, **named: Any) -> Any:
     grouped = getattr(module, CHILD)
-    with Intercept(grouped):
+    with contextlib.nullcontext() if grouped.exact else Intercept(grouped):
         if grouped.patched is not None:
             return grouped.patched(*arguments, **named)
         return type(module).forward(module, *arguments, **named)

@@ -7,9 +7,10 @@ squared error for all layers: every layer takes what costs least, time and error
 choices. The price is found by bisection, with the error of the model's output measured each time.
 """
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias, cast
 
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dgt.acceleration.doors import Inputs, call_model, count_images, count_prefix_tokens, take
 from dgt.acceleration.report import LayerReport, Report, install_plan
 from dgt.acceleration.sdpa import Call, GroupedCall, exact_attention, grouped_calls, uninstall_all, watch_calls
 from dgt.ops import seed_centroids
@@ -30,24 +32,26 @@ TOKENS_PER_GROUP = 32  # of the sample that centroids are found in
 GAIN = 0.9  # a setting must take less than this share of the layer's own time
 ERROR_IMAGES = 2  # for the error of a layer's settings, which steers; the model's is measured on all
 ROUNDS = 3  # the least time of so many counts
+NO_PREFIX = "nothing tells of class or register tokens: all are taken for patches (num_prefix_tokens=)"
 BISECTIONS = 24  # of the price, over PRICES
 PRICES = (-6.0, 14.0)  # powers of ten, seconds for a squared error of one
 
 
 @torch.no_grad()
-def accelerate(model: nn.Module, images: Tensor, error: float = 0.01, num_prefix_tokens: int | None = None) -> Report:
+def accelerate(model: nn.Module, images: Inputs, error: float = 0.01, num_prefix_tokens: int | None = None) -> Report:
     """Have a trained model's global attention done by groups, in place and without training.
 
-    Every attention that ends in ``F.scaled_dot_product_attention`` is looked at: those of timm, and whatever else
-    calls that function (so do Hugging Face's with ``attn_implementation="sdpa"``, not tried yet). One with a mask or
-    bias of pairs, causal, in windows, across sequences or called more than once stays as it is, as does one that
-    groups do not make faster. The weights stay the model's, under their names; ``with dgt.exact_attention(model):``
-    has its own attention back.
+    Every attention that ends in ``F.scaled_dot_product_attention`` is looked at: those of timm, Hugging Face's with
+    ``attn_implementation="sdpa"`` (or "dgt", :func:`dgt.register_attention`), ``nn.MultiheadAttention``, and whatever
+    else calls that function. One with a mask or bias of pairs, causal, in windows, across sequences or called more
+    than once stays as it is, as does one that groups do not make faster. The weights stay the model's, under their
+    names; ``with dgt.exact_attention(model):`` has its own attention back.
 
     Args:
         model: any module called as ``model(images)``; its mode stays.
         images: (N, ...) what the model is called with, N >= 2, of the kind and size that it will see: the first half
-            chooses, the rest is kept aside to measure the error.
+            chooses, the rest is kept aside to measure the error. Or a mapping for ``model(**images)``, as a processor
+            of Hugging Face returns it; tensors as long as its first one are then an image's each, others all images'.
         error: largest relative error of the model's output, ``|after - before| / |before|``, in (0, 1).
         num_prefix_tokens: class and register tokens; None asks the model, and takes 0 if it does not say.
 
@@ -58,27 +62,64 @@ def accelerate(model: nn.Module, images: Tensor, error: float = 0.01, num_prefix
         TypeError, ValueError: naming the argument, what was expected and what came; for a model without attention, or
             one that is accelerated already. Whatever is raised, the model is then as it was.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a module, got {describe(model)}")
-    if not isinstance(images, Tensor) or images.dim() < 2 or images.is_meta:
-        raise TypeError(f"images must be a tensor (N, ...), got {describe(images)}")
-    if len(images) < 2:
-        raise UserError(f"images must be at least 2, some to choose by and some to check with, got {len(images)}")
+    _check_model(model)
+    count = count_images(images)
+    if isinstance(images, Tensor) and images.is_meta:
+        raise TypeError(f"images must hold values, got {describe(images)}")
+    if count < 2:
+        raise UserError(f"images must be at least 2, some to choose by and some to check with, got {count}")
     if isinstance(error, bool) or not isinstance(error, float | int) or not 0 < error < 1:
         raise UserError(f"error must be above 0 and below 1, got {error!r}")
-    if grouped_calls(model):
-        raise UserError("model must not be accelerated already: take a fresh one, or apply_plan on one")
-    if any(type(module).__name__ == "OptimizedModule" for module in model.modules()):
-        raise UserError("model must not be compiled yet: torch.compile comes after accelerate")
     if num_prefix_tokens is not None:
         check_count("num_prefix_tokens", num_prefix_tokens, least=0)
+    with _in_evaluation(model):
+        try:
+            return _accelerate(model, images, error, num_prefix_tokens)
+        except BaseException:
+            uninstall_all(model)
+            raise
+
+
+@torch.no_grad()
+def inspect_model(
+    model: nn.Module, images: Inputs, num_prefix_tokens: int | None = None, least_tokens: int = LEAST_TOKENS
+) -> list[LayerReport]:
+    """What :func:`accelerate` would find, without measuring: every attention, "groups" if it could be done so.
+
+    Args:
+        model, images, num_prefix_tokens: as in :func:`accelerate`; one image is enough, and both may be of the "meta"
+            device, which has no values.
+        least_tokens: fewer are reported as dense.
+
+    Raises:
+        TypeError, ValueError: as :func:`accelerate`, for the model and the images.
+    """
+    _check_model(model)
+    with _in_evaluation(model):
+        layers = _find_layers(model, images, num_prefix_tokens, least_tokens).values()
+    return [
+        replace(layer.report(None), choice="dense" if layer.reason else "groups", reason=layer.reason)
+        for layer in layers
+    ]
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, got {describe(model)}")
+    if grouped_calls(model):
+        raise UserError("model must not be accelerated already: take a fresh one, or apply_plan on one")
+    for module in model.modules():  # torch.compile(model), or model.compile() in place
+        if type(module).__name__ == "OptimizedModule" or vars(module).get("_compiled_call_impl") is not None:
+            raise UserError("model must not be compiled yet: torch.compile comes after accelerate")
+
+
+@contextlib.contextmanager
+def _in_evaluation(model: nn.Module) -> Iterator[None]:
+    """Have a model in evaluation mode while this is entered; what was added to it takes the mode of what it is in."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        return _accelerate(model, images, error, num_prefix_tokens)
-    except BaseException:
-        uninstall_all(model)
-        raise
+        yield
     finally:
         for module, mode in modes.items():
             module.training = mode
@@ -112,6 +153,7 @@ class _Layer:
     reach: float = 1.0
     centroids: dict[int, Tensor] = field(default_factory=dict)
     settings: list[_Setting] = field(default_factory=list)
+    note: str = ""
 
     def best(self, price: float) -> _Setting | None:
         """What costs least where a squared error of one costs ``price`` seconds; None for the layer's own attention."""
@@ -120,7 +162,7 @@ class _Layer:
         return setting if cost < self.seconds else None
 
     def report(self, setting: _Setting | None) -> LayerReport:
-        sizes = {name: getattr(self, name) for name in ("heads", "tokens", "channels", "prefix")}
+        sizes = {name: getattr(self, name) for name in ("heads", "tokens", "channels", "prefix", "note")}
         before = 1000 * self.seconds
         if setting is None:
             reason = self.reason or "no setting within the error is faster"
@@ -132,20 +174,20 @@ class _Layer:
 _Choice: TypeAlias = dict[str, _Setting]
 
 
-def _accelerate(model: nn.Module, images: Tensor, error: float, prefix: int | None) -> Report:
-    choosing, aside = images[: (len(images) + 1) // 2], images[(len(images) + 1) // 2 :]
-    layers = _find_layers(model, choosing, prefix)
-    if not layers:
-        raise UserError(f"model must call F.scaled_dot_product_attention, got a {type(model).__name__} that does not")
-    before = _outputs(model(choosing))
+def _accelerate(model: nn.Module, images: Inputs, error: float, prefix: int | None) -> Report:
+    half = (count_images(images) + 1) // 2
+    choosing, aside = take(images, slice(half)), take(images, slice(half, None))
+    layers = _find_layers(model, choosing, prefix, LEAST_TOKENS)
+    before = _outputs(call_model(model, choosing))
     if not before or not all(tensor.isfinite().all() for tensor in before):
         raise UserError("model must return floating point tensors, free of NaN and infinities: the error is theirs")
+    _find_centroids(model, choosing, layers)
     _measure(model, choosing, layers)
 
     def error_of(chosen: _Choice) -> float:
         uninstall_all(model)
         install_plan(model, *_plan(layers, chosen))
-        return _difference(_outputs(model(choosing)), before)
+        return _difference(_outputs(call_model(model, choosing)), before)
 
     for name, layer in layers.items():
         if layer.settings:
@@ -154,10 +196,10 @@ def _accelerate(model: nn.Module, images: Tensor, error: float, prefix: int | No
     chosen, predicted = _choose(layers, error, error_of)
     rows, centroids = _plan(layers, chosen)
     uninstall_all(model)
-    original = _outputs(model(aside))
+    original = _outputs(call_model(model, aside))
     install_plan(model, rows, centroids)
-    measured = _difference(_outputs(model(aside)), original)
-    seconds_before, seconds_after = _in_turns(model, aside[:1])
+    measured = _difference(_outputs(call_model(model, aside)), original)
+    seconds_before, seconds_after = _in_turns(model, take(aside, slice(1)))
     if not chosen or seconds_after >= seconds_before:  # what single layers gained was lost around them
         uninstall_all(model)
         for name in chosen:
@@ -178,49 +220,69 @@ def _accelerate(model: nn.Module, images: Tensor, error: float, prefix: int | No
     )
 
 
-def _find_layers(model: nn.Module, images: Tensor, prefix: int | None) -> dict[str, _Layer]:
-    """Every module that calls the function, with what it may not be grouped for, and centroids for those that may."""
-    layers: dict[str, _Layer] = {}
+def _find_layers(model: nn.Module, images: Inputs, prefix: int | None, least_tokens: int) -> dict[str, _Layer]:
+    """Every module that calls the function, in their order, with what it may not be grouped for."""
+    layers, count = dict[str, _Layer](), count_images(images)
 
     def look(name: str, call: Call) -> None:
         layer = layers.setdefault(name, _Layer(name))
         layer.calls += 1
         layer.heads = call.query.shape[1] if call.query.dim() == 4 else 0
         layer.tokens, layer.channels = call.query.shape[-2:]
-        layer.prefix = _prefix_of(model, name) if prefix is None else prefix
+        found = count_prefix_tokens(model, name) if prefix is None else prefix
+        layer.prefix, layer.note = found or 0, "" if found is not None else NO_PREFIX
         if call.reason is not None:
             layer.reason = call.reason
-        elif len(call.query) != len(images):
-            whole = len(call.query) % len(images) == 0
-            layer.reason = f"in windows, {len(call.query) // len(images)} an image" if whole else "not image by image"
+        elif len(call.query) != count:
+            whole = len(call.query) % count == 0
+            layer.reason = f"in windows, {len(call.query) // count} an image" if whole else "not image by image"
         elif layer.calls > 1:
             layer.reason = "called more than once"
-        elif layer.tokens - layer.prefix < LEAST_TOKENS:
+        elif layer.tokens - layer.prefix < least_tokens:
             layer.reason = "few tokens"
-        else:
-            patches = call.query[:, :, layer.prefix :].float().transpose(0, 1).flatten(1, 2)  # (H, B L, D)
-            for groups in (count for count in GROUPS if 8 * count <= layer.tokens):
-                places = torch.arange(TOKENS_PER_GROUP * groups, device=patches.device) * patches.shape[1]
-                layer.centroids[groups] = seed_centroids(patches[:, places // (TOKENS_PER_GROUP * groups)], groups)
+        elif isinstance(model.get_submodule(name.rpartition(".")[0]), nn.TransformerEncoderLayer):
+            layer.reason = "inside of nn.TransformerEncoderLayer, which passes it by in evaluation"
 
     with watch_calls(model, look):
-        model(images)
+        call_model(model, images)
+    if not layers:
+        transformers = any(hasattr(module, "set_attn_implementation") for module in model.modules())
+        advice = ': of transformers, load it with attn_implementation="sdpa"' if transformers else ""
+        name = type(model).__name__
+        raise UserError(f"model must call F.scaled_dot_product_attention, got a {name} that does not{advice}")
     for name, layer in layers.items():  # whose groups would answer the calls within as well
         if any(other != name and f".{other}".startswith(f".{name}.".replace("..", ".")) for other in layers):
             layer.reason = layer.reason or "other attention inside of it"
     return layers
 
 
-def _measure(model: nn.Module, images: Tensor, layers: dict[str, _Layer]) -> None:
+def _find_centroids(model: nn.Module, images: Inputs, layers: dict[str, _Layer]) -> None:
+    """Centroids of every number of groups, for the layers that may be grouped."""
+
+    def seed(name: str, call: Call) -> None:
+        layer = layers[name]
+        if layer.reason:
+            return
+        patches = call.query[:, :, layer.prefix :].float().transpose(0, 1).flatten(1, 2)  # (H, B L, D)
+        for groups in (count for count in GROUPS if 8 * count <= layer.tokens):
+            places = torch.arange(TOKENS_PER_GROUP * groups, device=patches.device) * patches.shape[1]
+            layer.centroids[groups] = seed_centroids(patches[:, places // (TOKENS_PER_GROUP * groups)], groups)
+
+    with watch_calls(model, seed):
+        call_model(model, images)
+
+
+def _measure(model: nn.Module, images: Inputs, layers: dict[str, _Layer]) -> None:
     """Error, on what a few images give it, and time, on what one does, of every setting of every layer."""
+    count = count_images(images)
 
     def answer(name: str, call: Call) -> Tensor | None:
         layer = layers[name]
-        q, k, v = (tensor[: max(1, len(tensor) // len(images))] for tensor in (call.query, call.key, call.value))
-        one = Call(q, k, v, call.scale, call.reason)
-        if layer.reason:
-            layer.seconds += 0.0 if call.reason else _seconds(lambda: _dense(one))
+        if layer.reason:  # the call as it is, of all images
+            layer.seconds += _seconds(call.run) / count if call.run else 0.0
             return None
+        q, k, v = (tensor[: max(1, len(tensor) // count)] for tensor in (call.query, call.key, call.value))
+        one = Call(q, k, v, call.scale, call.reason)
         layer.seconds = _seconds(lambda: _dense(one))
         whole = _dense(call)
         few = call._replace(**{name: getattr(call, name)[:ERROR_IMAGES] for name in ("query", "key", "value")})
@@ -236,7 +298,7 @@ def _measure(model: nn.Module, images: Tensor, layers: dict[str, _Layer]) -> Non
         return whole
 
     with watch_calls(model, answer):
-        model(images)
+        call_model(model, images)
 
 
 def _choose(layers: dict[str, _Layer], error: float, error_of: Callable[[_Choice], float]) -> tuple[_Choice, float]:
@@ -279,13 +341,13 @@ def _seconds(work: Callable[[], Any], rounds: int = ROUNDS) -> float:
     return best
 
 
-def _in_turns(model: nn.Module, images: Tensor) -> tuple[float, float]:
+def _in_turns(model: nn.Module, images: Inputs) -> tuple[float, float]:
     """The least times of a model with its own attention and with groups, a turn of each at a time."""
     before = after = float("inf")
     for _ in range(ROUNDS):
         with exact_attention(model):
-            before = min(before, _seconds(lambda: model(images), 1))
-        after = min(after, _seconds(lambda: model(images), 1))
+            before = min(before, _seconds(lambda: call_model(model, images), 1))
+        after = min(after, _seconds(lambda: call_model(model, images), 1))
     return before, after
 
 
@@ -306,15 +368,3 @@ def _difference(after: Sequence[Tensor], before: Sequence[Tensor]) -> float:
     """|after - before| / |before| over all tensors together."""
     squares = sum(float((a - b).square().sum()) for a, b in zip(after, before, strict=True))
     return float((squares / max(sum(float(b.square().sum()) for b in before), 1e-30)) ** 0.5)
-
-
-def _prefix_of(model: nn.Module, name: str) -> int:
-    """Class and register tokens, as the innermost part around a module tells them, or a Hugging Face configuration."""
-    while name:
-        name = name.rpartition(".")[0]
-        count = getattr(model.get_submodule(name), "num_prefix_tokens", None)
-        if isinstance(count, int):
-            return count
-    config = getattr(model, "config", None)
-    registers = getattr(config, "num_register_tokens", 0)
-    return 0 if config is None else 1 + (registers if isinstance(registers, int) else 0)
