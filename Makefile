@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-timm test-kernels lint format bench clean
+.PHONY: help setup demo test test-unit test-timm test-kernels docs lint format bench clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s '|' 2>/dev/null \
@@ -43,6 +43,9 @@ test-timm: $(READY)
 
 test-kernels: $(READY)
 	$(BIN)/python benchmarks/compile_kernels.py --arch 90
+
+docs: $(READY) ## the pages as a site in build/site; warnings are errors, nothing is fetched
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 lint: $(READY) ## ruff and mypy (strict)
 	$(BIN)/ruff check .
