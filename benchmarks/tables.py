@@ -93,6 +93,19 @@ def sizes_of_detectors() -> Cells:
 
 
 @table
+def comparators() -> Cells:
+    """Parameters and FLOPs of every row of Tables 2, 3 and 4 (a), beside the paper's."""
+    rows = []
+    for row in read("comparators")["rows"]:
+        printed = [f"{row['paper_params'] / 1e6:g}", f"{row['paper_flops'] / 1e9:g}"]
+        more = None if row["flops"] is None else 100 * (row["flops"] / row["paper_flops"] - 1)
+        cells = [{"classify": "2", "segment": "3"}.get(row["task"], "4 (a)"), row["row"], row["model"] or "-"]
+        cells += [number(row["params"], 1, 1e-6), printed[0], number(row["flops"], 1, 1e-9), printed[1]]
+        rows.append([*cells, "-" if more is None else f"{more:+.1f}"])
+    return [["table", "row", "model", "parameters, M", "paper", "FLOPs, G", "paper", "more, %"], *rows]
+
+
+@table
 def attention() -> Cells:
     """The attention beside PyTorch's, forward and with backward, its steps and its memory."""
     heads = ["attention", "SDPA ms", "DG-Attention ms", "ratio", "with backward: SDPA", "DG", "ratio"]

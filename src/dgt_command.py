@@ -63,6 +63,8 @@ def _mistakes(options: argparse.Namespace, keys: list[str]) -> Iterator[str]:
     if options.command == "train" and not options.help and options.recipe is None:
         yield f"name a recipe, one of {', '.join(_shipped(RECIPES))}, or the path of a YAML file"
     experiment = getattr(options, "table", None) in EXPERIMENTS
+    if options.command == "info" and options.comparators and (options.model or options.size):
+        yield "--comparators lists the paper's models at the paper's sizes: name no model and no --size"
     if experiment and options.size is not None:
         yield f"{options.table} is no table and has no sizes: leave --size out"
     for what, folder in (("recipe", RECIPES), ("table", RECIPES / "tables")):
@@ -266,6 +268,7 @@ def _add_measuring(add: Callable[..., None]) -> None:
         _value("model", "MODEL", "any timm model (default: all of this package)", nargs="?"),
         *(_value("--task", "TASK", "classify (default), segment, ...", default="classify"), JSON),
         (("--size",), {"type": _whole(1), "nargs": 2, "metavar": ("H", "W"), "help": "default: the paper's"}),
+        _flag("--comparators", "instead, every row of the paper's table of this task"),
     )
     forms = "timm models, each NAME[@PIXELS][+inference|+packed|+global|+checkpointing] (default: DGT-T and peers)"
     add(

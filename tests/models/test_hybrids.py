@@ -216,7 +216,7 @@ def test_windows_cost_what_they_attend_to() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"skeleton": "pvt"}, "skeleton must be one of dgt, swin, cswin, got 'pvt'"),
+        ({"skeleton": "pvt"}, "skeleton must be one of dgt, swin, cswin, cmt, got 'pvt'"),
         ({"attention": ("window",) * 3 + ("local",)}, "attention must be one of group, global, .* got 'local'"),
         ({"extents": (7, 7)}, "dims, depths, num_heads, attention and extents must be equally long"),
         ({"attention": ("window",) * 4}, "window must be at least 1, got 0"),

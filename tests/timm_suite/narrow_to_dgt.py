@@ -29,9 +29,9 @@ GENERIC_TESTS = {
 }
 
 _list_models = timm.list_models
-OURS = frozenset(
-    name for name in _list_models() if timm.models.model_entrypoint(name).__module__.partition(".")[0] == "dgt"
-)
+_modules = {name: timm.models.model_entrypoint(name).__module__ for name in _list_models()}
+BORROWED = "dgt.models.borrowed"  # timm's and transformers' own code
+OURS = frozenset(name for name, module in _modules.items() if module.startswith("dgt.") and module != BORROWED)
 
 
 def list_our_models(filter: Any = "", module: Any = "", pretrained: bool = False, **kwargs: Any) -> list[str]:

@@ -161,9 +161,10 @@ def run_export(options: argparse.Namespace, _: list[str]) -> None:
 
 def run_info(options: argparse.Namespace, _: list[str]) -> None:
     """`dgt info`: prints the table."""
-    from dgt.app.info import model_rows, model_table
+    from dgt.app.info import comparator_rows, model_rows, model_table
 
-    rows = model_rows(options.model, tuple(options.size) if options.size else None, options.task)
+    size = tuple(options.size) if options.size else None
+    rows = comparator_rows(options.task) if options.comparators else model_rows(options.model, size, options.task)
     print(json.dumps(rows, indent=2) if options.json else model_table(rows))
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
-from dgt.tasks import TASKS
+from dgt.tasks import TASKS, Task
 from dgt.utils.errors import UserError
+
+COMPARATORS = Path(__file__).with_name("comparators.json")  # of each task: rows of Tables 2, 3 and 4 (a), in M and G
 
 
 def model_rows(
@@ -17,41 +21,61 @@ def model_rows(
     ours. `image_size` is (height, width); None for that of the paper's FLOPs. `task` is a key of `TASKS`. Numbers of
     the paper are None where it has none: other models, or other sizes. Raises UserError for an unknown name or task.
     """
+    counted = _known(task).counted
+    names = counted.models if model is None else (model,)
+    return [_row(name, task, image_size or counted.image_size, *_printed(name, task, image_size)) for name in names]
+
+
+def comparator_rows(task: str = "classify") -> list[dict[str, Any]]:
+    """Return every row of the paper's table of this task, in its order: as in :func:`model_rows`, with its name there.
+
+    A model that neither timm, transformers nor this package has keeps the paper's numbers alone: its others are None.
+    """
+    counted, rows = _known(task).counted, []
+    for printed in json.loads(COMPARATORS.read_text(encoding="utf-8"))[task]:
+        size = (printed["size"],) * 2 if "size" in printed else counted.image_size
+        row = _row(printed.get("model"), task, size, printed["params"], printed["flops"])
+        rows.append({"row": printed["row"], **row})
+    return rows
+
+
+def _known(task: str) -> Task:
     if task not in TASKS:
         raise UserError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
-    counted = TASKS[task].counted
-    names = counted.models if model is None else (model,)
-    return [_row(name, task, image_size or counted.image_size) for name in names]
+    return TASKS[task]
 
 
-def _row(name: str, task: str, image_size: tuple[int, int]) -> dict[str, Any]:
-    counted = TASKS[task].counted
-    total = counted.count(name, image_size)
-    paper_params, paper_flops = counted.paper.get(name, (None, None))
-    paper_flops = paper_flops if image_size == counted.image_size else None
+def _printed(name: str, task: str, image_size: tuple[int, int] | None) -> tuple[float | None, float | None]:
+    params, flops = TASKS[task].counted.paper.get(name, (None, None))
+    return params, flops if image_size in (None, TASKS[task].counted.image_size) else None
+
+
+def _row(
+    name: str | None, task: str, image_size: tuple[int, int], paper_params: float | None, paper_flops: float | None
+) -> dict[str, Any]:
+    total = None if name is None else TASKS[task].counted.count(name, image_size)
     return {
         "model": name,
         "task": task,
-        "params": total.params,
-        "flops": total.flops,
+        "params": total and total.params,
+        "flops": total and total.flops,
         "paper_params": None if paper_params is None else round(paper_params * 1e6),
         "paper_flops": None if paper_flops is None else round(paper_flops * 1e9),
         "image_size": list(image_size),
-        "stages": [stage._asdict() for stage in total.stages],
+        "stages": [stage._asdict() for stage in total.stages] if total else [],
     }
 
 
 def model_table(rows: list[dict[str, Any]]) -> str:
-    """Lay the rows of :func:`model_rows` out as text; for a single model its stages follow."""
-    lines = [f"{'model':<28}{'params M':>10}{'paper':>8}{'GFLOPs':>10}{'paper':>8}   at"]
+    """Lay the rows of :func:`model_rows` or :func:`comparator_rows` out as text; for one model its stages follow."""
+    lines = [f"{'model':<44}{'params M':>10}{'paper':>8}{'GFLOPs':>10}{'paper':>8}   at"]
     for row in rows:
-        paper_params = "" if row["paper_params"] is None else f"{row['paper_params'] / 1e6:.2f}"
-        paper_flops = "" if row["paper_flops"] is None else f"{row['paper_flops'] / 1e9:.2f}"
-        size = " x ".join(map(str, row["image_size"]))
-        params = f"{row['params'] / 1e6:>10.2f}{paper_params:>8}"
-        flops = f"{row['flops'] / 1e9:>10.2f}{paper_flops:>8}"
-        lines.append(f"{row['model']:<28}{params}{flops}   {size}")
+        keys = (("params", 1e6, 10), ("paper_params", 1e6, 8), ("flops", 1e9, 10), ("paper_flops", 1e9, 8))
+        cells = ["" if row[key] is None else f"{row[key] / unit:.2f}" for key, unit, _ in keys]
+        name = f"{row['row']:<16}{row['model'] or '(no library has it)'}" if "row" in row else row["model"]
+        numbers = "".join(f"{cell:>{width}}" for cell, (_, _, width) in zip(cells, keys, strict=True))
+        lines.append(f"{name:<44}{numbers}   {' x '.join(map(str, row['image_size']))}")
     if len(rows) == 1:
         for stage in rows[0]["stages"]:
-            lines.append(f"  {stage['name']:<26}{stage['params'] / 1e6:>10.2f}{'':>8}{stage['flops'] / 1e9:>10.3f}")
+            lines.append(f"  {stage['name']:<42}{stage['params'] / 1e6:>10.2f}{'':>8}{stage['flops'] / 1e9:>10.3f}")
     return "\n".join(lines)

@@ -1,5 +1,6 @@
 """The models: DGT-T, -S, -B and a small one, registered with timm when this package is imported."""
 
+from dgt.models import borrowed as borrowed  # registers them
 from dgt.models.cost import Cost, cost
 from dgt.models.dgt import DynamicGroupTransformer
 from dgt.models.heads.mask_rcnn import PaddedMaskRCNN, build_mask_rcnn

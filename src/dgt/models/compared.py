@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from dgt.layers import Block, DGAttention, GlobalAttention, PatchMerging
 from dgt.layers.baselines.cmt import CMTBlock, PositionTable, ReducedAttention
@@ -24,7 +24,18 @@ KINDS: dict[str, tuple[type[nn.Module], str]] = {  # with the name of what `exte
     "stripe": (StripeAttention, "width"),
     "reduced": (ReducedAttention, "ratio"),
 }
-SKELETONS = ("dgt", "swin", "cswin")
+SKELETONS = ("dgt", "swin", "cswin", "cmt")
+
+
+class PatchConvolution(PatchStem):
+    """CMT's patch merging: a convolution of 2 x 2 tokens to ``dim`` channels, then LayerNorm."""
+
+    def __init__(self, in_dim: int, dim: int, **factory: Any) -> None:
+        super().__init__(in_dim, dim, 2, **factory)
+
+    def forward(self, image: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Map (B, H, W, in_dim) to (B, ceil(H / 2), ceil(W / 2), dim)."""
+        return super().forward(image.permute(0, 3, 1, 2), mask)
 
 
 @dataclass(frozen=True)
@@ -38,8 +49,9 @@ class ComparedParts(Parts):
             reduction, in tokens; the other kinds need none.
         table_side: side of the first stage's map, in tokens, that CMT's position tables are made for.
         cpe, ffn: the position encoding and feed-forward network of the blocks, as in :class:`dgt.layers.Block`.
-        skeleton: stem, patch merging and head around the blocks: ``"dgt"``, ``"swin"`` or ``"cswin"``; the latter two
-            have patches of 2 ``stem_stride`` pixels, no ``stem_width`` and no ``head_width``.
+        skeleton: stem, patch merging and head around the blocks: ``"dgt"``, ``"cmt"``, which differs in its merging,
+            ``"swin"`` or ``"cswin"``; the latter two have patches of 2 ``stem_stride`` pixels, no ``stem_width`` and no
+            ``head_width``.
 
     Raises:
         UserError: for another skeleton or kind of attention.
@@ -62,7 +74,7 @@ class ComparedParts(Parts):
     @property
     def patches(self) -> bool:  # type: ignore[override]
         """Whether the stem alone makes the tokens of stage one."""
-        return self.skeleton != "dgt"
+        return self.skeleton in ("swin", "cswin")
 
     def check(self, stages: int) -> None:
         """Raise UserError unless there are an attention and an extent for each of so many stages."""
@@ -77,9 +89,9 @@ class ComparedParts(Parts):
         return PatchStem(in_chans, dim, stride, overlap=self.skeleton == "cswin", **factory)
 
     def make_merge(self, in_dim: int, dim: int, **factory: Any) -> nn.Module:
-        """A strided convolution, or Swin's concatenation."""
-        merge: Callable[..., nn.Module] = PatchConcatenation if self.skeleton == "swin" else PatchMerging
-        return merge(in_dim, dim, **factory)
+        """A strided convolution, CMT's smaller one, or Swin's concatenation."""
+        merges: dict[str, Callable[..., nn.Module]] = {"swin": PatchConcatenation, "cmt": PatchConvolution}
+        return merges.get(self.skeleton, PatchMerging)(in_dim, dim, **factory)
 
     def make_block(
         self, place: tuple[int, int], last: bool, groups: dict[str, Any], attention: dict[str, Any], **options: Any

@@ -66,6 +66,8 @@ NANO_CMT_BLOCK = {**NANO, **CMT_BLOCK, "extents": (4, 2, 1, 1), "table_side": 16
 DGA: Row = {"attention": ("group",) * 4, "cpe": True}
 SWIN = {**SWIN_BLOCK, **WIDE, "skeleton": "swin", "depths": (2, 2, 6, 2), "top_k": 49}
 CSWIN = {**CSWIN_BLOCK, "skeleton": "cswin", "depths": (1, 2, 21, 1)}  # as wide as DGT-T
+DEEP: Row = {"depths": (2, 4, 32, 2)}  # CSWin-S and -B
+CMT_SMALL = {**CMT_BLOCK, "skeleton": "cmt", "depths": (3, 3, 16, 3), "num_heads": (1, 2, 4, 8), "mlp_ratio": 3.6}
 NANO_DIMS: Row = {"dims": (32, 64, 128, 256), "num_heads": (2, 2, 4, 8), "num_groups": 16}
 NANO_SWIN = {**SWIN, **NANO_DIMS, "depths": (2, 2, 4, 2), "extents": (4, 4, 4, 4), "top_k": 16}
 NANO_CSWIN = {**CSWIN, **NANO_DIMS, "depths": (1, 1, 4, 1), "extents": (1, 2, 4, 0), "top_k": 32}
@@ -85,6 +87,9 @@ ROWS: dict[str, tuple[str, Row]] = {
     "swin_tiny_dga": ("Swin-T with DG-Attention, k = 49: 28.31 M parameters.", {**SWIN, **DGA}),
     "cswin_tiny": ("CSWin-T for images of any size: 22.32 M parameters.", CSWIN),
     "cswin_tiny_dga": ("CSWin-T with DG-Attention, k = 98: 22.32 M parameters.", {**CSWIN, **DGA}),
+    "cswin_small": ("CSWin-S: 34.64 M parameters.", {**CSWIN, **DEEP}),
+    "cswin_base": ("CSWin-B: 77.38 M parameters.", {**CSWIN, **DEEP, **WIDE, "num_heads": (4, 8, 16, 32)}),
+    "cmt_small": ("CMT-S: 24.70 M parameters.", CMT_SMALL),
     "swin_nano": ("A Swin of small windows for small images.", NANO_SWIN),
     "swin_nano_dga": ("The same with DG-Attention, k = 16 as its windows have tokens.", {**NANO_SWIN, **DGA}),
     "cswin_nano": ("A CSWin for small images.", NANO_CSWIN),
