@@ -18,8 +18,10 @@ from torch import Tensor, nn
 
 from dgt.layers.convolution import ConditionalPositionEncoding
 
-DEPTHS = {"pvt_small": (3, 4, 6, 3), "pvt_medium": (3, 4, 18, 3), "pvt_large": (3, 8, 27, 3)}
-DEPTHS |= {"cvt_13": (1, 2, 10), "cvt_21": (1, 4, 16)}
+DEPTHS: dict[str, tuple[int, ...]] = {
+    **{"pvt_small": (3, 4, 6, 3), "pvt_medium": (3, 4, 18, 3), "pvt_large": (3, 8, 27, 3)},
+    **{"cvt_13": (1, 2, 10), "cvt_21": (1, 4, 16)},
+}
 default_cfgs = generate_default_cfgs({name: {"input_size": (3, 224, 224), "num_classes": 1000} for name in DEPTHS})
 
 
@@ -102,4 +104,4 @@ BUILDERS["cpvt_small"] = partial(_build_cpvt, "deit_small_patch16_224", False)
 BUILDERS["cpvt_base"] = partial(_build_cpvt, "deit_base_patch16_224", True)  # as 82.3 % was published for
 for _name, _builder in BUILDERS.items():
     _builder.__name__, _builder.__module__ = _name, __name__  # type: ignore[attr-defined]
-    register_model(_builder)  # type: ignore[arg-type]
+    register_model(_builder)
