@@ -131,7 +131,7 @@ def _timed(row: dict[str, Any]) -> list[str]:
 @table
 def models() -> Cells:
     """Whole models at 224 px with the accuracy that their papers publish."""
-    published = json.loads((ROOT / "src" / "dgt" / "bench" / "published.json").read_text(encoding="utf-8"))
+    published = json.loads((ROOT / "benchmarks" / "published.json").read_text(encoding="utf-8"))
     rows = []
     for name, (one, eight) in _models("batch1", "batch8").items():
         rows.append([name, number(published[name.partition("+")[0].partition("@")[0]]["top1"], 1)])

@@ -231,6 +231,8 @@ def _add_using(add: Callable[..., None]) -> None:
         MODEL,
         _value("out", "OUT", "file ending in .onnx or .pt2; without ending, a folder for timm"),
         _flag("--features", "the backbone's feature maps instead of its task"),
+        (("--size",), {"type": _whole(1), "nargs": 2, "metavar": ("H", "W"), "help": "images of this size alone"}),
+        _number("--batch", 1, None, "with --size: so many images at a time alone (default: 1)"),
     )
 
 
@@ -270,7 +272,8 @@ def _add_measuring(add: Callable[..., None]) -> None:
         (("--size",), {"type": _whole(1), "nargs": 2, "metavar": ("H", "W"), "help": "default: the paper's"}),
         _flag("--comparators", "instead, every row of the paper's table of this task"),
     )
-    forms = "timm models, each NAME[@PIXELS][+inference|+packed|+global|+checkpointing] (default: DGT-T and peers)"
+    forms = "timm models, each NAME[@PIXELS][+inference|+global|+checkpointing] (default: DGT-T and peers)"
+    runtimes = {"choices": ("eager", "compile", "onnxruntime", "openvino")}
     add(
         *("bench", "time the attention, or whole models, beside the alternatives"),
         *((("what",), {"choices": ("attention", "models"), "help": "what to time"}), JSON),
@@ -279,9 +282,7 @@ def _add_measuring(add: Callable[..., None]) -> None:
         _value("--models", "NAME", forms, nargs="+"),
         _number("--size", 1, 224, "models: side of images (224)", "PIXELS"),
         _number("--batch", 1, 8, "models: images a batch (default: 8)"),
-        _flag("--compile", "models: run them through torch.compile"),
+        (("--runtime",), {**runtimes, "nargs": "+", "default": ["eager"], "help": "models: where (default: eager)"}),
         _flag("--train", "models: time training steps, not inference"),
         _flag("--memory", "models: measure peaks of memory as well"),
-        _flag("--profile", "models: tell where the time of each goes instead"),
-        _value("--plot", "FIG", "models: draw speed against published accuracy as well"),
     )

@@ -1,12 +1,16 @@
 """Benchmarks run on small cases, report what they must, and refuse to time what is wrong."""
 
-from pathlib import Path
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
 from dgt import bench
 from dgt.bench import Candidate, attention, models
-from dgt.bench.measures import table
+from dgt.bench.measures import processor, table
+from dgt.utils.errors import LostProcess
 from dgt_command import main
 
 
@@ -31,16 +35,72 @@ def test_a_wrong_operator_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_model_rows_and_table() -> None:
-    rows = bench.bench_models(
+    rows, refused = bench.bench_models(
         ("dgt_nano+inference", "test_resnet@64"), image_size=32, batch_size=1, rounds=1, memory=True
     )
+    assert refused == []
     assert rows[0]["relative_time"] == 1.0
     assert [row["image_size"] for row in rows] == [32, 64]
     assert all(row["peak_mib"] > 1 for row in rows)
+    assert all(row["processor"] == processor() for row in rows)
     text = table(rows, models.COLUMNS)
-    assert "| dgt_nano+inference | 32 |" in text
+    assert "| dgt_nano+inference | eager | 32 |" in text
     assert "peak MiB" in text
     assert "peak MiB" not in table([{**row, "peak_mib": None} for row in rows], models.COLUMNS)
+
+
+@contextmanager
+def this_process(name: str, environment: object = None) -> Iterator[Callable[..., Any]]:
+    """In place of a process of its own, which takes seconds to start."""
+
+    def ask(function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except Exception as error:
+            raise LostProcess(name) from error
+
+    yield ask
+
+
+def test_runtimes_side_by_side_and_the_best_of_each(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("onnxruntime", reason="onnx, onnxscript and onnxruntime are not installed")
+    monkeypatch.setattr(models, "own_process", this_process)
+    words = ["bench", "models", "--size", "48", "--batch", "2", "--rounds", "1", "--json", "--models"]
+    names = ["dgt_nano", "dgt_nano+global", "dgt_nano+inference"]
+    assert main([*words, *names, "--runtime", "eager", "onnxruntime"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    timed = [(row["model"], row["runtime"]) for row in found["rows"]]
+    assert timed == [("dgt_nano", "eager"), ("dgt_nano", "onnxruntime"), ("dgt_nano+global", "eager"),
+                     ("dgt_nano+global", "onnxruntime"), ("dgt_nano+inference", "eager")]  # fmt: skip
+    of_plain = {row["runtime"]: row for row in found["rows"] if row["model"] == "dgt_nano"}
+    for runtime in ("eager", "onnxruntime"):
+        whole = next(r for r in found["rows"] if (r["model"], r["runtime"]) == ("dgt_nano+global", runtime))
+        ratio = of_plain[runtime]["ms_per_image"] / whole["ms_per_image"]
+        assert of_plain[runtime]["time_of_global"] == pytest.approx(ratio)
+        assert len(of_plain[runtime]["eq7_by_stage"]) == 3
+        assert "time_of_global" not in whole
+    assert any(note.startswith("onnxruntime does not take dgt_nano+inference: a Dynamic") for note in found["notes"])
+    assert len([note for note in found["notes"] if note.startswith("best of dgt_nano")]) == 3
+    assert any("of its time with global attention" in note for note in found["notes"])
+
+
+def test_the_best_runtime_comes_first() -> None:
+    rows = [{"model": name, "image_size": 64, "runtime": where, "ms_per_image": ms}
+            for name, where, ms in (("a", "eager", 9.0), ("a", "openvino", 3.0), ("b", "eager", 2.0))]  # fmt: skip
+    assert models.summary(rows) == ["best of b at 64 px: eager, 2.0 ms", "best of a at 64 px: openvino, 3.0 ms"]
+
+
+def test_runtimes_that_cannot_be(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "models", "--models", "dgt_nano", "--runtime", "openvino"]
+    assert main([*words, "--train"]) == 2
+    assert "openvino runs inference on a CPU: leave out --train and --device" in capsys.readouterr().err
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "openvino" else name)
+    assert main(words) == 2
+    error = capsys.readouterr().err.strip()
+    assert "OpenVINO needs openvino, not installed here: pip install 'dynamic-group-transformer[openvino]'" in error
+    assert "\n" not in error
 
 
 def test_a_training_step_changes_weights_with_and_without_checkpointing() -> None:
@@ -65,7 +125,7 @@ def test_forms_of_a_model() -> None:
         ("no_such_model", "models must be timm models, got no_such_model"),
         ("dgt_nano@", r"models must look like NAME\[@PIXELS\]\[\+FORM...\], got 'dgt_nano@'"),
         ("dgt_nano@16", "image_size must be at least 32, got 16"),
-        ("dgt_nano+quick", "one of inference, packed, global, checkpointing, got 'quick'"),
+        ("dgt_nano+quick", "one of inference, global, checkpointing, got 'quick'"),
         ("resnet50+inference", "'inference' is one of DGT models, got 'resnet50"),
     ],
 )
@@ -82,41 +142,8 @@ def test_forms_that_do_not_go_together() -> None:
 
 
 def test_a_model_that_fails_is_named_with_its_last_words() -> None:
-    with pytest.raises(RuntimeError, match="process of dgt_nano\\+inference ended early: UserError: the form"):
+    with pytest.raises(RuntimeError, match="process of dgt_nano\\+inference in eager ended early: UserError: the form"):
         bench.bench_models(("dgt_nano+inference",), 32, 1, training=True, rounds=1)
-
-
-def test_a_profile_tells_the_operators_of_a_model() -> None:
-    rows = bench.profile_models(("dgt_nano", "test_vit@160"), 96, batch_size=1, rounds=1)
-    for model in ("dgt_nano", "test_vit@160"):
-        own = {row["operator"]: row for row in rows if row["model"] == model}
-        assert sum(row["share"] for row in own.values()) == pytest.approx(1)
-        assert ("dgt::group_queries" in own) == model.startswith("dgt")
-        assert list(own.values()) == sorted(own.values(), key=lambda row: -row["ms_per_image"])
-    assert "| dgt_nano | aten::" in table(rows, models.PROFILE)
-
-
-def test_speed_against_accuracy(tmp_path: Path) -> None:
-    row = {"image_size": 224, "images_per_second": 20.0, "batch_size": 8, "compiled": False}
-    rows = [{**row, "model": name} for name in ("dgt_tiny+inference", "swin_tiny_patch4_window7_224", "test_vit")]
-    bench.draw_accuracy(rows, tmp_path / "speed.png")
-    assert (tmp_path / "speed.png").stat().st_size > 10_000
-    with pytest.raises(ValueError, match="rows must hold a model with a published accuracy"):
-        bench.draw_accuracy([{**rows[0], "image_size": 512}], tmp_path / "none.png")
-
-
-@pytest.mark.parametrize("words", ["attention", "models --profile", "models --train"])
-def test_only_inference_is_plotted(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", *words.split(), "--plot", str(tmp_path / "speed.png")]) == 2
-    assert "--plot draws models at inference" in capsys.readouterr().err
-
-
-def test_the_command_profiles_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["bench", "models", "--size", "64", "--batch", "1", "--rounds", "1", "--models"]
-    assert main([*words, "dgt_nano", "--profile"]) == 0
-    assert "aten::" in capsys.readouterr().out
-    assert main([*words, "resnet50@224", "--plot", str(tmp_path / "speed.svg")]) == 0
-    assert "ResNet-50" in (tmp_path / "speed.svg").read_text() or (tmp_path / "speed.svg").stat().st_size > 5_000
 
 
 def test_the_machine_is_described() -> None:

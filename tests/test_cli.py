@@ -205,10 +205,10 @@ def test_bench_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, capsys: py
     from dgt import bench
 
     asked: list[dict[str, object]] = []
-    monkeypatch.setattr(bench, "bench_models", lambda **options: asked.append(options) or [])
+    monkeypatch.setattr(bench, "bench_models", lambda **options: asked.append(options) or ([], []))
     assert main(["bench", "models", "--models", "dgt_nano", "--size", "64", "--rounds", "3", "--memory", "--json"]) == 0
     expected = {"names": ("dgt_nano",), "image_size": 64, "batch_size": 8, "device": "cpu", "rounds": 3}
-    assert asked == [{**expected, "compiled": False, "training": False, "memory": True}]
+    assert asked == [{**expected, "runtimes": ("eager",), "training": False, "memory": True}]
     assert json.loads(capsys.readouterr().out)["rows"] == []
 
 

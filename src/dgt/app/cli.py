@@ -156,7 +156,8 @@ def run_export(options: argparse.Namespace, _: list[str]) -> None:
     """`dgt export`: writes the file, and prints its size and how it agreed with the checkpoint."""
     from dgt.export import export
 
-    print(export(options.checkpoint, options.out, options.features))
+    size = tuple(options.size) if options.size else None
+    print(export(options.checkpoint, options.out, options.features, size, options.batch))
 
 
 def run_info(options: argparse.Namespace, _: list[str]) -> None:

@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import timm
@@ -23,16 +23,28 @@ from dgt.utils.errors import LostProcess
 
 # An allocator under which freed memory goes back to the system at once, so that peaks add up.
 QUIET_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_TOP_PAD_": "0"}
+Name = TypeVar("Name")
+
+
+def processor() -> str:
+    """Name the GPU, or else the processor, with the family and model by which generations of one name differ."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    info = Path("/proc/cpuinfo")
+    found = dict(
+        re.findall(r"^(model name|cpu family|model)\s*: (.*)", info.read_text() if info.exists() else "", re.M)
+    )
+    if "cpu family" not in found:
+        return found.get("model name", platform.processor())
+    return f"{found['model name']} (family {found['cpu family']}, model {found['model']})"
 
 
 def machine() -> dict[str, Any]:
     """Describe where and with what a benchmark ran: date, processor or GPU, threads, versions, command."""
-    info, program = Path("/proc/cpuinfo"), Path(sys.argv[0])
-    names = re.findall(r"^model name\s*: (.*)", info.read_text() if info.exists() else "", re.MULTILINE)
-    names = [torch.cuda.get_device_name()] if torch.cuda.is_available() else names
+    program = Path(sys.argv[0])
     return {
         "date": datetime.date.today().isoformat(),
-        "processor": names[0] if names else platform.processor(),
+        "processor": processor(),
         "threads": torch.get_num_threads(),
         **{"python": platform.python_version(), "torch": torch.__version__, "timm": timm.__version__},
         "command": shlex.join([*(["python", str(program)] if program.suffix == ".py" else ["dgt"]), *sys.argv[1:]]),
@@ -46,7 +58,7 @@ def milliseconds(run: Callable[[], object]) -> float:
     return 1e3 * (timer() - start)
 
 
-def medians(rounds: int, candidates: dict[str, Callable[[], float]]) -> dict[str, float]:
+def medians(rounds: int, candidates: dict[Name, Callable[[], float]]) -> dict[Name, float]:
     """Let the candidates take turns, of which the first warms up, and return the median of what each returned."""
     turns = [{name: run() for name, run in candidates.items()} for _ in range(rounds + 1)][1:]
     return {name: statistics.median(turn[name] for turn in turns) for name in candidates}

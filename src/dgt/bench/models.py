@@ -1,40 +1,47 @@
-"""Whole models in turns, each in a process of its own: inference or a training step, time and peak memory."""
+"""Whole models in turns, each in a process of its own: inference or a training step, time and peak memory.
 
-import json
+Every model runs in every runtime that takes it: eager PyTorch, `torch.compile` (at inference with frozen weights, which
+inductor then packs), and as an ONNX file for images of that one size in onnxruntime and OpenVINO, checked first.
+"""
+
 import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import timm
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.profiler import profile
 
-from dgt.bench.measures import QUIET_ALLOCATOR, medians, memory_peak, milliseconds, own_process
-from dgt.inference import optimize_for_inference, pack_weights
+from dgt.bench.measures import QUIET_ALLOCATOR, medians, memory_peak, milliseconds, own_process, processor
+from dgt.bench.runtimes import OPENERS, check_runtime
+from dgt.inference import optimize_for_inference
+from dgt.inference.export import verify
+from dgt.inference.formats import Source, encode_onnx
+from dgt.layers import DGAttention
+from dgt.models.cost import attention_share, cost
 from dgt.ops.checks import check_count
-from dgt.utils.atomic_write import replacing
-from dgt.utils.errors import UserError
+from dgt.utils.errors import LostProcess, UserError
 
 BASELINE = "swin_tiny_patch4_window7_224"
-MODELS = ("dgt_tiny", BASELINE, "convnext_tiny", "deit_small_patch16_224", "dgt_tiny+inference", f"{BASELINE}+packed")
-FORMS = ("inference", "packed", "global", "checkpointing")
+MODELS = ("dgt_tiny", BASELINE, "convnext_tiny", "deit_small_patch16_224", "dgt_tiny+inference")
+FORMS = ("inference", "global", "checkpointing")
+RUNTIMES = ("eager", "compile", *OPENERS)
+FREEZING = {"TORCHINDUCTOR_FREEZING": "1"}
 COLUMNS = {
-    **{"model": "{model}", "px": "{image_size}", "ms per image": "{ms_per_image:.1f}"},
+    **{"model": "{model}", "runtime": "{runtime}", "px": "{image_size}", "ms per image": "{ms_per_image:.1f}"},
     **{"images/s": "{images_per_second:.1f}", "relative time": "**{relative_time:.2f}**", "peak MiB": "{peak_mib:.0f}"},
+    "processor": "{processor}",
 }
-PROFILE = {"model": "{model}", "operator": "{operator}", "ms per image": "{ms_per_image:.2f}", "share": "{share:.1%}"}
 
 
 class Candidate(NamedTuple):
     """A timm model, its pixels a side and the forms in which it runs, read from ``NAME[@PIXELS][+FORM...]``.
 
-    ``inference``: :func:`dgt.optimize_for_inference`; ``packed``: of any model the weights packed as there, nothing
-    else; ``global``: global attention in all stages of a DGT; ``checkpointing``: of gradients, in a training step.
+    ``inference``: :func:`dgt.optimize_for_inference`; ``global``: global attention in all stages of a DGT;
+    ``checkpointing``: of gradients, in a training step.
     """
 
     text: str
@@ -61,7 +68,7 @@ class Candidate(NamedTuple):
 
     def build(self, device: str = "cpu", training: bool = False) -> nn.Module:
         """Create the model, with random weights of seed 0; UserError for a form that does not go with the mode."""
-        for form in set(self.forms).intersection(("inference", "packed") if training else ("checkpointing",)):
+        for form in set(self.forms).intersection(("inference",) if training else ("checkpointing",)):
             raise UserError(f"the form {form!r} is not one for {'training' if training else 'inference'}: {self.text}")
         options: dict[str, Any] = {"attention": ("global",) * 4} if "global" in self.forms else {}
         if timm.get_pretrained_cfg_value(self.name, "fixed_input_size"):
@@ -70,16 +77,19 @@ class Candidate(NamedTuple):
         model: Any = timm.create_model(self.name, **options).to(device).train(training)
         if "checkpointing" in self.forms:
             model.set_grad_checkpointing()
-        model = optimize_for_inference(model) if "inference" in self.forms else model
-        return pack_weights(model) if "packed" in self.forms else model
+        return optimize_for_inference(model) if "inference" in self.forms else model
 
     def step(
-        self, batch_size: int, device: str = "cpu", training: bool = False, compiled: bool = False
-    ) -> Callable[[], None]:
+        self, batch_size: int, device: str = "cpu", training: bool = False, runtime: str = "eager"
+    ) -> Callable[[], object]:
         """Return what is timed: one inference, or one training step (forward, backward, AdamW), on random images."""
         model = self.build(device, training)
-        run: Any = torch.compile(model) if compiled else model
+        run: Any = torch.compile(model) if runtime == "compile" else model
         images = torch.randn(batch_size, 3, self.size, self.size, device=device)
+        if runtime in OPENERS:
+            file = encode_onnx(Source(model, fixed=(batch_size, self.size, self.size)))
+            run = OPENERS[runtime](file, torch.get_num_threads())
+            verify(model, run, [(self.size, self.size)], batch=batch_size)
         if not training:
             return torch.inference_mode()(lambda: run(images))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -98,57 +108,115 @@ def bench_models(
     batch_size: int = 8,
     device: str = "cpu",
     rounds: int = 7,
-    compiled: bool = False,
+    runtimes: tuple[str, ...] = ("eager",),
     training: bool = False,
     memory: bool = False,
-) -> list[dict[str, Any]]:
-    """Time the inference, or with ``training`` the training step, of whole models, perhaps ``compiled``, in turns.
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Time the inference, or with ``training`` the training step, of whole models in several runtimes, in turns.
 
     Args:
-        names: as :class:`Candidate` reads them; times are relative to plain Swin-T if it is among them, else the first.
+        names: as :class:`Candidate` reads them; times are relative to plain Swin-T in the same runtime if it is among
+            them, else to the first model.
         image_size: pixels a side, where a name does not tell.
         rounds: how often the candidates take turns; medians of a step a turn are reported.
+        runtimes: of `RUNTIMES`; all get as many threads.
         memory: measure peaks of memory as well (Linux, CPU): weights, and whatever the step adds to them.
 
     Returns:
-        One row a model: its name, size, times, the settings, and peak memory in MiB (None where not measured).
+        One row a model and runtime: its name, size, times, the settings, the processor, peak memory in MiB (None where
+        not measured), and where the same model with ``+global`` is among them :func:`_beside_global`. And a line for
+        each runtime that does not take a model.
 
     Raises:
-        TypeError, ValueError: for a name that cannot be read, or a size or batch out of range.
+        TypeError, ValueError: for a name that cannot be read, a size or batch out of range, a runtime that is not
+            installed or does not train.
         RuntimeError: where the process of a model failed; with the reason.
     """
     check_count("batch_size", batch_size)
     candidates = {name: Candidate.parse(name, image_size) for name in names}
-    task = {"batch_size": batch_size, "training": training, "compiled": compiled}
+    for runtime in set(runtimes).intersection(OPENERS):
+        check_runtime(runtime, training, device)
+    task, refused = {"batch_size": batch_size, "training": training}, []
     with ExitStack() as stack:
-        asks = {name: stack.enter_context(own_process(name)) for name in candidates}
-        for name, ask in asks.items():
-            ask(_prepare, candidates[name], device, task)
-        median = medians(rounds, {name: partial(ask, _time) for name, ask in asks.items()})
-    baseline, rows = median[BASELINE if BASELINE in median else names[0]], []
-    for name, ms in median.items():
+        asks = {}
+        for name, runtime in ((name, runtime) for name in names for runtime in runtimes):
+            frozen = FREEZING if runtime == "compile" and not training else None
+            ask = stack.enter_context(own_process(f"{name} in {runtime}", frozen))
+            try:
+                ask(_prepare, candidates[name], device, {**task, "runtime": runtime})
+                asks[name, runtime] = ask
+            except LostProcess as error:
+                if runtime == "eager" or not isinstance(error.__cause__, UserError):
+                    raise
+                refused.append(f"{runtime} does not take {name}: {error.__cause__}")
+        median = medians(rounds, {pair: partial(ask, _time, *pair) for pair, ask in asks.items()})
+    rows = []
+    for (name, runtime), ms in median.items():
         peak = None
         if memory and device == "cpu":
-            with own_process(name, QUIET_ALLOCATOR) as ask:
-                peak = ask(_peak, candidates[name], task)
+            with own_process(name, QUIET_ALLOCATOR | FREEZING) as ask:
+                peak = ask(_peak, candidates[name], {**task, "runtime": runtime})
+        peers = {peer: peer_ms for (peer, where), peer_ms in median.items() if where == runtime}
         speed = {"ms_per_image": ms / batch_size, "images_per_second": 1e3 * batch_size / ms}
-        facts = {"relative_time": ms / baseline, "peak_mib": peak, "image_size": candidates[name].size, **task}
-        rows.append({"model": name, **speed, **facts})
-    return rows
+        facts = {"relative_time": ms / peers.get(BASELINE, next(iter(peers.values()))), "peak_mib": peak}
+        facts |= {"image_size": candidates[name].size, **task, "runtime": runtime, "processor": processor()}
+        rows.append({"model": name, **speed, **facts, **_beside_global(candidates[name], ms, peers)})
+    return rows, refused
+
+
+def _beside_global(candidate: Candidate, ms: float, peers: dict[str, float]) -> dict[str, Any]:
+    """Beside the model with global attention, if it was timed: the share of its time, of its multiply-adds, and Eq. 7.
+
+    The last is the share that Eq. 7 gives to the attention of each stage that attends in groups.
+    """
+    if (twin := f"{candidate.text}+global") not in peers:
+        return {}
+    plain, whole = (candidate._replace(forms=forms).build() for forms in ((), ("global",)))
+    size = (candidate.size, candidate.size)
+    parts: Any = plain
+    layers = [(stage.blocks[0].attn, stride) for stage, stride in zip(parts.stages, parts.strides[1:], strict=True)]
+    shares = [
+        attention_share(
+            (-(-candidate.size // stride)) ** 2, layer.qkv.in_features, layer.top_k, layer.centroids.shape[1]
+        )
+        for layer, stride in layers
+        if isinstance(layer, DGAttention)
+    ]
+    work = cost(plain, size).flops / cost(whole, size).flops
+    return {"time_of_global": ms / peers[twin], "work_of_global": work, "eq7_by_stage": shares}
+
+
+def summary(rows: list[dict[str, Any]]) -> list[str]:
+    """Lines to read first: every model in its best runtime, the fastest first, and what groups save."""
+    best: dict[Any, dict[str, Any]] = {}
+    for row in sorted(rows, key=lambda row: float(row["ms_per_image"])):
+        best.setdefault((row["model"], row["image_size"]), row)
+    lines = [
+        f"best of {name} at {px} px: {row['runtime']}, {row['ms_per_image']:.1f} ms" for (name, px), row in best.items()
+    ]
+    for row in rows:
+        if "time_of_global" in row:
+            shares = ", ".join(f"{share:.2f}" for share in row["eq7_by_stage"])
+            lines.append(
+                f"{row['model']} at {row['image_size']} px in {row['runtime']}: {row['time_of_global']:.2f} of its "
+                f"time with global attention, {row['work_of_global']:.2f} of its multiply-adds; by Eq. 7 of the "
+                f"attention's by stage: {shares}"
+            )
+    return lines
 
 
 # What runs in the process of a candidate, which keeps its step here.
-_steps: list[Callable[[], None]] = []
+_steps: dict[tuple[str, str], Callable[[], object]] = {}
 
 
 def _prepare(candidate: Candidate, device: str, task: dict[str, Any]) -> None:
-    _steps.append(candidate.step(device=device, **task))
-    _steps[0]()
+    step = _steps[candidate.text, task["runtime"]] = candidate.step(device=device, **task)
+    step()
 
 
-def _time() -> float:
-    _steps[0]()  # brings the model back into the caches, which the others have used since
-    return milliseconds(_steps[0])
+def _time(name: str, runtime: str) -> float:
+    _steps[name, runtime]()  # brings the model back into the caches, which the others have used since
+    return milliseconds(_steps[name, runtime])
 
 
 def _peak(candidate: Candidate, task: dict[str, Any]) -> float | None:
@@ -160,50 +228,3 @@ def _peak(candidate: Candidate, task: dict[str, Any]) -> float | None:
         step()
 
     return memory_peak(run)
-
-
-def profile_models(
-    names: tuple[str, ...], image_size: int = 224, batch_size: int = 8, device: str = "cpu", rounds: int = 7
-) -> list[dict[str, Any]]:
-    """Tell the operators that inference spends its time in, without those inside them, longest first, as rows."""
-    rows = []
-    for name in names:
-        run = Candidate.parse(name, image_size).step(batch_size, device)
-        run()
-        with profile() as recorded:
-            for _ in range(rounds):
-                run()
-        key = "self_cpu_time_total" if device == "cpu" else "self_device_time_total"
-        times = {event.key: getattr(event, key) / 1e3 / rounds / batch_size for event in recorded.key_averages()}
-        for operator, ms in sorted(times.items(), key=lambda item: -item[1]):
-            share = ms / sum(times.values())
-            rows.append({"model": name, "operator": operator, "ms_per_image": ms, "share": share})
-    return rows
-
-
-def draw_accuracy(rows: list[dict[str, Any]], path: str | Path) -> None:
-    """Draw images per second, of rows of inference, against the accuracies of ``published.json``, at their sizes.
-
-    Raises:
-        UserError: if no row has such an accuracy, or for another suffix than .png, .svg or .pdf.
-    """
-    from matplotlib.figure import Figure
-
-    kind, published = Path(path).suffix[1:], json.loads(Path(__file__).with_name("published.json").read_text("utf-8"))
-    if kind not in ("png", "svg", "pdf"):
-        raise UserError(f"path must end in .png, .svg or .pdf, got {str(path)!r}")
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
-    axes = figure.add_subplot(xlabel="images per second here", ylabel="published ImageNet top-1, %")
-    for row in sorted(rows, key=lambda row: float(row["images_per_second"])):
-        _, name, size, forms = Candidate.parse(row["model"], row["image_size"])
-        if published.get(name, {}).get("pixels") == size and "global" not in forms:
-            place, colour = (row["images_per_second"], published[name]["top1"]), f"C{int(name.startswith('dgt'))}"
-            axes.scatter(*place, color=colour)
-            offset = (0, -12 if len(axes.texts) % 2 else 7)  # neighbours' labels on opposite sides
-            label = "+".join([published[name]["label"], *forms])
-            axes.annotate(label, place, offset, textcoords="offset points", ha="center", color=colour, fontsize=8)
-    if not axes.texts:
-        raise UserError("rows must hold a model with a published accuracy, at the size that it is for, got none")
-    axes.margins(x=0.16, y=0.12)
-    with replacing(path) as partial_file:
-        figure.savefig(partial_file, format=kind, dpi=200)

@@ -1,9 +1,10 @@
 """Trained models at work: the form that only predicts, and files for other programs (:mod:`dgt.export`).
 
-- ``form``: what `optimize_for_inference` makes, of ``fuse_bn``, ``prepacked_conv`` and ``attention``.
-- ``export``: what of a trained run, and the file that equals it; ``formats`` of files, ``onnx_operators`` in them.
+- ``form``: what `optimize_for_inference` makes, of ``fuse_bn`` and ``attention``.
+- ``export``: what of a trained run, and the file that equals it; ``formats`` of files, ``onnx_operators`` in them,
+  ``onnx_tokens`` in those for one size.
 """
 
-from dgt.inference.form import optimize_for_inference, pack_weights
+from dgt.inference.form import optimize_for_inference
 
-__all__ = ["optimize_for_inference", "pack_weights"]
+__all__ = ["optimize_for_inference"]

@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import timm
@@ -69,7 +69,13 @@ class Export:
         return f"{self.path}  {self.size / 2**20:.1f} MiB  {self.verification}"
 
 
-def export(checkpoint: str | Path, out: str | Path, features: bool = False) -> Export:
+def export(
+    checkpoint: str | Path,
+    out: str | Path,
+    features: bool = False,
+    size: tuple[int, int] | None = None,
+    batch: int | None = None,
+) -> Export:
     """Write a trained model for other programs, and check it against its source before it takes its place.
 
     Args:
@@ -77,6 +83,8 @@ def export(checkpoint: str | Path, out: str | Path, features: bool = False) -> E
         out: a file ending in `.onnx` or `.pt2`, replaced if it is there; or, without an ending, a folder for
             `timm.create_model("local-dir:FOLDER", pretrained=True)`.
         features: the feature maps of the backbone instead of what the task predicts; for files.
+        size: the height and width of all images, for a file in which nothing is decided any more where it runs.
+        batch: how many images it then takes at a time; 1 by default.
 
     Raises:
         FileNotFoundError, ValueError: as `load_run` and :func:`source_of_run` do; for an unknown ending, a missing
@@ -86,9 +94,11 @@ def export(checkpoint: str | Path, out: str | Path, features: bool = False) -> E
     """
     path = Path(out)
     _check_place(path, features)
+    if (size is None and batch is not None) or (size is not None and not path.suffix):
+        raise UserError("--batch goes with --size, and both with a file, .onnx or .pt2: a folder for timm takes any")
     run = load_run(checkpoint)
     if path.suffix:
-        return _export_file(run, path, features)
+        return _export_file(run, path, features, None if size is None else (batch or 1, *size))
     return _export_folder(run, path)
 
 
@@ -112,11 +122,16 @@ def _check_place(path: Path, features: bool) -> None:
         raise PermissionError(f"{path} cannot be written: no permission to write in {above}")
 
 
-def _export_file(run: LoadedRun, path: Path, features: bool) -> Export:
-    source = source_of_run(run, features)
+def _export_file(run: LoadedRun, path: Path, features: bool, fixed: tuple[int, int, int] | None) -> Export:
+    source = replace(source_of_run(run, features), fixed=fixed)
+    if fixed and source.size and set(fixed[1:]) != {source.size}:
+        raise UserError(
+            "the model takes images of {0} x {0} pixels alone, got {1} x {2}".format(source.size, *fixed[1:])
+        )
     encode, reopen = FORMATS[path.suffix]
     content = encode(source)
-    verification = verify(source.module, reopen(content), _sizes(run, source))
+    batch = None if fixed is None else fixed[0]
+    verification = verify(source.module, reopen(content), _sizes(run, source), batch=batch)
     atomic_write(path, content)
     return Export(path, len(content), verification)
 
@@ -203,6 +218,8 @@ def source_of_run(run: LoadedRun, features: bool = False) -> Source:
 
 def _sizes(run: LoadedRun, source: Source) -> list[tuple[int, int]]:
     """Heights and widths to check: the recipe's, and others where the model takes any."""
+    if source.fixed is not None:
+        return [source.fixed[1:]]
     if source.size is not None:
         return [(source.size, source.size)]
     side = min(max(run.recipe.data["image_size"], 33), LARGEST_SIDE)
@@ -211,7 +228,12 @@ def _sizes(run: LoadedRun, source: Source) -> list[tuple[int, int]]:
 
 @torch.inference_mode()
 def verify(
-    module: nn.Module, run: Runner, sizes: Sequence[tuple[int, int]], seed: int = 0, least: float = 0.5
+    module: nn.Module,
+    run: Runner,
+    sizes: Sequence[tuple[int, int]],
+    seed: int = 0,
+    least: float = 0.5,
+    batch: int | None = None,
 ) -> Verification:
     """Compare an exported file with its source on random images, in batches of three and one by one.
 
@@ -224,6 +246,7 @@ def verify(
         sizes: heights and widths of images in pixels.
         seed: of the images.
         least: share of the images of every size whose outputs must be equal.
+        batch: images in each of three batches; by default three in one, and the same one by one.
 
     Raises:
         RuntimeError: they are equal for less, or the file cannot be run.
@@ -231,8 +254,9 @@ def verify(
     generator = torch.Generator().manual_seed(seed)
     equal, differences = [], []
     for height, width in sizes:
-        images = torch.randn(BATCH, 3, height, width, generator=generator)
-        pairs = [_compare(module, run, batch) for batch in (images, *images.split(1))]
+        images = torch.randn(BATCH * (batch or 1), 3, height, width, generator=generator)
+        parts = images.split(batch) if batch else (images, *images.split(1))
+        pairs = [_compare(module, run, part) for part in parts]
         same, difference = (torch.cat(parts) for parts in zip(*pairs, strict=True))
         if same.float().mean() < least:
             raise Disagreement(

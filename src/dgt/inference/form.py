@@ -1,9 +1,10 @@
 """The form of a model that only predicts: the same outputs from fewer and larger steps.
 
-Normalisations move into convolutions (:mod:`dgt.inference.fuse_bn`), which keep their weights packed
-(:mod:`dgt.inference.prepacked_conv`); the attention is one operator (:mod:`dgt.inference.attention`), its centroids are
-brought to unit norm once and for all. Linears are 1x1 convolutions, which oneDNN runs on channels-last tokens without
-copies, and about twice as fast as the matrix product of linears on processors that the vendor's BLAS does not favour.
+Normalisations move into convolutions (:mod:`dgt.inference.fuse_bn`); the attention is one operator
+(:mod:`dgt.inference.attention`), its centroids are brought to unit norm once and for all. Linears are 1x1 convolutions,
+which oneDNN runs on channels-last tokens without copies, and about twice as fast as the matrix product of linears on
+processors that the vendor's BLAS does not favour. Packing of weights is a compiler's or another runtime's
+(docs/export.md).
 """
 
 import copy
@@ -15,23 +16,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dgt.inference.attention import attention
-from dgt.inference.fuse_bn import FoldedConv, affine, fold_after, fold_before
-from dgt.inference.prepacked_conv import PackedConv, takes_gradients
+from dgt.inference.fuse_bn import FoldedConv, PredictsOnly, affine, fold_after, fold_before
 from dgt.layers.attention import DGAttention, GlobalAttention
-from dgt.layers.convolution import ConditionalPositionEncoding, ConvStem, InvertedResidualFFN, PatchMerging
+from dgt.layers.convolution import ConvStem, InvertedResidualFFN
 from dgt.layers.head import Head
 from dgt.layers.scripting import check_layer_input
 from dgt.ops.backends import resolve_backend
 from dgt.utils.errors import UserError
 
-Forms = dict[type[nn.Module], Callable[[Any], nn.Module]]
-
 
 def optimize_for_inference(model: nn.Module) -> nn.Module:
     """Return a copy of a model in the form that only predicts: faster, equal outputs up to rounding.
 
-    The model itself, which is what to train, save and export, stays as it is. On a CPU convolutions keep a packed copy
-    of their weights, from their first call on.
+    The model itself, which is what to train, save and export, stays as it is.
 
     Args:
         model: any module that contains parts of this package: a model of :func:`timm.create_model`, a backbone, a
@@ -48,31 +45,23 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
         raise TypeError(f"model must be a module, got {type(model).__name__}")
     if not any(type(module) in FORMS for module in model.modules()):
         raise UserError(f"model must contain parts of a DGT, got a {type(model).__name__} without any")
-    return _copy_in_form(model, FORMS)
+    with torch.inference_mode(False):
+        twin = inference_form(copy.deepcopy(model))
+        return twin.eval().requires_grad_(False).to(memory_format=torch.channels_last)
 
 
-def pack_weights(model: nn.Module) -> nn.Module:
-    """Return a copy of any model whose linears and convolutions keep packed weights, and nothing else changed.
-
-    What :func:`optimize_for_inference` gains by this alone, for comparison with models that have no such form.
-    """
-    return _copy_in_form(model, {nn.Linear: TokenLinear, nn.Conv2d: PackedConv})
-
-
-def inference_form(module: nn.Module, forms: Forms | None = None) -> nn.Module:
+def inference_form(module: nn.Module) -> nn.Module:
     """Return a module with every part, at any depth, in the form that only predicts; may change it in place."""
-    forms = FORMS if forms is None else forms
-    if type(module) in forms:
-        return forms[type(module)](module)
+    if type(module) in FORMS:
+        return FORMS[type(module)](module)
     for name, child in list(module.named_children()):
-        setattr(module, name, inference_form(child, forms))
+        setattr(module, name, inference_form(child))
     return module
 
 
-def _copy_in_form(model: nn.Module, forms: Forms) -> nn.Module:
-    with torch.inference_mode(False):  # else nobody could tell when its weights change
-        twin = inference_form(copy.deepcopy(model), forms)
-        return twin.eval().requires_grad_(False).to(memory_format=torch.channels_last)
+def takes_gradients(x: Tensor) -> bool:
+    """Tell whether what is computed from a tensor must be differentiable."""
+    return torch.is_grad_enabled() and x.requires_grad
 
 
 def _gelu(x: Tensor) -> Tensor:
@@ -80,7 +69,7 @@ def _gelu(x: Tensor) -> Tensor:
     return F.gelu(x) if takes_gradients(x) else torch.ops.aten.gelu_(x)
 
 
-class FoldedStem(nn.Module):
+class FoldedStem(PredictsOnly):
     """A :class:`ConvStem` whose first two normalisations are folded into the convolutions after them."""
 
     scale: Tensor
@@ -89,48 +78,48 @@ class FoldedStem(nn.Module):
     def __init__(self, stem: ConvStem) -> None:
         super().__init__()
         (first, *convs), (*norms, last) = cast(Any, stem.convs), cast(Any, stem.norms)
-        self.first = PackedConv(first, gelu=True)
+        self.first = first
         self.others = nn.ModuleList(FoldedConv(*pair) for pair in zip(convs, norms, strict=True))
         for name, value in zip(("scale", "shift"), affine(last), strict=True):
             self.register_buffer(name, value.detach()[:, None, None].to(first.weight.dtype))
 
     def forward(self, image: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, in_chans, H, W) images to (B, H', W', width); ``mask`` is (B, H', W')."""
-        x = self.first(image.contiguous(memory_format=torch.channels_last))
+        x = _gelu(self.first(image.contiguous(memory_format=torch.channels_last)))
         for conv in self.others:
             x = _gelu(conv(x, mask))
         x = torch.addcmul(self.shift, x, self.scale)
         return (x if mask is None else x * mask.unsqueeze(1)).permute(0, 2, 3, 1)
 
 
-class FoldedFFN(nn.Module):
+class FoldedFFN(PredictsOnly):
     """An :class:`InvertedResidualFFN` whose three normalisations and residual are folded into its convolutions."""
 
     def __init__(self, ffn: InvertedResidualFFN) -> None:
         super().__init__()
-        self.expand = PackedConv(ffn.expand, gelu=True)
+        self.expand = ffn.expand
         self.depthwise = FoldedConv(ffn.depthwise, ffn.norm1, residual=True)
         self.project = fold_after(fold_before(ffn.norm2, ffn.project), ffn.norm3)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, H, W, C) to (B, H, W, C)."""
-        x = self.depthwise(self.expand(x.permute(0, 3, 1, 2)), mask)
+        x = self.depthwise(_gelu(self.expand(x.permute(0, 3, 1, 2))), mask)
         projected: Tensor = self.project(_gelu(x))
         return projected.permute(0, 2, 3, 1)
 
 
-class TokenLinear(PackedConv):
+class TokenLinear(PredictsOnly):
     """A linear of channels-last tokens, computed as the 1x1 convolution that it is."""
 
     def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        conv = nn.Conv2d(linear.in_features, linear.out_features, 1, bias=linear.bias is not None, device="meta")
-        super().__init__(conv, linear.weight[:, :, None, None], linear.bias)
+        self.weight, self.bias = nn.Parameter(linear.weight.detach()[:, :, None, None]), linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, ..., C) to the same shape with other channels."""
         tokens = x if x.dim() == 4 else x.reshape(len(x), 1, -1, x.shape[-1])
-        tokens = super().forward(tokens.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+        tokens = F.conv2d(tokens.permute(0, 3, 1, 2), self.weight, self.bias).permute(0, 2, 3, 1)
         return tokens if x.dim() == 4 else tokens.reshape(*x.shape[:-1], self.out_features)
 
 
@@ -165,23 +154,16 @@ def _with_token_linears(attention: GlobalAttention) -> GlobalAttention:
     return attention
 
 
-def _with_packed_conv(part: Any) -> nn.Module:
-    part.conv = PackedConv(part.conv)
-    return cast(nn.Module, part)
-
-
 def _with_folded_norm(head: Head) -> Head:
     if isinstance(head.conv, nn.Conv2d) and isinstance(head.norm, nn.BatchNorm2d):
         head.conv, head.norm = fold_after(head.conv, head.norm), nn.Identity()
     return head
 
 
-FORMS: Forms = {
+FORMS: dict[type[nn.Module], Callable[[Any], nn.Module]] = {
     ConvStem: FoldedStem,
-    ConditionalPositionEncoding: _with_packed_conv,
     DGAttention: InferenceDGAttention,
     GlobalAttention: _with_token_linears,
     InvertedResidualFFN: FoldedFFN,
-    PatchMerging: _with_packed_conv,
     Head: _with_folded_norm,
 }

@@ -11,7 +11,7 @@ import importlib.util
 import io
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.export import Dim, ExportedProgram
 
 from dgt.utils.errors import UserError
 
+SIZES = "free batch, height and width"
 EXAMPLE = (2, 3, 96, 160)  # sides that differ, and leave more than one token at stride 32
 OPSET = 18
 LARGEST = 2 - 2**-6  # GiB of one file, by the format it is written in, less some room for the graph
@@ -38,12 +39,14 @@ class Source:
         outputs: name of each of those.
         size: the only side of images that the module takes, in pixels; None where it takes any.
         about: further facts, kept in the file: what the classes are, how images are normalised.
+        fixed: batch, height and width of all images that the file is for; None leaves free what the module does.
     """
 
     module: nn.Module
     outputs: tuple[str, ...] = ("logits",)
     size: int | None = None
     about: dict[str, str] = field(default_factory=dict)
+    fixed: tuple[int, int, int] | None = None
 
 
 def _reason(error: BaseException) -> str:
@@ -56,7 +59,7 @@ def _reason(error: BaseException) -> str:
 def trace(source: Source) -> ExportedProgram:
     """Record a module as a graph.
 
-    Its input is called `images`, which may have any batch, height and width unless it is built for one size.
+    Its input is called `images`, which may have any batch, height and width unless it is built or meant for one size.
 
     Raises:
         ValueError: the module is not float32, or depends on sizes in a way that a graph cannot follow.
@@ -66,14 +69,18 @@ def trace(source: Source) -> ExportedProgram:
         raise UserError(f"the model must be float32, got {', '.join(sorted(map(str, kinds))) or 'no parameters'}")
     free: dict[int, Any] = {0: Dim("batch", min=1)}
     sides = EXAMPLE[2:] if source.size is None else (source.size, source.size)
-    if source.size is None:
+    shape = (EXAMPLE[0], 3, *sides)
+    if source.fixed:
+        free, shape = {}, (source.fixed[0], 3, *source.fixed[1:])
+    elif source.size is None:
         free |= {2: Dim.DYNAMIC, 3: Dim.DYNAMIC}  # of at least what leaves the last map more than one token
     try:
         with torch.no_grad():
-            return torch.export.export(source.module, (torch.zeros(*EXAMPLE[:2], *sides),), dynamic_shapes=(free,))
+            return torch.export.export(source.module, (torch.zeros(shape),), dynamic_shapes=(free,))
     except Exception as error:  # of many kinds: whatever in the module cannot be traced
         name = type(source.module).__name__
-        raise UserError(f"a {name} cannot be exported for free batch, height and width: {_reason(error)}") from error
+        size = "batches of {} images of {} x {} pixels".format(*source.fixed) if source.fixed else SIZES
+        raise UserError(f"a {name} cannot be exported for {size}: {_reason(error)}") from error
 
 
 def encode_program(source: Source) -> bytes:
@@ -97,25 +104,28 @@ def open_program(content: bytes) -> Runner:
     return run
 
 
-def check_libraries() -> None:
-    """Raise ValueError unless everything is installed that ONNX needs."""
-    missing = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
+def check_libraries(what: str = "ONNX", libraries: Sequence[str] = LIBRARIES, extra: str = "export") -> None:
+    """Raise UserError, with the remedy, unless all libraries are installed that something needs."""
+    missing = ", ".join(name for name in libraries if importlib.util.find_spec(name) is None)
     if missing:
-        raise UserError(
-            f"ONNX needs {', '.join(missing)}, not installed here: pip install 'dynamic-group-transformer[export]'"
-        )
+        remedy = f"pip install 'dynamic-group-transformer[{extra}]'"
+        raise UserError(f"{what} needs {missing}, not installed here: {remedy}")
 
 
 def encode_onnx(source: Source) -> bytes:
     """Return the ONNX file of a module: input `images`, outputs as the source names them.
 
+    For fixed sizes all shapes are constants, and all that depends on them alone is decided here: no `If` is left.
+
     Raises:
         ValueError: as :func:`trace` does; for operators that ONNX lacks, and for more than 2 GiB.
     """
     import onnx_ir
-    from onnx_ir.passes.common import ClearMetadataAndDocStringPass, InlinePass
+    from onnx_ir.passes.common import ClearMetadataAndDocStringPass, InlinePass, RemoveUnusedNodesPass
+    from onnxscript.optimizer import optimize_ir
 
     from dgt.inference.onnx_operators import FUNCTIONS, TRANSLATIONS
+    from dgt.inference.onnx_tokens import flatten_tokens
 
     size = sum(tensor.nbytes for tensor in source.module.state_dict().values()) / 2**30
     if size > LARGEST:
@@ -125,6 +135,10 @@ def encode_onnx(source: Source) -> bytes:
         body = onnx_ir.serde.from_proto(function.to_function_proto())
         model.functions[body.identifier()] = body
     InlinePass()(model)
+    if source.fixed:
+        optimize_ir(model)
+        flatten_tokens(model.graph)
+        RemoveUnusedNodesPass()(model)
     ClearMetadataAndDocStringPass()(model)  # among it paths of this machine
     model.opset_imports.pop("dgt", None)  # all functions are inlined
     model.metadata_props.update(source.about)
@@ -141,6 +155,7 @@ def _translate(source: Source, translations: dict[Any, Any]) -> Any:
     """Return the module as a model of onnx_ir, in which the functions that translations call have no bodies yet."""
     program = trace(source)
     names = {0: "batch"} if source.size is not None else {0: "batch", 2: "height", 3: "width"}
+    names = {} if source.fixed else names
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     try:
@@ -171,8 +186,19 @@ def open_onnx(content: bytes, threads: int | None = None) -> Runner:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads or 0  # 0: onnxruntime's choice
     session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    shape = session.get_inputs()[0].shape
 
     def run(images: Tensor) -> list[Tensor]:
+        check_size(images, shape)
         return [torch.from_numpy(output) for output in session.run(None, {"images": images.numpy()})]
 
     return run
+
+
+def check_size(images: Tensor, shape: Sequence[Any]) -> None:
+    """Raise UserError unless images (B, 3, H, W) have the sizes of a file; those that it leaves free are no numbers."""
+    if any(isinstance(side, int) and side != given for side, given in zip(shape, images.shape, strict=True)):
+        sides = [" x ".join(map(str, sizes)) for sizes in (shape, images.shape)]
+        raise UserError(
+            f"the file was exported for images of {sides[0]}, got {sides[1]}: export it again with --size and --batch"
+        )

@@ -5,11 +5,12 @@ zero padding this is exact inside the image, and at its borders once the part of
 is taken off again. ``x + depthwise(x)`` is one depthwise convolution whose centre tap is one larger.
 """
 
+import copy
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dgt.inference.prepacked_conv import PackedConv
 from dgt.utils.errors import UserError
 
 ENDS, INNER = slice(None, None, 2), slice(1, 2)  # of three rows or columns
@@ -23,14 +24,14 @@ def affine(norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
     return scale, norm.bias.double() - norm.running_mean.double() * scale
 
 
-def fold_after(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> PackedConv:
+def fold_after(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> nn.Conv2d:
     """Return ``norm(conv(x))`` as one convolution: exact for any kernel and padding."""
     scale, shift = affine(norm)
     weight = conv.weight.double() * scale[:, None, None, None]
     return _conv_like(conv, weight, _bias(conv) * scale + shift)
 
 
-def fold_before(norm: nn.BatchNorm2d, conv: nn.Conv2d) -> PackedConv:
+def fold_before(norm: nn.BatchNorm2d, conv: nn.Conv2d) -> nn.Conv2d:
     """Return ``conv(norm(x))`` as one convolution, for a 1x1 convolution: exact because it has no padding."""
     scale, shift = affine(norm)
     weight = conv.weight.double()
@@ -41,12 +42,25 @@ def _bias(conv: nn.Conv2d) -> Tensor:
     return conv.weight.new_zeros(conv.out_channels).double() if conv.bias is None else conv.bias.double()
 
 
-def _conv_like(conv: nn.Conv2d, weight: Tensor, bias: Tensor) -> PackedConv:
+def _conv_like(conv: nn.Conv2d, weight: Tensor, bias: Tensor) -> nn.Conv2d:
     """A convolution of the same geometry and type with this weight and bias."""
-    return PackedConv(conv, weight.to(conv.weight.dtype), bias.to(conv.weight.dtype))
+    like = copy.deepcopy(conv)
+    like.weight = nn.Parameter(weight.detach().to(conv.weight.dtype))
+    like.bias = nn.Parameter(bias.detach().to(conv.weight.dtype))
+    return like
 
 
-class FoldedConv(nn.Module):
+class PredictsOnly(nn.Module):
+    """A part that cannot be trained."""
+
+    def train(self, mode: bool = True) -> "PredictsOnly":
+        """Stay in evaluation mode; RuntimeError when asked to train."""
+        if mode:
+            raise RuntimeError("the inference form of a model cannot be trained: train the model it was made from")
+        return super().train(False)
+
+
+class FoldedConv(PredictsOnly):
     """``conv(norm(x))``, or ``y + conv(y)`` with ``y = norm(x)``, as one 3x3 convolution with exact borders.
 
     Zero padding stands *behind* the normalisation: what is outside has no shift. The folded bias holds the shift of all

@@ -27,113 +27,95 @@ DOMAIN = Opset("dgt", 1)
 @script(DOMAIN)
 def group_queries(query: FLOAT[...], centroids: FLOAT[...]) -> INT64[...]:
     """Assign every (B, H, L, D) query to the nearest of the (H, G, D) centroids: (B, H, L)."""
-    scores = op.MatMul(query, op.Transpose(centroids, perm=[0, 2, 1]))
-    return op.ArgMax(scores, axis=-1, keepdims=0, select_last_index=0)
+    scores = op.MatMul(centroids, op.Transpose(query, perm=[0, 1, 3, 2]))
+    return op.ArgMax(scores, axis=-2, keepdims=0, select_last_index=0)
 
 
 @script(DOMAIN)
 def select_keys(centroids: FLOAT[...], key: FLOAT[...], top_k: int) -> INT64[...]:
     """Select the (B, H, G, min(top_k, L)) best keys of every group, in no order: `attend` needs none."""
-    scores = op.MatMul(centroids, op.Transpose(key, perm=[0, 1, 3, 2]))
+    scores = op.MatMul(key, op.Transpose(centroids, perm=[0, 2, 1]))
     count = op.Min(top_k, op.Shape(key, start=2, end=3))
-    _, key_ids = op.TopK(scores, count, axis=-1, largest=1, sorted=0)
-    return key_ids
+    _, key_ids = op.TopK(scores, count, axis=-2, largest=1, sorted=0)
+    return op.Transpose(key_ids, perm=[0, 1, 3, 2])
 
 
 @script(DOMAIN)
 def _attend_dense_masked(
-    query: FLOAT[...], key: FLOAT[...], value: FLOAT[...], group_ids: INT64[...], key_ids: INT64[...], scale: float
+    query: FLOAT[...], key: FLOAT[...], value: FLOAT[...], group_ids: INT64[...], key_ids: INT64[...]
 ) -> FLOAT[...]:
     """All queries and keys of a head, under a mask (B, H, G, L) whose rows are picked by group."""
-    zero = op.Constant(value_int=0)
-    one = op.Constant(value_int=1)
-    any_size = op.Constant(value_ints=[-1])
-    tokens = op.Shape(key, start=2, end=3)
-    hidden = op.Expand(op.Constant(value_float=-1e30), op.Concat(op.Shape(key_ids, start=0, end=3), tokens, axis=0))
+    last = op.Constant(value_ints=[-1])
+    lists = op.Concat(op.Shape(key_ids, start=0, end=3), op.Shape(key, start=2, end=3), axis=0)
+    hidden = op.Expand(op.Constant(value_float=-1e30), lists)
     shown = op.Expand(op.Constant(value_float=0.0), op.Shape(key_ids))
-    rows = op.Reshape(op.ScatterElements(hidden, key_ids, shown, axis=-1), op.Concat(any_size, tokens, axis=0))
-    heads = op.Shape(key_ids, start=0, end=2)
-    first = op.Range(zero, op.ReduceProd(heads, keepdims=0), one) * op.Shape(key_ids, start=2, end=3)
-    first = op.Reshape(first, op.Concat(heads, op.Constant(value_ints=[1]), axis=0))
-    bias = op.Gather(rows, group_ids + first, axis=0)
-    score = op.MatMul(query, op.Transpose(key, perm=[0, 1, 3, 2])) * scale + bias
+    rows = op.ScatterElements(hidden, key_ids, shown, axis=-1)
+    bias = op.GatherND(rows, op.Unsqueeze(group_ids, last), batch_dims=2)
+    score = op.MatMul(query, op.Transpose(key, perm=[0, 1, 3, 2])) + bias
     return op.MatMul(op.Softmax(score, axis=-1), value)
 
 
 @script(DOMAIN)
-def _sort_by_group(group_ids: INT64[...], groups: INT64) -> tuple[INT64[...], INT64[...]]:
-    """Sort queries by head and group, in order inside a group.
+def _cut_into_tiles(
+    group: INT64[...], groups: INT64[...], size: INT64[...]
+) -> tuple[INT64[...], INT64[...], INT64[...]]:
+    """Cut queries, sorted by ``group`` (B H, L), into tiles of ``size`` that straddle no two groups.
 
-    Returns rows of the flattened queries, (B H L,), and the list of keys that each of them sees, (B H L,) below S.
+    As many tiles as there could be at most, T = L // size + G, so that shapes do not depend on values. Returns the
+    group of every tile (B H, T), the sorted queries in its slots (B H, T size), those of a neighbour in empty ones,
+    and the slot of every sorted query (B H, L).
     """
     zero = op.Constant(value_int=0)
     one = op.Constant(value_int=1)
-    any_size = op.Constant(value_ints=[-1])
-    tokens = op.Shape(group_ids, start=2, end=3)
-    number = op.Squeeze(tokens)
-    token = op.Range(zero, number, one)
-    # One integer for group and token: no two are equal, and the sorted values alone tell both.
-    mixed = op.Reshape(group_ids * tokens + token, op.Concat(any_size, tokens, axis=0))
-    ordered, _ = op.TopK(mixed, tokens, axis=-1, largest=0, sorted=1)
-    head = op.Unsqueeze(op.Range(zero, op.Squeeze(op.Shape(ordered, start=0, end=1)), one), any_size)
-    group = ordered / number
-    order = op.Reshape(ordered - group * number + head * number, any_size)
-    return order, op.Reshape(group + head * groups, any_size)
-
-
-@script(DOMAIN)
-def _cut_into_tiles(lists: INT64[...], count: INT64, share: INT64[...]) -> tuple[INT64[...], INT64[...], INT64[...]]:
-    """Cut the queries of each of ``count`` lists of keys, ``lists`` ascending, into tiles that straddle no two lists.
-
-    A list has ``share`` queries on average; small ones would leave large tiles half empty. Returns the list of every
-    tile (T,), the sorted queries that are in its slots (T, 32 or 64), those of a neighbour in empty ones, and the slot
-    of every sorted query.
-    """
-    zero = op.Constant(value_int=0)
-    one = op.Constant(value_int=1)
-    size = op.Squeeze(
-        op.Where(share < op.Constant(value_ints=[48]), op.Constant(value_ints=[32]), op.Constant(value_ints=[64]))
-    )
-    none = op.Expand(zero, op.Unsqueeze(count, zero))
-    lengths = op.ScatterElements(none, lists, op.Expand(one, op.Shape(lists)), axis=0, reduction="add")
+    last = op.Constant(value_ints=[-1])
+    heads, tokens = op.Shape(group, start=0, end=1), op.Shape(group, start=1, end=2)
+    token = op.Range(zero, op.Squeeze(tokens), one)
+    none = op.Expand(zero, op.Concat(heads, groups, axis=0))
+    lengths = op.ScatterElements(none, group, op.Expand(one, op.Shape(group)), axis=-1, reduction="add")
     tiles = (lengths + size - one) / size
-    ends = op.CumSum(tiles, zero)
-    starts, first = ends - tiles, op.CumSum(lengths, zero, exclusive=1)
-    total = op.ReduceSum(tiles, keepdims=0)
-    # A tile's list is the number of lists whose tiles have ended before it.
-    ended = op.Expand(zero, op.Unsqueeze(total + one, zero))
-    ended = op.ScatterElements(ended, ends, op.Expand(one, op.Shape(ends)), axis=0, reduction="add")
-    tile = op.Range(zero, total, one)
-    owner = op.Gather(op.CumSum(ended, zero), tile, axis=0)
-    corner = op.Gather(first, owner, axis=0) + (tile - op.Gather(starts, owner, axis=0)) * size
-    slots = op.Unsqueeze(corner, one) + op.Range(zero, size, one)
-    number = op.Squeeze(op.Shape(lists))
-    nth = op.Range(zero, number, one) - op.Gather(first, lists, axis=0)
-    return owner, op.Min(slots, number - one), op.Gather(starts, lists, axis=0) * size + nth
+    ends = op.CumSum(tiles, one)
+    starts, first = ends - tiles, op.CumSum(lengths, one, exclusive=1)
+    tile = op.Range(zero, op.Squeeze(tokens / size + groups), one)
+    # A tile's group is the number of groups whose tiles have ended before it.
+    ended = op.Cast(op.LessOrEqual(op.Unsqueeze(ends, last), tile), to=INT64.dtype)
+    owner = op.Min(op.ReduceSum(ended, op.Constant(value_ints=[1]), keepdims=0), groups - one)
+    corner = op.GatherElements(first, owner, axis=-1) + (tile - op.GatherElements(starts, owner, axis=-1)) * size
+    slots = op.Unsqueeze(corner, last) + op.Range(zero, op.Squeeze(size), one)
+    slots = op.Reshape(op.Min(slots, tokens - one), op.Concat(heads, last, axis=0))
+    nth = token - op.GatherElements(first, group, axis=-1)
+    return owner, slots, op.GatherElements(starts, group, axis=-1) * size + nth
 
 
 @script(DOMAIN)
 def _attend_gathered(
-    query: FLOAT[...], key: FLOAT[...], value: FLOAT[...], group_ids: INT64[...], key_ids: INT64[...], scale: float
+    query: FLOAT[...], key: FLOAT[...], value: FLOAT[...], group_ids: INT64[...], key_ids: INT64[...]
 ) -> FLOAT[...]:
     """Tiles of queries of one group, each with the selected keys of that group, gathered."""
-    any_size = op.Constant(value_ints=[-1])
-    groups = op.Squeeze(op.Shape(key_ids, start=2, end=3))
-    row = op.Concat(any_size, op.Shape(query, start=3, end=4), axis=0)  # shape of rows of D channels
-    order, lists = _sort_by_group(group_ids, groups)
-    count = op.ReduceProd(op.Shape(key_ids, start=0, end=3), keepdims=0)
-    owner, slots, places = _cut_into_tiles(lists, count, op.Shape(group_ids, start=2, end=3) / groups)
-    queries = op.Gather(order, slots, axis=0)
-    keys = op.Reshape(key_ids, op.Concat(any_size, op.Shape(key_ids, start=3, end=4), axis=0))
-    head = op.Unsqueeze(owner / groups, any_size)
-    keys = op.Gather(keys, owner, axis=0) + head * op.Shape(key, start=2, end=3)
-    q = op.Gather(op.Reshape(query, row), queries, axis=0)
-    k = op.Gather(op.Reshape(key, row), keys, axis=0)
-    v = op.Gather(op.Reshape(value, row), keys, axis=0)
-    score = op.MatMul(q, op.Transpose(k, perm=[0, 2, 1])) * scale
-    attended = op.Reshape(op.MatMul(op.Softmax(score, axis=-1), v), row)
-    back = op.ScatterElements(order, order, places, axis=0)
-    return op.Reshape(op.Gather(attended, back, axis=0), op.Shape(query))
+    last = op.Constant(value_ints=[-1])
+    size = op.Constant(value_ints=[32])
+    shape = op.Shape(query, start=2, end=4)
+    rows = op.Concat(last, shape, axis=0)
+    tokens, channels = op.Shape(query, start=2, end=3), op.Shape(query, start=3, end=4)
+    groups = op.Shape(key_ids, start=2, end=3)
+    # One integer for group and token: no two are equal, and the sorted values alone tell both.
+    token = op.Range(op.Constant(value_int=0), op.Squeeze(tokens), op.Constant(value_int=1))
+    mixed = op.Reshape(group_ids * tokens + token, op.Concat(last, tokens, axis=0))
+    mixed, _ = op.TopK(mixed, tokens, axis=-1, largest=0, sorted=1)
+    group = mixed / tokens
+    order = mixed - group * tokens
+    owner, slots, places = _cut_into_tiles(group, groups, size)
+    owner = op.Unsqueeze(owner, last)
+    queries = op.Unsqueeze(op.GatherElements(order, slots, axis=-1), last)
+    keys = op.Reshape(key_ids, op.Concat(last, op.Shape(key_ids, start=2, end=4), op.Constant(value_ints=[1]), axis=0))
+    tiles = op.Concat(op.Shape(owner, start=0, end=2), size, channels, axis=0)
+    q = op.Reshape(op.GatherND(op.Reshape(query, rows), queries, batch_dims=1), tiles)
+    k = op.GatherND(op.GatherND(op.Reshape(key, rows), keys, batch_dims=1), owner, batch_dims=1)
+    v = op.GatherND(op.GatherND(op.Reshape(value, rows), keys, batch_dims=1), owner, batch_dims=1)
+    score = op.MatMul(q, op.Transpose(k, perm=[0, 1, 3, 2]))
+    attended = op.MatMul(op.Softmax(score, axis=-1), v)
+    attended = op.Reshape(attended, op.Concat(op.Shape(owner, start=0, end=1), last, channels, axis=0))
+    back = op.Unsqueeze(op.ScatterElements(order, order, places, axis=-1), last)
+    return op.Reshape(op.GatherND(attended, back, batch_dims=1), op.Shape(query))
 
 
 @script(DOMAIN)
@@ -143,14 +125,15 @@ def attend(
     """Softmax attention of every query over the keys of its group (Eq. 2): (B, H, L, D)."""
     two = op.Constant(value_ints=[2])
     listed = op.Shape(key_ids, start=2, end=3) + op.Shape(key_ids, start=3, end=4)
+    scaled = query * scale
     if op.Squeeze(op.Shape(query, start=2, end=3) <= listed * two):
-        output = _attend_dense_masked(query, key, value, group_ids, key_ids, scale)
+        output = _attend_dense_masked(scaled, key, value, group_ids, key_ids)
     else:
-        output = _attend_gathered(query, key, value, group_ids, key_ids, scale)
+        output = _attend_gathered(scaled, key, value, group_ids, key_ids)
     return output
 
 
-FUNCTIONS = (_attend_dense_masked, _attend_gathered, _sort_by_group, _cut_into_tiles)
+FUNCTIONS = (_attend_dense_masked, _attend_gathered, _cut_into_tiles)
 """What the translations call: the graph needs their bodies too."""
 
 

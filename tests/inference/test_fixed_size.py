@@ -1,0 +1,159 @@
+"""Files for images of one size: nothing left to decide where they run, and equal in every runtime."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dgt.inference.export as files
+from dgt.bench.runtimes import open_openvino
+from dgt.export import Source, encode_onnx, export, open_onnx
+from dgt.ops import attend, group_queries, select_keys
+from dgt.training import load_run
+from dgt.utils.errors import UserError
+from dgt_command import main
+
+onnx = pytest.importorskip("onnx", reason="onnx, onnxscript and onnxruntime are not installed")
+pytest.importorskip("onnxruntime", reason="onnx, onnxscript and onnxruntime are not installed")
+
+GROUPS, TOP_K = 6, 9
+DECIDES_LATE = {"If", "Loop", "Scan", "Shape", "NonZero", "Unique", "Compress"}
+needs_openvino = pytest.mark.skipif(not importlib.util.find_spec("openvino"), reason="openvino is not installed")
+RUNTIMES = [open_onnx, pytest.param(open_openvino, marks=needs_openvino)]
+
+
+class Steps(nn.Module):
+    """An image's pixels as tokens, two heads of three channels, through all three steps; returns each result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.centroids = nn.Parameter(torch.randint(-1, 2, (2, GROUPS, 3)).float())
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        tokens = images.flatten(2).transpose(1, 2)[:, None]  # (B, 1, H W, 3)
+        query, key = torch.cat([tokens, -tokens], 1), torch.cat([tokens.flip(-1), tokens], 1)
+        groups = group_queries(query, self.centroids)
+        keys = select_keys(self.centroids, key, TOP_K)
+        return [groups, keys, attend(query, key, key * 2 + 1, groups, keys)]
+
+
+def is_static(content: bytes) -> bool:
+    """Whether every tensor of a valid file has known sizes, and no operator decides anything where it runs."""
+    model = onnx.load_from_string(content)
+    onnx.checker.check_model(model, full_check=True)
+    graph = onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True).graph
+    known = {value.name: value.type.tensor_type for value in (*graph.value_info, *graph.output, *graph.input)}
+    sizes = [side.HasField("dim_value") for node in graph.node for out in node.output if out in known
+             for side in known[out].shape.dim]  # fmt: skip
+    unknown = [out for node in graph.node for out in node.output if out and out not in known]
+    return all(sizes) and not unknown and not DECIDES_LATE & {node.op_type for node in graph.node}
+
+
+@functools.cache
+def steps_of(size: tuple[int, int]) -> tuple[Steps, bytes]:
+    module = Steps().eval()
+    return module, encode_onnx(Source(module, ("groups", "keys", "output"), fixed=(2, *size)))
+
+
+# 4 tokens are fewer than k, 30 = 2 (k + G) attend densely under a mask, from 31 on there are tiles.
+@pytest.mark.parametrize("size", [(2, 2), (5, 6), (13, 17)])
+@pytest.mark.parametrize("start", RUNTIMES)
+def test_steps_are_equal_to_eager(start, size) -> None:
+    module, content = steps_of(size)
+    assert is_static(content)
+    run = start(content)
+    torch.manual_seed(1)
+    near = torch.randn(2, 3, 1, 1).expand(2, 3, *size) + 0.01 * torch.randn(2, 3, *size)  # groups large and empty
+    for images in (torch.randn(2, 3, *size), near.contiguous()):
+        with torch.no_grad():
+            groups, keys, output = module(images)
+        found_groups, found_keys, found_output = run(images)
+        assert torch.equal(found_groups, groups)
+        assert torch.equal(found_keys.sort(-1).values, keys)
+        torch.testing.assert_close(found_output, output, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("start", RUNTIMES)
+def test_ties(start) -> None:
+    """Groups go to the lowest; of keys of equal score onnxruntime takes the lowest, OpenVINO any."""
+    module, content = steps_of((5, 6))
+    images = torch.randint(-2, 3, (2, 3, 5, 6), generator=torch.Generator().manual_seed(0)).float()
+    with torch.no_grad():
+        groups, keys, output = module(images)
+    found_groups, found_keys, found_output = start(content)(images)
+    assert torch.equal(found_groups, groups)
+    if start is open_onnx:
+        assert torch.equal(found_keys.sort(-1).values, keys)
+        torch.testing.assert_close(found_output, output, rtol=1e-5, atol=1e-5)
+    tokens = images.flatten(2)
+    scores = module.centroids @ torch.stack([tokens.flip(1), tokens], 1)
+    for chosen in (found_keys, keys):
+        torch.testing.assert_close(scores.gather(-1, chosen).sort(-1).values, scores.topk(TOP_K).values.flip(-1))
+
+
+@pytest.fixture(scope="module")
+def fixed_file(run: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("fixed") / "model.onnx"
+    assert main(["export", str(run), str(path), "--size", "96", "160", "--batch", "2"]) == 0
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("start", RUNTIMES)
+def test_logits_are_those_of_the_checkpoint(run: Path, fixed_file: bytes, start) -> None:
+    assert is_static(fixed_file)
+    images = torch.randn(2, 3, 96, 160)
+    with torch.no_grad():
+        expected = load_run(run).network(images)
+    (found,) = start(fixed_file, 1)(images)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    assert torch.equal(found.argmax(1), expected.argmax(1))
+    with pytest.raises(UserError, match=r"exported for images of 2 x 3 x 96 x 160, got 2 x 3 x 96 x 128: export it"):
+        start(fixed_file)(images[..., :128])
+
+
+def test_tokens_have_three_dimensions_between_convolutions(fixed_file: bytes) -> None:
+    graph = onnx.shape_inference.infer_shapes(onnx.load_from_string(fixed_file)).graph
+    shapes = {value.name: len(value.type.tensor_type.shape.dim) for value in graph.value_info}
+    normed = [shapes[node.output[0]] for node in graph.node if node.op_type == "LayerNormalization"]
+    assert normed == [3] * len(normed)
+    assert normed
+
+
+class Rolled(nn.Module):
+    """Tokens whose rows matter: they must stay as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 1), nn.LayerNorm(8)
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = self.norm(self.conv(images).permute(0, 2, 3, 1))
+        return F.gelu(self.conv.weight.sum() * tokens.roll(1, 1)).permute(0, 3, 1, 2)
+
+
+def test_tokens_that_are_used_as_images_stay_images() -> None:
+    module, images = Rolled().eval(), torch.randn(1, 3, 6, 5)
+    with torch.no_grad():
+        expected = module(images)
+    (found,) = open_onnx(encode_onnx(Source(module, fixed=(1, 6, 5))))(images)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_sizes_that_cannot_be(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="--batch goes with --size"):
+        export(run, tmp_path / "model.onnx", batch=2)
+    with pytest.raises(UserError, match="a folder for timm takes any"):
+        export(run, tmp_path / "model", size=(64, 64))
+    monkeypatch.setattr(files, "source_of_run", lambda *_: Source(nn.Identity(), size=64))
+    with pytest.raises(UserError, match=r"takes images of 64 x 64 pixels alone, got 96 x 64"):
+        export(run, tmp_path / "model.onnx", size=(96, 64))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "openvino" else name)
+    with pytest.raises(UserError, match=r"OpenVINO needs openvino, not installed here: pip install '.*\[openvino\]'"):
+        open_openvino(b"")
