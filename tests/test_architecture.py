@@ -48,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
 # Lines of all `.py` files of a package: 14,000 in all for what reproduces the paper.
 BUDGETS = {
     **{"utils": 190, "ops": 1450, "ops.triton": 1750, "layers": 1090, "models": 1590, "data": 1940, "tasks": 930},
-    **{"training": 1250, "experiments": 280, "figures": 740, "inference": 1121, "explorer": 600, "bench": 330},
+    **{"training": 1250, "experiments": 280, "figures": 740, "inference": 960, "explorer": 600, "bench": 330},
     **{"app": 762, "export": 20, "__init__": 70, "__main__": 10},
 }
 # What came after it, by feature: the lines that it adds to each package.
