@@ -277,10 +277,8 @@ def _check_operator(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor 
     check_key_mask(key_mask, key.shape[0], key.shape[2], key)
     check_count("num_prefix_tokens", prefix, least=0)
     if prefix and (query.shape[2] != key.shape[2] or prefix >= key.shape[2]):
-        raise ValueError(
-            f"num_prefix_tokens must be 0 or fewer than the tokens, as many queries as keys, got {prefix} with "
-            f"{query.shape[2]} queries and {key.shape[2]} keys"
-        )
+        came = f"{prefix} with {query.shape[2]} queries and {key.shape[2]} keys"
+        raise ValueError(f"num_prefix_tokens must be 0 or fewer than the tokens, as many queries as keys, got {came}")
 
 
 def _check_attend(*arguments: Tensor, scale: float | None, key_bias: Tensor | None) -> float:

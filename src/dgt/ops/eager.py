@@ -9,7 +9,7 @@ weights again instead of keeping them.
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -37,8 +37,7 @@ class _Heads(NamedTuple):
     dense: bool  # the regime
 
     def some(self, heads: slice) -> "_Heads":
-        some: Any = (x[heads] if isinstance(x, Tensor) else x for x in self)
-        return _Heads(*some)
+        return _Heads(*cast(Any, (x[heads] if isinstance(x, Tensor) else x for x in self)))
 
 
 def is_dense_masked(queries: int, groups: int, top_k: int) -> bool:
@@ -105,11 +104,10 @@ def _attend_dense_masked(x: _Heads, with_sums: bool) -> tuple[Tensor, Tensor]:
 def _attend_gathered(x: _Heads, with_sums: bool) -> tuple[Tensor, Tensor]:
     """Gathered: tiles of queries of one group over the gathered keys of that group."""
     rows, key_rows, value_rows = (tensor.flatten(0, 1) for tensor in x[:3])
-    output = rows.new_empty(len(rows) + 1, rows.shape[1])  # the last row takes what empty slots yield
-    sums = torch.full((len(output) if with_sums else 1,), -torch.inf, dtype=_wide(rows), device=rows.device)
     tiles = _cut_into_tiles(x)
-    if tiles.padding:
-        output.zero_()
+    new = rows.new_zeros if tiles.padding else rows.new_empty
+    output = new((len(rows) + 1, rows.shape[1]))  # the last row takes what empty slots yield
+    sums = torch.full((len(output) if with_sums else 1,), -torch.inf, dtype=_wide(rows), device=rows.device)
 
     def work(some: slice) -> None:
         queries, keys, bias = tiles.part(some)
@@ -332,8 +330,7 @@ def _cut_into_tiles(x: _Heads) -> _Tiles:
     """Sort the queries of N heads by group, and cut them; by numpy, which opens no parallel regions."""
     (heads, groups, top_k), tokens, device = x.keys.shape, x.groups.shape[1], x.keys.device
     head = np.arange(heads)[:, None]
-    slots = x.groups.cpu().numpy()
-    slots = np.where(slots < 0, groups, slots)  # padding comes last in its head
+    slots = np.where((ids := x.groups.cpu().numpy()) < 0, groups, ids)  # padding comes last in its head
     order = np.argsort(slots.astype(np.uint16 if groups < 1 << 16 else np.int64), axis=-1, kind="stable")  # radix sort
     numbers = np.bincount((slots + head * (groups + 1)).ravel(), minlength=heads * (groups + 1)).reshape(heads, -1)
     count, start = (t[:, :-1].ravel() for t in (numbers, numbers.cumsum(1) - numbers + head * tokens))

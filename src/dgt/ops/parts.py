@@ -10,11 +10,10 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TypeVar
+from typing import Any
 
 import torch
 
-Part = TypeVar("Part")
 LEAST, MOST = 1 << 16, 1 << 18  # elements of the largest temporary tensor of a part: worth a turn, and fits the caches
 
 
@@ -37,12 +36,12 @@ def head_parts(batch: int, heads: int, rows: int, width: int) -> list[tuple[slic
     return [(image, head, row) for image in images for head in some for row in cut(rows, size)]
 
 
-def run_parts(work: Callable[[Part], object], parts: Sequence[Part], device: torch.device) -> None:
+def run_parts(work: Callable[[Any], None], parts: Sequence[Any], device: torch.device, alone: bool = False) -> None:
     """Do ``work`` on every part, in any order, on as many threads as PyTorch may use; no two may write to one place.
 
-    A single part, and any on other devices, runs here, with PyTorch's own threads.
+    A single part, and any on other devices or ``alone``, for gradients, runs here, with PyTorch's own threads.
     """
-    count = torch.get_num_threads() if device.type == "cpu" else 1
+    count = torch.get_num_threads() if device.type == "cpu" and not alone else 1
     if min(count, len(parts)) == 1:
         for part in parts:
             work(part)

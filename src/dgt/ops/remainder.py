@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from dgt.ops.checks import full_precision
+from dgt.ops.eager import HIDDEN
 from dgt.ops.grouping import sum_groups
-from dgt.ops.parts import MOST, cut
+from dgt.ops.parts import cut, part_size, run_parts
 
 
 class WithRemainder(NamedTuple):
@@ -74,12 +75,19 @@ def summarize_unselected(
     with full_precision(query.device):
         sums, counts = sum_groups(q.to(wide)[None], groups_of[None], groups)
         mean = sums / counts.clamp(min=1)[..., None] * scale  # s m, (B H, G, D)
-        parts = []
-        for part in cut(batch * heads, 4 * MOST // (groups * key.shape[2])):
+        found: dict[int, tuple[Tensor, ...]] = {}
+
+        def work(part: slice) -> None:
             hidden = None if padding is None else padding[part]
-            parts.append(_summarize(mean[part], k[part].to(wide), v[part].to(wide), lists[part], hidden))
-    whole = (torch.cat(pieces).unflatten(0, (batch, heads)) for pieces in zip(*parts, strict=True))
-    rest_key, rest_value, bias, empty = whole
+            found[part.start] = _summarize(mean[part], k[part].to(wide), v[part].to(wide), lists[part], hidden)
+
+        parts = cut(batch * heads, part_size(batch * heads * groups * key.shape[2]) // (groups * key.shape[2]))
+        alone = torch.compiler.is_compiling() or any(tensor.requires_grad for tensor in (mean, k, v))
+        run_parts(work, parts, query.device, alone)
+    pieces = (found[part.start] for part in parts)
+    rest_key, rest_value, bias, empty = (
+        torch.cat(whole).unflatten(0, (batch, heads)) for whole in zip(*pieces, strict=True)
+    )
     return rest_key, rest_value, bias, empty
 
 
@@ -87,15 +95,13 @@ def _summarize(
     mean: Tensor, key: Tensor, value: Tensor, key_ids: Tensor, padding: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """k' and v' (N, G, D), b and whether nothing was left out (N, G), of N heads with their s m."""
-    heads, groups, _ = mean.shape
-    tokens = key.shape[1]
-    hidden = torch.zeros(heads, groups, tokens + 1, dtype=torch.bool, device=key.device)  # one more for empty places
-    hidden = hidden.scatter_(-1, key_ids.where(key_ids >= 0, tokens), True)[..., :-1]
-    if padding is not None:
-        hidden = hidden | padding
-    empty = hidden.all(-1)  # then all are summed up, for nothing: finite, unlike a sum of none
-    score = torch.bmm(mean, key.mT).masked_fill(hidden & ~empty[..., None], -torch.inf)
-    mass = score.logsumexp(-1, keepdim=True)
-    share = (score - mass).exp()
+    tokens, listed = key.shape[1], key_ids >= 0
+    hidden = mean.new_zeros(*mean.shape[:2], tokens + 1)  # one more for empty places
+    hidden = hidden.scatter_(-1, key_ids.where(listed, tokens), HIDDEN)[..., :-1]
+    hidden = hidden if padding is None else hidden.masked_fill(padding, HIDDEN)
+    score = torch.baddbmm(hidden, mean, key.mT)
+    share = score.softmax(-1)
+    mass = score.amax(-1) - share.amax(-1).log()  # the logarithm of the sum, without its exponentials once more
     rest_key = torch.bmm(share, key)
-    return rest_key, torch.bmm(share, value), mass[..., 0] - (mean * rest_key).sum(-1), empty
+    real = tokens if padding is None else (~padding).sum(-1)
+    return rest_key, torch.bmm(share, value), mass - (mean * rest_key).sum(-1), listed.sum(-1) >= real
