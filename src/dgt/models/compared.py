@@ -6,6 +6,7 @@ The ablation of blocks changes ``attention``, ``cpe`` and ``ffn`` in DGT's own s
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,14 +14,17 @@ from torch import Tensor, nn
 from dgt.layers import Block, DGAttention, GlobalAttention, PatchMerging
 from dgt.layers.baselines.cmt import CMTBlock, PositionTable, ReducedAttention
 from dgt.layers.baselines.cswin import StripeAttention
+from dgt.layers.baselines.random_keys import RandomKeyAttention
 from dgt.layers.baselines.swin import PatchConcatenation, PatchStem, WindowAttention
 from dgt.models.dgt import Parts, Stage
 from dgt.utils.errors import UserError
 
-KINDS: dict[str, tuple[type[nn.Module], str]] = {  # with the name of what `extents` gives
+KINDS: dict[str, tuple[Callable[..., nn.Module], str]] = {  # with the name of what `extents` gives
     "group": (DGAttention, ""),
     "global": (GlobalAttention, ""),
     "window": (WindowAttention, "window"),
+    "plain window": (partial(WindowAttention, table=False), "window"),
+    "random": (RandomKeyAttention, "top_k"),
     "stripe": (StripeAttention, "width"),
     "reduced": (ReducedAttention, "ratio"),
 }
@@ -43,10 +47,10 @@ class ComparedParts(Parts):
     """Parts of the models that the paper compares itself with.
 
     Args:
-        attention: kind of attention of each stage: ``"group"``, ``"global"``, ``"window"`` (Swin's), ``"stripe"``
-            (CSWin's) or ``"reduced"`` (CMT's).
-        extents: of each stage, the side of a window, the width of a stripe (0: the whole map) or the ratio of
-            reduction, in tokens; the other kinds need none.
+        attention: kind of attention of each stage: ``"group"``, ``"global"``, ``"window"`` (Swin's), ``"plain window"``
+            (without its table of positions), ``"stripe"`` (CSWin's), ``"reduced"`` (CMT's) or ``"random"`` keys.
+        extents: of each stage, the side of a window, the width of a stripe (0: the whole map), the ratio of reduction,
+            in tokens, or the number of random keys; the other kinds need none.
         table_side: side of the first stage's map, in tokens, that CMT's position tables are made for.
         cpe, ffn: the position encoding and feed-forward network of the blocks, as in :class:`dgt.layers.Block`.
         skeleton: stem, patch merging and head around the blocks: ``"dgt"``, ``"cmt"``, which differs in its merging,
@@ -100,7 +104,7 @@ class ComparedParts(Parts):
         kind, extent = self.attention[place[0]], self.extents[place[0]]
         cls, name = KINDS[kind]
         own: dict[str, Any] = {name: extent} if name else groups if kind == "group" else {}
-        if kind == "window" and place[1] % 2:
+        if name == "window" and place[1] % 2:
             own["shift"] = extent // 2
         block = CMTBlock if kind == "reduced" else Block
         return block(attention=cls(**own, **attention), cpe=self.cpe, ffn=self.ffn, **options)

@@ -98,21 +98,25 @@ class WindowAttention(SelfAttention):
         dim, num_heads, options: as in :class:`SelfAttention`.
         window: side of a window in tokens.
         shift: how far windows are shifted, less than their side: 0, or in every other block half a window.
+        table: whether there is the learned bias; without it the window has no positions of its own.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
 
-    def __init__(self, dim: int, num_heads: int, window: int = 7, shift: int = 0, **options: Any) -> None:
+    def __init__(
+        self, dim: int, num_heads: int, window: int = 7, shift: int = 0, table: bool = True, **options: Any
+    ) -> None:
         super().__init__(dim, num_heads, **options)
         check_count("window", window)
         if not 0 <= shift < window:
             raise ValueError(f"shift must be from 0 to window - 1, got {shift} for a window of {window}")
         self.window, self.shift = window, shift
-        self.relative_position_bias_table = nn.Parameter(
-            self.qkv.weight.new_empty((2 * window - 1) ** 2, num_heads)  # of the given device and type
-        )
-        trunc_normal_(self.relative_position_bias_table, std=0.02)
+        places = self.qkv.weight.new_zeros((2 * window - 1) ** 2, num_heads)  # of the given device and type
+        if table:
+            self.relative_position_bias_table = nn.Parameter(trunc_normal_(places, std=0.02))
+        else:
+            self.register_buffer("relative_position_bias_table", places, persistent=False)
 
     def position_bias(self, height: int, width: int) -> Tensor:
         """Return the learned bias between the tokens of a (height, width) window: (H, N, N)."""

@@ -1,0 +1,46 @@
+"""A control, in no paper: as many keys as the others have, chosen by nothing."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.models import register_notrace_module
+from torch import Tensor
+
+from dgt.layers.attention import GlobalAttention
+from dgt.layers.scripting import check_layer_input
+from dgt.ops.checks import check_count
+
+
+@register_notrace_module
+class RandomKeyAttention(GlobalAttention):
+    """Every query of every head attends to ``top_k`` tokens, drawn once for each number of tokens, in all images alike.
+
+    Args:
+        dim, num_heads, options: as in :class:`GlobalAttention`.
+        top_k: k >= 1, clamped to the number of tokens.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
+
+    def __init__(self, dim: int, num_heads: int, top_k: int, **options: Any) -> None:
+        super().__init__(dim, num_heads, **options)
+        check_count("top_k", top_k)
+        self.top_k = top_k
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Map (B, H, W, C) or (B, L, C) to the same shape; ``mask`` is bool, True where a token is real.
+
+        Padding is no key, unless a query has drawn nothing else.
+        """
+        check_layer_input(x, self.qkv.in_features, mask)
+        query, key, value = self.split_heads(x)
+        tokens = query.shape[2]
+        drawn = torch.rand(self.num_heads, tokens, tokens, generator=torch.Generator().manual_seed(tokens))
+        sees = (drawn >= drawn.topk(min(self.top_k, tokens)).values[..., -1:]).to(x.device)[None]
+        if mask is not None:
+            real = sees & mask.flatten(1)[:, None, None, :]
+            sees = torch.where(real.any(-1, keepdim=True), real, sees)
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=sees, scale=self.scale)
+        return self.merge_heads(attended, x)
