@@ -21,7 +21,11 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 Argument = tuple[tuple[str, ...], dict[str, Any]]
 
 RECIPES = Path(__file__).with_name("dgt") / "recipes"
-EXPERIMENTS = {"retrieval": "Retrieval at a distance: what groups reach and windows do not, and the law of G and k"}
+EXPERIMENTS = {
+    "retrieval": "Retrieval at a distance: what groups reach and windows do not, and the law of G and k",
+    "key_choice": "Which keys, at fixed weights: a trained run's layers with other choices of k keys; --run RUN",
+    "replacement": "Other attentions in a trained global ViT; --weights FILE --data.root CAMVID",
+}
 SECTIONS = {  # what a recipe consists of; `dgt.training` has the keys in them
     "name": "name of the experiment, and of its run folder",
     "task": "classify, segment or detect",

@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "figures": {"models", "ops", "utils"},  # records and arrays in, never a training
     "tasks": {"data", "figures", "models", "utils"},
     "training": {"tasks", "data", "models", "layers", "utils"},
-    "experiments": {"training", "tasks", "data", "models", "layers", "utils"},  # retrieval compares attention layers
+    "experiments": {"acceleration", "training", "tasks", "data", "models", "layers", "ops", "utils"},
     "inference": {"training", "tasks", "models", "layers", "ops", "utils"},
     "export": {"inference"},
     "explorer": {"training", "figures", "data", "models", "layers", "ops", "utils"},

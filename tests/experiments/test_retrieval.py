@@ -170,10 +170,10 @@ def test_rows_are_kept_and_done_ones_are_not_trained_again(tmp_path: Path, monke
         (["--codes", "200"], "codes must be at most 72"),
         (["--side", "7"], "side and gap must be even"),
         (["--side", "2"], "codes must be at most 0"),
-        (["--codez", "5"], "retrieval takes --side"),
-        (["--codes"], "each with a whole number, got --codes"),
-        (["--codes", "many"], "each with a whole number"),
-        (["--codes=-3"], "each with a whole number"),
+        (["--codez", "5"], "expected --side"),
+        (["--codes"], "with its value, got --codes"),
+        (["--codes", "many"], "with its value, got --codes many"),
+        (["--codes=-3"], "codes must be at least 1"),
     ],
 )
 def test_wrong_settings_are_one_sentence(words: list[str], message: str, tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def run_status(options: argparse.Namespace, _: list[str]) -> None:
 def run_ablate(options: argparse.Namespace, overrides: list[str]) -> None:
     """`dgt ablate`: trains what is missing and prints the table; without one, which there are."""
     if options.table in options.experiments:
-        _retrieval(options, overrides)
+        _experiment(options, overrides)
         return
     from dgt.experiments.ablate import ablate
     from dgt.experiments.tables import tables_text
@@ -74,16 +74,18 @@ def run_ablate(options: argparse.Namespace, overrides: list[str]) -> None:
     print((folder / "table.md").read_text(encoding="utf-8") + f"\n{folder / 'table.json'}")
 
 
-def _retrieval(options: argparse.Namespace, words: list[str]) -> None:
-    from dgt.experiments.retrieval import retrieval
-    from dgt.figures import save_figure
+def _experiment(options: argparse.Namespace, words: list[str]) -> None:
+    from dgt.experiments import key_choice, replacement, retrieval
+    from dgt.figures import choices, save_figure
     from dgt.figures.retrieval import figure_retrieval
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    folder = retrieval(words, options.seeds, options.out)
-    content = json.loads((folder / "retrieval.json").read_text(encoding="utf-8"))
-    save_figure(figure_retrieval(content), folder / "retrieval.png", dpi=130)
-    print((folder / "retrieval.md").read_text(encoding="utf-8") + f"\n{folder / 'retrieval.png'}")
+    found = {"key_choice": key_choice.key_choice, "replacement": replacement.replacement}
+    folder = found.get(options.table, retrieval.retrieval)(words, options.seeds, options.out)
+    draw = choices.figure_choices if options.table in found else figure_retrieval
+    path = folder / f"{options.table}.png"
+    save_figure(draw(json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))), path, dpi=130)
+    print(path.with_suffix(".md").read_text(encoding="utf-8") + f"\n{path}")
 
 
 def run_evaluate(options: argparse.Namespace, overrides: list[str]) -> None:

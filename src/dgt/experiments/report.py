@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from dgt.training.load import load_run
 from dgt.training.recipe import load_recipe
 from dgt.training.run import RESULTS, read_json
 from dgt.utils.atomic_write import atomic_write, write_json
+from dgt.utils.errors import UserError
 
 DIAGNOSIS = "diagnosis.json"
 MEASURES = {  # of `diagnose`, means over the blocks where k is below the number of tokens
@@ -46,6 +48,43 @@ def alone(folder: Path) -> Iterator[None]:
         except BlockingIOError as error:
             raise FileExistsError(f"another process is at work in {folder}") from error
         yield
+
+
+def stored(path: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """What an experiment has written with these settings; None for nothing. Raises UserError for anything else."""
+    if not path.is_file():
+        return None
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        theirs = content["settings"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} does not hold results of this experiment: move it, or give another --out") from error
+    if theirs != settings:
+        raise UserError(f"{path} has other settings, {theirs}, than {settings}: give another folder with --out")
+    return content
+
+
+def read_words(words: Sequence[str], **options: Any) -> tuple[dict[str, Any], list[str]]:
+    """Options in the words of a command line, and the words that set a recipe's keys, `--data.KEY VALUE`.
+
+    ``options`` are the defaults: a text, a whole number or a tuple of them. Raises UserError for any other word.
+    """
+    parts = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    keys: list[str] = []
+    for word, value in zip_longest(parts[::2], parts[1::2], fillvalue=""):
+        name = word.removeprefix("--")
+        try:
+            if name.startswith("data.") and name not in options:
+                keys += [word, value]
+            else:
+                kind = type(options[name])
+                options[name] = tuple(map(int, value.split(","))) if kind is tuple else kind(value)
+        except (KeyError, ValueError) as error:
+            known = ", ".join(f"--{name}" for name in options)
+            raise UserError(
+                f"expected {known} or --data.KEY, each with its value, got {word} {value}".rstrip()
+            ) from error
+    return options, keys
 
 
 def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

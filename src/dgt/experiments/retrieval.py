@@ -15,7 +15,6 @@ source is among the keys of their group, in either head.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dgt.experiments.report import alone, markdown_table
+from dgt.experiments.report import alone, markdown_table, read_words, stored
 from dgt.layers import Block, DGAttention, GlobalAttention
 from dgt.layers.baselines.cmt import ReducedAttention
 from dgt.layers.baselines.cswin import StripeAttention
@@ -90,14 +89,10 @@ class Settings:
     @classmethod
     def parse(cls, words: Sequence[str]) -> Settings:
         """Settings from words of a command line: `["--codes", "16", "--steps=300"]`; UserError for any other."""
-        words = [part for word in words for part in word.split("=", 1)]
-        known = {f"--{field.name}": field.name for field in fields(cls)}
-        chosen = {}
-        for key, value in zip(words[::2], [*words[1::2], ""], strict=False):
-            if key not in known or not value.isdecimal():
-                raise UserError(f"retrieval takes {', '.join(known)}, each with a whole number, got {key} {value}")
-            chosen[known[key]] = int(value)
-        return cls(**chosen)
+        options, keys = read_words(words, **asdict(cls()))
+        if keys:
+            raise UserError(f"retrieval makes its own data and takes no {keys[0]}")
+        return cls(**options)
 
 
 class Batch(NamedTuple):
@@ -317,7 +312,7 @@ def retrieval(words: Sequence[str] = (), seeds: int = 3, out: str | Path | None 
     folder = Path(out) if out is not None else Path("runs") / "ablate-retrieval"
     with alone(folder):
         path = folder / "retrieval.json"
-        runs = _load(path, settings)
+        runs: list[dict[str, Any]] = (stored(path, asdict(settings)) or {"runs": []})["runs"]
         done = {(run["row"], run["seed"]) for run in runs}
         todo = [(row, seed) for seed in range(seeds) for row in ROWS if (row.name, seed) not in done]
         for number, (row, seed) in enumerate(todo, 1):
@@ -326,19 +321,6 @@ def retrieval(words: Sequence[str] = (), seeds: int = 3, out: str | Path | None 
             write_json(path, {**environment(), "settings": asdict(settings), "runs": runs})
         atomic_write(folder / "retrieval.md", markdown(runs))
     return folder
-
-
-def _load(path: Path, settings: Settings) -> list[dict[str, Any]]:
-    if not path.is_file():
-        return []
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        runs, theirs = list(content["runs"]), Settings(**content["settings"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} does not hold results of this experiment: move it, or give another --out") from error
-    if theirs != settings:
-        raise UserError(f"{path} has other settings, {theirs}, than {settings}: give another folder with --out")
-    return runs
 
 
 def interval(values: Sequence[float]) -> tuple[float, float | None]:
