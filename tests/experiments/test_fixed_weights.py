@@ -11,10 +11,9 @@ import timm
 import torch
 
 import dgt
-from dgt.experiments import fixed_weights, replacement
+from dgt.experiments import fixed_weights
 from dgt.experiments.choices import CHOICES, Operands, attend_by
-from dgt.experiments.fixed_weights import compare, markdown
-from dgt.experiments.key_choice import key_choice, swapped
+from dgt.experiments.fixed_weights import compare, key_choice, markdown, replacement, swapped
 from dgt.tasks import TASKS
 from dgt.training.recipe import load_recipe
 from dgt.training.run import export_model, make_record
@@ -50,13 +49,13 @@ def test_a_stopped_experiment_goes_on_with_the_k_that_is_missing(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every k is measured once, the same command again measures nothing; with k = L every choice is the same."""
-    words = ["--run", str(run), "--images=6"]
+    words = ["--run", str(run), "--images=2"]
     key_choice([*words, "--top_k=300"], 1, tmp_path)
     key_choice([*words, "--top_k=300,8"], 1, tmp_path)
     content = read(tmp_path)
     assert [row["top_k"] for row in content["rows"]] == [300] * 8 + [8] * 8
     assert list(content["tokens"].values()) == [256, 64, 16]
-    assert content["images"] == 6
+    assert content["images"] == 2
     assert {"command", "device", "versions", "settings", "metric", "score"} < set(content)
     for row in content["rows"][:8]:
         assert (row["agreement"], row["score"]) == (1, content["score"])
@@ -70,7 +69,7 @@ def test_a_stopped_experiment_goes_on_with_the_k_that_is_missing(
     assert text == markdown(content)
     assert text.count("| groups, remainder |") == 4
     with pytest.raises(UserError, match="has other settings"):
-        key_choice([*words[:2], "--images=5"], 1, tmp_path)
+        key_choice([*words[:2], "--images=1"], 1, tmp_path)
 
 
 def test_swapped_layers_do_as_the_layers_themselves_and_are_put_back() -> None:
@@ -150,10 +149,10 @@ def test_a_run_without_groups_or_of_a_detector_is_one_sentence(tmp_path: Path) -
 
 def test_a_vit_gets_every_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A smaller ViT, of random weights, on a folder of label maps: all rows are there, groups with k-means on top."""
-    shape = {**replacement.SHAPE, "img_size": (48, 64), "embed_dim": 16, "depth": 1, "num_heads": 2}
-    monkeypatch.setattr(replacement, "SHAPE", shape)
-    monkeypatch.setattr(replacement, "GRID", (6, 8))
-    monkeypatch.setattr(replacement, "GROUPS", 4)
+    shape = {**fixed_weights.SHAPE, "img_size": (48, 64), "embed_dim": 16, "depth": 1, "num_heads": 2}
+    monkeypatch.setattr(fixed_weights, "SHAPE", shape)
+    monkeypatch.setattr(fixed_weights, "GRID", (6, 8))
+    monkeypatch.setattr(fixed_weights, "GROUPS", 4)
     torch.manual_seed(0)
     weights = timm.models.VisionTransformer(**shape).state_dict()
     torch.save(
@@ -165,10 +164,10 @@ def test_a_vit_gets_every_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             for number in range(count):
                 size = (64, 48, 3) if mode == "RGB" else (64, 48)
                 pixels = torch.randint(11, size, dtype=torch.uint8).numpy()
-                image = replacement_image(pixels.swapaxes(0, 1))
+                image = to_image(pixels.swapaxes(0, 1))
                 image.save(tmp_path / kind / split / f"{number}.png")
     words = ["--weights", str(tmp_path / "w"), f"--data.root={tmp_path}", "--percent=25", "--data.scale=[64, 48]"]
-    replacement.replacement(words, 1, tmp_path / "out")
+    replacement(words, 1, tmp_path / "out")
     content = read(tmp_path / "out", "replacement")
     assert [row["choice"] for row in content["rows"]] == list(CHOICES)
     assert {row["top_k"] for row in content["rows"]} == {12}
@@ -177,7 +176,7 @@ def test_a_vit_gets_every_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert error["groups, remainder"] < min(error["groups"], error["random, one for all"])
 
 
-def replacement_image(pixels: Any) -> Any:
+def to_image(pixels: Any) -> Any:
     """An image of pixels."""
     from PIL import Image
 
@@ -191,4 +190,4 @@ def test_weights_of_something_else_are_one_sentence(tmp_path: Path, name: str) -
     with pytest.raises(
         UserError, match=r"--weights must be a file of the weights that benchmarks/accelerate_camvid\.py"
     ):
-        replacement.replacement(["--weights", str(tmp_path / name)], 1, tmp_path / "out")
+        replacement(["--weights", str(tmp_path / name)], 1, tmp_path / "out")

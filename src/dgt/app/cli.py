@@ -75,16 +75,18 @@ def run_ablate(options: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _experiment(options: argparse.Namespace, words: list[str]) -> None:
-    from dgt.experiments import key_choice, replacement, retrieval
-    from dgt.figures import choices, save_figure
+    from dgt.experiments.fixed_weights import key_choice, replacement
+    from dgt.experiments.retrieval import retrieval
+    from dgt.figures import save_figure
+    from dgt.figures.choices import figure_choices
     from dgt.figures.retrieval import figure_retrieval
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    found = {"key_choice": key_choice.key_choice, "replacement": replacement.replacement}
-    folder = found.get(options.table, retrieval.retrieval)(words, options.seeds, options.out)
-    draw = choices.figure_choices if options.table in found else figure_retrieval
+    found = {"key_choice": key_choice, "replacement": replacement}
+    folder = found.get(options.table, retrieval)(words, options.seeds, options.out)
     path = folder / f"{options.table}.png"
-    save_figure(draw(json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))), path, dpi=130)
+    content = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+    save_figure((figure_choices if options.table in found else figure_retrieval)(content), path, dpi=130)
     print(path.with_suffix(".md").read_text(encoding="utf-8") + f"\n{path}")
 
 

@@ -1,35 +1,56 @@
 """A trained model whose attention gets other keys, nothing trained: what is left of its answers, choice by choice.
 
 Measured on the same images: the task's headline metric, and beside the model with all keys (k = L) the share of labels
-that agree, the KL divergence and the relative error of the logits, with 95 % intervals over images.
+that agree, the KL divergence and the relative error of the logits, with 95 % intervals over images. Two subjects:
+
+`key_choice`: a trained DGT, whose layers get k keys by their groups or by another choice.
+`replacement`: the global ViT of `benchmarks/accelerate_camvid.py train`, 4 blocks of 4 heads over the 2,700 tokens of
+CamVid's whole images. Its groups have the centroids that `dgt.accelerate` finds: k-means over queries of training
+images, moved by one step to the image at hand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NamedTuple, cast
 
+import timm
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dgt.experiments.choices import Operands, attend_by
-from dgt.experiments.report import alone, markdown_table, number, stored
+from dgt.acceleration.sdpa import Call, watch_calls
+from dgt.experiments.choices import CHOICES, Operands, attend_by
+from dgt.experiments.report import alone, markdown_table, number, read_words, stored
+from dgt.layers import DGAttention
+from dgt.models.inspect import attention_layers
+from dgt.ops import find_centroids, seed_centroids
+from dgt.tasks import TASKS
 from dgt.tasks.base import Task
-from dgt.training.recipe import Recipe, build_data, parse_recipe
+from dgt.training.load import load_run
+from dgt.training.recipe import Recipe, build_data, load_recipe, parse_recipe
 from dgt.training.run import environment
 from dgt.utils.atomic_write import atomic_write, write_json
-from dgt.utils.errors import LOGGER, check_range
+from dgt.utils.errors import LOGGER, UserError, check_range
 from dgt.utils.seeding import seeded
 
+Answer = Callable[[Operands], Tensor]
 MEASURES = {  # key: heading, factor, digits
     "score": ("{metric}, %", 100, 1),
     "agreement": ("labels as with all keys, %", 100, 1),
     "divergence": ("KL divergence from all keys", 1, 4),
     "error": ("relative error of the logits, %", 100, 1),
 }
+FOR_DGT = [choice for choice in CHOICES if choice not in ("random, remainder", "strided", "merged (ToMe)", "blocks")]
+GRID, GROUPS = (45, 60), 48
+SHAPE: dict[str, Any] = {"img_size": (360, 480), "patch_size": 8, "embed_dim": 128, "depth": 4, "num_heads": 4}
+SHAPE |= {"num_classes": 11, "class_token": False, "global_pool": ""}
+KEYS = ("--data.scale=[480, 360]", "--data.mean=[0.45, 0.45, 0.45]", "--data.std=[0.25, 0.25, 0.25]")
+CALIBRATION, SAMPLE = 8, 4096  # training images, and queries of each head among theirs, that are clustered
 
 
 class Subject(NamedTuple):
@@ -38,7 +59,7 @@ class Subject(NamedTuple):
     network: Callable[[Tensor], Tensor]
     task: Task
     data: Any
-    swap: Callable[[Callable[[Operands], Tensor]], AbstractContextManager[None]]
+    swap: Callable[[Answer], AbstractContextManager[None]]
 
 
 @torch.no_grad()
@@ -128,14 +149,107 @@ def markdown(content: dict[str, Any]) -> str:
     for measure, (heading, factor, digits) in MEASURES.items():
         table = []
         for choice in dict.fromkeys(row["choice"] for row in rows):
-            cells = [(found[choice, k][measure], found[choice, k].get(f"{measure}_half")) for k in counts]
-            halves = ["" if half is None else f" ± {number(half, digits, factor)}" for _, half in cells]
-            table.append(
-                [
-                    choice,
-                    *(number(value, digits, factor) + half for (value, _), half in zip(cells, halves, strict=True)),
-                ]
-            )
+            cells = [choice]
+            for row in (found[choice, k] for k in counts):
+                half = f" ± {number(row[f'{measure}_half'], digits, factor)}" if measure != "score" else ""
+                cells.append(number(row[measure], digits, factor) + half)
+            table.append(cells)
         heads = [heading.format(metric=content["metric"]), *(f"k {k}" for k in counts)]
         parts.append(markdown_table(heads, table))
     return "\n".join(parts)
+
+
+def key_choice(words: Sequence[str] = (), seeds: int = 3, out: str | Path | None = None) -> Path:
+    """Measure what is missing of all choices, and write `key_choice.json` and `.md` into the folder, which it returns.
+
+    Args:
+        words: `--run RUN`, a classifier or segmenter of `dgt train`; `--images N`, of its validation at most (300);
+            `--top_k 1,4,16`; `--data.KEY VALUE` of its recipe.
+        seeds: how often random keys are drawn.
+        out: the folder; None for runs/ablate-key_choice. A k that it has is not measured again.
+
+    Raises:
+        UserError: wrong words, a run without DG-Attention or of another task, other settings than the folder's.
+        OSError: no run or no data there; another process is at work in the folder.
+    """
+    options, keys = read_words(words, run="", images=300, top_k=(1, 2, 4, 8, 16, 32, 64, 128, 256))
+    if not options["run"]:
+        raise UserError("key_choice needs a trained model: give --run RUN")
+    run = load_run(options["run"])
+    attention_layers(run.network)
+    task = TASKS[run.recipe.task]
+    if task.outputs != ("logits",):
+        raise UserError(f"--run must be a classifier or a segmenter, {run.source} is of task {task.name!r}")
+    counts = options.pop("top_k")
+    data = open_data(run.recipe, keys, options["images"])
+    subject = Subject(run.network, task, data, partial(swapped, run.network))
+    settings = {"experiment": "key_choice", **options, "keys": keys, "seeds": seeds}
+    return study(Path(out or "runs/ablate-key_choice"), settings, subject, FOR_DGT, counts, seeds)
+
+
+@contextmanager
+def swapped(network: nn.Module, answer: Answer) -> Iterator[None]:
+    """Inside, what a network's DG-Attention layers attend to is ``answer``'s."""
+
+    def forward(name: str, layer: DGAttention, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if x.dim() != 4 or mask is not None:
+            raise UserError(f"layer {name!r} must get a map (B, H, W, C) without padding, got {tuple(x.shape)}")
+        query, key, value = layer.split_heads(x)
+        grid = (x.shape[1], x.shape[2])
+        return layer.merge_heads(
+            answer(Operands(name, query, key, value, layer.scale, grid, layer.unit_centroids())), x
+        )
+
+    layers = attention_layers(network)
+    for name, layer in layers.items():
+        layer.forward = partial(forward, name, layer)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for layer in layers.values():
+            del layer.forward
+
+
+def replacement(words: Sequence[str] = (), seeds: int = 3, out: str | Path | None = None) -> Path:
+    """As :func:`key_choice`, but for its words: `--weights FILE` and `--data.root CAMVID` in place of `--run`;
+    `--percent 2,5,10,25`, of the keys, in place of `--top_k`; `--images N` (101).
+    """
+    options, keys = read_words(words, weights="", images=101, percent=(2, 5, 10, 25))
+    model = timm.models.VisionTransformer(**SHAPE).eval()
+    parts = nn.ModuleDict({"vit": model})
+    try:
+        weights = torch.load(options["weights"], weights_only=True)
+        model.load_state_dict({name.removeprefix("trunk."): weight for name, weight in weights.items()})
+    except (OSError, RuntimeError, UnpicklingError, AttributeError, EOFError) as error:
+        made = "benchmarks/accelerate_camvid.py train makes"
+        raise UserError(f"--weights must be a file of the weights that {made}, got {options['weights']!r}") from error
+    recipe = load_recipe("camvid_cpu", [*KEYS, *keys])
+    centroids = cluster(parts, open_data(recipe, ["--data.val_split=train"], CALIBRATION))
+
+    def network(images: Tensor) -> Tensor:
+        return F.interpolate(model(images).mT.unflatten(2, GRID), size=images.shape[2:], mode="bilinear")
+
+    @contextmanager
+    def swap(answer: Answer) -> Iterator[None]:
+        def attention(name: str, call: Call) -> Tensor:
+            own = find_centroids(call.query, centroids[name], 1)
+            return answer(Operands(name, call.query, call.key, call.value, call.scale, GRID, own))
+
+        with watch_calls(parts, attention):
+            yield
+
+    counts = [round(GRID[0] * GRID[1] * share / 100) for share in options.pop("percent")]
+    settings = {"experiment": "replacement", **options, "keys": keys, "seeds": seeds}
+    subject = Subject(network, TASKS[recipe.task], open_data(recipe, [], options["images"]), swap)
+    return study(Path(out or "runs/ablate-replacement"), settings, subject, list(CHOICES), counts, seeds)
+
+
+@torch.no_grad()
+def cluster(parts: nn.ModuleDict, data: Any) -> dict[str, Tensor]:
+    """Centroids (H, G, D) of every attention, from its queries for images."""
+    queries: dict[str, list[Tensor]] = {}
+    with watch_calls(parts, lambda name, call: queries.setdefault(name, []).append(call.query)):
+        for images, _ in data.val_dataloader():
+            parts["vit"](torch.stack(images))
+    found = {name: torch.cat(parts).transpose(0, 1).flatten(1, 2) for name, parts in queries.items()}
+    return {name: seed_centroids(tokens[:, :: -(-tokens.shape[1] // SAMPLE)], GROUPS) for name, tokens in found.items()}
