@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-timm test-kernels docs lint format bench clean
+.PHONY: help setup demo test test-unit test-timm test-kernels docs lint format bench release clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s '|' 2>/dev/null \
@@ -57,6 +57,9 @@ format: $(READY) ## let ruff sort the imports and repair what it can
 bench: $(READY) ## speed and memory, beside the alternatives
 	$(BIN)/dgt bench attention
 	$(BIN)/dgt bench models
+
+release: $(READY) ## build sdist and wheel, try them in a fresh environment without a network; dist/ gets both
+	$(BIN)/python tools/release.py $(RELEASE)
 
 clean: ## remove the environment, caches and builds; runs/ stays
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -26,6 +26,8 @@ EXPERIMENTS = {
     "key_choice": "Which keys, at fixed weights: a trained run's layers with other choices of k keys; --run RUN",
     "replacement": "Other attentions in a trained global ViT; --weights FILE --data.root CAMVID",
 }
+MODEL_ENDINGS = (".ckpt", ".safetensors", ".json")
+IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 SECTIONS = {  # what a recipe consists of; `dgt.training` has the keys in them
     "name": "name of the experiment, and of its run folder",
     "task": "classify, segment or detect",
@@ -47,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, rest = parser.parse_known_args(arguments)
     if rest and not options.takes_keys:
         parser.error(f"unknown arguments for `dgt {options.command}`: {' '.join(rest)}")
+    if options.command == "predict":
+        options.checkpoint, options.images = _model_and_images(options.images)
     for mistake in _mistakes(options, rest):
         print(f"dgt: error: {mistake}", file=sys.stderr)
         return 2
@@ -90,12 +94,34 @@ def _mistakes(options: argparse.Namespace, keys: list[str]) -> Iterator[str]:
             near = difflib.get_close_matches(section, SECTIONS, n=1, cutoff=0.75)
             hint = f"did you mean {near[0]}{dot}{key}?" if near else "`dgt train RECIPE --help` lists all keys"
             yield f"unknown recipe key {section + dot + key!r}; {hint}"
+    if options.command == "weights":
+        yield from _weights_mistakes(options, keys)
     if options.command == "status" and not (Path(options.folder) / "recipe.yaml").is_file():
         yield f"{options.folder!r} is not the folder of a run: it has no recipe.yaml"
+    if options.command == "predict" and not options.images:
+        yield f"name an image after the model {options.checkpoint!r}"
     one = getattr(options, "checkpoint", None)
     for checkpoint in getattr(options, "checkpoints", [one] if one else []):
         if not Path(checkpoint).exists():
             yield f"there is no checkpoint, run folder or model folder {checkpoint!r}"
+
+
+def _model_and_images(words: list[str]) -> tuple[str | None, list[str]]:
+    """The first word apart where it names a model: a file of one, or neither a file nor called like an image."""
+    first = Path(words[0])
+    image = first.suffix.lower() in IMAGE_ENDINGS and not first.is_dir()
+    given = first.suffix in MODEL_ENDINGS or not (image or first.is_file())
+    return (words[0], words[1:]) if given else (None, words)
+
+
+def _weights_mistakes(options: argparse.Namespace, keys: list[str]) -> Iterator[str]:
+    needed = {"make": ("folder", "out"), "check": ("folder",), "publish": ("folder", "repo")}.get(options.what, ())
+    for name in (name for name in needed if getattr(options, name) is None):
+        yield f"`dgt weights {options.what}` needs {'FOLDER' if name == 'folder' else f'--{name}'}"
+    if needed and not Path(options.folder or ".").is_dir():
+        yield f"there is no folder {options.folder!r}"
+    if keys and options.what != "make":
+        yield f"unknown arguments for `dgt weights {options.what}`: {' '.join(keys)}"
 
 
 def _shipped(folder: Path) -> list[str]:
@@ -217,7 +243,8 @@ def _add_using(add: Callable[..., None]) -> None:
     )
     add(
         *("predict", "print the most probable classes of image files, or draw their label maps, boxes and masks"),
-        *(MODEL, IMAGES, JSON),
+        _value("images", "[CHECKPOINT] IMAGE", f"{MODEL[1]['help']} (default: the newest run), then images", nargs="+"),
+        JSON,
         _number("--top-k", 1, 5, "classes for each image (default: 5)"),
         _value("--out", "DIR", "folder of the drawings (%(default)s)", default="predictions"),
     )
@@ -229,6 +256,18 @@ def _add_using(add: Callable[..., None]) -> None:
         _number("--size", 1, None, "side of the images (default: the model's)", "PIXELS"),
         _number("--count", 2, 16, "images to choose and to check by (default: 16)"),
         _value("--out", "FILE", "where the plan goes, for dgt.apply_plan (%(default)s)", default="plan.safetensors"),
+    )
+    add(
+        *("weights", "pack a finished run with its story: checksums, card, log; list, check, publish such folders"),
+        (("what",), {"choices": ("make", "list", "check", "publish"), "help": "what to do"}),
+        _value("folder", "FOLDER", "make: a run; check and publish: a folder of weights", nargs="?"),
+        _value("--out", "DIR", "make: the folder to write, named ARCHITECTURE.TAG"),
+        _flag("--half", "make: keep matrices and convolutions in float16"),
+        _value("--about", "FILE", "make: YAML with what the card says of your data: data, licence, licence_id, limits"),
+        _value("--repo", "USER/NAME", "publish: where on the Hugging Face hub"),
+        _flag("--dry-run", "publish: check everything, upload nothing"),
+        takes_keys=True,
+        epilog="`make` takes --data.KEY as `evaluate` does; listed are also the folders in that of DGT_WEIGHTS.",
     )
     add(
         *("export", "write a trained model for other programs, and check the result"),
@@ -261,7 +300,7 @@ def _add_looking(add: Callable[..., None]) -> None:
     )
     add(
         *("explore", "see groups and keys live, in a web page"),
-        _value("checkpoint", "CHECKPOINT", f"{MODEL[1]['help']} (default: the demo's)", nargs="?"),
+        _value("checkpoint", "CHECKPOINT", f"{MODEL[1]['help']} (default: the newest run)", nargs="?"),
         _value("--image", "PATH", "image file, or folder of them, to show besides the scenes"),
         _value("--host", "HOST", "address (default: %(default)s)", default="127.0.0.1"),
         _number("--port", 0, 7860, "0 for a free one (default: %(default)s)"),

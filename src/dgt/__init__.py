@@ -31,7 +31,7 @@ from dgt.ops import (
     update_centroids,
 )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "DGAttention",

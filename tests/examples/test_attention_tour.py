@@ -24,7 +24,7 @@ def test_the_tour_runs_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     NotebookClient(tour, timeout=120, kernel_name="tour", resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in tour.cells for output in cell.get("outputs", [])]
     images = [output for output in outputs if "image/png" in output.get("data", {})]
-    assert len(images) == 6
+    assert len(images) == 7
     assert sys.executable in (tmp_path / "share/jupyter/kernels/tour/kernel.json").read_text()
 
 

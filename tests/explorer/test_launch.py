@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,8 +23,8 @@ from dgt.explorer.views import shown_blocks
 from dgt.tasks import TASKS
 from dgt.tasks.network import build_classifier
 from dgt.training import LoadedRun, load_recipe
-from dgt.training.recipe import Recipe
 from dgt.training.run import export_model, make_record
+from dgt.weights import SHIPPED
 from dgt_command import main
 
 
@@ -35,40 +37,28 @@ def model(explorer: Explorer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_demo_is_found_and_a_checkpoint_goes_before(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_newest_run_with_groups_is_found_and_a_checkpoint_goes_before(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(model.parent.parent)
-    monkeypatch.setattr(launch, "DEMO", model)
-    assert launch.find_run(None).source.is_relative_to(model)
+    recipe = load_recipe("scenes", ["--model.name", "test_resnet"])
+    without = tmp_path / "runs" / "newest" / "model"
+    export_model(without, build_classifier(recipe.model, 8, 64), make_record(recipe, list("abcdefgh")))
+    shutil.copytree(model, tmp_path / "runs" / "demo")
+    os.utime(without / "model.safetensors", (2e9, 2e9))
+    monkeypatch.chdir(tmp_path)
+    assert launch.find_run(None).source == Path("runs/demo/model/model.safetensors")
+    assert capsys.readouterr().out == "no model given: taking the newest run that fits, runs/demo\n"
     with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
         launch.find_run(tmp_path / "missing.ckpt")
 
 
-def test_without_any_model_one_is_trained_and_kept(
-    explorer: Explorer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_without_any_run_the_shipped_weights_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def quick(recipe: Recipe) -> None:
-        assert recipe.schedule.epochs == launch.EPOCHS
-        assert recipe.out is not None
-        export_model(Path(recipe.out) / "model", explorer.run.network, make_record(recipe, explorer.run.class_names))
-
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "fit", quick)
-    assert launch.find_run(None).recipe.model.name == "dgt_nano"
-    assert "training dgt_nano on the built-in scenes for about a minute" in capsys.readouterr().out
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["explore"]
-    launch.find_run(None)
-    assert "training" not in capsys.readouterr().out
-
-
-def test_an_interrupted_training_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(recipe: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(launch, "fit", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        launch.train(tmp_path / "explore")
+    run = launch.find_run(None)
+    assert run.source.parent == SHIPPED
+    assert "no run in runs/ that fits: taking dgt_nano.scenes" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 

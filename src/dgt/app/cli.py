@@ -107,8 +107,13 @@ def run_predict(options: argparse.Namespace, _: list[str]) -> int:
     """`dgt predict`: prints what is in each image; exit status 1 where one could not be read."""
     from dgt.app.predict import predict_files, prediction_lines
     from dgt.training import load_run
+    from dgt.weights import default_models
 
-    found = predict_files(load_run(options.checkpoint), options.images, options.out, options.top_k)
+    model = options.checkpoint
+    if model is None:
+        model, line = next(default_models())
+        print(line, file=sys.stderr)
+    found = predict_files(load_run(model), options.images, options.out, options.top_k)
     if options.json:
         print(json.dumps(found, indent=2))
     for prediction in found:
@@ -162,6 +167,22 @@ def run_export(options: argparse.Namespace, _: list[str]) -> None:
 
     size = tuple(options.size) if options.size else None
     print(export(options.checkpoint, options.out, options.features, size, options.batch))
+
+
+def run_weights(options: argparse.Namespace, overrides: list[str]) -> None:
+    """`dgt weights`: packs a run, or lists, checks or publishes folders of weights."""
+    from dgt.app.weights import make_weights, weights_line
+    from dgt.weights import check_weights, list_weights
+    from dgt.weights.publish import publish
+
+    _quiet()
+    if options.what == "make":
+        print(make_weights(options.folder, options.out, options.half, overrides, options.about))
+    elif options.what == "publish":
+        print(publish(options.folder, options.repo, options.dry_run))
+    else:
+        folders = [options.folder] if options.what == "check" else list_weights().values()
+        print("\n".join(weights_line(folder, check_weights(folder)) for folder in folders))
 
 
 def run_info(options: argparse.Namespace, _: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""`dgt explore`: find a model (given, the demo's, or one trained for a minute), collect images, serve the page."""
+"""`dgt explore`: find a model (given, the newest run's, or the shipped one), collect images, serve the page."""
 
 from __future__ import annotations
 
@@ -11,14 +11,10 @@ import uvicorn
 
 from dgt.explorer.album import Album, image_files
 from dgt.explorer.server import LOOPBACK, create_app
-from dgt.explorer.views import Explorer
-from dgt.training import LoadedRun, fit, load_recipe, load_run
-from dgt.utils.atomic_write import replacing
+from dgt.explorer.views import Explorer, shown_blocks
+from dgt.training import LoadedRun, load_run
 from dgt.utils.errors import UserError
-
-DEMO = Path("runs/demo")
-OWN = Path("runs/explore")
-EPOCHS = 4
+from dgt.weights import default_models
 
 
 def serve(
@@ -54,28 +50,16 @@ def serve(
 
 
 def find_run(checkpoint: str | Path | None) -> LoadedRun:
-    """The model to show: the given one, else the demo's, else one kept from an earlier call, else a new one.
+    """The model to show: the given one, else that of the newest run in `runs/` with groups to show, else the shipped.
 
     `checkpoint` is a checkpoint, run folder or model folder, or None; errors as `load_run`.
     """
     if checkpoint is not None:
         return load_run(checkpoint)
-    for folder in (DEMO, OWN):
-        if (folder / "model" / "model.safetensors").is_file():
-            return load_run(folder)
-    print(
-        f"no checkpoint given and no demo in {DEMO}: training dgt_nano on the built-in scenes for about a minute\n"
-        f"(kept in {OWN}; `dgt demo` trains it longer)",
-        flush=True,
-    )
-    return load_run(train(OWN))
-
-
-def train(folder: Path, epochs: int = EPOCHS) -> Path:
-    """Train the nano model on the scenes for a short time; return `folder`, which appears whole or not at all."""
-    with replacing(folder) as partial:
-        fit(load_recipe("scenes", ["--name", folder.name, "--out", str(partial), "--schedule.epochs", str(epochs)]))
-    return folder
+    found = ((load_run(folder), line) for folder, line in default_models())
+    run, line = next((run, line) for run, line in found if shown_blocks(run.network))
+    print(line, flush=True)
+    return run
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -7,6 +7,7 @@ or stripes and a CPE at the block's start in that of the table of positions or L
 32 to 64 pixels; at 32, take ``stem_stride=1``.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -15,12 +16,15 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 
 from dgt.models.compared import ComparedParts
 from dgt.models.dgt import DynamicGroupTransformer
+from dgt.utils.errors import UserError
+from dgt.weights import SHIPPED, find_weights
 
 PARTS = tuple(field.name for field in fields(ComparedParts))
+SOURCES = {"source", "file", "url", "hf_hub_id", "state_dict"}
 
 
 def create_variant(variant: str, pretrained: bool = False, **options: Any) -> DynamicGroupTransformer:
-    """Build a registered model, as timm builds its own; there are no ``pretrained`` weights.
+    """Build a registered model, as timm builds its own; ``pretrained`` needs a tag, as in ``dgt_nano.scenes``.
 
     ``options`` are arguments of :class:`DynamicGroupTransformer`, and of :class:`dgt.models.compared.ComparedParts`
     where the parts are not the paper's.
@@ -95,13 +99,35 @@ ROWS: dict[str, tuple[str, Row]] = {
     "cswin_nano": ("A CSWin for small images.", NANO_CSWIN),
     "cswin_nano_dga": ("The same with DG-Attention, k = 32 as in ``dgt_nano``.", {**NANO_CSWIN, **DGA}),
 }
-default_cfgs = generate_default_cfgs({name: _default_cfg(name) for name in ROWS})
+# Tags of trained weights, before the models without one: the last of a name is what timm takes where no tag is given.
+TAGS: dict[str, Row] = {
+    "dgt_nano.scenes": {"num_classes": 8, "interpolation": "bilinear", "file": str(SHIPPED / "model.safetensors")},
+    "dgt_nano.imagenette128": {"num_classes": 10, "input_size": (3, 128, 128), "pool_size": (4, 4)},
+}
+_cfgs = {name: {**_default_cfg(name), **row} for name, row in TAGS.items()}
+default_cfgs = generate_default_cfgs({**_cfgs, **{f"{name}.*": _default_cfg(name) for name in ROWS}})
+
+
+def _with_weights(name: str, options: Row) -> Row:
+    """A model's options, with those by which timm loads the weights of their tag, built as these were trained."""
+    tag, overlay = options.get("pretrained_cfg"), options.get("pretrained_cfg_overlay") or {}
+    if not isinstance(tag, str) or SOURCES & set(overlay):  # no tag, or the caller says where the weights are
+        return options
+    folder = find_weights(f"{name}.{tag}")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if config.get("architecture") != name:
+        raise UserError(f"{folder} holds weights of {config.get('architecture')!r}, not of {name!r}")
+    source = {"source": "local-dir", "file": str(folder), "label_names": config["label_names"]}
+    return (
+        config["model_args"] | options | {"pretrained_cfg_overlay": {**config["pretrained_cfg"], **source, **overlay}}
+    )
 
 
 def _register(name: str, about: str, row: Row) -> Callable[..., DynamicGroupTransformer]:
     """Register the model of a row with timm, and return the function that builds it."""
 
     def build(pretrained: bool = False, **options: Any) -> DynamicGroupTransformer:
+        options = _with_weights(name, options) if pretrained else options
         return create_variant(name, pretrained, **{**row, **options})
 
     build.__name__ = build.__qualname__ = name

@@ -124,6 +124,7 @@ class Task:
         has_results: whether its metrics gather `results`.
         outputs: names of the tensors that the network returns for images, as an exported file has them; none where it
             returns what no tensor of one shape holds.
+        shares: the headline metrics that are shares of the images.
     """
 
     name: str
@@ -139,6 +140,7 @@ class Task:
     refused_precision: str | None = None
     has_results: bool = False
     outputs: tuple[str, ...] = ("logits",)
+    shares: tuple[str, ...] = ()
 
     def summary(self, metrics: Mapping[str, float]) -> str:
         """The headline metrics in percent, as far as they are there: `top-1 81.20 %  top-5 95.00 %`."""

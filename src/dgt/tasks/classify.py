@@ -96,4 +96,5 @@ CLASSIFY = Task(
     metrics=ClassificationMetrics,
     predict=predict,
     draw=draw,
+    shares=("top1", "top5"),
 )

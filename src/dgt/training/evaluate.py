@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from dgt.utils.errors import UserError, check_range
 TRAINER_KEYS = ("trainer.accelerator", "trainer.precision")
 
 
-def evaluate(path: str | Path, overrides: Sequence[str] = (), predictions: str | Path | None = None) -> dict[str, Any]:
+def evaluate(
+    path: str | Path, overrides: Sequence[str] = (), predictions: str | Path | None = None, parts: int = 0
+) -> dict[str, Any]:
     """Measure a trained model on the validation images of its recipe's data, or of other data.
 
     Args:
@@ -30,6 +33,7 @@ def evaluate(path: str | Path, overrides: Sequence[str] = (), predictions: str |
         overrides: changes to the recipe's `data`, `trainer.accelerator` and `trainer.precision`, such as
             `["--data.root", "images"]`. The rest of the recipe is the model's past.
         predictions: file for a detector's detections, in the format of COCO's results; None to write none.
+        parts: tell also `left_out`, the metrics without each of so many parts of the batches; 0 for none.
 
     Returns:
         The task's metrics (for classification `loss`, `top1`, `top5`; shares in [0, 1]), the number of `images` and of
@@ -37,7 +41,8 @@ def evaluate(path: str | Path, overrides: Sequence[str] = (), predictions: str |
 
     Raises:
         FileNotFoundError, UserError: as `load_run` and the data do; where the data has other classes, the machine
-            lacks what `trainer` asks for, or an override is of another key; `predictions` of a model of another task.
+            lacks what `trainer` asks for, or an override is of another key; `predictions` of a model of another task;
+            fewer batches than `parts`.
     """
     for key in sorted(override_keys(overrides)):
         if key.partition(".")[0] != "data" and key not in TRAINER_KEYS:
@@ -55,17 +60,44 @@ def evaluate(path: str | Path, overrides: Sequence[str] = (), predictions: str |
         raise UserError(f"the data has other classes than the model: {theirs} in the data, {ours} in {run.source}")
     fabric = build_fabric(replace(recipe.trainer, devices=1, num_nodes=1, strategy="auto"), task)
     network = fabric.strategy.precision.convert_module(run.network).to(fabric.device)
-    metrics = task.metrics(data)
-    measure(fabric, metrics, network, data.val_dataloader())
+    metrics, loader = task.metrics(data), data.val_dataloader()
+    if len(loader) < parts:
+        raise UserError(f"data.batch_size: expected at least {parts} batches of validation images, got {len(loader)}")
+    without = [task.metrics(data) for _ in range(parts)]
+    measure(fabric, LeftOut(metrics, without) if parts else metrics, network, loader)
     found: dict[str, Any] = metrics.compute()
     if predictions is not None:
         write_json(Path(predictions), metrics.results)
     report = data.broken_images["val"]
-    return {**found, "images": report.total - len(report), "broken_images": len(report)}
+    left_out = {"left_out": [part.compute() for part in without]} if parts else {}
+    return {**found, **left_out, "images": report.total - len(report), "broken_images": len(report)}
+
+
+class LeftOut:
+    """The metrics of all batches, and of all but every n-th in each of n `parts`; the network runs once a batch."""
+
+    def __init__(self, whole: Metrics, parts: Sequence[Metrics]) -> None:
+        self.whole, self.parts, self.batches = whole, parts, 0
+
+    def update(self, network: Any, images: Any, targets: Any) -> None:
+        """Add one batch to the whole, and to all parts but one."""
+        outputs: list[Any] = []
+
+        def remembering(given: Any) -> Any:
+            outputs.append(network(given))
+            return outputs[-1]
+
+        whole: Any = self.whole
+        whole.update(remembering, images, targets)
+        for number, part in enumerate(self.parts):
+            if number != self.batches % len(self.parts):
+                again: Any = partial(lambda given, _: next(given), iter(outputs))
+                part.update(again, images, targets)
+        self.batches += 1
 
 
 def measure(
-    fabric: Fabric, metrics: Metrics, network: nn.Module, loader: Any, between: Callable[[], None] = lambda: None
+    fabric: Fabric, metrics: Any, network: nn.Module, loader: Any, between: Callable[[], None] = lambda: None
 ) -> None:
     """Run one validation, with `between` called before every batch; leaves the network in evaluation mode."""
     network.eval()

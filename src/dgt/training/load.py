@@ -23,6 +23,8 @@ from dgt.training.recipe import parse_recipe
 from dgt.training.run import RECORD_FORMAT
 from dgt.training.state import RECORD_KEY, read_checkpoint
 from dgt.utils.errors import UserError
+from dgt.weights import check_sums
+from dgt.weights.folder import SUMS
 
 WEIGHT_FILES = ("model/model.safetensors", "model.safetensors", "checkpoints/last.ckpt", "checkpoints/best.ckpt")
 WRAPPER = "timm_model."  # transformers' name for the model inside its own
@@ -37,7 +39,8 @@ def load_run(path: str | Path) -> LoadedRun:
 
     Raises:
         FileNotFoundError: nothing there, or a folder that holds neither.
-        UserError: a file that is cut off, was not written by this package, or holds another model's weights.
+        UserError: a file that is cut off, was not written by this package, or holds another model's weights; one of a
+            folder with SHA256SUMS whose checksum is another.
     """
     source, weights, record = _read(path)
     if record.get("format") != RECORD_FORMAT:
@@ -130,6 +133,8 @@ def _read_model_folder(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]
     config = source.with_name("config.json")
     if not config.is_file():
         raise FileNotFoundError(f"{source} has no config.json beside it, which says what model it is")
+    if (source.parent / SUMS).is_file():
+        check_sums(source.parent, (source.name, config.name))
     try:
         description = json.loads(config.read_text(encoding="utf-8"))
         weights = safetensors.torch.load_file(source)

@@ -1,0 +1,103 @@
+"""`dgt weights make`: a finished run packed with its story. The format of such folders is `dgt.weights`' matter."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from dgt.tasks import TASKS
+from dgt.training import LoadedRun, evaluate, load_run
+from dgt.training.recipe import read_yaml
+from dgt.training.run import export_model, finished_results, make_record
+from dgt.utils.atomic_write import atomic_write, replacing, write_json
+from dgt.utils.errors import UserError
+from dgt.weights.card import PARTS, about_data, card_text, jackknife, wilson
+from dgt.weights.folder import CARD, MODEL, STORY, SUMS, check_weights, write_sums
+
+HALVED = (2, 4)  # dimensions of what is kept in half precision: matrices and convolutions, nearly all of a model
+TOLERANCE = 0.00101  # how far a headline metric of the packed weights may be from the run's: a tenth of a point
+
+
+def make_weights(
+    run: str | Path, out: str | Path, half: bool = False, overrides: Sequence[str] = (), about: str | Path | None = None
+) -> Path:
+    """Pack the folder of a finished run, measured as it is packed; `out` appears whole or not at all.
+
+    Args:
+        run: its folder.
+        out: the folder to write, named ARCHITECTURE.TAG; an earlier folder of weights there is replaced.
+        half: keep matrices and convolutions in float16.
+        overrides: of the evaluation, as `evaluate` takes them.
+        about: YAML file with what the card says of the data, as `dgt.weights.card.about_data` takes it.
+
+    Raises:
+        FileNotFoundError: no run there, or no such file; FileExistsError: `out` holds something else.
+        UserError: the run is not finished, its data is not known, or the packed weights do not reach its metrics.
+    """
+    folder, out = Path(run), Path(out)
+    results, loaded = finished_results(folder), load_run(folder)
+    if results is None:
+        raise UserError(f"{folder} is not a finished run: it has no results.json")
+    if out.exists() and not (out / SUMS).is_file():
+        raise FileExistsError(f"{out} is no earlier folder of weights: name another with --out")
+    data, root = loaded.recipe.data, loaded.recipe.data["root"]
+    described = read_yaml("description", about)[1] if about else None
+    story = about_data([str(data.get("dataset")), loaded.recipe.name], described)
+    with replacing(out) as partial:
+        state = {key: halved(value) if half else value for key, value in loaded.network.state_dict().items()}
+        export_model(partial, loaded.network, make_record(loaded.recipe, loaded.class_names), state)
+        results["evaluation"] = _measured(loaded, partial, overrides, results["metrics"], half)
+        recipe = replace(loaded.recipe, out=None, data={**data, "root": root and Path(root).name})
+        export_model(partial, loaded.network, make_record(recipe, loaded.class_names), state)
+        for name in STORY[:-1]:
+            atomic_write(partial / name, without_folders((folder / name).read_text(encoding="utf-8")))
+        write_json(partial / STORY[-1], results | {"command": without_folders(results["command"])})
+        size, timm = (partial / MODEL[0]).stat().st_size, not hasattr(loaded.network, "backbone")
+        atomic_write(partial / CARD, without_folders(card_text(out.name, results, story, timm, size)))
+        write_sums(partial)
+        check_weights(partial)
+    return out
+
+
+def _measured(
+    run: LoadedRun, packed: Path, overrides: Sequence[str], trained: Mapping[str, float], half: bool
+) -> dict[str, Any]:
+    """The headline metrics of the packed weights with intervals; UserError where the run's were others."""
+    task, rows = TASKS[run.recipe.task], {}
+    told = evaluate(packed, overrides, parts=0 if task.shares else PARTS)
+    for key, label in task.headline.items():
+        value, before = told[key], trained.get(key, told[key])
+        if abs(value - before) > TOLERANCE:
+            was, now = 100 * before, 100 * value
+            raise UserError(f"{run.source}: the run's {label} is {was:.2f} %, that of what would be packed {now:.2f} %")
+        left_out = [part[key] for part in told.get("left_out", ())]
+        low, high = wilson(value, told["images"]) if key in task.shares else jackknife(value, left_out)
+        rows[key] = {"label": label, "value": value, "low": low, "high": high, "of_the_run": before}
+    found = {"metrics": rows, "images": told["images"], "broken_images": told["broken_images"]}
+    found["intervals"] = "Wilson's intervals" if task.shares else f"a jackknife over {PARTS} parts of the images"
+    return found | {"stored": "matrices and convolutions in float16, the rest in float32" if half else "in float32"}
+
+
+def halved(value: Tensor) -> Tensor:
+    """A tensor as it is kept in half precision. Raises UserError where float16 cannot hold it."""
+    half = value.half() if value.dim() in HALVED and value.is_floating_point() else value
+    if not half.isfinite().all():
+        raise UserError("half: the weights hold numbers that float16 cannot: leave --half out")
+    return half
+
+
+def without_folders(text: str) -> str:
+    """A text with the last part alone of every absolute path: a user's folders are nobody's matter."""
+    return re.sub(r"(?<![\w.:/])/(?:[^\s/'\"=,]+/)+", "", text)
+
+
+def weights_line(folder: str | Path, results: Mapping[str, Any]) -> str:
+    """A line on a folder of weights that was checked: name, bytes, metrics, place."""
+    rows, path = results["evaluation"]["metrics"].values(), Path(folder)
+    told = "  ".join(f"{row['label']} {100 * row['value']:.2f} %" for row in rows)
+    return f"{path.resolve().name:<28}{(path / MODEL[0]).stat().st_size / 1e6:>7.1f} MB  {told}  {path}"

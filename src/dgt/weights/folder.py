@@ -1,0 +1,96 @@
+"""A folder of weights: what belongs into it, its checksums, and where such folders are found.
+
+```
+NAME/model.safetensors, config.json   the model; of a classifier in timm's format: "local-dir:NAME", "hf-hub:USER/NAME"
+NAME/README.md                        the model card: data, licence, training, metrics with intervals, limits
+NAME/recipe.yaml, log.txt, metrics.jsonl, results.json    what was trained, how it went, and what came out
+NAME/SHA256SUMS                       the checksums of all these files, as `sha256sum --check` reads them
+```
+
+NAME is ARCHITECTURE.TAG, as in timm. Looked for are the folders in the one that `DGT_WEIGHTS` names, and the shipped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from dgt.utils.atomic_write import atomic_write
+from dgt.utils.errors import UserError
+from dgt.weights.card import check_card
+
+VARIABLE = "DGT_WEIGHTS"
+SHIPPED = Path(__file__).with_name("dgt_nano.scenes")
+SUMS, CARD, MODEL = "SHA256SUMS", "README.md", ("model.safetensors", "config.json")
+STORY = ("recipe.yaml", "log.txt", "metrics.jsonl", "results.json")
+FILES = (*MODEL, CARD, *STORY)
+
+
+def write_sums(folder: Path) -> None:
+    """Write the checksums of a folder's files."""
+    atomic_write(folder / SUMS, "".join(f"{_digest(folder / name)}  {name}\n" for name in FILES))
+
+
+def check_sums(folder: Path, names: Sequence[str] = FILES) -> None:
+    """Raise UserError where a folder lacks SHA256SUMS or one of these files, or a file has another checksum."""
+    if not (folder / SUMS).is_file():
+        raise UserError(f"{str(folder)!r} is no folder of weights: it has no {SUMS}, which `dgt weights make` writes")
+    lines = (folder / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()
+    sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    for name in names:
+        if name not in sums:
+            raise UserError(f"{folder / SUMS} lacks the checksum of {name}")
+        if not (folder / name).is_file():
+            raise UserError(f"{folder / name} is missing")
+        if (found := _digest(folder / name)) != sums[name]:
+            told = f"SHA-256 {sums[name][:12]}... expected, {found[:12]}... found"
+            raise UserError(f"{folder / name} is not the file that {SUMS} lists: {told}")
+
+
+def check_weights(folder: str | Path) -> dict[str, Any]:
+    """Return what results.json of a folder of weights says.
+
+    Raises UserError where a checksum is wrong, the card lacks a section or a metric, or results.json the evaluation.
+    """
+    folder = Path(folder)
+    check_sums(folder)
+    results: Any = json.loads((folder / STORY[-1]).read_text(encoding="utf-8"))
+    measured = results.get("evaluation", {}).get("metrics", {})
+    if not measured:
+        raise UserError(f"{folder / STORY[-1]} has no evaluation of the weights")
+    check_card(folder / CARD, list(measured))
+    return dict(results)
+
+
+def find_weights(name: str) -> Path:
+    """The folder of the weights ARCHITECTURE.TAG; UserError where there is none, or its model has another checksum."""
+    found = list_weights()
+    if name not in found:
+        chosen = os.environ.get(VARIABLE)
+        hint = f"{chosen!r}, which {VARIABLE} names, has none" if chosen else f"{VARIABLE} can name a folder with them"
+        raise UserError(f"there are no weights {name!r} here ({hint}); there are {', '.join(found)}")
+    check_sums(found[name], MODEL)
+    return found[name]
+
+
+def list_weights() -> dict[str, Path]:
+    """The folders of weights that are found, by name."""
+    chosen = os.environ.get(VARIABLE)
+    paths = [path.parent for path in sorted(Path(chosen).glob(f"*/{SUMS}"))] if chosen else []
+    return {SHIPPED.name: SHIPPED} | {path.name: path for path in paths}
+
+
+def default_models(runs: str | Path = "runs") -> Iterator[tuple[Path, str]]:
+    """What to use where no model is given, each with a line that says so: finished runs, newest first, then SHIPPED."""
+    models = sorted(Path(runs).glob(f"*/model/{MODEL[0]}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for run in (model.parents[1] for model in models):
+        yield run, f"no model given: taking the newest run that fits, {run}"
+    yield SHIPPED, f"no model given and no run in {runs}/ that fits: taking {SHIPPED.name}, trained on drawn scenes"
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

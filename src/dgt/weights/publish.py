@@ -1,0 +1,36 @@
+"""Publishing a folder of weights on the Hugging Face hub, from where timm opens it as "hf-hub:USER/NAME"."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from huggingface_hub import HfApi, get_token
+
+from dgt.utils.errors import UserError
+from dgt.weights.folder import FILES, SUMS, check_weights
+
+
+def publish(folder: str | Path, repo: str, dry_run: bool = False) -> str:
+    """Upload the files of a folder of weights, and nothing else, to USER/NAME; return what was uploaded, as text.
+
+    A repository that is not there is made, public. A dry run checks what can be checked without the network. Raises
+    UserError as `check_weights` does, for a name that is none, without a token, and with what the hub refuses.
+    """
+    folder, names = Path(folder), [*FILES, SUMS]
+    check_weights(folder)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
+        raise UserError(f"repo must be USER/NAME, got {repo!r}")
+    files = "".join(f"\n  {name:<20}{(folder / name).stat().st_size / 1e6:>9.3f} MB" for name in names)
+    if dry_run:
+        return f"would upload to {repo}, a dry run:{files}"
+    token = get_token()
+    if token is None:
+        raise UserError("publishing needs a token of the hub: `hf auth login`, or the environment variable HF_TOKEN")
+    try:
+        hub, message = HfApi(token=token), f"Weights {folder.name}"
+        hub.create_repo(repo, exist_ok=True)
+        hub.upload_folder(repo_id=repo, folder_path=folder, allow_patterns=names, commit_message=message)
+    except Exception as error:  # of many kinds: whatever the network, the hub or its client raises
+        raise UserError(f"publishing to {repo} failed: {' '.join(str(error).split())}") from error
+    return f"uploaded to {repo}; timm opens it as hf-hub:{repo}{files}"

@@ -1,0 +1,317 @@
+"""Folders of weights: packed from a run, found by name, checked, published; what is wrong with one is a sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from PIL import Image
+
+import dgt  # noqa: F401  (registers the models)
+from dgt.app.weights import halved, make_weights, without_folders
+from dgt.data.scenes import KINDS
+from dgt.tasks.network import build_classifier
+from dgt.training import evaluate, load_recipe, load_run
+from dgt.training.run import export_model, make_record
+from dgt.utils.errors import UserError
+from dgt.weights import SHIPPED, check_weights, default_models, find_weights, list_weights
+from dgt.weights.card import about_data, jackknife, wilson
+from dgt.weights.folder import FILES, SUMS, VARIABLE, write_sums
+from dgt.weights.publish import publish
+from dgt_command import main
+
+KEYS = ["--data.image_size=32", "--data.val_size=48", "--data.batch_size=8", "--data.cache=false"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run as `fit` leaves it, of a model that saw one batch of noise."""
+    folder = tmp_path_factory.mktemp("runs") / "trial"
+    recipe = load_recipe("scenes", [*KEYS, f"--out={folder}", "--trainer.accelerator=cpu"])
+    torch.manual_seed(0)
+    network = build_classifier(recipe.model, len(KINDS), 32).train()
+    with torch.no_grad():
+        network(torch.randn(4, 3, 32, 32))
+    export_model(folder / "model", network.eval(), make_record(recipe, list(KINDS)))
+    (folder / "recipe.yaml").write_text(f"name: scenes\nout: {folder}\n")
+    (folder / "log.txt").write_text("epoch 1/1\n")
+    (folder / "metrics.jsonl").write_text("{}\n")
+    measured = evaluate(folder)
+    results: dict[str, Any] = {"recipe": "scenes", "task": "classify", "model": "dgt_nano", "seed": 0, "epochs": 1}
+    results |= {"steps": 1, "seconds": 36.0, "device": "cpu", "precision": "32-true", "parameters": 2_239_304}
+    results |= {"versions": {"torch": "2.11"}, "command": f"dgt train scenes --out {folder}"}
+    results["metrics"] = {name: measured[name] for name in ("loss", "top1", "top5")}
+    (folder / "results.json").write_text(json.dumps(results))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def packed(run: Path) -> Path:
+    """The run as a folder of weights."""
+    return make_weights(run, run.parent / "weights" / "dgt_nano.imagenette128", half=True)
+
+
+@pytest.fixture
+def copy(packed: Path, tmp_path: Path) -> Path:
+    """Another one, to be damaged."""
+    return Path(shutil.copytree(packed, tmp_path / packed.name))
+
+
+def test_a_run_is_packed_with_its_story(run: Path, packed: Path) -> None:
+    results = check_weights(packed)
+    assert sorted(path.name for path in packed.iterdir()) == sorted([*FILES, SUMS])
+    top1 = results["evaluation"]["metrics"]["top1"]
+    assert top1["low"] < top1["value"] < top1["high"]
+    assert top1["value"] == evaluate(packed)["top1"]
+    card = (packed / "README.md").read_text()
+    assert f"| top-1 | {100 * top1['value']:.2f} % |" in card
+    assert "0.01 hours on cpu" in card
+    small, whole = (path.stat().st_size for path in (packed / "model.safetensors", run / "model/model.safetensors"))
+    assert small < 0.55 * whole
+
+
+def test_no_folder_of_this_machine_is_published(run: Path, packed: Path) -> None:
+    for path in packed.iterdir():
+        assert str(run.parent).encode() not in path.read_bytes()
+    assert without_folders("dgt train /a/b/run.yaml --data.root=/data/of me/x 1/2 https://host/a/b") == (
+        "dgt train run.yaml --data.root=of me/x 1/2 https://host/a/b"
+    )
+
+
+def test_nothing_half_written_is_left(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out" / "dgt_nano.trial"
+    worse = Path(shutil.copytree(run, tmp_path / "worse"))
+    results = json.loads((worse / "results.json").read_text())
+    (worse / "results.json").write_text(json.dumps(results | {"metrics": {"top1": 0.99}}))
+    assert main(["weights", "make", str(worse), "--out", str(out)]) == 2
+    assert "the run's top-1 is 99.00 %, that of what would be packed" in capsys.readouterr().err
+    assert list(out.parent.iterdir()) == []
+    (worse / "results.json").unlink()
+    with pytest.raises(UserError, match=r"is not a finished run: it has no results\.json"):
+        make_weights(worse, out)
+    with pytest.raises(FileExistsError, match="is no earlier folder of weights"):
+        make_weights(run, worse)
+
+
+def test_data_that_nobody_described_needs_a_description(run: Path, tmp_path: Path) -> None:
+    assert about_data(["auto", "imagenette128"])["licence_id"] == "other"
+    with pytest.raises(UserError, match=r"known of the data of recipe 'mine' lacks data, .*: give --about FILE"):
+        about_data(["auto", "mine"])
+    about = {"data": "Mine.", "licence": "None.", "licence_id": "other"}
+    with pytest.raises(UserError, match="the description lacks limits"):
+        about_data(["auto", "mine"], about)
+    assert about_data(["auto", "mine"], about | {"limits": "All."})["data"] == "Mine."
+    (tmp_path / "about.yaml").write_text("data: [")
+    with pytest.raises(UserError, match="is not valid YAML"):
+        make_weights(run, tmp_path / "out", about=tmp_path / "about.yaml")
+
+
+def test_the_shipped_weights_are_whole_small_and_good() -> None:
+    results = check_weights(SHIPPED)
+    assert sum(path.stat().st_size for path in SHIPPED.iterdir()) < 6e6
+    top1 = results["evaluation"]["metrics"]["top1"]
+    assert abs(top1["value"] - results["metrics"]["top1"]) < 0.0011
+    assert top1["value"] > 0.95
+    found = evaluate(SHIPPED, ["--data.val_size=100"])
+    assert found["top1"] > 0.9
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "README.md", "log.txt"])
+def test_a_changed_file_is_told(copy: Path, name: str) -> None:
+    (copy / name).write_bytes((copy / name).read_bytes() + b" ")
+    with pytest.raises(UserError, match=rf"{name} is not the file that SHA256SUMS lists"):
+        check_weights(copy)
+    if name in ("model.safetensors", "config.json"):
+        with pytest.raises(UserError, match="is not the file that SHA256SUMS lists"):
+            load_run(copy)
+
+
+def test_a_missing_file_and_damaged_sums_are_told(copy: Path, tmp_path: Path) -> None:
+    (copy / "log.txt").unlink()
+    with pytest.raises(UserError, match=r"log\.txt is missing"):
+        check_weights(copy)
+    lines = (copy / SUMS).read_text().splitlines(keepends=True)
+    (copy / SUMS).write_text("".join(line for line in lines if "log.txt" not in line))
+    with pytest.raises(UserError, match=r"lacks the checksum of log\.txt"):
+        check_weights(copy)
+    (copy / SUMS).write_bytes(b"\xff\n\n")
+    with pytest.raises(UserError, match=r"lacks the checksum of model\.safetensors"):
+        check_weights(copy)
+    with pytest.raises(UserError, match="is no folder of weights: it has no SHA256SUMS"):
+        check_weights(tmp_path)
+
+
+def test_an_incomplete_card_is_told(copy: Path) -> None:
+    card = (copy / "README.md").read_text()
+    rows = [line for line in card.splitlines() if not line.startswith("| top-5")]
+    for text, message in (
+        ("\n".join(rows), "gives 1 metrics with an interval, 2 were measured"),
+        (card.partition("## Not good for")[0], "is not complete: it lacks 'Not good for'"),
+        ("", "it lacks 'Use', 'Data', 'Licence', 'Training', 'Metrics', 'Not good for'"),
+    ):
+        (copy / "README.md").write_text(text)
+        write_sums(copy)
+        with pytest.raises(UserError, match=message):
+            check_weights(copy)
+
+
+def test_timm_opens_them_by_name(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `local-dir:` does, with the classes and sizes that the weights were trained for."""
+    monkeypatch.setenv(VARIABLE, str(packed.parent))
+    images = torch.rand(2, 3, 32, 32)
+    for folder in (packed, SHIPPED):
+        named, local = (
+            timm.create_model(name, pretrained=True).eval() for name in (folder.name, f"local-dir:{folder}")
+        )
+        with torch.no_grad():
+            assert torch.equal(named(images), local(images))
+        assert tuple(named.pretrained_cfg["label_names"]) == KINDS
+        assert named.pretrained_cfg["input_size"] == local.pretrained_cfg["input_size"]
+        assert next(named.parameters()).dtype == torch.float32
+    assert timm.create_model("dgt_nano.scenes", pretrained=True, num_classes=5)(images).shape == (2, 5)
+    features = timm.create_model("dgt_nano.scenes", pretrained=True, features_only=True)
+    assert [each.shape[1] for each in features(images)] == [32, 64, 128, 256]
+    given = {"source": "local-dir", "file": str(SHIPPED), "num_classes": 8}
+    chosen = timm.create_model("dgt_nano.imagenette128", pretrained=True, pretrained_cfg_overlay=given)
+    assert chosen.num_classes == 8
+
+
+def test_without_a_tag_or_without_pretrained_nothing_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert timm.create_model("dgt_nano").num_classes == 1000
+    assert timm.create_model("dgt_nano.imagenette128").num_classes == 10
+    assert timm.list_pretrained("dgt_*") == ["dgt_nano.scenes"]
+    with pytest.raises(RuntimeError, match="No pretrained weights exist for dgt_nano"):
+        timm.create_model("dgt_nano", pretrained=True)
+    with pytest.raises(UserError, match=r"no weights 'dgt_nano.imagenette128' here \(DGT_WEIGHTS can .* dgt_nano.sce"):
+        timm.create_model("dgt_nano.imagenette128", pretrained=True)
+
+
+def test_wrong_weights_are_refused_by_timm_too(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(copy.parent))
+    with pytest.raises(UserError, match="which DGT_WEIGHTS names, has none"):
+        find_weights("dgt_nano.other")
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"architecture": "dgt_tiny"}))
+    with pytest.raises(UserError, match="is not the file that SHA256SUMS lists"):
+        timm.create_model(copy.name, pretrained=True)
+    write_sums(copy)
+    with pytest.raises(UserError, match="holds weights of 'dgt_tiny', not of 'dgt_nano'"):
+        timm.create_model(copy.name, pretrained=True)
+
+
+def test_the_newest_run_goes_before_the_shipped_weights(tmp_path: Path) -> None:
+    assert [path for path, _ in default_models(tmp_path)] == [SHIPPED]
+    for name in ("first", "second"):
+        export = tmp_path / name / "model"
+        export.mkdir(parents=True)
+        (export / "model.safetensors").touch()
+    os.utime(tmp_path / "first" / "model" / "model.safetensors", (2e9, 2e9))
+    assert [path.name for path, _ in default_models(tmp_path)] == ["first", "second", SHIPPED.name]
+
+
+def test_predict_needs_no_model(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Image.effect_noise((90, 70), 60).convert("RGB").save("photo.jpg")
+    assert main(["predict", "photo.jpg", "--top-k", "1"]) == 0
+    told = capsys.readouterr()
+    assert told.err == "no model given and no run in runs/ that fits: taking dgt_nano.scenes, trained on drawn scenes\n"
+    assert told.out.startswith("photo.jpg\n")
+    shutil.copytree(run, tmp_path / "runs" / "mine")
+    assert main(["predict", "photo.jpg", "photo.jpg"]) == 0
+    assert "taking the newest run that fits, runs/mine" in capsys.readouterr().err
+    assert main(["predict", "runs/mine", "photo.jpg"]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["predict", "runs/mine"]) == 2
+    assert capsys.readouterr().err == "dgt: error: name an image after the model 'runs/mine'\n"
+    assert main(["predict", "missing.jpg"]) == 1
+    assert "there is no image file 'missing.jpg'" in capsys.readouterr().err
+
+
+def test_the_command_lists_checks_and_publishes(
+    copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(copy.parent))
+    assert main(["weights", "list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [SHIPPED.name, copy.name]
+    assert list_weights() == {SHIPPED.name: SHIPPED, copy.name: copy}
+    assert main(["weights", "check", str(copy)]) == 0
+    assert " MB  top-1 " in capsys.readouterr().out
+    assert main(["weights", "publish", str(copy), "--repo", "someone/dgt", "--dry-run"]) == 0
+    assert "would upload to someone/dgt, a dry run:\n  model.safetensors" in capsys.readouterr().out
+    for words, message in (
+        (["make", str(copy)], "`dgt weights make` needs --out"),
+        (["check"], "`dgt weights check` needs FOLDER"),
+        (["publish", "nowhere", "--repo", "a/b"], "there is no folder 'nowhere'"),
+        (["list", "--data.root", "x"], "unknown arguments for `dgt weights list`"),
+        (["publish", str(copy), "--repo", "dgt"], "repo must be USER/NAME, got 'dgt'"),
+        (["publish", str(copy), "--repo", "a b/c"], "repo must be USER/NAME"),
+    ):
+        assert main(["weights", *words]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_publishing_uploads_the_files_and_nothing_else(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, Any]] = []
+
+    class Hub:
+        def __init__(self, token: str) -> None:
+            calls.append({"token": token})
+
+        def create_repo(self, repo: str, exist_ok: bool) -> None:
+            calls.append({"repo": repo})
+
+        def upload_folder(self, **arguments: Any) -> None:
+            if "refused" in arguments["repo_id"]:
+                raise ConnectionError("403\nForbidden")
+            calls.append(arguments)
+
+    monkeypatch.setattr("dgt.weights.publish.HfApi", Hub)
+    monkeypatch.setattr("dgt.weights.publish.get_token", lambda: None)
+    with pytest.raises(UserError, match="needs a token of the hub: `hf auth login`, or"):
+        publish(copy, "someone/dgt_nano.scenes")
+    assert calls == []
+    monkeypatch.setattr("dgt.weights.publish.get_token", lambda: "secret")
+    (copy / "notes.txt").write_text("mine")
+    assert "hf-hub:someone/dgt" in publish(copy, "someone/dgt")
+    assert "notes.txt" not in calls[-1]["allow_patterns"]
+    with pytest.raises(UserError, match="publishing to someone/refused failed: 403 Forbidden"):
+        publish(copy, "someone/refused")
+
+
+def test_intervals() -> None:
+    """Wilson's from the textbook's formula at 0 and 1/2; the jackknife of a mean is its standard error times t."""
+    assert wilson(0.5, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
+    assert wilson(0.0, 10)[0] == 0.0
+    assert wilson(0.0, 10)[1] == pytest.approx(0.2775, abs=1e-4)
+    values = [0.1 * number for number in range(10)]
+    mean = sum(values) / 10
+    low, high = jackknife(mean, [(sum(values) - value) / 9 for value in values])
+    spread = (sum((value - mean) ** 2 for value in values) / 9 / 10) ** 0.5
+    assert (high - low) / 2 == pytest.approx(2.262 * spread)
+
+
+def test_parts_are_left_out_in_turn(run: Path) -> None:
+    """48 images in 6 batches: with the third part left out, two batches are missing."""
+    whole = evaluate(run, parts=3)
+    assert whole == {**evaluate(run), "left_out": whole["left_out"]}
+    for name in ("loss", "top1"):
+        assert sum(part[name] for part in whole["left_out"]) / 3 == pytest.approx(whole[name])
+    with pytest.raises(UserError, match=r"data\.batch_size: expected at least 7 batches of validation images, got 6"):
+        evaluate(run, parts=7)
+
+
+def test_numbers_that_float16_cannot_hold_are_refused() -> None:
+    assert halved(torch.ones(2, 2)).dtype == torch.float16
+    assert halved(torch.ones(2)).dtype == halved(torch.ones(2, 3, 4)).dtype == torch.float32
+    assert halved(torch.ones(2, 2, dtype=torch.int64)).dtype == torch.int64
+    with pytest.raises(UserError, match="numbers that float16 cannot"):
+        halved(torch.full((2, 2), 1e6))

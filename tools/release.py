@@ -1,0 +1,279 @@
+"""`make release`: build the sdist and the wheel, and try them as a user would, outside the checkout, without a network.
+
+    python tools/release.py [--reuse] [--photo FILE]
+
+The wheel is installed into a fresh environment with everything it depends on (some 5 GB); `--reuse` takes what it
+depends on from the environment of this interpreter instead. What is tried there may open connections to this machine
+alone. At the end a table tells what passed; `dist/` holds the two files and their SHA-256 sums where everything did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+import time
+import urllib.request
+import zipfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LEFT_OUT = (".ci/*", ".github/*", ".gitignore", ".pre-commit-config.yaml")  # tracked, and of no use without git
+TESTED = ("tests/test_architecture.py", "tests/test_docs.py", "tests/weights")  # of the sdist: they read most files
+GUARD = """
+import socket
+_connect = socket.socket.connect
+def connect(self, address):
+    if isinstance(address, tuple) and address[0] not in ("127.0.0.1", "::1", "localhost"):
+        raise OSError(f"no network in this trial: {address[0]}")
+    return _connect(self, address)
+socket.socket.connect = connect
+"""
+
+
+@dataclass(frozen=True)
+class Passed:
+    """One row of the table: what was done, in seconds, whether it passed, and what is to be said of it."""
+
+    what: str
+    seconds: float
+    passed: bool
+    told: str
+
+
+def table(rows: Iterable[Passed]) -> str:
+    """The rows as text."""
+    lines = [
+        f"{'passed' if row.passed else 'FAILED'}  {row.seconds:7.1f} s  {row.what:<40}  {row.told}" for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def check_versions(root: Path) -> str:
+    """The version that package, changelog and citation agree on; RuntimeError where they do not."""
+    places = {
+        "src/dgt/__init__.py": r'^__version__ = "(.+)"$',
+        "CHANGELOG.md": r"^## \[(\d[^\]]*)\]",
+        "CITATION.cff": r"^version: (.+)$",
+    }
+    found = {}
+    for name, pattern in places.items():
+        match = re.search(pattern, (root / name).read_text(encoding="utf-8"), flags=re.M)
+        found[name] = match[1] if match else "none"
+    if len(set(found.values())) != 1:
+        raise RuntimeError("versions differ: " + ", ".join(f"{name} {version}" for name, version in found.items()))
+    return found["CITATION.cff"]
+
+
+def sdist_mistakes(tracked: Iterable[str], members: Iterable[str]) -> list[str]:
+    """What an sdist, whose members begin with its folder, lacks of the tracked files, and holds besides."""
+    held, known = {name.partition("/")[2] for name in members}, set(tracked)
+    lacking = sorted(name for name in known - held if not any(fnmatch(name, each) for each in LEFT_OUT))
+    return [f"lacks {name}" for name in lacking] + [
+        f"holds {name}, which git does not know" for name in sorted(held - known - {"PKG-INFO"})
+    ]
+
+
+def members_of_wheel(path: Path) -> dict[str, str]:
+    """The SHA-256 of every file in a wheel."""
+    with zipfile.ZipFile(path) as wheel:
+        return {name: hashlib.sha256(wheel.read(name)).hexdigest() for name in wheel.namelist()}
+
+
+def differences(first: dict[str, str], second: dict[str, str]) -> list[str]:
+    """The names of files that are in one of two wheels alone, or differ."""
+    return sorted(name for name in {*first, *second} if first.get(name) != second.get(name))
+
+
+def lines_of_notebook(path: Path) -> str:
+    """The cells of a notebook as a program that draws nowhere."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    head = "import matplotlib\nmatplotlib.use('Agg')\ndisplay = print\n"
+    return head + "\n".join(line for cell in code for line in cell.splitlines() if not line.startswith("%"))
+
+
+def lines_of_readme(path: Path) -> str:
+    """The program of the README's section "Ten lines"."""
+    match = re.search(r"^## Ten lines\n+```python\n(.*?)^```", path.read_text(encoding="utf-8"), flags=re.S | re.M)
+    if match is None:
+        raise RuntimeError(f"{path.name} has no section 'Ten lines' with a block of Python")
+    return match[1]
+
+
+def run(*command: str | Path, cwd: Path | None = None, env: dict[str, str] | None = None, limit: float = 1800) -> str:
+    """What a command prints; RuntimeError with its last lines where it fails."""
+    words = [str(word) for word in command]
+    done = subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, check=False, timeout=limit)
+    if done.returncode:
+        told = "\n".join([*done.stdout.splitlines()[-15:], *done.stderr.splitlines()[-15:]])
+        raise RuntimeError(f"{' '.join(words)} exited with {done.returncode}:\n{told}")
+    return done.stdout.strip()
+
+
+class Release:
+    """The steps of a release, in `scratch`, a folder outside the checkout; each returns a line about what it found."""
+
+    def __init__(self, scratch: Path, reuse: bool, photo: Path | None) -> None:
+        self.scratch, self.reuse, self.photo = scratch, reuse, photo
+        self.dist, self.outside = scratch / "dist", scratch / "outside"
+        self.bin = scratch / "installed" / ("Scripts" if os.name == "nt" else "bin")
+        (scratch / "guard").mkdir()
+        (scratch / "guard" / "sitecustomize.py").write_text(GUARD, encoding="utf-8")
+        self.outside.mkdir()
+        kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "DGT_WEIGHTS")}
+        self.env = {**kept, "PYTHONPATH": str(scratch / "guard"), "HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg"}
+
+    def build(self) -> str:
+        """Both files from the checkout, by tools in an environment of their own."""
+        run(sys.executable, "-m", "venv", self.scratch / "build")
+        python = self.scratch / "build" / self.bin.name / "python"
+        run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "build", "hatchling")
+        self.builder = (python, "-m", "build", "--no-isolation")
+        run(*self.builder, "--sdist", "--wheel", "--outdir", self.dist, ROOT)
+        (self.sdist,), (self.wheel,) = self.dist.glob("*.tar.gz"), self.dist.glob("*.whl")
+        return ", ".join(f"{path.name} {path.stat().st_size / 1e6:.1f} MB" for path in (self.sdist, self.wheel))
+
+    def unpack(self) -> str:
+        """Whether the sdist holds every tracked file, and builds the same wheel."""
+        with tarfile.open(self.sdist) as archive:
+            names = [member.name for member in archive.getmembers() if member.isfile()]
+            archive.extractall(self.scratch / "sdist", filter="data")
+        if mistakes := sdist_mistakes(run("git", "ls-files", cwd=ROOT).splitlines(), names):
+            raise RuntimeError(f"the sdist {'; '.join(mistakes)}")
+        (self.source,) = (self.scratch / "sdist").iterdir()
+        run(*self.builder, "--wheel", "--outdir", self.scratch / "again", self.source)
+        (again,) = (self.scratch / "again").glob("*.whl")
+        if different := differences(members_of_wheel(self.wheel), members_of_wheel(again)):
+            raise RuntimeError(f"the sdist builds another wheel: {', '.join(different)}")
+        return f"{len(names)} files, the same wheel"
+
+    def test_sdist(self) -> str:
+        """Some tests of the unpacked sdist, by this interpreter."""
+        env = {**self.env, "PYTHONPATH": str(self.source / "src")}
+        command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTED)
+        return run(*command, cwd=self.source, env=env).splitlines()[-1]
+
+    def install(self) -> str:
+        """The wheel in an environment that holds nothing else, or, to reuse one, nothing else of ours."""
+        run(sys.executable, "-m", "venv", self.scratch / "installed")
+        pip = (self.bin / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+        run(*pip, *(["--no-deps", self.wheel] if self.reuse else [f"{self.wheel}[export]"]))
+        own = run(self.bin / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
+        if self.reuse:
+            (Path(own) / "reused.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+        code = "import dgt; print(dgt.__version__, dgt.__file__)"
+        version, place = self.python(code).splitlines()[-1].split(maxsplit=1)
+        if not Path(place).is_relative_to(own):
+            raise RuntimeError(f"dgt was imported from {place}, not from the wheel")
+        return f"{version}, {'its dependencies reused' if self.reuse else 'with all its dependencies'}"
+
+    def dgt(self, *words: str | Path) -> str:
+        """The installed command, outside the checkout and without a network."""
+        return run(self.bin / "dgt", *words, cwd=self.outside, env=self.env)
+
+    def python(self, code: str) -> str:
+        """A program in the installed environment, likewise."""
+        return run(self.bin / "python", "-c", code, cwd=self.outside, env=self.env)
+
+    def predict(self) -> str:
+        """The shipped weights on a photograph."""
+        image = self.photo or self.source / "docs" / "images" / "detections.jpg"
+        return " ".join(self.dgt("predict", image, "--top-k", "1").split()[1:])
+
+    def weights(self) -> str:
+        """The shipped folder, its checksums and its card."""
+        self.shipped = Path(self.python("import dgt.weights; print(dgt.weights.SHIPPED)"))
+        return self.dgt("weights", "check", self.shipped).rpartition("  ")[0]
+
+    def explore(self) -> str:
+        """The page: it starts, answers, and stops in order."""
+        command = [str(self.bin / "dgt"), "explore", "--port", "0"]
+        with subprocess.Popen(command, cwd=self.outside, env=self.env, stdout=subprocess.PIPE, text=True) as server:
+            try:
+                lines = iter(server.stdout or ())
+                address = next(match[0] for line in lines if (match := re.search(r"http://\S+/", line)))
+                with urllib.request.urlopen(f"{address}api/model", timeout=60) as answer:
+                    model = json.load(answer)
+                server.send_signal(signal.SIGINT)
+                if server.wait(60):
+                    raise RuntimeError(f"dgt explore exited with {server.returncode}")
+            finally:
+                server.kill()
+        return f"answered with {len(model)} facts of the model"
+
+    def demo(self) -> str:
+        """The demo's short form: one epoch."""
+        return self.dgt("demo", "--epochs", "1").split("\n\n")[1].strip()
+
+    def sums(self) -> str:
+        """What was built, and its checksums, in dist/."""
+        shutil.rmtree(ROOT / "dist", ignore_errors=True)
+        shutil.copytree(self.dist, ROOT / "dist")
+        files = [path for path in sorted((ROOT / "dist").iterdir()) if path.suffix in (".gz", ".whl")]
+        lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files]
+        (ROOT / "dist" / "SHA256SUMS").write_text("".join(lines), encoding="utf-8")
+        return "dist/SHA256SUMS"
+
+    def steps(self) -> dict[str, Callable[[], str]]:
+        """All of them in order; without the first five, none of the others can be tried."""
+        readme, tour = ROOT / "README.md", ROOT / "examples" / "attention_tour.ipynb"
+        return {
+            "versions agree": lambda: check_versions(ROOT),
+            "sdist and wheel": self.build,
+            "sdist complete, builds the same wheel": self.unpack,
+            "wheel installed": self.install,
+            "shipped weights in order": self.weights,
+            "dgt info": lambda: self.dgt("info").splitlines()[1],
+            "dgt predict PHOTO": self.predict,
+            "dgt explore": self.explore,
+            "dgt export": lambda: self.dgt("export", self.shipped, "model.onnx"),
+            "dgt demo --epochs 1": self.demo,
+            "the notebook": lambda: self.python(lines_of_notebook(tour)) and "all cells",
+            "the README's ten lines": lambda: self.python(lines_of_readme(readme)).splitlines()[-1],
+            "some tests of the sdist": self.test_sdist,
+        }
+
+
+def main() -> int:
+    """Go through the steps, print the table, and return 1 where one failed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--reuse", action="store_true", help="take the dependencies from this interpreter's environment"
+    )
+    parser.add_argument("--photo", type=Path, help="image for dgt predict (default: one of the documentation's)")
+    options = parser.parse_args()
+    rows: list[Passed] = []
+    with tempfile.TemporaryDirectory(prefix="dgt-release-") as scratch:
+        release = Release(Path(scratch), options.reuse, options.photo and options.photo.resolve())
+        steps = release.steps()
+        for number, (what, step) in enumerate([*steps.items(), ("checksums", release.sums)]):
+            if any(not row.passed for row in rows) and (number < 5 or number == len(steps)):
+                break
+            start = time.perf_counter()
+            try:
+                passed, told = True, step()
+            except Exception as error:  # of many kinds: whatever the step tries
+                passed, told = False, str(error)
+            rows.append(Passed(what, time.perf_counter() - start, passed, told))
+            print(table(rows[-1:]), flush=True)
+    failed = [row.what for row in rows if not row.passed]
+    short = [Passed(row.what, row.seconds, row.passed, row.told.partition("\n")[0][:100]) for row in rows]
+    print(f"\n{table(short)}\n{'FAILED: ' + ', '.join(failed) if failed else 'everything passed'}")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
