@@ -1,12 +1,13 @@
 """The whole operator on a GPU against what users would pick instead, with the share of the floor it reaches.
 
-    python benchmarks/gpu_attention.py forward|backward|profile --out FILE.json [--cases 3136,196]
+    python benchmarks/gpu_attention.py forward|backward|profile|accelerated --out FILE.json [--cases 3136,196]
 
 Grouping, selection and attention in bfloat16, D 32, G 48, beside SDPA (flash) over all keys, SDPA in windows of 49 keys
 (what Swin does), the steps launched one by one, and the products of the paper's appendix with P in memory. Every case
 is first checked against dense attention under a mask. A row is on disk as soon as it is measured. The floor is the
 larger of the fewest bytes over the memory's rate and the operations over the matrix units' rate; both are arguments.
-`profile` lists every kernel of forward and backward with its time; kernels are counted once.
+`profile` lists every kernel of forward and backward with its time; kernels are counted once. `accelerated` is forward of
+what `dgt.accelerate` puts into a vision transformer: D 64, a prefix of 5 tokens, a remainder, beside flash SDPA.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from dgt.ops.triton import operators as kernels
 
 CASES = ((128, 2, 3136, 98), (128, 8, 196, 98), (32, 2, 16384, 512), (8, 2, 64000, 500), (128, 4, 784, 98),
          (32, 2, 16384, 513))  # fmt: skip
+ACCELERATED, PREFIX = ((8, 6, 4096, 98), (8, 6, 16384, 98)), 5
 TARGETS = {3136: 5.0, 16384: 8.0, 64000: 25.0, 196: 1 / 1.5}  # times as fast as SDPA over all keys
 CHANNELS, GROUPS, WINDOW = 32, 48, 49
 MODEL = Path(__file__).parent / "results" / "gpu_model.json"
@@ -38,7 +40,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 def main() -> None:
     """Measure one part, case by case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["forward", "backward", "profile"])
+    parser.add_argument("part", choices=["forward", "backward", "profile", "accelerated"])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cases", help="numbers of tokens, comma-separated (default: all)")
     parser.add_argument("--bandwidth", type=float, default=4.3e12, help="bytes per second of a large copy")
@@ -46,8 +48,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     rows = Rows(options.out, options.part)
-    for case in CASES:
+    for case in ACCELERATED if options.part == "accelerated" else CASES:
         if options.cases and str(case[2]) not in options.cases.split(","):
+            continue
+        if options.part == "accelerated":
+            rows.add(accelerated(*case))
             continue
         query, key, value, centroids = inputs(*case[:3])
         title = "B{} H{} L{} k{}".format(*case) + f" D{CHANNELS} G{GROUPS} bfloat16"
@@ -64,6 +69,34 @@ def main() -> None:
         row |= {"floor_ms": floor, "share_of_floor": floor / row["triton_ms"], "target": TARGETS.get(case[2])}
         row |= {f"times_as_fast_as_{name}": row[f"{name}_ms"] / row["triton_ms"] for name in list(attend)[1:]}
         rows.add(row)
+
+
+def accelerated(batch: int, heads: int, tokens: int, top_k: int) -> dict[str, Any]:
+    """The row of an accelerated call: with the layer's centroids, with the image's own, the plain path, flash SDPA."""
+    qkv = torch.randn(batch, PREFIX + tokens, 3, heads, 64, device="cuda", dtype=torch.bfloat16)
+    query, key, value = tensors = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    centroids = F.normalize(torch.randn(heads, GROUPS, 64, device="cuda"), dim=-1)
+
+    def groups(centers: Tensor, backend: str) -> Tensor:
+        options = {"backend": backend, "num_prefix_tokens": PREFIX, "remainder": True}
+        return dgt.dynamic_group_attention(*tensors, centers, top_k, **options).output
+
+    steps = {
+        "triton": lambda: groups(centroids, "triton"),
+        "own_centroids": lambda: groups(dgt.find_centroids(query[:, :, PREFIX:], centroids, 1), "triton"),
+        "eager": lambda: groups(centroids, "eager"),
+        "sdpa": lambda: flash(query, key, value),
+    }
+    found, plain = steps["triton"]().float(), steps["eager"]().float()
+    error = float((found - plain).square().mean().sqrt() / plain.square().mean().sqrt())
+    if not error <= 0.01:
+        raise RuntimeError(f"wrong result before timing: {error:.2e} of its size from the plain path")
+    row: dict[str, Any] = {"case": f"B{batch} H{heads} L{PREFIX}+{tokens} k{top_k} D64 G{GROUPS} bfloat16, remainder"}
+    row |= {"error": error, "model_ms": predicted((batch, heads, tokens, top_k), "accelerated")}
+    with torch.no_grad():
+        for name, step in steps.items():
+            row |= times(name, step)
+    return row | {f"times_as_fast_as_{name}": row[f"{name}_ms"] / row["triton_ms"] for name in list(steps)[1:]}
 
 
 def inputs(batch: int, heads: int, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -31,6 +31,11 @@ def main() -> None:
             (result.output + alone + product).square().sum().backward()
             kernels.group_statistics(leaves[0], result.group_ids, groups)
             kernels.select_keys(centroids, leaves[1], tokens // 2, mask)
+            with torch.no_grad():
+                whole = dgt.dynamic_group_attention(*leaves, centroids, top_k, None, mask, "triton", 0, True).output
+                part = dgt.dynamic_group_attention(*leaves, centroids, top_k, None, None, "triton", 3, True).output
+            if not (whole.isfinite().all() and part.isfinite().all()):
+                raise RuntimeError(f"a result with a remainder that is not finite on {shape} {dtype}")
             if not all(leaf.grad is not None and leaf.grad.isfinite().all() for leaf in leaves):
                 raise RuntimeError(f"gradients that are not finite on {shape} {dtype}")
     torch.cuda.synchronize()

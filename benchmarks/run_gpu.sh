@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What needs a GPU, one part a call, each well under ten minutes and writing its rows as it goes:
 #
-#     benchmarks/run_gpu.sh tests | attention | backward | models224 | models512 | memcheck | profile
+#     benchmarks/run_gpu.sh tests | attention | accelerated | backward | models224 | models512 | memcheck | profile
 #
 # The first call on a new machine: tests alone. Leaves JSON and logs under benchmarks/results/ or $OUT. PYTHON names the
 # interpreter (default: python3); the package need not be installed, and of its dependencies only torch, torchvision,
@@ -42,6 +42,7 @@ tests)
     [ "${PIPESTATUS[0]}" = 0 ] || failed=1
     ;;
 attention) run 560 "$python" benchmarks/gpu_attention.py forward --out "$out/gpu_attention.json" ;;
+accelerated) run 560 "$python" benchmarks/gpu_attention.py accelerated --out "$out/gpu_accelerated.json" ;;
 backward) run 560 "$python" benchmarks/gpu_attention.py backward --out "$out/gpu_backward.json" ;;
 profile) run 560 "$python" benchmarks/gpu_attention.py profile --out "$out/gpu_profile.json" ;;
 models224 | models512)
@@ -50,7 +51,7 @@ models224 | models512)
     ;;
 memcheck) sanitize ;;
 *)
-    echo "error: no part '$part'; there are tests, attention, backward, models224, models512, memcheck, profile" >&2
+    echo "error: no part '$part'; there are tests, attention, accelerated, backward, models224, models512, memcheck, profile" >&2
     exit 2
     ;;
 esac

@@ -7,6 +7,7 @@
 The first two steps choose indices and carry no gradient; the centroids learn by Eqs. 3-4 (:mod:`dgt.ops.grouping`).
 """
 
+import math
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -74,8 +75,8 @@ def dynamic_group_attention(
             L is S, yields zero; what it holds must be finite.
         backend: ``"reference"`` (dense, any type, twice differentiable, shares no code with the others), ``"eager"``
             (fast, plain PyTorch, any device), ``"triton"`` (fused kernels for CUDA; up to 128 channels per head, no
-            float64, no remainder), or ``"auto"``: Triton where it can run, eager elsewhere and, with a warning,
-            where a kernel fails. It governs all steps; a backend that is named never falls back to another.
+            float64, no gradients of a remainder), or ``"auto"``: Triton where it can run, eager elsewhere and, with a
+            warning, where a kernel fails. It governs all steps; a backend that is named never falls back to another.
         num_prefix_tokens: the first P tokens (class, registers, text) are of no group: they attend to all tokens, and
             every token attends to them besides the keys of its group. L must be S.
         remainder: attend also to what the selected keys leave out, summed up in one key a group
@@ -94,13 +95,7 @@ def dynamic_group_attention(
     key, value = _all_heads(query, key, value)
     _check_operator(query, key, value, key_mask, num_prefix_tokens)
     scale = check_scale(scale, query.shape[-1])
-    backend = _resolve(backend, query, remainder, "a remainder")
-    if backend == "triton" and not num_prefix_tokens and query.shape == key.shape:  # all steps in one operator
-        check_tokens("query", query, centroids)
-        check_count("top_k", top_k)
-        check_no_nan("query", query)
-        found = load_triton().attention(query, key, value, centroids.detach(), top_k, float(scale), key_mask)
-        return DynamicGroupAttentionOutput(found[0], found[2], found[3])
+    backend = _resolve(backend, remainder, "a remainder", query, key, value)
     return _three_steps(query, key, value, centroids, top_k, scale, key_mask, backend, num_prefix_tokens, remainder)
 
 
@@ -118,17 +113,23 @@ def _three_steps(
 ) -> DynamicGroupAttentionOutput:
     """Group, select, attend: all that is not prefix, which attends to everything."""
     patches, mask = query[:, :, prefix:], None if key_mask is None else key_mask[:, prefix:]
-    group_ids = group_queries(patches, centroids, mask if query.shape[2] == key.shape[2] else None, backend)
-    key_ids = select_keys(centroids, key[:, :, prefix:], top_k, mask, backend)
-    if prefix:
-        key_ids = _with_prefix(key_ids, prefix, key_mask)
-    if remainder:
-        step = reference if backend == "reference" else remainders
-        rest = step.summarize_unselected(patches, key, value, group_ids, key_ids, scale, key_mask)
-        k, v, lists, bias = add_remainder(key, value, key_ids, rest)
-        output = _attend(backend, False, patches, k, v, group_ids, lists, scale, bias)[0]
+    if backend == "triton" and query.shape == key.shape and not (prefix and key_mask is not None):  # in one operator
+        check_tokens("query", query, centroids)
+        check_count("top_k", top_k)
+        check_no_nan("query", query)
+        rest = (centroids.detach(), top_k, float(scale), key_mask, remainder)
+        output, _, group_ids, key_ids, *_ = load_triton().attention(patches, key, value, *rest)
+        key_ids = _with_prefix(key_ids, prefix, None) if prefix else key_ids
     else:
-        output = _attend(backend, False, patches, key, value, group_ids, key_ids, scale, None)[0]
+        group_ids = group_queries(patches, centroids, mask if query.shape[2] == key.shape[2] else None, backend)
+        key_ids = select_keys(centroids, key[:, :, prefix:], top_k, mask, backend)
+        key_ids = _with_prefix(key_ids, prefix, key_mask) if prefix else key_ids
+        seen: tuple[Any, ...] = (key, value, key_ids, None)
+        if remainder:
+            step = reference if backend == "reference" else remainders
+            found = step.summarize_unselected(patches, key, value, group_ids, key_ids, scale, key_mask)
+            seen = add_remainder(key, value, key_ids, found)
+        output = _attend(backend, False, patches, *seen[:2], group_ids, seen[2], scale, seen[3])[0]
     if prefix:
         everything = None if key_mask is None else key_mask[:, None, None]
         whole = F.scaled_dot_product_attention(query[:, :, :prefix], key, value, everything, scale=scale)
@@ -163,7 +164,7 @@ def attend(
         scale: factor on the scores; default 1 / sqrt(D).
         backend: as in :func:`dynamic_group_attention`.
         key_bias: optional (B, H, S) float tensor, added to the scores of a key: the logarithm of how many keys it
-            stands for. Not in Triton.
+            stands for. In Triton without gradients.
 
     Returns:
         (B, H, L, D) of the query's type; zero at padding, and for a group without keys.
@@ -173,7 +174,7 @@ def attend(
             range or doubled (on an accelerator looking would stall the stream).
     """
     scale = _check_attend(query, key, value, group_ids, key_ids, scale=scale, key_bias=key_bias)
-    backend = _resolve(backend, query, key_bias is not None, "key_bias")
+    backend = _resolve(backend, key_bias is not None, "attention with key_bias", query, key, value, key_bias)
     return _attend(backend, False, query, key, value, group_ids, key_ids, scale, key_bias)[0]
 
 
@@ -189,14 +190,14 @@ def attend_with_logsumexp(
 ) -> tuple[Tensor, Tensor]:
     """:func:`attend`, and what it takes to join its result with attention over other keys (:func:`merge_attention`).
 
-    Arguments and errors are those of :func:`attend`; not in Triton.
+    Arguments and errors are those of :func:`attend`; in Triton without gradients.
 
     Returns:
         ``(output, logsumexp)``: the second (B, H, L), float32 or float64, the logarithm of every query's sum of
         exponentials, -inf where it sees no key. Both are differentiable.
     """
     scale = _check_attend(query, key, value, group_ids, key_ids, scale=scale, key_bias=key_bias)
-    backend = _resolve(backend, query, True, "the logarithms of the sums")
+    backend = _resolve(backend, True, "the logarithms of the sums", query, key, value, key_bias)
     output, sums = _attend(backend, True, query, key, value, group_ids, key_ids, scale, key_bias)
     return output, sums
 
@@ -221,20 +222,20 @@ def merge_attention(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 def _attend(backend: str, with_sums: bool, *arguments: Any) -> tuple[Tensor, ...]:
     """Attend inside groups on a backend; the arguments, those of :func:`attend` but for its backend, are right."""
     if backend == "triton":
-        return (load_triton().attend(*arguments[:5], float(arguments[5]))[0],)
+        output, sums, *_ = load_triton().attend(*arguments[:5], float(arguments[5]), arguments[6])
+        return (output, sums * math.log(2)) if with_sums else (output,)
     if backend == "reference":
         return reference.attend_with_logsumexp(*arguments)
-    if with_sums:
-        return eager.attend_with_logsumexp(*arguments)
-    return (eager.attend(*arguments),)
+    return eager.attend_with_logsumexp(*arguments) if with_sums else (eager.attend(*arguments),)
 
 
-def _resolve(backend: str, query: Tensor, beyond_triton: bool, what: str) -> str:
-    """The backend that a call runs on, where Triton has no kernels for some."""
-    resolved = resolve_backend(backend, query)
-    if resolved == "triton" and beyond_triton:
+def _resolve(backend: str, forward_only: bool, what: str, *tensors: Tensor | None) -> str:
+    """The backend that a call runs on; for some Triton has no gradients of these tensors, the first of them tokens."""
+    resolved = resolve_backend(backend, tensors[0])
+    wanted = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    if resolved == "triton" and forward_only and wanted:
         if backend == "triton":
-            raise ValueError(f'backend must be "eager" or "reference" for {what}, got "triton"')
+            raise ValueError(f'backend must be "eager" or "reference" for gradients of {what}, got "triton"')
         return "eager"
     return resolved
 

@@ -229,7 +229,7 @@ def find_centroids(query: Tensor, centroids: Tensor, steps: int = 2) -> Tensor:
     tokens, found = query.detach().flatten(0, 1)[None], centroids.detach().float().flatten(0, 1)
     check_tokens("query", tokens, found)
     for _ in range(steps):
-        sums, counts = group_statistics(tokens, group_queries(tokens, found, backend="eager"), found.shape[1])
+        sums, counts = group_statistics(tokens, group_queries(tokens, found), found.shape[1])
         found = blend_centroids(found, sums, counts, rate=1.0)
     return found.view(*query.shape[:2], *found.shape[1:])
 

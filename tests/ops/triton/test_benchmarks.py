@@ -33,5 +33,5 @@ timm.create_model("dgt_tiny", num_classes=10)
 def test_the_shell_script_names_its_parts() -> None:
     script = ROOT / "benchmarks" / "run_gpu.sh"
     assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
-    for part in ("tests", "attention", "backward", "models224", "models512", "memcheck", "profile"):
+    for part in ("tests", "attention", "accelerated", "backward", "models224", "models512", "memcheck", "profile"):
         assert part in script.read_text()

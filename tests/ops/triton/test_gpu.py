@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dgt
+from dgt.ops import reference
+from dgt.ops.remainder import add_remainder
 
 pytestmark = pytest.mark.gpu
 SHAPES = [(2, 2, 196, 32, 48, 98), (1, 2, 3136, 32, 48, 98), (1, 2, 1023, 64, 7, 49), (1, 1, 4097, 128, 16, 200)]
@@ -225,3 +227,61 @@ def test_a_model_under_cuda_graphs() -> None:
         for _ in range(3):
             found = compiled(image).clone()
     torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+
+
+ACCELERATED = [(1, 6, 4096, 64, 48, 98), (2, 2, 1023, 128, 17, 49), (1, 2, 196, 32, 5, 20)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", ACCELERATED, ids=str)
+def test_error_with_a_remainder_is_that_of_the_plain_path(
+    make_case: Any, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """With a prefix: at most 1.5 times its error and half a percent of the size, by the same groups and keys."""
+    case, scale = make_case(*shape, dtype=dtype, exact=False), shape[3] ** -0.5
+    tensors = [t.detach() for t in case[:3]]
+    found = dgt.dynamic_group_attention(*tensors, *case[3:5], backend="triton", num_prefix_tokens=5, remainder=True)
+    plain = dgt.dynamic_group_attention(*tensors, *case[3:5], backend="eager", num_prefix_tokens=5, remainder=True)
+    query, key, value = (t.double() for t in tensors)
+    patches, groups = query[:, :, 5:], found.group_ids[:, :, 5:]
+    rest = reference.summarize_unselected(patches, key, value, groups, found.key_ids, scale, None)
+    seen = add_remainder(key, value, found.key_ids, rest)
+    exact, _ = reference.attend_with_logsumexp(patches, *seen[:2], groups, seen[2], scale, seen[3])
+    same = (plain.group_ids == found.group_ids)[:, :, 5:, None]  # near ties may differ
+    ours, theirs = (rmse(output[:, :, 5:] * same, exact * same) for output in (found.output, plain.output))
+    assert ours <= 1.5 * theirs + 1e-3 * float(exact.square().mean().sqrt())
+    assert ours <= 0.005 * float(exact.square().mean().sqrt())
+
+
+def test_remainders_repeat_and_replay(make_case: Any) -> None:
+    """50 bit-equal repeats; captured once in a CUDA graph and replayed on other inputs, the same bits."""
+    case, other = (make_case(*ACCELERATED[0], dtype=torch.bfloat16, exact=False) for _ in range(2))
+    static, fresh = ([t.detach().clone() for t in c[:3]] for c in (case, other))
+
+    def attend(*tensors: Tensor) -> Tensor:
+        return dgt.dynamic_group_attention(*tensors, *case[3:5], num_prefix_tokens=5, remainder=True).output
+
+    first, expected = attend(*static), attend(*fresh)
+    assert all(torch.equal(attend(*static), first) for _ in range(50))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = attend(*static)
+    for into, source in zip(static, fresh, strict=True):
+        into.copy_(source)
+    graph.replay()
+    assert torch.equal(output, expected)
+
+
+def test_auto_takes_the_kernels_of_an_accelerated_call(make_case: Any) -> None:
+    """Where no gradient is wanted; under inductor as well, with every image's own centroids."""
+    case = make_case(*ACCELERATED[2], dtype=torch.bfloat16, exact=False)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        own = dgt.find_centroids(query[:, :, 5:], case.centroids, 1)
+        return dgt.dynamic_group_attention(query, key, value, own, 20, num_prefix_tokens=5, remainder=True).output
+
+    torch.compiler.reset()
+    tensors = [t.detach() for t in case[:3]]
+    torch.testing.assert_close(torch.compile(attend)(*tensors), attend(*tensors), rtol=0.02, atol=0.02)
+    named = dgt.dynamic_group_attention(*tensors, *case[3:5], backend="triton", remainder=True).output
+    assert torch.equal(dgt.dynamic_group_attention(*tensors, *case[3:5], remainder=True).output, named)

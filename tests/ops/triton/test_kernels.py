@@ -113,7 +113,7 @@ def test_nothing_is_real(make_case: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize(("queries", "keys"), [(50, 90), (70, 311), (400, 30)])
+@pytest.mark.parametrize(("queries", "keys"), [(70, 311), (400, 30)])
 def test_attend_with_other_keys_than_queries(make_case: Any, queries: int, keys: int, dtype: torch.dtype) -> None:
     """Cross attention, with places that are empty in the middle of a list."""
     case, other = make_case(1, 2, queries, 32, 6, 20, dtype=dtype), make_case(1, 2, keys, 32, 6, 20, dtype=dtype)

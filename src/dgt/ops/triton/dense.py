@@ -20,17 +20,8 @@ MOST_AT_ONCE = 32  # keys of a block: one word
 
 
 def fits(query: Tensor, key: Tensor) -> bool:
-    """Tell whether the heads of (B, H, L, D) tensors are so small that dense attention under a mask is the way."""
-    return query.shape[2] <= MOST_TOKENS and key.shape[2] <= MOST_TOKENS
-
-
-def words_of(key_ids: Tensor, keys: int) -> Tensor:
-    """Words of (B, H, G, K) ids that a caller made; with plain PyTorch, as that is no part of the whole operator."""
-    size = power_of_two(keys, 32)
-    place = torch.where((key_ids >= 0) & (key_ids < keys), key_ids, size).flatten(0, 1)
-    chosen = torch.zeros((*place.shape[:2], size + 1), dtype=torch.int32, device=place.device).scatter_(2, place, 1)
-    bit = torch.arange(32, dtype=torch.int32, device=place.device)
-    return (chosen[..., :size].unflatten(2, (-1, 32)) << bit).sum(3, dtype=torch.int32)
+    """Tell whether (B, H, L, D) tensors have so few tokens that dense attention under a mask is the way."""
+    return query.shape[2] == key.shape[2] <= MOST_TOKENS
 
 
 @triton.jit

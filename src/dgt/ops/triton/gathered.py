@@ -8,9 +8,9 @@ padded with an id that exists, so nothing is masked but scores of the last block
 
 dQ goes tile by tile. For dK and dV a program takes some selected keys of one group and all its queries; a key sums the
 partials of the groups that chose it through the inverse index. Partials live in a workspace of a few heads at a time.
-"""
 
-from typing import Any
+With a remainder (:mod:`dgt.ops.remainder`), forward only, the running softmax starts from one key more of every group.
+"""
 
 import torch
 import triton
@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dgt.ops.triton.common import head_base, load_rows, multiply, store_rows
-from dgt.ops.triton.grouping import Segments, find_segment, tile_size
-from dgt.ops.triton.inverse import PAD, Lists, gather, invert
+from dgt.ops.triton.grouping import Segments, find_segment, sum_queries, tile_size
+from dgt.ops.triton.inverse import PAD, Lists, gather, invert, mark
 from dgt.ops.triton.launch import base_two, block_of, launch, new_rows, power_of_two, rows_of, strides_of, turns
 
 
@@ -29,7 +29,7 @@ def load_tile(tiles, counts, order, head, slot, slots, queries, groups, T: tl.co
     row = tiles + (head.to(tl.int64) * slots + slot) * 4
     group, first, end = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     listed = tl.minimum(tl.maximum(group, 0), groups - 1)  # the queries of no group see nothing
-    count = tl.where(group == listed, tl.load(counts + head * groups + listed), 0)
+    count = tl.where(group == listed, tl.load(counts + head * groups + listed) if counts is not None else 1, 0)
     place = first + tl.arange(0, T)
     present = place < end
     return group, count, tl.load(order + head.to(tl.int64) * queries + place, mask=present, other=0), present
@@ -58,21 +58,22 @@ def running_softmax(score, scale, top, total):
 
 @triton.jit
 def finish_softmax(result, top, total):
-    """The weighted mean and the log-sum-exp; zero where a row has seen no key."""
-    some = total > 0
-    safe = tl.where(some, total, 1.0)
-    return result / safe[:, None], tl.where(some, top + tl.log2(safe), 0.0)
+    """The weighted mean and the log-sum-exp; zero and minus infinity where a row has seen no key."""
+    safe = tl.where(total > 0, total, 1.0)
+    return result / safe[:, None], top + tl.log2(safe)
 
 
 @triton.jit
 def attend_block(
-    q, key_rows, value_rows, kl, vl, row, start, count, scale, top, total, result,
+    q, key_rows, value_rows, biases, kl, vl, row, start, count, scale, top, total, result,
     D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """Let a tile of queries see N more keys; LAST: only those before ``count``."""
     column = start + tl.arange(0, N)
     ids = tl.load(row + column)
     score = multiply(q, tl.trans(load_listed(key_rows, ids, kl, D, DP)))
+    if biases is not None:
+        score += tl.load(biases + ids)[None, :]
     if LAST:
         score = tl.where((column < count)[None, :], score, float("-inf"))
     weight, shrink, top, total = running_softmax(score, scale, top, total)
@@ -82,11 +83,11 @@ def attend_block(
 
 @triton.jit
 def attend_tiles(
-    query, key, value, lists, counts, order, tiles, output, logsum,
-    qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, heads, queries, groups, padded, slots, scale,
+    query, key, value, lists, counts, order, tiles, output, logsum, biases, rest_key, rest_value, rest_bias,
+    qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, heads, queries, keys, groups, padded, slots, scale,
     D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries; ``scale`` contains log2(e)."""
+    """One tile of queries, ``scale`` contains log2(e); with a remainder, the running softmax starts from that key."""
     head, slot = tl.program_id(0) // slots, tl.program_id(0) % slots
     group, count, rows, present = load_tile(tiles, counts, order, head, slot, slots, queries, groups, T)
     if group < 0:
@@ -99,14 +100,25 @@ def attend_tiles(
     top = tl.full([T], float("-inf"), tl.float32)
     total = tl.zeros([T], tl.float32)
     result = tl.zeros([T, DP], tl.float32)
+    if biases is not None:
+        biases += head.to(tl.int64) * keys
+    if rest_key is not None:
+        own = (head * groups + tl.minimum(group, groups - 1)).to(tl.int64)
+        bias = tl.where(group < groups, tl.load(rest_bias + own), float("-inf"))
+        channel = tl.arange(0, DP)
+        rest = tl.load(rest_key + own * D + channel, mask=channel < D, other=0.0)
+        top = tl.sum(q.to(tl.float32) * rest[None, :], 1) * scale + bias
+        total += tl.where(bias > float("-inf"), 1.0, 0.0)
+        rest = tl.load(rest_value + own * D + channel, mask=channel < D, other=0.0)
+        result += tl.where(bias > float("-inf"), rest, 0.0)[None, :]
     full = count // N * N
     for start in range(0, full, N):
         top, total, result = attend_block(
-            q, key_rows, value_rows, kl, vl, row, start, count, scale, top, total, result, D, DP, N, False
+            q, key_rows, value_rows, biases, kl, vl, row, start, count, scale, top, total, result, D, DP, N, False
         )  # fmt: skip
     if full < count:
         top, total, result = attend_block(
-            q, key_rows, value_rows, kl, vl, row, full, count, scale, top, total, result, D, DP, N, True
+            q, key_rows, value_rows, biases, kl, vl, row, full, count, scale, top, total, result, D, DP, N, True
         )  # fmt: skip
     result, logs = finish_softmax(result, top, total)
     store_rows(head_base(output, head, heads, ob, oh), rows, ol, present, result, D, DP)
@@ -186,6 +198,47 @@ def key_gradients(
     store_rows(partial_value + base, place, D, place >= 0, dv, D, DP)
 
 
+@triton.jit
+def sum_up_rest(
+    key, value, key_mask, bits, sums, counts, rest_key, rest_value, rest_bias,
+    kb, kh, kl, vb, vh, vl, heads, keys, groups, words, parts, scale,
+    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """k', v' and b of T groups of a head, few so that few heads fill the chip; ``scale`` contains log2(e), and so b.
+
+    The mean query is rounded to the model's type: Z is expanded around what it is rounded to.
+    """
+    head, first = tl.program_id(0) // parts, tl.program_id(0) % parts * T
+    ids = first + tl.arange(0, T)
+    exist, own = ids < groups, head.to(tl.int64) * groups + ids
+    number = tl.maximum(tl.load(counts + own, mask=exist, other=1.0), 1.0)
+    q = (load_rows(sums, own, D, exist, D, DP) / number[:, None]).to(key.dtype.element_ty)
+    if scale < 0:
+        q, scale = -q, -scale
+    key_rows, value_rows = head_base(key, head, heads, kb, kh), head_base(value, head, heads, vb, vh)
+    top, total = tl.full([T], float("-inf"), tl.float32), tl.zeros([T], tl.float32)
+    mean_key, mean_value = tl.zeros([T, DP], tl.float32), tl.zeros([T, DP], tl.float32)
+    for start in range(0, keys, N):
+        place = start + tl.arange(0, N)
+        inside = place < keys
+        k = load_rows(key_rows, place, kl, inside, D, DP)
+        v = load_rows(value_rows, place, vl, inside, D, DP)
+        word = tl.load(bits + (head.to(tl.int64) * keys + place) * words + first // 32, mask=inside, other=-1)
+        if MASKED:
+            real = tl.load(key_mask + (head // heads).to(tl.int64) * keys + place, mask=inside, other=0)
+            word = tl.where(real != 0, word, -1)
+        chosen = (word[None, :] & (1 << (ids % 32))[:, None]) != 0
+        score = tl.where(chosen, float("-inf"), multiply(q, tl.trans(k)))
+        weight, shrink, top, total = running_softmax(score, scale, top, total)
+        mean_key = mean_key * shrink[:, None] + multiply(weight.to(k.dtype), k)
+        mean_value = mean_value * shrink[:, None] + multiply(weight.to(v.dtype), v)
+    mean_key, logs = finish_softmax(mean_key, top, total)
+    mean_value, _ = finish_softmax(mean_value, top, total)
+    store_rows(rest_key, own, D, exist, mean_key, D, DP)
+    store_rows(rest_value, own, D, exist, mean_value, D, DP)
+    tl.store(rest_bias + own, logs - tl.sum(q.to(tl.float32) * mean_key, 1) * scale, mask=exist)
+
+
 def tiling(query: Tensor, groups: int) -> dict[str, int]:
     """Sizes of the tiles of queries and blocks of keys, and how a program runs them."""
     sizes = {"T": tile_size(query.shape[2], groups), "N": min(block_of(query), PAD)}
@@ -193,9 +246,14 @@ def tiling(query: Tensor, groups: int) -> dict[str, int]:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, lists: Lists, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Attend inside each group; ``(output, logsum)``: (B, H, L, D) of the query's type, float32 (B, H, L)."""
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, lists: Lists, scale: float,
+    key_bias: Tensor | None = None, rest: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attend inside each group; ``(output, logsum)``: (B, H, L, D) of the query's type, float32 (B, H, L).
+
+    ``key_bias``, (B, H, M), is added to the scores of a key; ``rest`` is a key more of every group, of
+    :func:`summarize`. Neither has a gradient.
+    """
     query, key, value = rows_of(query), rows_of(key), rows_of(value)
     batch, heads, queries, _ = query.shape
     groups, padded = lists.ids.shape[1:]
@@ -203,12 +261,34 @@ def attend(
     logsum = torch.empty((batch, heads, queries), dtype=torch.float32, device=query.device)
     slots = segments.tiles.shape[1]
     options = tiling(query, groups) | {"num_stages": 3}
+    biases = None if key_bias is None else (key_bias.float() / abs(scale or 1e-30)).contiguous()  # of scores unscaled
     launch(
         attend_tiles, batch * heads * slots, query, key, value, *lists, segments.order, segments.tiles, output, logsum,
-        *strides_of(query), *strides_of(key), *strides_of(value), *strides_of(output),
-        heads, queries, groups, padded, slots, base_two(scale), **options,
+        biases, *(rest or (None,) * 3), *strides_of(query), *strides_of(key), *strides_of(value), *strides_of(output),
+        heads, queries, key.shape[2], groups, padded, slots, base_two(scale), **options,
     )  # fmt: skip
     return output, logsum
+
+
+def summarize(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, lists: Lists, scale: float, key_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum up for every group the real keys that are not in its list.
+
+    Returns float32 k' and v', (B, H, G, D), and b for exponents of two, (B, H, G), -inf where nothing was left out.
+    """
+    key, value, bits = rows_of(key), rows_of(value), mark(lists, key.shape[2])
+    sums, counts = sum_queries(query, segments, unit=False)
+    groups, parts = counts.shape[2], triton.cdiv(counts.shape[2], 16)
+    rest = torch.empty_like(sums), torch.empty_like(sums), torch.empty_like(counts)
+    launch(
+        sum_up_rest, key.shape[0] * key.shape[1] * parts, key, value,
+        key_mask if key_mask is None else key_mask.contiguous(), bits, sums, counts, *rest, *strides_of(key),
+        *strides_of(value), *key.shape[1:3], groups, bits.shape[2], parts, base_two(scale), D=key.shape[3],
+        DP=power_of_two(key.shape[3]), T=16, N=2 * block_of(key), MASKED=key_mask is not None, num_warps=4,
+        num_stages=2,
+    )  # fmt: skip
+    return rest
 
 
 def backward(
@@ -235,8 +315,7 @@ def backward(
     inverse = invert(lists, key.shape[2])
     blocks = triton.cdiv(padded, options["N"])
     for first, count in turns(batch * heads, 8 * groups * padded * channels):
-        exact: dict[str, Any] = {"dtype": torch.float32, "device": key.device}
-        partials = [torch.empty((count, groups * padded, channels), **exact) for _ in range(2)]
+        partials = torch.empty((2, count, groups * padded, channels), dtype=torch.float32, device=key.device)
         launch(
             key_gradients, count * groups * blocks,
             grad, query, key, value, *lists, segments.order, segments.ends, logsum, delta, *partials,

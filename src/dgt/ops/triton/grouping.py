@@ -214,9 +214,9 @@ def count_slots(queries: int, groups: int, size: int) -> int | torch.SymInt:
 @triton.jit
 def sum_members(
     query, order, ends, sums, counts, qb, qh, ql, heads, queries, groups,
-    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Sum the unit queries of one group of a head, in their order, and count them."""
+    """Sum the queries of one group of a head, in their order and cut to unit length if so told, and count them."""
     head, group = tl.program_id(0) // groups, tl.program_id(0) % groups
     begin, end = find_segment(ends, head, group, groups)
     rows = head_base(query, head, heads, qb, qh)
@@ -225,14 +225,14 @@ def sum_members(
         place = start + tl.arange(0, N)
         ids = tl.load(order + head.to(tl.int64) * queries + place, mask=place < end, other=0)
         wide = load_rows(rows, ids, ql, place < end, D, DP).to(tl.float32)
-        total += wide / tl.maximum(tl.sqrt(tl.sum(wide * wide, 1)), 1e-12)[:, None]
+        total += wide / tl.maximum(tl.sqrt(tl.sum(wide * wide, 1)), 1e-12)[:, None] if UNIT else wide
     channel = tl.arange(0, DP)
     tl.store(sums + tl.program_id(0).to(tl.int64) * D + channel, tl.sum(total, 0), mask=channel < D)
     tl.store(counts + tl.program_id(0), (end - begin).to(tl.float32))
 
 
-def group_statistics(query: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
-    """Sum the unit queries of every group over the batch, and count them (Eq. 3): float32 (H, G, D) and (H, G)."""
+def sum_queries(query: Tensor, segments: Segments, unit: bool) -> tuple[Tensor, Tensor]:
+    """Sum the queries of every group, each of unit length or as it is, and count: float32 (B, H, G, D), (B, H, G)."""
     query = rows_of(query)
     batch, heads, queries, channels = query.shape
     groups = segments.ends.shape[1] - 1
@@ -241,6 +241,7 @@ def group_statistics(query: Tensor, segments: Segments) -> tuple[Tensor, Tensor]
     padded = power_of_two(channels)
     launch(
         sum_members, batch * heads * groups, query, segments.order, segments.ends, sums, counts, *strides_of(query),
-        heads, queries, groups, D=channels, DP=padded, N=max(16, 1024 // padded), num_warps=1,
+        heads, queries, groups, D=channels, DP=padded, N=max(16, 1024 // padded), UNIT=unit,
+        num_warps=1,
     )  # fmt: skip
-    return sums.sum(0), counts.sum(0)
+    return sums, counts

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgt.ops.triton.common import head_base, popcount, row_addresses, row_mask, store_rows
+from dgt.ops.triton.common import head_base, load_rows, popcount, store_rows
 from dgt.ops.triton.launch import launch, power_of_two, strides_of
 
 BLOCK = 512
@@ -27,7 +27,7 @@ class Lists(NamedTuple):
     ids: Tensor
     """(B H, G, P) int32, P a multiple of 64: ascending; 0 after the last."""
     counts: Tensor | None
-    """(B H, G) int32: how many; None where empty places are -1 instead, anywhere."""
+    """(B H, G) int32: how many; None where bits take the place of ids."""
 
 
 def new_lists(heads: int, groups: int, width: int, device: torch.device) -> Lists:
@@ -44,35 +44,32 @@ def lists_of(key_ids: Tensor, keys: int) -> Lists:
     return Lists(padded.to(torch.int32), real.sum(-1, dtype=torch.int32))
 
 
+def with_prefix(lists: Lists, width: int, prefix: int) -> Lists:
+    """Lists of up to ``width`` keys after a prefix as lists of all keys, the prefix first."""
+    always = torch.arange(prefix, dtype=torch.int32, device=lists.ids.device).expand(*lists.ids.shape[:2], prefix)
+    ids = torch.cat([always, lists.ids[..., :width] + prefix], dim=-1)
+    return Lists(F.pad(ids, (0, -ids.shape[2] % PAD)), None if lists.counts is None else lists.counts + prefix)
+
+
 @triton.jit
 def load_entry(ids, counts, head, block, keys, groups, width, N: tl.constexpr):
     """Entries ``block N`` and on of a head: their number, group, key, and whether there is one."""
     entry = block * N + tl.arange(0, N)
     group = entry // width
     key = tl.load(ids + head.to(tl.int64) * groups * width + entry, mask=group < groups, other=-1)
-    if counts is not None:
-        count = tl.load(counts + head.to(tl.int64) * groups + group, mask=group < groups, other=0)
-        key = tl.where(entry - group * width < count, key, -1)
+    count = tl.load(counts + head.to(tl.int64) * groups + group, mask=group < groups, other=0)
+    key = tl.where(entry - group * width < count, key, -1)
     return entry, group, key, (key >= 0) & (key < keys)
 
 
 @triton.jit
 def mark_keys(ids, counts, bits, keys, groups, width, words, blocks, N: tl.constexpr):
-    """Set the bit of every group in the (B H, M, words) int32 words of the keys it chose."""
+    """Set the bit of every group in the int32 words of the keys it chose, and count these groups in the last word."""
     head = tl.program_id(0) // blocks
     _, group, key, exist = load_entry(ids, counts, head, tl.program_id(0) % blocks, keys, groups, width, N)
-    word = (head.to(tl.int64) * keys + key) * words + group // 32
-    tl.atomic_or(bits + word, (1 << (group % 32)).to(tl.int32), mask=exist, sem="relaxed")
-
-
-@triton.jit
-def count_marks(bits, counts, total, words, N: tl.constexpr):
-    """Count the bits of every key."""
-    key = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
-    count = tl.zeros([N], tl.int32)
-    for word in range(words):
-        count += popcount(tl.load(bits + key * words + word, mask=key < total, other=0))
-    tl.store(counts + key, count, mask=key < total)
+    row = bits + (head.to(tl.int64) * keys + key) * words
+    tl.atomic_or(row + group // 32, (1 << (group % 32)).to(tl.int32), mask=exist, sem="relaxed")
+    tl.atomic_add(row + words - 1, 1, mask=exist, sem="relaxed")
 
 
 @triton.jit
@@ -82,7 +79,7 @@ def fill_entries(ids, counts, bits, ends, entries, keys, groups, width, words, b
     entry, group, key, exist = load_entry(ids, counts, head, tl.program_id(0) % blocks, keys, groups, width, N)
     key = head.to(tl.int64) * keys + key
     above = tl.zeros([N], tl.int32)  # chosen by this group or a higher one
-    for word in range(words):
+    for word in range(words - 1):
         bit = tl.minimum(tl.maximum(group - word * 32, 0), 32)
         below = tl.where(bit == 32, -1, (1 << (bit % 32)) - 1)
         above += popcount(tl.load(bits + key * words + word, mask=exist, other=0) & ~below)
@@ -92,31 +89,36 @@ def fill_entries(ids, counts, bits, ends, entries, keys, groups, width, words, b
 
 @triton.jit
 def gather_partials(
-    partial_one, partial_two, ends, entries, one, two,
-    ab, ah, al, cb, ch, cl, heads, keys, size, first_head, tiles,
-    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, BOTH: tl.constexpr,
+    partial, ends, entries, one, two, ab, ah, al, heads, keys, size, first_head, count, tiles,
+    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Add up the partials of every key of some heads; partials are (heads, G P, D) float32."""
+    """Add up the partials of every key of ``count`` heads; partials are (1 or 2, count, G P, D) float32."""
     nth, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    head = first_head + nth
+    head = first_head + nth % count
     key = tile * N + tl.arange(0, N)
     inside = key < keys
     row = head.to(tl.int64) * keys + key
     end = tl.load(ends + row, mask=inside, other=0)
     start = tl.load(ends + row - 1, mask=inside & (key > 0), other=0)
-    total_one = tl.zeros([N, DP], tl.float32)
-    total_two = tl.zeros([N, DP], tl.float32)
+    total = tl.zeros([N, DP], tl.float32)
     for step in range(tl.max(end - start, 0)):
         more = start + step < end
         entry = tl.load(entries + head.to(tl.int64) * size + start + step, mask=more, other=0)
-        mask = row_mask(more, D, DP)
-        place = nth.to(tl.int64) * size + entry
-        total_one += tl.load(row_addresses(partial_one, place, D, DP), mask=mask, other=0.0)
-        if BOTH:
-            total_two += tl.load(row_addresses(partial_two, place, D, DP), mask=mask, other=0.0)
-    store_rows(head_base(one, head, heads, ab, ah), key, al, inside, total_one, D, DP)
-    if BOTH:
-        store_rows(head_base(two, head, heads, cb, ch), key, cl, inside, total_two, D, DP)
+        total += load_rows(partial, nth.to(tl.int64) * size + entry, D, more, D, DP)
+    target = head_base(one, head, heads, ab, ah)
+    if nth >= count:
+        target = head_base(two, head, heads, ab, ah)
+    store_rows(target, key, al, inside, total, D, DP)
+
+
+def mark(lists: Lists, keys: int) -> Tensor:
+    """Tell for each of M keys which groups chose it, a bit each, and in the last word how many: int32 (B H, M, W)."""
+    heads, groups, width = lists.ids.shape
+    words, blocks = triton.cdiv(groups, 32) + 1, triton.cdiv(groups * width, BLOCK)
+    bits = torch.zeros((heads, keys, words), dtype=torch.int32, device=lists.ids.device)
+    shape = (keys, groups, width, words, blocks)
+    launch(mark_keys, heads * blocks, *lists, bits, *shape, N=BLOCK, num_warps=4)
+    return bits
 
 
 def invert(lists: Lists, keys: int) -> tuple[Tensor, Tensor]:
@@ -124,27 +126,22 @@ def invert(lists: Lists, keys: int) -> tuple[Tensor, Tensor]:
 
     Lists are int32 (B H, G P), ascending, one after the other; ``ends`` int32 (B H, M).
     """
-    heads, groups, width = lists.ids.shape
-    words, blocks = triton.cdiv(groups, 32), triton.cdiv(groups * width, BLOCK)
-    shape, options = (keys, groups, width, words, blocks), {"N": BLOCK, "num_warps": 4}
-    bits = torch.zeros((heads, keys, words), dtype=torch.int32, device=lists.ids.device)
-    launch(mark_keys, heads * blocks, *lists, bits, *shape, **options)
-    counts = bits.new_empty((heads, keys))
-    launch(count_marks, triton.cdiv(heads * keys, BLOCK), bits, counts, heads * keys, words, **options)
-    ends = counts.cumsum(-1, dtype=torch.int32)
+    bits, (heads, groups, width) = mark(lists, keys), lists.ids.shape
+    ends = bits[..., -1].cumsum(-1, dtype=torch.int32)
     entries = bits.new_empty((heads, groups * width))
-    launch(fill_entries, heads * blocks, *lists, bits, ends, entries, *shape, **options)
+    blocks = triton.cdiv(groups * width, BLOCK)
+    shape = (keys, groups, width, bits.shape[2], blocks)
+    launch(fill_entries, heads * blocks, *lists, bits, ends, entries, *shape, N=BLOCK, num_warps=4)
     return ends, entries
 
 
-def gather(inverse: tuple[Tensor, Tensor], partials: list[Tensor], targets: list[Tensor], first: int) -> None:
+def gather(inverse: tuple[Tensor, Tensor], partials: Tensor, targets: list[Tensor], first: int) -> None:
     """Sum one or two (heads, G P, D) partials over groups into (B, H, M, D) targets, for heads from ``first`` on."""
-    target = targets[0]
-    count, size, channels = partials[0].shape
+    (pairs, count, size, channels), target = partials.shape, targets[0]
     size_of_tile = min(64, 4096 // power_of_two(channels))
     tiles = triton.cdiv(target.shape[2], size_of_tile)
     launch(
-        gather_partials, count * tiles, partials[0], partials[-1], *inverse, target, targets[-1],
-        *strides_of(target), *strides_of(targets[-1]), target.shape[1], target.shape[2], size, first, tiles,
-        D=channels, DP=power_of_two(channels), N=size_of_tile, BOTH=len(partials) == 2, num_warps=4,
+        gather_partials, pairs * count * tiles, partials, *inverse, target, targets[-1], *strides_of(target),
+        target.shape[1], target.shape[2], size, first, count, tiles,
+        D=channels, DP=power_of_two(channels), N=size_of_tile, num_warps=4,
     )  # fmt: skip

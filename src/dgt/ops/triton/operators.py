@@ -14,7 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 from dgt.ops import flops
 from dgt.ops.triton import dense, gathered, grouping, passes, products
 from dgt.ops.triton.grouping import Segments, count_slots, tile_size
-from dgt.ops.triton.inverse import PAD, Lists, lists_of
+from dgt.ops.triton.inverse import PAD, Lists, lists_of, with_prefix
 from dgt.ops.triton.launch import check_runnable, new_rows, power_of_two
 from dgt.ops.triton.passes import sort_queries
 
@@ -30,16 +30,15 @@ def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> 
     return passes.group(query, centroids, key_mask)
 
 
-@group_queries.register_fake
-def _(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
-    return query.new_empty(query.shape[:3], dtype=torch.int64)
+group_queries.register_fake(lambda query, *_: query.new_empty(query.shape[:3], dtype=torch.int64))
 
 
 @torch.library.custom_op("dgt::triton_group_statistics", mutates_args=())
 def group_statistics(query: Tensor, group_ids: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """Of every group the sum of its unit queries and their number (Eq. 3): float32 (H, G, D) and (H, G)."""
     check_runnable("query", query)
-    return grouping.group_statistics(query, sort_queries(group_ids, groups))
+    sums, counts = grouping.sum_queries(query, sort_queries(group_ids, groups), unit=True)
+    return sums.sum(0), counts.sum(0)
 
 
 @group_statistics.register_fake
@@ -52,7 +51,7 @@ def _(query: Tensor, group_ids: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 def select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) -> Tensor:
     """Keys of every group; contract as in :func:`dgt.select_keys`."""
     check_runnable("key", key)
-    return passes.group_and_select(None, key, centroids, top_k, key_mask, sort=False, listed=True)[2]
+    return passes.group_and_select(None, key, centroids, top_k, key_mask, many=True)[2]
 
 
 @select_keys.register_fake
@@ -62,42 +61,31 @@ def _(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) -> Te
 
 
 @torch.library.custom_op("dgt::triton_attend", mutates_args=())
-def attend(query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float) -> Saved:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float,
+    key_bias: Tensor | None = None,
+) -> Saved:  # fmt: skip
     """Attention inside each group: ``(output, logsum, ...)``, and all that the gradients read again.
 
-    ``logsum`` is float32 (B, H, L), base 2; then come the :class:`Segments` and :class:`Lists`, empty for few tokens.
+    ``logsum`` is float32 (B, H, L), base 2; then come the :class:`Segments` and :class:`Lists`. There are no gradients
+    of ``logsum``, and none at all with a ``key_bias``.
     """
     check_runnable("query", query)
-    if dense.fits(query, key):
-        words = dense.words_of(key_ids, key.shape[2])
-        return (*dense.attend(query, key, value, group_ids, words, scale), *_only(words))  # type: ignore[return-value]
     segments, lists = sort_queries(group_ids, key_ids.shape[2]), lists_of(key_ids, key.shape[2])
-    found = gathered.attend(query, key, value, segments, lists, scale)
+    found = gathered.attend(query, key, value, segments, lists, scale, key_bias)
     return (*found, *segments, *lists)  # type: ignore[return-value]
-
-
-def _only(words: Tensor) -> tuple[Tensor, ...]:
-    """What dense attention saves, in the places of segments and lists: words instead of ids, and nothing else."""
-    empty = [words.new_empty(0) for _ in range(4)]
-    return (*empty[:3], words, empty[3])
 
 
 def _like_attend(query: Tensor, key: Tensor, groups: int, width: Any) -> Saved:
     """Empty tensors of the shapes that :func:`attend` returns."""
-    logsum = query.new_empty(query.shape[:3], dtype=torch.float32)
     heads, tokens = query.shape[0] * query.shape[1], query.shape[2]
-    if dense.fits(query, key):
-        words = query.new_empty((heads, groups, power_of_two(key.shape[2], 32) // 32), dtype=torch.int32)
-        return (new_rows(query), logsum, *_only(words))  # type: ignore[return-value]
     slots = count_slots(tokens, groups, tile_size(tokens, groups))
     shapes = ((heads, tokens), (heads, groups + 1), (heads, slots, 4), (heads, groups, -(-width // PAD) * PAD))
     extra = (query.new_empty(shape, dtype=torch.int32) for shape in (*shapes, (heads, groups)))
-    return (new_rows(query), logsum, *extra)  # type: ignore[return-value]
+    return (new_rows(query), query.new_empty(query.shape[:3], dtype=torch.float32), *extra)  # type: ignore[return-value]
 
 
-@attend.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float) -> Saved:
-    return _like_attend(query, key, *key_ids.shape[2:])
+attend.register_fake(lambda query, key, value, group_ids, key_ids, *_: _like_attend(query, key, *key_ids.shape[2:]))
 
 
 @torch.library.custom_op("dgt::triton_attend_backward", mutates_args=())
@@ -108,40 +96,57 @@ def attend_backward(
 ) -> Grads:  # fmt: skip
     """Gradients of query, key and value; the same bits in every run."""
     check_runnable("query", query)
-    if dense.fits(query, key):
+    if not len(order):  # few tokens
         return dense.backward(grad, query, key, value, output, logsum, group_ids, ids, scale)
     segments, lists = Segments(order, ends, tiles), Lists(ids, counts)
     return gathered.backward(grad, query, key, value, output, logsum, segments, lists, scale)
 
 
-@attend_backward.register_fake
-def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Grads:
-    return new_rows(query), new_rows(key), new_rows(value)
+attend_backward.register_fake(lambda grad, query, key, value, *_: (new_rows(query), new_rows(key), new_rows(value)))
 
 
 @torch.library.custom_op("dgt::triton_attention", mutates_args=())
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, top_k: int, scale: float, key_mask: Tensor | None
-) -> Whole:
-    """The whole operator; what :func:`attend` returns, with ``group_ids`` and ``key_ids`` in third and fourth place."""
+    query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, top_k: int, scale: float, key_mask: Tensor | None,
+    remainder: bool = False,
+) -> Whole:  # fmt: skip
+    """The whole operator; what :func:`attend` returns, with ``group_ids`` and ``key_ids`` in third and fourth place.
+
+    Keys before the last L, a prefix, stand in all lists, but not in ``key_ids``, which count from the first of the L.
+    Few tokens save bits in place of segments and lists. There are no gradients with a ``remainder``.
+    """
     check_runnable("query", query)
-    many = not dense.fits(query, key)
-    group_ids, segments, key_ids, lists = passes.group_and_select(query, key, centroids, top_k, key_mask, many, many)
+    prefix = key.shape[2] - query.shape[2]
+    keys, values = key[:, :, prefix:], value[:, :, prefix:]
+    many = remainder or not dense.fits(query, key)
+    group_ids, segments, key_ids, lists = passes.group_and_select(query, keys, centroids, top_k, key_mask, many)
     if segments is None:
         found = dense.attend(query, key, value, group_ids, lists.ids, scale)
         return (*found, group_ids, key_ids, *_only(lists.ids))  # type: ignore[return-value]
-    found = gathered.attend(query, key, value, segments, lists, scale)
+    rest = gathered.summarize(query, keys, values, segments, lists, scale, key_mask) if remainder else None
+    lists = with_prefix(lists, key_ids.shape[3], prefix) if prefix else lists
+    found = gathered.attend(query, key, value, segments, lists, scale, None, rest)
     return (*found, group_ids, key_ids, *segments, *lists)  # type: ignore[return-value]
+
+
+def _only(words: Tensor) -> tuple[Tensor, ...]:
+    """What few tokens save, in the places of segments and lists: words instead of ids, and nothing else."""
+    empty = [words.new_empty(0) for _ in range(4)]
+    return (*empty[:3], words, empty[3])
 
 
 @attention.register_fake
 def _(
-    query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, top_k: int, scale: float, key_mask: Tensor | None
-) -> Whole:
-    groups, width = centroids.shape[1], torch.sym_min(top_k, key.shape[2])
+    query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, top_k: int, scale: float, key_mask: Tensor | None,
+    remainder: bool = False,
+) -> Whole:  # fmt: skip
+    groups, width = centroids.shape[1], torch.sym_min(top_k, query.shape[2])
     group_ids = query.new_empty(query.shape[:3], dtype=torch.int64)
     key_ids = key.new_empty((*key.shape[:2], groups, width), dtype=torch.int64)
-    output, logsum, *extra = _like_attend(query, key, groups, width)
+    output, logsum, *extra = _like_attend(query, key, groups, width + key.shape[2] - query.shape[2])
+    if not remainder and dense.fits(query, key):
+        words = power_of_two(key.shape[2], 32) // 32
+        extra = list(_only(group_ids.new_empty((len(extra[0]), groups, words), dtype=torch.int32)))
     return (output, logsum, group_ids, key_ids, *extra)  # type: ignore[return-value]
 
 
@@ -159,17 +164,16 @@ def group_matmul(
     return products.by_columns(left, right, segments, key_ids, tokens)
 
 
-def _save_attend(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, value, group_ids, key_ids, ctx.scale = inputs
-    ctx.save_for_backward(query, key, value, *output[:2], group_ids, key_ids, *output[2:])
-
-
-def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, value, _, _, ctx.scale, _ = inputs
-    ctx.save_for_backward(query, key, value, *output)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """For :func:`attend` and :func:`attention`, whose arguments, but for the third to fifth, have the same places."""
+    ids = inputs[3:5] if len(output) == 7 else output[2:4]
+    ctx.save_for_backward(*inputs[:3], *output[:2], *ids, *output[-5:])
+    ctx.scale, ctx.forward_only = inputs[5], isinstance(inputs[-1], Tensor) or inputs[-1] is True
 
 
 def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    if ctx.forward_only:
+        raise NotImplementedError('backend="triton" has no gradients of a remainder or key_bias; use backend="eager"')
     grads: Grads = torch.ops.dgt.triton_attend_backward(grad, *ctx.saved_tensors, ctx.scale)
     return (*grads, *[None] * (len(ctx.needs_input_grad) - 3))
 
@@ -179,20 +183,12 @@ def _refuse_backward(ctx: Any, *grads: Any) -> None:
 
 
 attend_backward.register_autograd(_refuse_backward)
-attend.register_autograd(_backward, setup_context=_save_attend)
-attention.register_autograd(_backward, setup_context=_save_attention)
+attend.register_autograd(_backward, setup_context=_save)
+attention.register_autograd(_backward, setup_context=_save)
 
 register_flop_formula(torch.ops.dgt.triton_group_queries)(flops.group_queries)
 register_flop_formula(torch.ops.dgt.triton_select_keys)(flops.select_keys)
 register_flop_formula(torch.ops.dgt.triton_attend)(flops.attend)
 register_flop_formula(torch.ops.dgt.triton_attention)(flops.attention)
-
-
-@register_flop_formula(torch.ops.dgt.triton_group_statistics)
-def _(query: Any, *_: Any, **__: Any) -> int:
-    return 2 * math.prod(query)
-
-
-@register_flop_formula(torch.ops.dgt.triton_attend_backward)
-def _(grad: Any, *shapes: Any, **_: Any) -> int:
-    return 10 * math.prod(grad) * int(shapes[6][3])
+register_flop_formula(torch.ops.dgt.triton_group_statistics)(lambda query, *_, **__: 2 * math.prod(query))
+register_flop_formula(torch.ops.dgt.triton_attend_backward)(lambda grad, *s, **_: 10 * math.prod(grad) * int(s[6][3]))

@@ -92,12 +92,13 @@ def group(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
 
 
 def group_and_select(
-    query: Tensor | None, key: Tensor, centroids: Tensor, top_k: int, key_mask: Tensor | None, sort: bool, listed: bool
+    query: Tensor | None, key: Tensor, centroids: Tensor, top_k: int, key_mask: Tensor | None, many: bool
 ) -> tuple[Tensor, Segments | None, Tensor, Lists]:
     """Group queries, if there are any, and select in at most four launches: ``(group_ids, segments, key_ids, lists)``.
 
-    Unless to ``sort``, there are no segments; not ``listed``, the lists hold bits instead of ids, for few tokens.
+    Without queries there are no segments; unless there are ``many`` neither, and the lists hold bits instead of ids.
     """
+    sort = many and query is not None
     key, width = rows_of(key), min(top_k, key.shape[2])
     queries = grouping.plan_groups(key if query is None else query, centroids, key_mask, sort)
     _, centroids, mask, *_ = queries.arguments
@@ -111,5 +112,5 @@ def group_and_select(
     else:
         if places:
             bound(places, None, 1, key.device)
-        chosen = selection.pick(keys, key, width, listed)
+        chosen = selection.pick(keys, key, width, many)
     return group_ids, places and places.result, *chosen

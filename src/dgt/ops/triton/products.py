@@ -6,15 +6,13 @@ values are read in place, as in the paper. Unlike there, a tile never straddles 
 chose sum their parts through the inverse index instead of racing for one address.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from dgt.ops.triton.common import head_base, load_rows, multiply, store_rows
-from dgt.ops.triton.gathered import tiling
+from dgt.ops.triton.gathered import load_tile, tiling
 from dgt.ops.triton.grouping import Segments, find_segment
 from dgt.ops.triton.inverse import Lists, gather, invert
 from dgt.ops.triton.launch import launch, rows_of, strides_of, turns
@@ -31,20 +29,17 @@ def product_of_tile(
     ``ids`` are those of the group of query i; a tile holds queries of one group.
     """
     head, slot = tl.program_id(0) // slots, tl.program_id(0) % slots
-    tile = tiles + (head.to(tl.int64) * slots + slot) * 4
-    group, place = tl.load(tile), tl.load(tile + 1) + tl.arange(0, T)
+    group, some, row, present = load_tile(tiles, None, order, head, slot, slots, queries, groups, T)
     if group < 0:
         return
-    present = place < tl.load(tile + 2)
-    row = tl.load(order + head.to(tl.int64) * queries + place, mask=present, other=0)
     row_base, key_base = head_base(rows, head, heads, rb, rh), head_base(keys, head, heads, kb, kh)
     if FORM == 1:
         left = load_rows(row_base, row, rl, present, D, DP)
     total = tl.zeros([T, DP], tl.float32)
     for start in range(0, width, N):
         column = start + tl.arange(0, N)
-        listed = tl.where(group < groups, width, 0)
-        ids = tl.load(key_ids + (head * groups + group).to(tl.int64) * width + column, mask=column < listed, other=-1)
+        ids = key_ids + (head * groups + group).to(tl.int64) * width + column
+        ids = tl.load(ids, mask=column < width * some, other=-1)
         exist = (ids >= 0) & (ids < count)
         k = load_rows(key_base, ids, kl, exist, D, DP)
         address = weights + (head.to(tl.int64) * queries + row)[:, None] * width + column[None, :]
@@ -107,15 +102,14 @@ def by_columns(weights: Tensor, rows: Tensor, segments: Segments, key_ids: Tenso
     result = rows.new_empty(batch, heads, tokens, channels)
     options = tiling(rows, groups)
     blocks = triton.cdiv(width, options["N"])
-    lists = Lists(key_ids.flatten(0, 1).contiguous(), None)
+    lists = Lists(key_ids.flatten(0, 1), segments.ends.new_full((batch * heads, groups), width))
     inverse = invert(lists, tokens)
     for first, number in turns(batch * heads, 4 * groups * width * channels):
-        exact: dict[str, Any] = {"dtype": torch.float32, "device": rows.device}
-        partial = torch.empty((number, groups * width, channels), **exact)
+        partial = torch.empty((1, number, groups * width, channels), dtype=torch.float32, device=rows.device)
         launch(
             columns_times_rows, number * groups * blocks,
             weights, rows, segments.order, segments.ends, partial, *strides_of(rows),
             heads, queries, groups, width, first, blocks, **options,
         )  # fmt: skip
-        gather(inverse, [partial], [result], first)
+        gather(inverse, partial, [result], first)
     return result

@@ -1,0 +1,131 @@
+"""What inference of an accelerated model needs of the kernels: remainder, prefix, constants of keys, sums, merging."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import dgt
+from dgt.ops import attention
+from dgt.ops.triton import operators as kernels
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+
+def check(found: Tensor, expected: Tensor) -> None:
+    """Compare with a float64 result: 1e-5 in float32, half a percent of its size in float16, never NaN."""
+    found, expected = found.detach(), expected.detach()
+    error = (found.double() - expected).abs()
+    assert error.max() <= (1e-5 if found.dtype == torch.float32 else 0.02) * max(1.0, float(expected.abs().max()))
+    assert error.square().mean().sqrt() <= 0.005 * expected.square().mean().sqrt()
+
+
+def plain(case: Any) -> list[Tensor]:
+    """Queries around one direction, so that a remainder has much to tell; keys and values; without gradients."""
+    query, key, value = (tensor.detach() for tensor in case[:3])
+    return [query + 2 * query[:, :, :1], key, value]
+
+
+@pytest.mark.parametrize(
+    ("shape", "prefix", "scale", "masked", "dtype"),
+    [
+        ((1, 2, 50, 16, 2, 9), 0, None, False, torch.float32),
+        ((1, 1, 270, 64, 2, 20), 5, None, False, torch.float16),
+        ((2, 1, 40, 24, 18, 7), 0, -0.3, True, torch.float32),  # two programs of groups
+        ((1, 1, 33, 128, 3, 30), 3, 0.0, False, torch.float32),  # all keys: nothing is left
+        ((1, 1, 40, 16, 2, 9), 2, None, True, torch.float32),  # not in one operator
+    ],
+    ids=["remainder", "prefix", "mask", "all keys", "prefix and mask"],
+)
+def test_equals_the_reference(
+    make_case: Any, shape: tuple[int, ...], prefix: int, scale: float | None, masked: bool, dtype: torch.dtype
+) -> None:
+    case = make_case(*shape, masked=masked, dtype=dtype)
+    tensors = plain(case)
+    rest = (case.centroids, case.top_k, scale, case.key_mask)
+    found = dgt.dynamic_group_attention(*tensors, *rest, "triton", prefix, remainder=True)
+    wide = dgt.dynamic_group_attention(*(t.double() for t in tensors), *rest, "reference", prefix, remainder=True)
+    check(found.output, wide.output)
+    assert torch.equal(found.group_ids, wide.group_ids)
+    assert torch.equal(found.key_ids, wide.key_ids)
+
+
+def test_other_keys_of_fewer_heads(make_case: Any) -> None:
+    """More keys than queries, and one head of them for two of the queries."""
+    case, other = make_case(1, 2, 30, 16, 3, 9), make_case(1, 1, 70, 16, 3, 9)
+    tensors = [plain(case)[0], *plain(other)[1:]]
+    found = dgt.dynamic_group_attention(*tensors, case.centroids, 9, backend="triton", remainder=True)
+    wide = (t.double() for t in tensors)
+    check(found.output, dgt.dynamic_group_attention(*wide, case.centroids, 9, backend="reference", remainder=True)[0])
+
+
+def test_centroids_of_every_image(make_case: Any) -> None:
+    case = make_case(2, 1, 40, 16, 3, 9)
+    own = F.normalize(case.centroids + torch.randn(2, 1, 3, 16).to(case.centroids), dim=-1)
+    found = dgt.dynamic_group_attention(*plain(case), own, 9, backend="triton", remainder=True)
+    wide = (t.double() for t in plain(case))
+    check(found.output, dgt.dynamic_group_attention(*wide, own, 9, backend="reference", remainder=True)[0])
+
+
+def test_constants_of_keys_and_sums(make_case: Any) -> None:
+    """Both against the reference; -inf where a query sees nothing; two halves of the keys joined are the whole."""
+    case = make_case(1, 2, 30, 16, 3, 20)
+    group_ids, key_ids = case.ids()
+    group_ids[:, :, 4] = -1
+    key_ids[:, 1, 2] = -1
+    bias = torch.randn(1, 2, 30, device=key_ids.device)
+    tensors = plain(case)
+
+    def run(ids: Tensor, backend: str, *leaves: Tensor) -> tuple[Tensor, Tensor]:
+        return dgt.attend_with_logsumexp(*leaves, group_ids, ids, -0.3, backend, bias)
+
+    found, sums = run(key_ids, "triton", *tensors)
+    output, logs = run(key_ids, "reference", *(t.double() for t in tensors))
+    check(found, output)
+    assert torch.equal(sums.isneginf(), logs.isneginf())
+    real = ~logs.isneginf()
+    check(sums[real], logs[real])
+    merged = dgt.merge_attention(*(run(ids, "triton", *tensors) for ids in (key_ids[..., :6], key_ids[..., 6:])))
+    check(merged[0], output)
+
+
+def test_prefix_with_gradients(make_case: Any) -> None:
+    """Without a remainder the whole operator takes a prefix forward and backward."""
+    case = make_case(1, 1, 60, 16, 3, 9)
+    grad = torch.randn_like(case.query)
+    results = []
+    for backend in ("triton", "eager"):
+        output = dgt.dynamic_group_attention(*case[:5], backend=backend, num_prefix_tokens=3).output
+        results.append((output, *torch.autograd.grad(output, case[:3], grad)))
+    for ours, theirs in zip(*results, strict=True):
+        check(ours, theirs.double())
+
+
+def test_gradients_are_of_the_plain_path(make_case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``triton`` refuses at once, ``auto`` is eager where gradients are wanted, and Triton where they are not."""
+    case = make_case(1, 1, 30, 16, 3, 9)
+    with pytest.raises(ValueError, match='"eager" or "reference" for gradients of a remainder, got "triton"'):
+        dgt.dynamic_group_attention(*case[:5], backend="triton", remainder=True)
+    bias = torch.zeros(1, 1, 30, device=case.query.device, requires_grad=True)
+    with pytest.raises(ValueError, match="for gradients of attention with key_bias"):
+        dgt.attend(*plain(case), *case.ids(), backend="triton", key_bias=bias)
+    with pytest.raises(NotImplementedError, match='no gradients of a remainder or key_bias; use backend="eager"'):
+        kernels.attention(*case[:5], 0.3, None, True)[0].sum().backward()
+    monkeypatch.setattr(attention, "resolve_backend", lambda name, _: "triton" if name == "auto" else name)
+    monkeypatch.delattr(kernels, "attention")
+    dgt.dynamic_group_attention(*case[:5], remainder=True).output.sum().backward()
+    with pytest.raises(AttributeError):
+        dgt.dynamic_group_attention(*plain(case), *case[3:5], remainder=True)
+
+
+def test_fake_tensors_have_the_shapes(make_case: Any) -> None:
+    """The operator with a prefix and a remainder can be traced; it leaves its arguments alone."""
+    case = make_case(1, 1, 30, 16, 3, 9)
+    query, key, value = plain(case)
+    arguments = (query[:, :, 2:], key, value, case.centroids, 9, 0.3, None, True)
+    utils = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.dgt.triton_attention.default, arguments, test_utils=utils)
