@@ -6,8 +6,8 @@ Grouping, selection and attention in bfloat16, D 32, G 48, beside SDPA (flash) o
 (what Swin does), the steps launched one by one, and the products of the paper's appendix with P in memory. Every case
 is first checked against dense attention under a mask. A row is on disk as soon as it is measured. The floor is the
 larger of the fewest bytes over the memory's rate and the operations over the matrix units' rate; both are arguments.
-`profile` lists every kernel of forward and backward with its time; kernels are counted once. `accelerated` is forward of
-what `dgt.accelerate` puts into a vision transformer: D 64, a prefix of 5 tokens, a remainder, beside flash SDPA.
+`profile` lists every kernel of forward and backward with its time; kernels are counted once. `accelerated` is forward
+of what `dgt.accelerate` puts into a vision transformer: D 64, a prefix of 5 tokens, a remainder, beside flash SDPA.
 """
 
 import argparse
