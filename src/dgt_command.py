@@ -250,12 +250,13 @@ def _add_using(add: Callable[..., None]) -> None:
     )
     add(
         *("accelerate", "have a pretrained model's attention done by groups, within an error, where that is faster"),
-        _value("model", "MODEL", "a timm model's name, or a folder that timm opens"),
+        _value("model", "MODEL", "a model of timm or transformers: its name, or a folder of either"),
         *(_value("--images", "DIR", "folder of images of the kind that it will see", required=True), JSON),
         _value("--error", "E", "relative error of the output (default: %(default)s)", type=_share, default=0.01),
         _number("--size", 1, None, "side of the images (default: the model's)", "PIXELS"),
         _number("--count", 2, 16, "images to choose and to check by (default: 16)"),
         _value("--out", "FILE", "where the plan goes, for dgt.apply_plan (%(default)s)", default="plan.safetensors"),
+        _value("--plot", "FILE", "a picture of what was chosen, .png, .pdf or .svg"),
     )
     add(
         *("weights", "pack a finished run with its story: checksums, card, log; list, check, publish such folders"),

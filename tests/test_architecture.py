@@ -65,7 +65,7 @@ ADDED: dict[str, dict[str, int]] = {
     "dgt ablate key_choice and replacement": {"experiments": 456, "figures": 70},
     "weights that ship": {"weights": 218, "app": 163, "models": 26, "tasks": 3, "training": 37},
     "annealed top_k": {"models": 27, "tasks": 8, "training": 5},
-    "doors of dgt.accelerate": {"acceleration": 240, "app": 20},
+    "doors of dgt.accelerate": {"acceleration": 217, "app": 41},
     "remainder in Triton": {"ops.triton": 59, "ops": 1},
 }
 # Packages that are above both together, with the lines that they have: a number here may only fall.

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 import dgt
 from dgt.acceleration import inspect_model, sdpa, search
 from dgt.acceleration.sdpa import grouped_calls
-from dgt.app import accelerate as app
 
 SIZE = 96  # 6 x 6 patches of 16, or 24 x 24 of 4
 SMALL = {"depth": 2, "embed_dim": 32, "num_heads": 2, "img_size": SIZE, "num_classes": 5}
@@ -394,23 +393,6 @@ def test_a_plan_of_other_sizes(options, message, tmp_path) -> None:
     assert not grouped_calls(other)
     with pytest.raises(TypeError, match="model must be a module, got 'vit'"):
         dgt.apply_plan("vit", tmp_path / "plan")
-
-
-def test_images_that_cannot_be_read_are_left_out(tmp_path, monkeypatch, caplog) -> None:
-    for number in range(3):
-        Image.new("RGB", (40, 40), (number, 0, 0)).save(tmp_path / f"{number}.png")
-    (tmp_path / "9.png").write_bytes(b"no image")
-    monkeypatch.setattr(app, "_open", lambda *_: vit())
-    report = app.accelerate_model("vit", tmp_path, 0.1, SIZE, 4)
-    assert len(report.layers) == 2
-    assert "9.png is left out: not an image" in caplog.text
-    monkeypatch.setattr(app, "_open", lambda *_: vit())
-    with pytest.raises(ValueError, match=r"model 'vit' fails on images of 3 x 32 x 32: "):
-        app.accelerate_model("vit", tmp_path, 0.1, 32, 4)
-    for number in range(2):
-        (tmp_path / f"{number}.png").write_bytes(b"no image")
-    with pytest.raises(ValueError, match=r"at least 2 images that can be read, .* has 1"):
-        app.accelerate_model("vit", tmp_path, 0.1, SIZE, 4)
 
 
 class Parts(nn.Module):

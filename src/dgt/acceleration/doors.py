@@ -82,15 +82,14 @@ def register_attention(
         num_prefix_tokens: class and register tokens: with numbers nothing else tells of them.
 
     Raises:
-        ImportError: transformers is not installed.
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
     if (num_groups is None) != (top_k is None):
         raise UserError(f"num_groups and top_k must be given both or neither, got {num_groups} and {top_k}")
     if name in ("eager", "sdpa"):
         raise UserError(f"name must be one of its own, got {name!r}, which is one of transformers")
-    check_count("num_groups", 1 if num_groups is None else num_groups)
-    check_count("top_k", 1 if top_k is None else top_k)
+    for argument, count in (("num_groups", num_groups), ("top_k", top_k)):
+        check_count(argument, 1 if count is None else count)
     check_count("num_prefix_tokens", num_prefix_tokens, least=0)
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward

@@ -35,15 +35,9 @@ class Call(NamedTuple):
 
 
 def read_call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Call:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Call:  # fmt: skip
     """Read the arguments of ``F.scaled_dot_product_attention``; ``enable_gqa`` needs no word, heads tell."""
     reason = None
     if attn_mask is not None:

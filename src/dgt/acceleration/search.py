@@ -90,9 +90,6 @@ def inspect_model(
         model, images, num_prefix_tokens: as in :func:`accelerate`; one image is enough, and both may be of the "meta"
             device, which has no values.
         least_tokens: fewer are reported as dense.
-
-    Raises:
-        TypeError, ValueError: as :func:`accelerate`, for the model and the images.
     """
     _check_model(model)
     with _in_evaluation(model):
@@ -181,7 +178,6 @@ def _accelerate(model: nn.Module, images: Inputs, error: float, prefix: int | No
     before = _outputs(call_model(model, choosing))
     if not before or not all(tensor.isfinite().all() for tensor in before):
         raise UserError("model must return floating point tensors, free of NaN and infinities: the error is theirs")
-    _find_centroids(model, choosing, layers)
     _measure(model, choosing, layers)
 
     def error_of(chosen: _Choice) -> float:
@@ -246,34 +242,17 @@ def _find_layers(model: nn.Module, images: Inputs, prefix: int | None, least_tok
     with watch_calls(model, look):
         call_model(model, images)
     if not layers:
-        transformers = any(hasattr(module, "set_attn_implementation") for module in model.modules())
-        advice = ': of transformers, load it with attn_implementation="sdpa"' if transformers else ""
-        name = type(model).__name__
-        raise UserError(f"model must call F.scaled_dot_product_attention, got a {name} that does not{advice}")
+        told = any(hasattr(module, "set_attn_implementation") for module in model.modules())
+        advice = 'does not: of transformers, load it with attn_implementation="sdpa"' if told else "does not"
+        raise UserError(f"model must call F.scaled_dot_product_attention, got a {type(model).__name__} that {advice}")
     for name, layer in layers.items():  # whose groups would answer the calls within as well
         if any(other != name and f".{other}".startswith(f".{name}.".replace("..", ".")) for other in layers):
             layer.reason = layer.reason or "other attention inside of it"
     return layers
 
 
-def _find_centroids(model: nn.Module, images: Inputs, layers: dict[str, _Layer]) -> None:
-    """Centroids of every number of groups, for the layers that may be grouped."""
-
-    def seed(name: str, call: Call) -> None:
-        layer = layers[name]
-        if layer.reason:
-            return
-        patches = call.query[:, :, layer.prefix :].float().transpose(0, 1).flatten(1, 2)  # (H, B L, D)
-        for groups in (count for count in GROUPS if 8 * count <= layer.tokens):
-            places = torch.arange(TOKENS_PER_GROUP * groups, device=patches.device) * patches.shape[1]
-            layer.centroids[groups] = seed_centroids(patches[:, places // (TOKENS_PER_GROUP * groups)], groups)
-
-    with watch_calls(model, seed):
-        call_model(model, images)
-
-
 def _measure(model: nn.Module, images: Inputs, layers: dict[str, _Layer]) -> None:
-    """Error, on what a few images give it, and time, on what one does, of every setting of every layer."""
+    """Centroids, error on what a few images give it, and time on what one does, of every setting of every layer."""
     count = count_images(images)
 
     def answer(name: str, call: Call) -> Tensor | None:
@@ -287,8 +266,12 @@ def _measure(model: nn.Module, images: Inputs, layers: dict[str, _Layer]) -> Non
         whole = _dense(call)
         few = call._replace(**{name: getattr(call, name)[:ERROR_IMAGES] for name in ("query", "key", "value")})
         size = max(float(whole[:ERROR_IMAGES].float().norm()), 1e-30)
-        for groups, centroids in layer.centroids.items():
-            for keys in (count for count in KEYS if 4 * count <= layer.tokens):
+        patches = call.query[:, :, layer.prefix :].float().transpose(0, 1).flatten(1, 2)  # (H, B L, D)
+        for groups in (number for number in GROUPS if 8 * number <= layer.tokens):
+            places = torch.arange(TOKENS_PER_GROUP * groups, device=patches.device) * patches.shape[1]
+            centroids = seed_centroids(patches[:, places // (TOKENS_PER_GROUP * groups)], groups)
+            layer.centroids[groups] = centroids
+            for keys in (number for number in KEYS if 4 * number <= layer.tokens):
                 grouped = GroupedCall(centroids, keys, layer.prefix, 0)
                 seconds = _seconds(partial(grouped, one))
                 if seconds >= GAIN * layer.seconds:

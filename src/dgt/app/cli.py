@@ -154,10 +154,13 @@ def run_explore(options: argparse.Namespace, _: list[str]) -> None:
 
 def run_accelerate(options: argparse.Namespace, _: list[str]) -> None:
     """`dgt accelerate`: prints what was chosen and measured, and writes the plan."""
-    from dgt.app.accelerate import accelerate_model
+    from dgt.app.accelerate import accelerate_model, check_places
 
+    check_places({"--out": options.out, "--plot": options.plot})
     report = accelerate_model(options.model, options.images, options.error, options.size, options.count)
     report.save(options.out)
+    if options.plot:
+        report.plot(options.plot)
     print(json.dumps(report.to_json(), indent=2) if options.json else f"{report}\n{options.out}")
 
 

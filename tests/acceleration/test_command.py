@@ -1,0 +1,102 @@
+"""`dgt accelerate`: names, folders of timm and of transformers, images, and places that cannot be written."""
+
+from __future__ import annotations
+
+import pytest
+import timm
+import torch
+import transformers
+from PIL import Image
+from torch import nn
+
+from dgt.acceleration import search
+from dgt.app import accelerate as app
+from dgt.app.cli import run_accelerate
+from dgt_command import build_parser
+
+SIZE = 96
+
+
+def vit() -> nn.Module:
+    sizes = {"depth": 2, "embed_dim": 32, "num_heads": 2, "img_size": SIZE, "num_classes": 5, "patch_size": 4}
+    return timm.create_model("vit_tiny_patch16_224", **sizes)
+
+
+def test_images_that_cannot_be_read_are_left_out(tmp_path, monkeypatch, caplog) -> None:
+    for number in range(3):
+        Image.new("RGB", (40, 40), (number, 0, 0)).save(tmp_path / f"{number}.png")
+    (tmp_path / "9.png").write_bytes(b"no image")
+    monkeypatch.setattr(app, "_open", lambda name, size: (vit(), {"input_size": (3, size, size)}))
+    report = app.accelerate_model("vit", tmp_path, 0.1, SIZE, 4)
+    assert len(report.layers) == 2
+    assert "9.png is left out: not an image" in caplog.text
+    monkeypatch.setattr(app, "_open", lambda name, size: (vit(), {"input_size": (3, size, size)}))
+    with pytest.raises(ValueError, match=r"model 'vit' fails on images of 3 x 32 x 32: "):
+        app.accelerate_model("vit", tmp_path, 0.1, 32, 4)
+    for number in range(2):
+        (tmp_path / f"{number}.png").write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"at least 2 images that can be read, .* has 1"):
+        app.accelerate_model("vit", tmp_path, 0.1, SIZE, 4)
+
+
+def saved(folder, processor: bool = True) -> str:
+    """A folder of transformers, as `save_pretrained` leaves it."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision = transformers.SiglipVisionConfig(**sizes, image_size=96, patch_size=8)
+    text = transformers.SiglipTextConfig(**sizes, vocab_size=50, max_position_embeddings=8)
+    config = transformers.SiglipConfig(text_config=text.to_dict(), vision_config=vision.to_dict())
+    transformers.SiglipModel(config).save_pretrained(folder)
+    if processor:
+        transformers.SiglipImageProcessor(image_mean=[0.1] * 3, image_std=[0.2] * 3).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.usefixtures("slow_attention")
+def test_folders_of_transformers(tmp_path, caplog, monkeypatch) -> None:
+    """The images' half of a model of images and text, at its own size and at another."""
+    monkeypatch.setattr(search, "GROUPS", (8,))
+    monkeypatch.setattr(search, "KEYS", (8,))
+    for number in range(4):
+        Image.new("RGB", (40, 40), (number, 0, 0)).save(tmp_path / f"{number}.png")
+    name = saved(tmp_path / "model")
+    report = app.accelerate_model(name, tmp_path, 0.5, None, 4)
+    assert [(row.name, row.tokens) for row in report.layers if row.prefix == 0 and row.reason == ""] == [
+        ("encoder.layers.0.self_attn", 144),
+        ("encoder.layers.1.self_attn", 144),
+    ]
+    assert "no processor" not in caplog.text
+    report = app.accelerate_model(name, tmp_path, 0.5, 128, 4)
+    assert report.layers[0].tokens == 256
+    with pytest.raises(ValueError, match=r"model '.*model' fails on images of 3 x 4 x 4: "):
+        app.accelerate_model(name, tmp_path, 0.5, 4, 4)
+    (tmp_path / "model" / "preprocessor_config.json").unlink()
+    with pytest.raises(ValueError, match="fails on images"):
+        app.accelerate_model(name, tmp_path, 0.5, 4, 4)
+    assert "has no processor of images: they are normalised as ImageNet's" in caplog.text
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(ValueError, match=r"model '.*model' cannot be loaded: "):
+        app.accelerate_model(name, tmp_path, 0.5, None, 4)
+
+
+def test_places_that_cannot_be_written_are_refused_first(tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    for options, message in (
+        (["--out", str(tmp_path)], "--out .* cannot be written: it is a folder"),
+        (["--out", str(tmp_path / "file" / "plan")], "--out .* cannot be written: no file can be made in .*file"),
+        (["--plot", str(tmp_path / "picture.txt")], r"--plot must end in \.png, \.pdf, \.svg, got .*picture\.txt"),
+    ):
+        arguments = build_parser().parse_args(["accelerate", "none", "--images", str(tmp_path), *options])
+        with pytest.raises(ValueError, match=message):
+            run_accelerate(arguments, [])
+
+
+@pytest.mark.parametrize("name", ["vit_of_nobody", "no/such/folder"])
+def test_names_of_no_model(name, tmp_path) -> None:
+    for number in range(2):
+        Image.new("RGB", (40, 40)).save(tmp_path / f"{number}.png")
+    with pytest.raises(ValueError, match=f"model must be one of timm, .* or a folder, got '{name}'"):
+        app.accelerate_model(name, tmp_path, 0.1, None, 4)
+    (tmp_path / "model").mkdir()
+    with pytest.raises(ValueError, match=r"model '.*model' cannot be loaded: .*config\.json"):
+        app.accelerate_model(str(tmp_path / "model"), tmp_path, 0.1, None, 4)
