@@ -380,6 +380,14 @@ def test_bad_models(model, options, error, message) -> None:
         dgt.accelerate(model(), torch.randn(2, 3, SIZE, SIZE), 0.1, **options)
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 32, 32), (2, 3, 96), (2, 5, SIZE, SIZE)])
+def test_images_of_a_wrong_shape(shape) -> None:
+    model = vit().train()
+    with pytest.raises(ValueError, match=rf"model must take the images, got a \(1, {str(shape[1:])[1:-1]}\) .*: "):
+        dgt.accelerate(model, torch.randn(shape))
+    assert all(module.training and not module._forward_hooks for module in model.modules())
+
+
 @pytest.mark.usefixtures("slow_attention")
 @pytest.mark.parametrize(
     ("options", "message"),

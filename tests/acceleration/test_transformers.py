@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import transformers as hf
+from PIL import Image
 from torch import Tensor, nn
 
 import dgt
@@ -176,3 +179,21 @@ def test_masks_of_transformers(implementation) -> None:
 def test_bad_registrations(options, error, message) -> None:
     with pytest.raises(error, match=message):
         dgt.register_attention(**options)
+
+
+@pytest.mark.usefixtures("slow_attention")
+def test_the_lines_of_the_page(tmp_path, monkeypatch) -> None:
+    """Of docs/accelerate.md, on a small DINOv3 in a folder."""
+    page = Path(__file__).resolve().parents[2] / "docs" / "accelerate.md"
+    section = page.read_text(encoding="utf-8").partition("## Hugging Face")[2]
+    lines = section.partition("```python\n")[2].partition("```")[0]
+    build("DINOv3ViT", num_register_tokens=4).save_pretrained(tmp_path / "model")
+    hf.DINOv3ViTImageProcessor().save_pretrained(tmp_path / "model")
+    lines = lines.replace("facebook/dinov3-vits16-pretrain-lvd1689m", str(tmp_path / "model")).replace("1024", "96")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(search, "GROUPS", (8,))
+    pixels = torch.randint(0, 255, (4, 100, 120, 3), dtype=torch.uint8).numpy()
+    names = {"images": [Image.fromarray(image) for image in pixels]}
+    exec(lines, names)
+    assert [(layer.prefix, layer.tokens) for layer in names["report"].layers] == [(5, 149)] * 2
+    assert {"report.png", "plan.safetensors"} < {path.name for path in tmp_path.iterdir()}

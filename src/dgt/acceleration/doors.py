@@ -71,10 +71,9 @@ def register_attention(
     """Make ``attn_implementation=name`` known to transformers, for any model that takes such names.
 
     Without numbers it is ``"sdpa"``, to the bit, until :func:`dgt.accelerate` or :func:`dgt.apply_plan` have a layer
-    done in groups; models that refuse ``"sdpa"`` by name but not others (Depth Anything) take it as well. With numbers
-    every attention is done in groups at once, with the remainder and centroids found in each image, without measuring
-    anything: no error is promised, nor that it is faster. Masked and causal attention, across sequences, with dropout,
-    or of fewer than 4 ``top_k`` or 8 ``num_groups`` tokens remains ``"sdpa"``, and so does any with a plan.
+    done in groups. With numbers every attention is done in groups at once, with the remainder and centroids found in
+    each image, without measuring anything: no error is promised, nor that it is faster. Masked and causal attention,
+    across sequences, with dropout, or of fewer than 4 ``top_k`` or 8 ``num_groups`` tokens remains ``"sdpa"``.
 
     Args:
         name: what models are then loaded with.

@@ -59,8 +59,8 @@ def accelerate(model: nn.Module, images: Inputs, error: float = 0.01, num_prefix
         The :class:`Report`; it prints as a table, and :meth:`Report.save` keeps the plan.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came; for a model without attention, or
-            one that is accelerated already. Whatever is raised, the model is then as it was.
+        TypeError, ValueError: naming the argument, what was expected and what came; for a model that fails on the
+            images, is accelerated already or has no attention. Whatever is raised, the model is as it was.
     """
     _check_model(model)
     count = count_images(images)
@@ -239,8 +239,13 @@ def _find_layers(model: nn.Module, images: Inputs, prefix: int | None, least_tok
         elif isinstance(model.get_submodule(name.rpartition(".")[0]), nn.TransformerEncoderLayer):
             layer.reason = "inside of nn.TransformerEncoderLayer, which passes it by in evaluation"
 
-    with watch_calls(model, look):
-        call_model(model, images)
+    try:
+        with watch_calls(model, look):
+            call_model(model, images)
+    except UserError:
+        raise
+    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as failed:
+        raise UserError(f"model must take the images, got {describe(images)}: {failed}") from failed
     if not layers:
         told = any(hasattr(module, "set_attn_implementation") for module in model.modules())
         advice = 'does not: of transformers, load it with attn_implementation="sdpa"' if told else "does not"

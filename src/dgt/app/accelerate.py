@@ -10,6 +10,7 @@ from typing import Any
 
 import timm
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from dgt.acceleration import Report, accelerate
@@ -17,7 +18,6 @@ from dgt.data.image_io import decode_image
 from dgt.utils.errors import LOGGER, UserError
 
 ENDINGS = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"}
-PICTURES = (".png", ".pdf", ".svg")
 
 
 def accelerate_model(name: str, images: str | Path, error: float, size: int | None, count: int) -> Report:
@@ -51,13 +51,7 @@ def accelerate_model(name: str, images: str | Path, error: float, size: int | No
     if len(taken) < 2:
         raise UserError(f"--images must hold at least 2 images that can be read, {str(images)!r} has {len(taken)}")
     pixels = torch.stack(taken)
-    try:
-        return accelerate(model.eval(), {"pixel_values": pixels, **options} if options else pixels, error)
-    except UserError:
-        raise
-    except (AssertionError, RuntimeError, TypeError, ValueError) as failed:
-        shape = " x ".join(str(length) for length in taken[0].shape)
-        raise UserError(f"model {name!r} fails on images of {shape}: {failed}") from failed
+    return accelerate(model.eval(), {"pixel_values": pixels, **options} if options else pixels, error)
 
 
 def check_places(places: dict[str, str | None]) -> None:
@@ -67,8 +61,8 @@ def check_places(places: dict[str, str | None]) -> None:
         if path.is_dir() or not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
             why = "it is a folder" if path.is_dir() else f"no file can be made in {str(above)!r}"
             raise UserError(f"{option} {str(path)!r} cannot be written: {why}")
-        if option == "--plot" and path.suffix not in PICTURES:
-            raise UserError(f"--plot must end in {', '.join(PICTURES)}, got {str(path)!r}")
+        if option == "--plot" and path.suffix not in (".png", ".pdf", ".svg"):
+            raise UserError(f"--plot must end in .png, .pdf or .svg, got {str(path)!r}")
 
 
 def _open(name: str, size: int | None) -> tuple[nn.Module, dict[str, Any]]:
@@ -88,7 +82,7 @@ def _open(name: str, size: int | None) -> tuple[nn.Module, dict[str, Any]]:
                 continue
             config = timm.data.resolve_model_data_config(model)
             return model, config if size is None else {**config, "input_size": (3, size, size)}
-    except (OSError, RuntimeError, ValueError, KeyError, ImportError) as error:
+    except (OSError, RuntimeError, ValueError, KeyError, ImportError, SafetensorError) as error:
         raise UserError(f"model {name!r} cannot be loaded: {error}") from error
     raise UserError(f"model {name!r} cannot be built")
 
