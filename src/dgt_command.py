@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -162,6 +163,13 @@ def _share(text: str) -> float:
     return value
 
 
+def _shape(text: str) -> tuple[int, ...]:
+    """The type of an argument B,H,L,D."""
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*){3}", text):
+        raise argparse.ArgumentTypeError(f"must be four whole numbers B,H,L,D, got {text!r}")
+    return tuple(map(int, text.split(",")))
+
+
 def _flag(name: str, about: str) -> Argument:
     return (name,), {"action": "store_true", "help": about}
 
@@ -303,6 +311,7 @@ def _add_looking(add: Callable[..., None]) -> None:
         *("explore", "see groups and keys live, in a web page"),
         _value("checkpoint", "CHECKPOINT", f"{MODEL[1]['help']} (default: the newest run)", nargs="?"),
         _value("--image", "PATH", "image file, or folder of them, to show besides the scenes"),
+        _value("--export", "FOLDER", "write the page with the images, or the scenes, as files for any host"),
         _value("--host", "HOST", "address (default: %(default)s)", default="127.0.0.1"),
         _number("--port", 0, 7860, "0 for a free one (default: %(default)s)"),
     )
@@ -329,4 +338,12 @@ def _add_measuring(add: Callable[..., None]) -> None:
         (("--runtime",), {**runtimes, "nargs": "+", "default": ["eager"], "help": "models: where (default: eager)"}),
         _flag("--train", "models: time training steps, not inference"),
         _flag("--memory", "models: measure peaks of memory as well"),
+    )
+    add(
+        *("profile", "tell which way of attending pays at one size on this machine"),
+        *(_value("model", "MODEL", "a timm model, instead of --shape: all sizes in it", nargs="?"), JSON),
+        _value("--shape", "B,H,L,D", "batch, heads, tokens, channels of a head", type=_shape),
+        *(_number("--groups", 1, 48, "G (default: 48)"), _number("--top-k", 1, 98, "k (default: 98)")),
+        _value("--device", "NAME", "cpu or cuda (default: %(default)s)", default="cpu"),
+        *(_number("--rounds", 1, 7, "turns (default: 7)"), _number("--size", 1, 224, "side of MODEL's images (224)")),
     )

@@ -145,10 +145,13 @@ def run_diagnose(options: argparse.Namespace, _: list[str]) -> None:
 
 
 def run_explore(options: argparse.Namespace, _: list[str]) -> None:
-    """`dgt explore`: serves the page until interrupted."""
-    from dgt.explorer import serve
+    """`dgt explore`: serves the page until interrupted, or writes it as files."""
+    from dgt.explorer import export, serve
 
     _quiet()
+    if options.export is not None:
+        print(export(options.export, options.checkpoint, options.image))
+        return
     serve(options.checkpoint, options.image, options.host, options.port)
 
 
@@ -202,6 +205,21 @@ def run_bench(options: argparse.Namespace, _: list[str]) -> None:
     from dgt.bench import report
 
     print(report(options))
+
+
+def run_profile(options: argparse.Namespace, _: list[str]) -> None:
+    """`dgt profile`: prints a row for each way of attending, and a sentence on what to take."""
+    from dgt.bench import profile
+    from dgt.bench.measures import machine, table
+
+    if (options.model is None) == (options.shape is None):
+        raise UserError("name a timm model, or give --shape B,H,L,D: one of both")
+    given = (options.shape, options.groups, options.top_k)
+    cases = [given] if options.shape else profile.cases_of_model(options.model, options.size, *given[1:])
+    rows = [profile.profile_attention(case, options.device, options.rounds) for case in cases]
+    flat = [row for each in rows for row in each]
+    text = "\n".join([table(flat, profile.COLUMNS), "", *map(profile.advice, rows)])
+    print(json.dumps({"machine": machine(), "rows": flat}, indent=2) if options.json else text)
 
 
 def _quiet() -> None:

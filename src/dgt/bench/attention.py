@@ -51,7 +51,7 @@ def bench_attention(
     rows = []
     for batch, heads, tokens, top_k in cases:
         shape = (batch, heads, tokens, channels)
-        times = _times(_inputs(shape, groups, device), top_k, rounds)
+        times = _times(make_inputs(shape, groups, device), top_k, rounds)
         with own_process("the attention", QUIET_ALLOCATOR) as ask:
             peak = ask(_peak, shape, groups, top_k) if device == "cpu" else None
         case = f"B{batch} H{heads} L{tokens} k{top_k} G{groups} D{channels} float32"
@@ -59,7 +59,7 @@ def bench_attention(
     return rows
 
 
-def _inputs(shape: tuple[int, ...], groups: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def make_inputs(shape: tuple[int, ...], groups: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Query, key, value of a (B, H, L, D) shape and centroids."""
     torch.manual_seed(0)
     (q, k, v), centroids = torch.randn(3, *shape).to(device), torch.randn(shape[1], groups, shape[3]).to(device)
@@ -94,9 +94,9 @@ def _times(inputs: tuple[Tensor, ...], top_k: int, rounds: int) -> dict[str, Any
 
 def _peak(shape: tuple[int, ...], groups: int, top_k: int) -> float | None:
     """MiB that one forward adds, output included."""
-    small = _inputs((1, 1, 2048, shape[-1]), groups, "cpu")
+    small = make_inputs((1, 1, 2048, shape[-1]), groups, "cpu")
     dynamic_group_attention(*small, top_k=min(top_k, 200))  # loads code and starts threads
-    inputs = _inputs(shape, groups, "cpu")
+    inputs = make_inputs(shape, groups, "cpu")
     return memory_peak(lambda: dynamic_group_attention(*inputs, top_k=top_k))
 
 

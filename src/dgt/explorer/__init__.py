@@ -1,12 +1,12 @@
 """The explorer: a web page on which one sees, live, which queries form a group and which keys the group chose.
 
-`create_app` is the server around a model and some images; `serve` is `dgt explore`. The page itself is plain HTML,
-CSS and JavaScript in `static`, and asks nothing of any other host.
+`create_app` is the server around a model and some images; `serve` is `dgt explore`, `export` its `--export`: the same
+page as files. The page itself is plain HTML, CSS and JavaScript in `static`, and asks nothing of any other host.
 """
 
 from dgt.explorer.album import Album
-from dgt.explorer.launch import serve
+from dgt.explorer.launch import export, serve
 from dgt.explorer.server import create_app
 from dgt.explorer.views import Explorer
 
-__all__ = ["Album", "Explorer", "create_app", "serve"]
+__all__ = ["Album", "Explorer", "create_app", "export", "serve"]

@@ -92,10 +92,11 @@ def image_files(path: str | Path) -> list[Path]:
 class Album:
     """Images by id: `scene-N`, `file-N`, `upload-HASH`.
 
-    `files` are shown besides the scenes, first of all. Raises UserError naming a file that cannot be decoded.
+    `files` are shown besides the scenes (which may be left out), first of all. Raises UserError naming a file that
+    cannot be decoded.
     """
 
-    def __init__(self, files: Sequence[str | Path] = ()) -> None:
+    def __init__(self, files: Sequence[str | Path] = (), scenes: bool = True) -> None:
         self._lock = threading.Lock()
         self._uploads: OrderedDict[str, tuple[str, Image.Image]] = OrderedDict()
         self._fixed: dict[str, tuple[str, Image.Image]] = {}
@@ -104,7 +105,7 @@ class Album:
                 self._fixed[f"file-{number}"] = (Path(path).name, _small(decode_image(path)))
             except ValueError as error:
                 raise UserError(f"{str(path)!r} cannot be read as an image: {error}") from error
-        for number, index in enumerate(SCENES):
+        for number, index in enumerate(SCENES if scenes else ()):
             scene = draw_scene(index, "test", 512)
             self._fixed[f"scene-{number}"] = (KINDS[scene.label], scene.to_pil())
 

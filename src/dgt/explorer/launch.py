@@ -11,6 +11,7 @@ import uvicorn
 
 from dgt.explorer.album import Album, image_files
 from dgt.explorer.server import LOOPBACK, create_app
+from dgt.explorer.static_page import check_folder, export_page
 from dgt.explorer.views import Explorer, shown_blocks
 from dgt.training import LoadedRun, load_run
 from dgt.utils.errors import UserError
@@ -47,6 +48,15 @@ def serve(
         config = uvicorn.Config(app, log_level="warning", server_header=False, limit_concurrency=64)
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn has shut down in order, and passes it on
             uvicorn.Server(config).run(sockets=[listener])
+
+
+def export(folder: str | Path, checkpoint: str | Path | None = None, image: str | Path | None = None) -> str:
+    """Write the page as files, of the images given, else the scenes; tell what. Errors as `serve` and `export_page`."""
+    check_folder(Path(folder))
+    album = Album() if image is None else Album(image_files(image), scenes=False)
+    explorer = Explorer(find_run(checkpoint), album)
+    size = export_page(explorer, folder)
+    return f"{Path(folder) / 'index.html'}  {len(album.names())} images, {size / 2**20:.1f} MiB"
 
 
 def find_run(checkpoint: str | Path | None) -> LoadedRun:

@@ -1,6 +1,6 @@
 // The page: what is chosen, what is asked of the server, what is drawn when the pointer moves.
 
-import { askCurve, askImages, askModel, askView, imageUrl, upload } from "./server.js";
+import { askCurve, askImages, askModel, askView, imageUrl, nearK, stepK, takesImages, upload } from "./server.js";
 import { Painter, colourTable, colours, keysOf, lightOf } from "./painter.js";
 import { drawCurve, drawSizes } from "./charts.js";
 
@@ -236,6 +236,7 @@ function load({ image, size }) {
 
 async function take(file) {
   if (!file) return;
+  if (!takesImages) return toast("`dgt explore` shows images of your own");
   $("frame").classList.add("busy");
   try {
     const { id, title } = await upload(file);
@@ -264,7 +265,7 @@ function choose(changes) {
   return refresh();
 }
 
-const kOf = () => state.k ?? now.model.blocks[state.block].k;
+const kOf = () => nearK(state.block, state.k ?? now.model.blocks[state.block].k);
 
 function radios(id, options, chosen, pick) {
   const box = $(id);
@@ -325,7 +326,7 @@ function slider(input, value) {
 
 function setK(k) {
   const most = now.view.maxK;
-  k = Math.max(1, Math.min(most, Math.round(k)));
+  k = nearK(state.block, Math.max(1, Math.min(most, Math.round(k))));
   state.k = k === now.model.blocks[state.block].k ? null : k;
   $("k-out").textContent = `${k} of ${now.view.tokens}`;
   refresh();
@@ -527,7 +528,7 @@ function press(event) {
   const head = (step) => choose({ head: (state.head + step + heads) % heads });
   const act = {
     "[": () => block(-1), "]": () => block(1), ",": () => head(-1), ".": () => head(1),
-    "-": () => setKAndShow(now.view.k / 1.25), "+": () => setKAndShow(now.view.k * 1.25 + 1), "=": () => setKAndShow(now.view.k * 1.25 + 1),
+    "-": () => setKAndShow(now.view.k / stepK), "+": () => setKAndShow(now.view.k * stepK + 1), "=": () => setKAndShow(now.view.k * stepK + 1),
     m: () => $("map").click(), l: link, s: save, t: otherTheme, "?": () => $("about").showModal(),
     Escape: () => { state.pins = []; now.hover = null; pinned(); },
   }[event.key.length === 1 ? event.key.toLowerCase() : event.key];
@@ -559,6 +560,7 @@ function move(event) {
 startTheme();
 layout();
 listen();
+if (!takesImages) $("file").parentElement.style.display = "none";
 // For whoever measures: what is drawn, and how long it took in milliseconds.
 window.explorer = { state, now, timings, focus, compose };
 try {

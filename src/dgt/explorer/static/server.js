@@ -1,4 +1,24 @@
-// Questions to the server, and its packed answers as typed arrays.
+// Questions to the server, and its packed answers as typed arrays. A page that `dgt explore --export` wrote has no server:
+// its answers are in scripts beside it, each loaded when it is first asked for.
+
+const exported = globalThis.exported;
+
+async function part(image, block) {
+  const name = `${image}-${block}`;
+  if (!exported.parts[name]) {
+    await new Promise((resolve, reject) => {
+      const script = Object.assign(document.createElement("script"), { src: `data/${name}.js`, onload: resolve });
+      script.onerror = () => reject(new Error(`This page is incomplete: data/${name}.js is missing.`));
+      document.head.append(script);
+    });
+  }
+  return exported.parts[name];
+}
+
+// The number of keys to ask for, and the factor of the keys - and +: a page without a server has a few numbers alone.
+export const nearK = (block, k) =>
+  !exported ? k : exported.keys[block].reduce((best, each) => (Math.abs(Math.log(each / k)) < Math.abs(Math.log(best / k)) ? each : best));
+export const stepK = exported ? 2 : 1.25;
 
 async function ask(path, options) {
   let response;
@@ -19,21 +39,24 @@ function bytes(text) {
   return array;
 }
 
-export const askModel = () => ask("api/model");
-export const askImages = () => ask("api/images");
-export const imageUrl = (id, size, side) => `api/images/${encodeURIComponent(id)}?size=${size}&side=${side}`;
+export const takesImages = !exported;
+export const askModel = async () => (exported ? exported.model : ask("api/model"));
+export const askImages = async () => (exported ? { images: exported.images } : ask("api/images"));
+export const imageUrl = (id, size, side) => (exported ? exported.pictures[id] : `api/images/${encodeURIComponent(id)}?size=${size}&side=${side}`);
 
 // The type goes with the file, so that the server can say at once that a text is no image.
 export const upload = (file) =>
   ask("api/images", { method: "POST", body: file, headers: { "Content-Type": file.type || "application/octet-stream" } });
 
-export const askCurve = ({ image, size, block, head }) =>
-  ask(`api/curve?${new URLSearchParams({ image, size, block, head })}`);
+export const askCurve = async ({ image, size, block, head }) =>
+  exported ? (await part(image, block)).curves[head] : ask(`api/curve?${new URLSearchParams({ image, size, block, head })}`);
 
 // A view: rows, columns, k, groups; groupIds (L), keyIds (groups * k), weights (L * k, bytes relative to the query's
 // largest), peaks and mass (L), members (tokens of every group), order (groups worth showing first).
 export async function askView({ image, size, block, head, k }) {
-  const answer = await ask(`api/view?${new URLSearchParams({ image, size, block, head, k })}`);
+  const answer = exported
+    ? (await part(image, block)).views[`${head} ${k}`]
+    : await ask(`api/view?${new URLSearchParams({ image, size, block, head, k })}`);
   const [rows, columns] = answer.grid;
   const view = {
     rows, columns, tokens: rows * columns, k: answer.k, maxK: answer.max_k, groups: answer.groups,

@@ -1,0 +1,100 @@
+"""`dgt profile`: rows that belong together, a sentence that follows from them, sizes found in models, mistakes told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from dgt.bench import profile
+from dgt.utils.errors import UserError
+from dgt_command import main
+
+CASE = ((1, 2, 96, 8), 4, 8)
+
+
+def rows(**ratios: tuple[float, float]) -> list[dict[str, Any]]:
+    """Rows of one case with these ratios, forward and with backward."""
+    found = {"all": (1.0, 1.0), **ratios}
+    return [{"case": "a case", "way": way, "ratio": each[0], "ratio_backward": each[1]} for way, each in found.items()]
+
+
+@pytest.fixture
+def own_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process of its own: what is asked runs here, and its peak is what it is."""
+
+    @contextmanager
+    def here(*_: object) -> Iterator[Callable[..., Any]]:
+        yield lambda function, *arguments: function(*arguments)
+
+    monkeypatch.setattr(profile, "own_process", here)
+
+
+@pytest.mark.usefixtures("own_process")
+def test_every_way_is_a_row_beside_pytorchs_own() -> None:
+    found = profile.profile_attention(CASE, rounds=1)
+    assert [row["way"] for row in found] == [profile.GLOBAL, "eager", "eager, remainder"]
+    assert {row["case"] for row in found} == {"B1 H2 L96 D8 G4 k8"}
+    for row in found:
+        assert row["ratio"] == found[0]["ms"] / row["ms"]
+        assert row["ratio_backward"] == found[0]["backward_ms"] / row["backward_ms"]
+        assert min(row["ms"], row["backward_ms"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("ratios", "sentence"),
+    [
+        ((4.1, 5.84), "a case: to predict take eager, 4.1 times as fast; to train take eager, 5.8 times as fast."),
+        ((0.29, 1.4), "a case: to predict keep all keys; to train take eager, 1.4 times as fast."),
+        ((1.04, 0.9), "a case: to predict keep all keys; to train keep all keys."),
+    ],
+)
+def test_the_sentence_follows_from_the_rows(ratios: tuple[float, float], sentence: str) -> None:
+    assert profile.advice(rows(eager=ratios)) == sentence
+
+
+def test_sizes_in_a_model_of_ours_and_in_a_plain_one() -> None:
+    ours = profile.cases_of_model("dgt_nano", 64, 1, 1)
+    assert ours[0] == ((1, 1, 256, 32), 16, 32)
+    assert len(ours) == len(set(ours))
+    assert profile.cases_of_model("test_vit", 160, 12, 5) == [((1, 2, 101, 32), 12, 5)]
+
+
+def test_a_model_that_attends_nowhere_is_refused() -> None:
+    with pytest.raises(UserError, match=r"'test_resnet' attends nowhere .* give --shape"):
+        profile.cases_of_model("test_resnet", 64, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "name a timm model, or give --shape B,H,L,D: one of both"),
+        (["dgt_nano", "--shape", "1,2,3,4"], "name a timm model, or give --shape B,H,L,D: one of both"),
+        (["no_model"], "'no_model' is no model of timm"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", *words]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shape", ["1,2,3", "1,2,3,0", "1,2,3,x", "1,2,3,4,5"])
+def test_a_shape_is_four_whole_numbers(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["profile", "--shape", shape])
+    assert f"must be four whole numbers B,H,L,D, got {shape!r}" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("own_process")
+def test_the_command_prints_a_table_and_a_sentence_or_json(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["profile", "--shape", "1,2,96,8", "--groups", "4", "--top-k", "8", "--rounds", "1"]
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("| attention | way | forward ms | times as fast |")
+    assert len(lines) == 7
+    assert lines[-1].startswith("B1 H2 L96 D8 G4 k8: to predict ")
+    assert main([*words, "--json"]) == 0
+    assert {"machine", "rows"} == set(json.loads(capsys.readouterr().out))
