@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import statistics
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from typing import Any
 
 from dgt.experiments.report import markdown_table, number
 from dgt.experiments.retrieval import interval
+from dgt.models.cost import attention_share
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -90,6 +92,47 @@ def sizes_of_segmenters() -> Cells:
 def sizes_of_detectors() -> Cells:
     """Parameters and FLOPs of Mask R-CNN over each backbone."""
     return _sizes("detect")
+
+
+@table
+def equation_7() -> Cells:
+    """The share of the products that Eq. 7 predicts, and how much faster the operator is."""
+    measured: dict[tuple[int, int], dict[int, str]] = {}
+    heads = {}
+    for row in read("attention_cpu")["rows"]:
+        batch, head, tokens, top_k = (int(part) for part in re.findall(r"[BHLk](\d+)", row["case"])[:4])
+        measured.setdefault((tokens, top_k), {})[batch] = number(row["ratio"], 2)
+        heads[tokens] = head
+    rows = []
+    for (tokens, top_k), found in measured.items():
+        share, side = attention_share(tokens, 32 * heads[tokens], top_k), math.isqrt(tokens)
+        cells = [f"{side} x {side}", str(top_k), number(share, 3), number(1 / share, 1)]
+        rows.append([*cells, found.get(1, "-"), found.get(8, "-")])
+    return [["tokens", "k", "share", "predicted", "measured, batch 1", "batch 8"], *rows]
+
+
+def _like(name: str) -> Cells:
+    shares = {"pure": "pure groups, %", "random_pure": "drawn at random", "like": "like keys: the group's, %"}
+    shares |= {"window": "in a window", "attention": "by global attention", "random": "at random"}
+    rows = []
+    for row in read(f"like_to_like_{name}")["rows"]:
+        layer = row["layer"].removeprefix("backbone.model.").removesuffix(".attn").replace(".blocks.", ", ")
+        cells = [layer.replace("stages.", ""), str(row["tokens"]), str(row["top_k"])]
+        cells += [number(row[key], 1, 100) for key in shares]
+        rows.append([*cells, f"{number(row['far'], 1)} ({number(row['anywhere'], 1)})"])
+    return [["stage, block", "tokens", "k", *shares.values(), "distance (to any)"], *rows]
+
+
+@table
+def like_to_like_scenes() -> Cells:
+    """Whether groups and their keys are of one kind: background and objects of the scenes."""
+    return _like("scenes")
+
+
+@table
+def like_to_like_camvid() -> Cells:
+    """The same for the eleven classes of CamVid."""
+    return _like("camvid")
 
 
 @table

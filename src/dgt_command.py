@@ -26,6 +26,7 @@ EXPERIMENTS = {
     "retrieval": "Retrieval at a distance: what groups reach and windows do not, and the law of G and k",
     "key_choice": "Which keys, at fixed weights: a trained run's layers with other choices of k keys; --run RUN",
     "replacement": "Other attentions in a trained global ViT; --weights FILE --data.root CAMVID",
+    "like_to_like": "Labels of groups and of their keys, in a trained model; --run RUN",
 }
 MODEL_ENDINGS = (".ckpt", ".safetensors", ".json")
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")

@@ -7,6 +7,9 @@ import json
 import logging
 import sys
 import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from dgt.utils.errors import Disagreement, LostProcess, UserError
 
@@ -76,18 +79,22 @@ def run_ablate(options: argparse.Namespace, overrides: list[str]) -> None:
 
 def _experiment(options: argparse.Namespace, words: list[str]) -> None:
     from dgt.experiments.fixed_weights import key_choice, replacement
+    from dgt.experiments.like_to_like import like_to_like
     from dgt.experiments.retrieval import retrieval
     from dgt.figures import save_figure
     from dgt.figures.choices import figure_choices
     from dgt.figures.retrieval import figure_retrieval
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    found = {"key_choice": key_choice, "replacement": replacement}
-    folder = found.get(options.table, retrieval)(words, options.seeds, options.out)
-    path = folder / f"{options.table}.png"
-    content = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-    save_figure((figure_choices if options.table in found else figure_retrieval)(content), path, dpi=130)
-    print(path.with_suffix(".md").read_text(encoding="utf-8") + f"\n{path}")
+    rows: dict[str, tuple[Callable[..., Path], Callable[..., Any] | None]] = {
+        **{"retrieval": (retrieval, figure_retrieval), "like_to_like": (like_to_like, None)},
+        **{"key_choice": (key_choice, figure_choices), "replacement": (replacement, figure_choices)},
+    }
+    measure, draw = rows[options.table]
+    path = measure(words, options.seeds, options.out) / f"{options.table}.png"
+    if draw is not None:
+        save_figure(draw(json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))), path, dpi=130)
+    print(path.with_suffix(".md").read_text(encoding="utf-8") + f"\n{path if draw else path.with_suffix('.json')}")
 
 
 def run_evaluate(options: argparse.Namespace, overrides: list[str]) -> None:

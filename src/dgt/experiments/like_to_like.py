@@ -1,0 +1,167 @@
+"""Do like attend to like? What the paper's Figure 3 shows of one picture, as numbers, for a trained model.
+
+The figure's groups hold the queries of a bird, of branches and of the background, and are said to attend to the keys of
+the bird, the branches and the background. A token's label is that of most of its pixels. For every DG-Attention layer,
+as shares of its queries that have a label:
+
+- pure: those with the label of most of their group; the same in groups of the same sizes, drawn at random;
+- like: of a query's keys, those with its label: its group's, as many in a window around it, all by the weight that
+  global attention would give them, as many at random;
+
+and far: the mean distance from a query to its group's keys in tokens, beside that to any token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dgt.data.scenes import Scenes
+from dgt.data.segmentation import fitting_size
+from dgt.data.transforms import Normalize
+from dgt.experiments.choices import nearest
+from dgt.experiments.fixed_weights import open_data
+from dgt.experiments.report import alone, markdown_table, number, read_words, stored
+from dgt.models.inspect import LayerInput, capture
+from dgt.training.load import load_run
+from dgt.training.run import environment
+from dgt.utils.atomic_write import atomic_write, write_json
+from dgt.utils.errors import UserError, check_range
+
+NAME = "like_to_like"
+SHARES = {  # of queries, or of their keys: heads of the table
+    **{"pure": "pure groups, %", "random_pure": "drawn groups", "like": "like among the group's keys, %"},
+    **{"window": "in a window", "attention": "by global attention", "random": "at random"},
+}
+AT_ONCE = 512  # queries whose attention to all tokens is in memory at a time
+
+
+def like_to_like(words: Sequence[str] = (), seeds: int = 3, out: str | Path | None = None) -> Path:
+    """Measure, unless the folder has it, and write `like_to_like.json` and `like_to_like.md`.
+
+    Args:
+        words: `--run RUN`, a classifier of scenes or a segmenter; `--images N`, of its validation at most (256);
+            `--data.KEY VALUE` of its recipe.
+        seeds: how often groups of random queries are drawn.
+        out: the folder; None for runs/ablate-like_to_like.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: wrong words, a run without DG-Attention or whose images have no label maps, or another's folder.
+        OSError: no run or no data there; another process is at work in the folder.
+    """
+    options, keys = read_words(words, run="", images=256)
+    if not options["run"]:
+        raise UserError(f"{NAME} needs a trained model: give --run RUN")
+    check_range(1, seeds=seeds, images=options["images"])
+    folder, settings = Path(out or f"runs/ablate-{NAME}"), {"experiment": NAME, **options, "keys": keys, "seeds": seeds}
+    with alone(folder):
+        content = stored(folder / f"{NAME}.json", settings)
+        if content is None:
+            run = load_run(options["run"])
+            names, pairs = _labelled(run.recipe, keys, options["images"])
+            layers: dict[str, dict[str, Any]] = {}
+            for image, labels in pairs:
+                look = partial(measure, labels=labels, count=len(names), seeds=seeds)
+                for name, found in capture(run.network, image, look)[0]:
+                    sums = layers.setdefault(name, {})
+                    sums |= {k: sums.get(k, 0) + v if isinstance(v, Tensor) else v for k, v in found.items()}
+            rows = [_row(name, sums, names) for name, sums in layers.items()]
+            content = {**environment(), "settings": settings, "rows": rows}
+            write_json(folder / f"{NAME}.json", content)
+        atomic_write(folder / f"{NAME}.md", markdown(content))
+    return folder
+
+
+def _labelled(recipe: Any, keys: Sequence[str], images: int) -> tuple[list[str], Iterator[tuple[Tensor, Tensor]]]:
+    """Names of labels, and normalised images (1, 3, H, W) with label maps (H', W'), 255 where there is no label."""
+    data = recipe.data
+    if recipe.task == "classify" and data["dataset"] == "scenes":
+        scenes, normalise = Scenes("val", images, data["image_size"]), Normalize(data["mean"], data["std"])
+        drawn = (scenes[i] for i in range(images))
+        return ["background", "object"], ((normalise(s.image)[None], (s.label_map > 0).long()) for s in drawn)
+    if "scale" not in data:
+        raise UserError(f"--run must be a classifier of scenes or a segmenter, got one of task {recipe.task!r}")
+    module = open_data(recipe, keys, images)
+
+    def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+        for batch, maps in module.val_dataloader():
+            for image, labels in zip(batch, maps, strict=True):
+                size = fitting_size((image.shape[1], image.shape[2]), tuple(data["scale"]))
+                yield F.interpolate(image[None], size, mode="bilinear", antialias=True), labels.long()
+
+    return list(module.class_names), pairs()
+
+
+def measure(seen: LayerInput, labels: Tensor, count: int, seeds: int) -> tuple[str, dict[str, Any]]:
+    """Of one layer and image: sums over queries and heads by label, (count,), distances, and the layer's numbers.
+
+    ``labels`` is int64 (H, W), ``count`` and above where there is none. UserError for tokens that lie on no grid.
+    """
+    if seen.grid is None or seen.prefix:
+        raise UserError(f"the tokens of layer {seen.name!r} must lie on a grid, got {tuple(seen.x.shape)}")
+    pixels = F.one_hot(labels.clamp(max=count), count + 1).permute(2, 0, 1).float()
+    token = F.one_hot(F.adaptive_avg_pool2d(pixels, seen.grid).flatten(1).argmax(0), count + 1)[:, :count].float()
+    _, group_ids, key_ids = (part[0] for part in seen.layer.inspect(seen.x))
+    query, key, _ = (part[0] for part in seen.layer.split_heads(seen.x))  # (H, L, D)
+    heads, tokens = group_ids.shape
+    of_group = _shares(token, key_ids).gather(1, group_ids[..., None].expand(-1, -1, count))
+    mixed = [group_ids[:, torch.randperm(tokens, generator=torch.Generator().manual_seed(s))] for s in range(seeds)]
+    sums: dict[str, Any] = {"queries": heads * token.sum(0), "like": (of_group * token).sum((0, 1))}
+    sums["pure"] = _pure(token, group_ids)
+    sums["random_pure"] = torch.stack([_pure(token, ids) for ids in mixed]).mean(0)
+    sums["random"] = token.mean(0) / token.mean(0).sum().clamp(min=1e-9) * sums["queries"]
+    sums["window"] = heads * (_shares(token, nearest(seen.grid, key_ids.shape[2])) * token).sum(0)
+    parts = [slice(start, start + AT_ONCE) for start in range(0, tokens, AT_ONCE)]
+    weights = (((query[:, part] @ key.transpose(1, 2)) * seen.layer.scale).softmax(-1) for part in parts)
+    sums["attention"] = sum(((w @ token) * token[part]).sum((0, 1)) for w, part in zip(weights, parts, strict=True))
+    places = torch.cartesian_prod(*(torch.arange(side, dtype=torch.float32) for side in seen.grid))
+    between = torch.cdist(places, places)
+    sums["far"] = torch.stack([between.gather(1, k[g]).mean() for k, g in zip(key_ids, group_ids, strict=True)]).mean()
+    sums |= {"anywhere": between.mean(), "images": torch.ones(())}
+    return seen.name, {**sums, "tokens": tokens, "top_k": key_ids.shape[2], "groups": key_ids.shape[1]}
+
+
+def _shares(token: Tensor, ids: Tensor) -> Tensor:
+    """Shares of labels among the labelled ones of lists of tokens: (..., K) ids to (..., labels)."""
+    found = token[ids].sum(-2)
+    return found / found.sum(-1, keepdim=True).clamp(min=1)
+
+
+def _pure(token: Tensor, group_ids: Tensor) -> Tensor:
+    """(labels,): how many queries with each label are in a group most of whose members have it."""
+    counts = F.one_hot(group_ids).float().transpose(1, 2) @ token  # (H, G, labels)
+    return (counts * (counts == counts.amax(-1, keepdim=True))).sum((0, 1))
+
+
+def _row(name: str, sums: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Means over queries, of all and by label."""
+    queries = sums["queries"]
+    row = {"layer": name, **{key: sums[key] for key in ("tokens", "groups", "top_k")}, "images": int(sums["images"])}
+    row |= {key: float(sums[key].sum() / queries.sum()) for key in SHARES}
+    row |= {key: float(sums[key] / sums["images"]) for key in ("far", "anywhere")}
+    there = [(i, label) for i, label in enumerate(names) if queries[i] > 0]
+    row["by_label"] = {label: {key: float(sums[key][i] / queries[i]) for key in SHARES} for i, label in there}
+    for i, label in there:
+        row["by_label"][label]["share"] = float(queries[i] / queries.sum())
+    return row
+
+
+def markdown(content: dict[str, Any]) -> str:
+    """One line a layer; of the first layer, one a label."""
+    rows = content["rows"]
+    table = [[row["layer"], str(row["tokens"]), str(row["top_k"])] for row in rows]
+    for cells, row in zip(table, rows, strict=True):
+        cells += [number(row[key], 1, 100) for key in SHARES] + [number(row[key], 1) for key in ("far", "anywhere")]
+    text = markdown_table(["layer", "tokens", "k", *SHARES.values(), "far", "anywhere"], table)
+    labels = rows[0]["by_label"].items()
+    cells = [[label, *(number(found[key], 1, 100) for key in ("share", *SHARES))] for label, found in labels]
+    return f"{text}\n{markdown_table([rows[0]['layer'], 'share, %', *SHARES.values()], cells)}"

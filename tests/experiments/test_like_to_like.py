@@ -1,0 +1,83 @@
+"""`dgt ablate like_to_like`: labels of groups and of their keys."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import timm
+import torch
+
+from dgt.experiments import like_to_like as module
+from dgt.experiments.like_to_like import like_to_like, measure
+from dgt.models.inspect import LayerInput
+
+
+def layer_input(group_ids: list[int], key_ids: list[list[int]]) -> LayerInput:
+    """A layer of one head on a map of 2 x 4 tokens, whose queries want all keys alike."""
+    chosen = torch.zeros(1, 1, 8, 2), torch.tensor([[group_ids]]), torch.tensor([[key_ids]])
+    heads = (torch.zeros(1, 1, 8, 2),) * 3
+    layer: Any = SimpleNamespace(scale=1.0, inspect=lambda _: chosen, split_heads=lambda _: heads)
+    return LayerInput("attn", layer, torch.zeros(1, 2, 4, 2), None, (2, 4))
+
+
+LEFT, RIGHT = [0, 1, 4, 5], [2, 3, 6, 7]
+LABELS = torch.tensor([[0, 0, 1, 1]] * 2).repeat_interleave(3, 0).repeat_interleave(3, 1)  # 6 x 12 pixels
+
+
+def shares(sums: dict[str, Any]) -> dict[str, float]:
+    return {name: float(sums[name].sum() / sums["queries"].sum()) for name in module.SHARES}
+
+
+@pytest.mark.parametrize(("keys", "like"), [([LEFT, RIGHT], 1.0), ([RIGHT, LEFT], 0.0), ([[0, 1, 2, 3]] * 2, 0.5)])
+def test_keys_of_the_same_label_are_counted(keys: list[list[int]], like: float) -> None:
+    name, sums = measure(layer_input([0, 0, 1, 1] * 2, keys), LABELS, 2, 3)
+    found = shares(sums)
+    assert (name, found["like"], found["pure"], sums["top_k"]) == ("attn", like, 1.0, 4)
+    assert found["random"] == found["attention"] == 0.5
+    assert 0.5 <= found["random_pure"] < 1
+    assert found["window"] > 0.5
+
+
+def test_mixed_groups_are_less_pure_and_unlabelled_tokens_count_for_nothing() -> None:
+    labels = LABELS.clone()
+    labels[:, -3:] = 255
+    sums = measure(layer_input([0, 0, 0, 1] * 2, [[0, 3], [3, 7]]), labels, 2, 1)[1]
+    assert sums["queries"].tolist() == [4, 2]
+    assert sums["pure"].tolist() == [4, 0]
+    assert sums["like"].tolist() == [4, 0]  # of keys 0 and 3, only 0 has a label
+
+
+def test_distances_are_in_tokens() -> None:
+    sums = measure(layer_input([0] * 8, [[0, 4]]), LABELS, 2, 1)[1]
+    columns = [0, 1, 2, 3]
+    expected = sum((c + (c * c + 1) ** 0.5) / 2 for c in columns) / 4
+    assert float(sums["far"]) == pytest.approx(expected)
+
+
+def test_a_table_of_scenes_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    data = {"dataset": "scenes", "image_size": 64, "mean": (0.5,) * 3, "std": (0.2,) * 3}
+    recipe = SimpleNamespace(task="classify", data=data)
+    run = SimpleNamespace(network=timm.create_model("dgt_nano", num_classes=8).eval(), recipe=recipe)
+    monkeypatch.setattr(module, "load_run", lambda _: run)
+    words = ["--run", "runs/demo", "--images", "2"]
+    folder = like_to_like(words, 1, tmp_path)
+    text = (folder / "like_to_like.md").read_text("utf-8")
+    content = json.loads((folder / "like_to_like.json").read_text("utf-8"))
+    assert [row["images"] for row in content["rows"]] == [2] * 6
+    assert {"background", "object"} == set(content["rows"][0]["by_label"])
+    monkeypatch.setattr(module, "load_run", lambda _: pytest.fail("measured again"))
+    assert (like_to_like(words, 1, tmp_path) / "like_to_like.md").read_text("utf-8") == text
+    with pytest.raises(ValueError, match="other settings"):
+        like_to_like([*words[:-1], "3"], 1, tmp_path)
+
+
+def test_what_it_cannot_measure_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="give --run RUN"):
+        like_to_like([], 1, tmp_path)
+    recipe = SimpleNamespace(task="classify", data={"dataset": "auto"})
+    monkeypatch.setattr(module, "load_run", lambda _: SimpleNamespace(network=None, recipe=recipe))
+    with pytest.raises(ValueError, match="a classifier of scenes or a segmenter"):
+        like_to_like(["--run", "x"], 1, tmp_path)
