@@ -58,7 +58,7 @@ def test_distances_are_in_tokens() -> None:
 
 def test_a_table_of_scenes_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    data = {"dataset": "scenes", "image_size": 64, "mean": (0.5,) * 3, "std": (0.2,) * 3}
+    data = {"dataset": "scenes", "crop_ratio": 1.0, "image_size": 64, "mean": (0.5,) * 3, "std": (0.2,) * 3}
     recipe = SimpleNamespace(task="classify", data=data)
     run = SimpleNamespace(network=timm.create_model("dgt_nano", num_classes=8).eval(), recipe=recipe)
     monkeypatch.setattr(module, "load_run", lambda _: run)
@@ -77,7 +77,7 @@ def test_a_table_of_scenes_is_written_once(tmp_path: Path, monkeypatch: pytest.M
 def test_what_it_cannot_measure_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="give --run RUN"):
         like_to_like([], 1, tmp_path)
-    recipe = SimpleNamespace(task="classify", data={"dataset": "auto"})
+    recipe = SimpleNamespace(task="classify", data={"dataset": "auto", "crop_ratio": 1.0})
     monkeypatch.setattr(module, "load_run", lambda _: SimpleNamespace(network=None, recipe=recipe))
     with pytest.raises(ValueError, match="a classifier of scenes or a segmenter"):
         like_to_like(["--run", "x"], 1, tmp_path)

@@ -84,7 +84,7 @@ def like_to_like(words: Sequence[str] = (), seeds: int = 3, out: str | Path | No
 def _labelled(recipe: Any, keys: Sequence[str], images: int) -> tuple[list[str], Iterator[tuple[Tensor, Tensor]]]:
     """Names of labels, and normalised images (1, 3, H, W) with label maps (H', W'), 255 where there is no label."""
     data = recipe.data
-    if recipe.task == "classify" and data["dataset"] == "scenes":
+    if "crop_ratio" in data and data["dataset"] == "scenes":  # a classifier's, which has no label maps of its own
         scenes, normalise = Scenes("val", images, data["image_size"]), Normalize(data["mean"], data["std"])
         drawn = (scenes[i] for i in range(images))
         return ["background", "object"], ((normalise(s.image)[None], (s.label_map > 0).long()) for s in drawn)
