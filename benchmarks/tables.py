@@ -369,6 +369,31 @@ def retrieval_by_k() -> Cells:
     return [["trained at k 16", *(f"k {top_k}" for top_k in counts)], *rows]
 
 
+def _choices(name: str, cell: Callable[[dict[str, Any]], str]) -> Cells:
+    """Choices of keys by k, with the share of the keys where all layers have as many."""
+    content = read(name)
+    rows, tokens = content["rows"], set(content["tokens"].values())
+    counts = sorted({row["top_k"] for row in rows})
+    shares = [f" ({100 * k / min(tokens):.0f} %)" if len(tokens) == 1 else "" for k in counts]
+    found = {(row["choice"], row["top_k"]): cell(row) for row in rows}
+    choices = dict.fromkeys(row["choice"] for row in rows)
+    heads = ["keys by", *(f"k {k}{share}" for k, share in zip(counts, shares, strict=True))]
+    return [heads, *([choice, *(found[choice, k] for k in counts)] for choice in choices)]
+
+
+@table
+def key_choice() -> Cells:
+    """A trained DGT with other keys: top-1, and the divergence from all keys."""
+    return _choices("key_choice_demo", lambda row: f"{number(row['score'], 1, 100)} / {number(row['divergence'], 3)}")
+
+
+@table
+def replacement() -> Cells:
+    """A trained ViT with other attention: labels as before, the divergence, and mIoU."""
+    keys = (("agreement", 1, 100), ("divergence", 4, 1), ("score", 1, 100))
+    return _choices("replacement", lambda row: " / ".join(number(row[key], *how) for key, *how in keys))
+
+
 @table
 def readings_of_eq_4() -> Cells:
     """The two readings of Eq. 4: mean and deviation over seeds."""
