@@ -81,7 +81,7 @@ def test_runtimes_side_by_side_and_the_best_of_each(
         assert of_plain[runtime]["time_of_global"] == pytest.approx(ratio)
         assert len(of_plain[runtime]["eq7_by_stage"]) == 3
         assert "time_of_global" not in whole
-    assert any(note.startswith("onnxruntime does not take dgt_nano+inference: a Dynamic") for note in found["notes"])
+    assert any(note.startswith("onnxruntime does not take dgt_nano+inference: the form") for note in found["notes"])
     assert len([note for note in found["notes"] if note.startswith("best of dgt_nano")]) == 3
     assert any("of its time with global attention" in note for note in found["notes"])
 

@@ -87,6 +87,8 @@ class Candidate(NamedTuple):
         run: Any = torch.compile(model) if runtime == "compile" else model
         images = torch.randn(batch_size, 3, self.size, self.size, device=device)
         if runtime in OPENERS:
+            if "inference" in self.forms:
+                raise UserError(f"the form 'inference' is for PyTorch, export {self.name} itself")
             file = encode_onnx(Source(model, fixed=(batch_size, self.size, self.size)))
             run = OPENERS[runtime](file, torch.get_num_threads())
             verify(model, run, [(self.size, self.size)], batch=batch_size)
@@ -119,17 +121,15 @@ def bench_models(
             them, else to the first model.
         image_size: pixels a side, where a name does not tell.
         rounds: how often the candidates take turns; medians of a step a turn are reported.
-        runtimes: of `RUNTIMES`; all get as many threads.
+        runtimes: of `RUNTIMES`, each with as many threads.
         memory: measure peaks of memory as well (Linux, CPU): weights, and whatever the step adds to them.
 
     Returns:
         One row a model and runtime: its name, size, times, the settings, the processor, peak memory in MiB (None where
-        not measured), and where the same model with ``+global`` is among them :func:`_beside_global`. And a line for
-        each runtime that does not take a model.
+        not measured), and :func:`_beside_global`. And a line for each runtime that does not take a model.
 
     Raises:
-        TypeError, ValueError: for a name that cannot be read, a size or batch out of range, a runtime that is not
-            installed or does not train.
+        TypeError, ValueError: for a name that cannot be read, a size or batch out of range, a runtime that cannot be.
         RuntimeError: where the process of a model failed; with the reason.
     """
     check_count("batch_size", batch_size)
@@ -141,13 +141,15 @@ def bench_models(
         asks = {}
         for name, runtime in ((name, runtime) for name in names for runtime in runtimes):
             frozen = FREEZING if runtime == "compile" and not training else None
-            ask = stack.enter_context(own_process(f"{name} in {runtime}", frozen))
+            own = stack.enter_context(ExitStack())
+            ask = own.enter_context(own_process(f"{name} in {runtime}", frozen))
             try:
                 ask(_prepare, candidates[name], device, {**task, "runtime": runtime})
                 asks[name, runtime] = ask
             except LostProcess as error:
                 if runtime == "eager" or not isinstance(error.__cause__, UserError):
                     raise
+                own.close()
                 refused.append(f"{runtime} does not take {name}: {error.__cause__}")
         median = medians(rounds, {pair: partial(ask, _time, *pair) for pair, ask in asks.items()})
     rows = []
@@ -157,10 +159,10 @@ def bench_models(
             with own_process(name, QUIET_ALLOCATOR | FREEZING) as ask:
                 peak = ask(_peak, candidates[name], {**task, "runtime": runtime})
         peers = {peer: peer_ms for (peer, where), peer_ms in median.items() if where == runtime}
-        speed = {"ms_per_image": ms / batch_size, "images_per_second": 1e3 * batch_size / ms}
-        facts = {"relative_time": ms / peers.get(BASELINE, next(iter(peers.values()))), "peak_mib": peak}
-        facts |= {"image_size": candidates[name].size, **task, "runtime": runtime, "processor": processor()}
-        rows.append({"model": name, **speed, **facts, **_beside_global(candidates[name], ms, peers)})
+        row = {"model": name, "ms_per_image": ms / batch_size, "images_per_second": 1e3 * batch_size / ms}
+        row |= {"relative_time": ms / peers.get(BASELINE, next(iter(peers.values()))), "peak_mib": peak, **task}
+        row |= {"image_size": candidates[name].size, "runtime": runtime, "processor": processor()}
+        rows.append(row | _beside_global(candidates[name], ms, peers))
     return rows, refused
 
 
