@@ -102,7 +102,7 @@ class Report:
         times.set_xlabel("attention, ms an image")
         times.margins(x=0.45)  # for the words
         figure.legend(loc="outside lower center", ncols=3)
-        errors.set_xlabel("error of the layer's attention, %")
+        errors.set_xlabel("error of this attention, %")
         figure.suptitle(f"model {self.model_speedup:.2f} times faster, error {self.measured_error:.2g}")
         with replacing(path) as partial:
             figure.savefig(partial, format=Path(path).suffix[1:] or "png", dpi=150)
