@@ -31,15 +31,16 @@ KINDS: dict[str, tuple[Callable[..., nn.Module], str]] = {  # with the name of w
 SKELETONS = ("dgt", "swin", "cswin", "cmt")
 
 
-class PatchConvolution(PatchStem):
+class PatchConvolution(nn.Module):
     """CMT's patch merging: a convolution of 2 x 2 tokens to ``dim`` channels, then LayerNorm."""
 
     def __init__(self, in_dim: int, dim: int, **factory: Any) -> None:
-        super().__init__(in_dim, dim, 2, **factory)
+        super().__init__()
+        self.merge = PatchStem(in_dim, dim, 2, **factory)
 
-    def forward(self, image: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Map (B, H, W, in_dim) to (B, ceil(H / 2), ceil(W / 2), dim)."""
-        return super().forward(image.permute(0, 3, 1, 2), mask)
+        return self.merge(x.permute(0, 3, 1, 2))
 
 
 @dataclass(frozen=True)
