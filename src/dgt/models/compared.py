@@ -54,9 +54,8 @@ class ComparedParts(Parts):
             in tokens, or the number of random keys; the other kinds need none.
         table_side: side of the first stage's map, in tokens, that CMT's position tables are made for.
         cpe, ffn: the position encoding and feed-forward network of the blocks, as in :class:`dgt.layers.Block`.
-        skeleton: stem, patch merging and head around the blocks: ``"dgt"``, ``"cmt"``, which differs in its merging,
-            ``"swin"`` or ``"cswin"``; the latter two have patches of 2 ``stem_stride`` pixels, no ``stem_width`` and no
-            ``head_width``.
+        skeleton: stem, patch merging and head around the blocks: ``"dgt"``, ``"cmt"`` with its own merging, ``"swin"``
+            or ``"cswin"``; the last two have patches of 2 ``stem_stride`` pixels, no ``stem_width``, no ``head_width``.
 
     Raises:
         UserError: for another skeleton or kind of attention.
