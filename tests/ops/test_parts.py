@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import dgt
-from dgt.ops import parts
+from dgt.ops import eager, parts
 
 CPU = torch.device("cpu")
+MANY = 1 << 20  # tokens
 
 
 @pytest.fixture
@@ -26,6 +27,8 @@ def three_threads():
 def many_small_parts(monkeypatch, three_threads):
     monkeypatch.setattr(parts, "LEAST", 64)
     monkeypatch.setattr(parts, "MOST", 512)
+    monkeypatch.setattr(parts, "SHARED", 0)
+    monkeypatch.setattr(eager, "SHARED", 0)
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 100])
@@ -46,7 +49,7 @@ def test_every_part_is_done_once_by_threads_of_one_core_each(three_threads) -> N
         done.append((part, torch.get_num_threads(), torch.is_inference_mode_enabled()))
 
     with torch.inference_mode():
-        parts.run_parts(work, list(range(20)), CPU)
+        parts.run_parts(work, list(range(20)), CPU, MANY)
 
     assert sorted(done) == [(part, 1, True) for part in range(20)]
     found: list[int] = []
@@ -58,7 +61,7 @@ def test_every_part_is_done_once_by_threads_of_one_core_each(three_threads) -> N
 
 def test_a_single_part_keeps_all_threads_of_pytorch(three_threads) -> None:
     seen: list = []
-    parts.run_parts(lambda part: seen.append((threading.current_thread(), torch.get_num_threads())), [0], CPU)
+    parts.run_parts(lambda part: seen.append((threading.current_thread(), torch.get_num_threads())), [0], CPU, MANY)
     assert seen == [(threading.main_thread(), 3)]
 
 
@@ -68,17 +71,17 @@ def test_errors_arrive_and_the_next_call_works(three_threads) -> None:
             raise KeyError("five")
 
     with pytest.raises(KeyError, match="five"):
-        parts.run_parts(work, list(range(9)), CPU)
-    parts.run_parts(lambda part: None, list(range(9)), CPU)
+        parts.run_parts(work, list(range(9)), CPU, MANY)
+    parts.run_parts(lambda part: None, list(range(9)), CPU, MANY)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_forked_process_has_threads_of_its_own(three_threads) -> None:
-    parts.run_parts(lambda part: None, [0, 1], CPU)
+    parts.run_parts(lambda part: None, [0, 1], CPU, MANY)
     child = os.fork()
     if child == 0:
-        parts.run_parts(lambda part: None, [0, 1], CPU)
+        parts.run_parts(lambda part: None, [0, 1], CPU, MANY)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
 

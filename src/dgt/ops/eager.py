@@ -19,7 +19,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from dgt.ops import flops
 from dgt.ops.checks import full_precision
-from dgt.ops.parts import cut, part_size, run_parts
+from dgt.ops.parts import SHARED, cut, part_size, run_parts
 
 HIDDEN = -1e30  # added to the score of a key that a query must not see; finite, so that no row can become NaN
 
@@ -94,7 +94,7 @@ def _attend_dense_masked(x: _Heads, with_sums: bool) -> tuple[Tensor, Tensor]:
         if with_sums:
             sums[heads] = found
 
-    run_parts(work, _runs_of_heads(x), output.device)
+    run_parts(work, _runs_of_heads(x), output.device, x.groups.numel())
     if _some_negative(x.groups):
         output[x.groups < 0] = 0.0
         sums = sums.masked_fill(x.groups < 0, -torch.inf) if with_sums else sums
@@ -105,8 +105,9 @@ def _attend_gathered(x: _Heads, with_sums: bool) -> tuple[Tensor, Tensor]:
     """Gathered: tiles of queries of one group over the gathered keys of that group."""
     rows, key_rows, value_rows = (tensor.flatten(0, 1) for tensor in x[:3])
     tiles = _cut_into_tiles(x)
-    new = rows.new_zeros if tiles.padding else rows.new_empty
-    output = new((len(rows) + 1, rows.shape[1]))  # the last row takes what empty slots yield
+    output = (rows.new_zeros if tiles.padding else rows.new_empty)(
+        (len(rows) + 1, rows.shape[1])
+    )  # one for empty slots
     sums = torch.full((len(output) if with_sums else 1,), -torch.inf, dtype=_wide(rows), device=rows.device)
 
     def work(some: slice) -> None:
@@ -117,7 +118,7 @@ def _attend_gathered(x: _Heads, with_sums: bool) -> tuple[Tensor, Tensor]:
         if with_sums:
             sums.index_copy_(0, queries.flatten(), found.flatten())
 
-    run_parts(work, tiles.parts, rows.device)
+    run_parts(work, tiles.parts, rows.device, len(rows))
     return output[:-1], sums[:-1]
 
 
@@ -169,7 +170,7 @@ def _attend_backward(
                 whole.flatten(0, 1)[heads] = piece
 
     with full_precision(query.device):
-        run_parts(work, _runs_of_heads(x, backward=True), query.device)
+        run_parts(work, _runs_of_heads(x), query.device, x.groups.numel())
     return grad_q, grad_k, grad_v, grad_bias
 
 
@@ -274,13 +275,13 @@ def _by_head(
     return _Heads(q, k, v, groups, keys, scale, None if key_bias is None else key_bias.flatten(0, 1), dense)
 
 
-def _runs_of_heads(x: _Heads, backward: bool = False) -> list[slice]:
+def _runs_of_heads(x: _Heads) -> list[slice]:
     """Cut heads into runs that threads share, by the size of their masks."""
     if x.dense:
         scores = x.groups.shape[1] * x.key.shape[1]
-        return cut(len(x.groups), part_size(len(x.groups) * scores) // scores)
+        return cut(len(x.groups), part_size(len(x.groups) * scores, x.groups.numel()) // scores)
     # Tiles that add up gradients of one key are of one head. Too few heads stay together, and threads share operators.
-    each = len(x.groups) // torch.get_num_threads()
+    each = len(x.groups) // torch.get_num_threads() if x.groups.numel() >= SHARED else 0
     return cut(len(x.groups), max(1, each // 4) if each else len(x.groups))
 
 
@@ -304,10 +305,7 @@ def rows_of_groups(table: Tensor, groups: Tensor) -> Tensor:
 
 
 class _Tiles(NamedTuple):
-    """Queries of one group are a tile, or several where they are many; parts are runs of tiles of nearly one length.
-
-    Tiles of one size would leave a third of the slots empty, and gather the keys of a group for each of its tiles.
-    """
+    """Queries of a group as a tile, or as several if they are many; of one size, a third of the slots stayed empty."""
 
     order: Tensor  # (N L,) rows of queries, sorted by head and group
     first: Tensor  # (tiles,) place in that order at which a tile begins, the longest first
@@ -334,7 +332,7 @@ def _cut_into_tiles(x: _Heads) -> _Tiles:
     order = np.argsort(slots.astype(np.uint16 if groups < 1 << 16 else np.int64), axis=-1, kind="stable")  # radix sort
     numbers = np.bincount((slots + head * (groups + 1)).ravel(), minlength=heads * (groups + 1)).reshape(heads, -1)
     count, start = (t[:, :-1].ravel() for t in (numbers, numbers.cumsum(1) - numbers + head * tokens))
-    size = part_size(tokens * heads * top_k)
+    size = part_size(tokens * heads * top_k, tokens * heads)
     pieces = -(-count // max(64, size // top_k))
     longest = -(-count // np.maximum(pieces, 1))
     segment = np.repeat(np.arange(len(count)), pieces)

@@ -72,7 +72,7 @@ def _group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None) ->
         ids[part] = nearest_group(scores)
 
     with full_precision(query.device):
-        run_parts(work, head_parts(batch, heads, tokens, centroids.shape[1]), query.device)
+        run_parts(work, head_parts(batch, heads, tokens, centroids.shape[1]), query.device, batch * heads * tokens)
     return ids if key_mask is None else ids.masked_fill_(~key_mask[:, None], -1)
 
 

@@ -14,13 +14,16 @@ from typing import Any
 
 import torch
 
-LEAST, MOST = 1 << 16, 1 << 18  # elements of the largest temporary tensor of a part: worth a turn, and fits the caches
+LEAST, MOST = 1 << 17, 1 << 18  # elements of the largest temporary tensor of a part: worth a turn, and fits the caches
+# Tokens from which threads share a step: those of OpenMP keep a core for milliseconds after each operator, in case of a
+# next one, unless they wait passively, and a smaller call is over by then: PyTorch's own regions are faster there.
+SHARED = 0 if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive" else 1 << 14
 
 
-def part_size(total: int) -> int:
-    """Elements of a part's largest temporary tensor, of ``total`` in all: a quarter of what each thread has to do."""
-    threads = torch.get_num_threads()
-    return min(MOST, max(LEAST, total // (4 * threads) if threads > 1 else total))
+def part_size(total: int, tokens: int) -> int:
+    """Elements of a part's largest temporary tensor, of ``total`` in all: half of what each thread has to do."""
+    threads = torch.get_num_threads() if tokens >= SHARED else 1
+    return min(MOST, max(LEAST, total // (2 * threads) if threads > 1 else total))
 
 
 def cut(count: int, most: int) -> list[slice]:
@@ -31,17 +34,17 @@ def cut(count: int, most: int) -> list[slice]:
 
 def head_parts(batch: int, heads: int, rows: int, width: int) -> list[tuple[slice, slice, slice]]:
     """Cut (B, H, rows) whose temporary tensors have so many elements a row: some images, or heads, or rows of one."""
-    size = part_size(batch * heads * rows * width) // width
+    size = part_size(batch * heads * rows * width, batch * heads * max(rows, width)) // width
     images, some = cut(batch, size // (heads * rows)), cut(heads, size // rows)
     return [(image, head, row) for image in images for head in some for row in cut(rows, size)]
 
 
-def run_parts(work: Callable[[Any], None], parts: Sequence[Any], device: torch.device, alone: bool = False) -> None:
+def run_parts(work: Callable[[Any], None], parts: Sequence[Any], device: torch.device, tokens: int) -> None:
     """Do ``work`` on every part, in any order, on as many threads as PyTorch may use; no two may write to one place.
 
-    A single part, and any on other devices or ``alone``, for gradients, runs here, with PyTorch's own threads.
+    A single part, few tokens (0 for gradients), and all on other devices run here, with PyTorch's own threads.
     """
-    count = torch.get_num_threads() if device.type == "cpu" and not alone else 1
+    count = torch.get_num_threads() if device.type == "cpu" and tokens >= max(1, SHARED) else 1
     if min(count, len(parts)) == 1:
         for part in parts:
             work(part)

@@ -81,9 +81,10 @@ def summarize_unselected(
             hidden = None if padding is None else padding[part]
             found[part.start] = _summarize(mean[part], k[part].to(wide), v[part].to(wide), lists[part], hidden)
 
-        parts = cut(batch * heads, part_size(batch * heads * groups * key.shape[2]) // (groups * key.shape[2]))
         alone = torch.compiler.is_compiling() or any(tensor.requires_grad for tensor in (mean, k, v))
-        run_parts(work, parts, query.device, alone)
+        tokens, scores = 0 if alone else k.shape[:2].numel(), groups * k.shape[1]
+        parts = cut(len(k), part_size(len(k) * scores, tokens) // scores)
+        run_parts(work, parts, query.device, tokens)
     pieces = (found[part.start] for part in parts)
     rest_key, rest_value, bias, empty = (
         torch.cat(whole).unflatten(0, (batch, heads)) for whole in zip(*pieces, strict=True)
