@@ -105,9 +105,7 @@ def _attend_gathered(x: _Heads, with_sums: bool) -> tuple[Tensor, Tensor]:
     """Gathered: tiles of queries of one group over the gathered keys of that group."""
     rows, key_rows, value_rows = (tensor.flatten(0, 1) for tensor in x[:3])
     tiles = _cut_into_tiles(x)
-    output = (rows.new_zeros if tiles.padding else rows.new_empty)(
-        (len(rows) + 1, rows.shape[1])
-    )  # one for empty slots
+    output = (rows.new_zeros if tiles.padding else rows.new_empty)((len(rows) + 1, rows.shape[1]))  # one for no query
     sums = torch.full((len(output) if with_sums else 1,), -torch.inf, dtype=_wide(rows), device=rows.device)
 
     def work(some: slice) -> None:

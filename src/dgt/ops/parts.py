@@ -1,4 +1,4 @@
-"""A step of the attention on CPUs as one parallel region: parts that a few Python threads take in turn.
+"""A large step of the attention on CPUs as one parallel region: parts that a few Python threads take in turn.
 
 PyTorch makes such a region of every operator, a dozen a step, and each waits for its slowest thread: beside a busy
 process for a slice of the scheduler, milliseconds. Here threads wait for each other once a step, one that is held up
@@ -57,8 +57,7 @@ def run_parts(work: Callable[[Any], None], parts: Sequence[Any], device: torch.d
                 work(part)
 
     tasks = [_threads(count).submit(take) for _ in range(min(count, len(parts)))]
-    wait(tasks)
-    for task in tasks:
+    for task in wait(tasks).done:
         task.result()
 
 
