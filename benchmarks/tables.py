@@ -204,6 +204,22 @@ def runtimes_side_by_side() -> Cells:
 
 
 @table
+def attention_bound() -> Cells:
+    """The operator against its bound by FLOPs, before its threads shared steps and since."""
+    found: dict[str, dict[tuple[int, str], str]] = {}
+    for row in read("attention_bound"):
+        if not row["busy"]:
+            cell = f"{number(row['ratio'], 1)} ({number(row['share'], 0, 100)} %)"
+            found.setdefault(row["case"], {})[row["threads"], row["label"]] = cell
+    columns = [(1, "before"), (1, "after"), (2, "before"), (2, "after")]
+    rows = []
+    for case, cells in found.items():
+        batch, heads, tokens, channels, top_k = re.split("[x:]", case)
+        rows.append([f"B{batch} H{heads} L{tokens} D{channels} k{top_k}", *(cells[key] for key in columns)])
+    return [["attention", "one thread, before", "now", "two threads, before", "now"], *rows]
+
+
+@table
 def packed_by_hand() -> Cells:
     """What packing weights by hand was worth, beside runtimes: the lower quartiles, batch 8."""
     rows = read("inference_form_cpu")["batches"][1]["rows"]

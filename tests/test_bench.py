@@ -22,7 +22,7 @@ def test_attention_rows_and_table() -> None:
 
 
 def test_a_wrong_operator_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = attention._inputs((1, 1, 64, 8), 4, "cpu")
+    inputs = attention.make_inputs((1, 1, 64, 8), 4, "cpu")
     real = attention.dynamic_group_attention
 
     def wrong(*arguments: object, **options: object) -> object:

@@ -41,19 +41,19 @@ def make_run(name: str = "dgt_nano", image_size: int = 64) -> LoadedRun:
     return LoadedRun(network.eval(), recipe, list(KINDS), Path("nowhere.safetensors"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def explorer() -> Explorer:
     """A nano model and the built-in scenes."""
     return Explorer(make_run(), Album())
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def client(explorer: Explorer) -> TestClient:
     """Requests to its server, without a network."""
     return TestClient(create_app(explorer), base_url="http://127.0.0.1:7860")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def address(explorer: Explorer) -> Iterator[str]:
     """The server's address on this machine, for a browser."""
     listener = listen("127.0.0.1", 0)
