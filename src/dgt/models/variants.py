@@ -45,7 +45,7 @@ def _default_cfg(name: str) -> dict[str, Any]:
         **{"url": "", "num_classes": 1000, "input_size": (3, size, size), "pool_size": (size // 32, size // 32)},
         **{"interpolation": "bicubic", "mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)},
         "crop_pct": 1.0 if "nano" in name else 0.875 if name.startswith("dgt") else 0.9,
-        "first_conv": "stem.convs.0" if name.startswith("dgt") else "stem.conv",
+        "first_conv": "stem.convs.0" if name.startswith(("dgt", "cmt")) else "stem.conv",
         "classifier": "head.fc",
     }
 
