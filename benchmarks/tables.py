@@ -185,11 +185,10 @@ def models() -> Cells:
     return [heads, *rows]
 
 
-@table
-def runtimes_side_by_side() -> Cells:
+def _runtimes(batch: int) -> Cells:
     """Every model in every runtime: milliseconds an image, and relative to Swin-T there; its best first."""
     models: dict[str, list[dict[str, Any]]] = {}
-    for row in read("runtimes_batch1")["rows"]:
+    for row in read(f"runtimes_batch{batch}")["rows"]:
         models.setdefault(row["model"], []).append(row)
     swin = min(row["ms_per_image"] for row in models["swin_tiny_patch4_window7_224"])
     rows = []
@@ -200,7 +199,8 @@ def runtimes_side_by_side() -> Cells:
         }
         rows.append([NAMES.get(model, model), f"{best['runtime']}, {bold(number(best['ms_per_image'] / swin, 2))}"])
         rows[-1] += [cells.get(name, "-") for name in ("openvino", "onnxruntime", "compile", "eager")]
-    return [["224 px, batch 1", "best, beside Swin-T's best", "openvino", "onnxruntime", "compile", "eager"], *rows]
+    heads = [f"224 px, batch {batch}", "best, beside Swin-T's best", "openvino", "onnxruntime", "compile", "eager"]
+    return [heads, *rows]
 
 
 @table
@@ -217,6 +217,18 @@ def attention_bound() -> Cells:
         batch, heads, tokens, channels, top_k = re.split("[x:]", case)
         rows.append([f"B{batch} H{heads} L{tokens} D{channels} k{top_k}", *(cells[key] for key in columns)])
     return [["attention", "one thread, before", "now", "two threads, before", "now"], *rows]
+
+
+@table
+def runtimes_side_by_side() -> Cells:
+    """Models and runtimes, one image at a time."""
+    return _runtimes(1)
+
+
+@table
+def runtimes_with_eight_images() -> Cells:
+    """The same, eight at a time."""
+    return _runtimes(8)
 
 
 @table
