@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import hypothesis
 import numpy as np
@@ -51,3 +55,19 @@ def shared_data() -> Path:
     if not SHARED_DATA.is_dir():
         pytest.skip("no real sample data: ../shared/data is not there")
     return SHARED_DATA
+
+
+@pytest.fixture(scope="session")
+def load_script() -> Callable[[Path], ModuleType]:
+    """A Python file that no package holds, as a module: scripts, and helpers beside tests."""
+
+    def load(path: Path) -> ModuleType:
+        spec = importlib.util.spec_from_file_location(f"dgt_tests_{path.stem}", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # dataclasses look their module up
+        spec.loader.exec_module(module)
+        return module
+
+    return load

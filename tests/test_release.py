@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -16,15 +16,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
-def release() -> ModuleType:
-    """The script as a module."""
-    spec = importlib.util.spec_from_file_location("dgt_tests_release", ROOT / "tools" / "release.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+def release(load_script: Callable[[Path], ModuleType]) -> ModuleType:
+    """tools/release.py."""
+    return load_script(ROOT / "tools" / "release.py")
 
 
 def test_package_changelog_and_citation_are_of_one_version(release: ModuleType, tmp_path: Path) -> None:

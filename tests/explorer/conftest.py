@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -67,20 +66,10 @@ def address(explorer: Explorer) -> Iterator[str]:
     thread.join(10)
 
 
-def load_neighbour(name: str) -> ModuleType:
-    """A module beside this file: pytest does not put the folders of tests on the path."""
-    spec = importlib.util.spec_from_file_location(f"dgt_tests_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="session")
-def browser() -> Iterator[Any]:
+def browser(load_script: Callable[[Path], ModuleType]) -> Iterator[Any]:
     """A headless Chromium with one page; the test is skipped where there is none."""
-    driver = load_neighbour("browser")
+    driver = load_script(Path(__file__).with_name("browser.py"))
     program = driver.find()
     if program is None:
         pytest.skip(f"no Chromium on this machine (looked for {', '.join(driver.NAMES)}): see CONTRIBUTING.md")

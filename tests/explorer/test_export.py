@@ -27,6 +27,12 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def found_run(monkeypatch: pytest.MonkeyPatch, explorer: Explorer) -> None:
+    """The command finds the tests' run."""
+    monkeypatch.setattr(launch, "find_run", lambda _: explorer.run)
+
+
 @pytest.fixture(scope="module")
 def exported(explorer: Explorer, images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of these images."""
@@ -81,14 +87,10 @@ def test_opened_as_a_file_it_shows_groups_changes_block_and_k_and_saves(exported
     assert [url for url in browser.requests if not url.startswith(("file:", "data:", "blob:", "about:"))] == []
 
 
+@pytest.mark.usefixtures("found_run")
 def test_what_is_wrong_is_told_in_a_sentence_and_nothing_is_left(
-    images: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    explorer: Explorer,
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(launch, "find_run", lambda _: explorer.run)
     (tmp_path / "empty").mkdir()
     assert main(["explore", "--export", str(tmp_path / "page"), "--image", str(tmp_path / "empty")]) == 2
     assert "expected 1 to 200 image files" in capsys.readouterr().err
@@ -105,14 +107,10 @@ def test_what_is_wrong_is_told_in_a_sentence_and_nothing_is_left(
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
 
 
+@pytest.mark.usefixtures("found_run")
 def test_the_command_writes_it_and_an_export_may_be_written_anew(
-    images: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    explorer: Explorer,
+    images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(launch, "find_run", lambda _: explorer.run)
     for _ in range(2):
         assert main(["explore", "--export", str(tmp_path / "page"), "--image", str(images / "image0.png")]) == 0
         assert capsys.readouterr().out.startswith(f"{tmp_path / 'page' / 'index.html'}  1 images, ")

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from dgt.ops import attend, group_queries, select_keys
 from dgt.tasks import TASKS
 from dgt.training import load_recipe
 from dgt.training.run import export_model, make_record
@@ -45,3 +46,43 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write_run() -> Callable[..., Path]:
     """The function :func:`make_run`."""
     return make_run
+
+
+class Steps(nn.Module):
+    """An image's pixels as tokens, two heads of three channels, through all three steps; returns each result."""
+
+    num_groups, top_k = 6, 9
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        # Of few directions, so that scores of small integers are exact and often equal.
+        self.centroids = nn.Parameter(torch.randint(-1, 2, (2, self.num_groups, 3)).float())
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        tokens = images.flatten(2).transpose(1, 2)[:, None]  # (B, 1, H W, 3)
+        query, key = torch.cat([tokens, -tokens], 1), torch.cat([tokens.flip(-1), tokens], 1)
+        groups = group_queries(query, self.centroids)
+        keys = select_keys(self.centroids, key, self.top_k)
+        return [groups, keys, attend(query, key, key * 2 + 1, groups, keys)]
+
+
+@pytest.fixture(scope="session")
+def steps() -> Steps:
+    """The three steps as a model."""
+    return Steps().eval()
+
+
+@pytest.fixture(scope="session")
+def same_as_eager(steps: Steps) -> Callable[[Callable[[Tensor], list[Tensor]], Tensor], None]:
+    """A check that a file of the steps, and they themselves, give the same groups, keys (as sets) and output."""
+
+    def check(run: Callable[[Tensor], list[Tensor]], images: Tensor) -> None:
+        with torch.no_grad():
+            groups, keys, output = steps(images)
+        found_groups, found_keys, found_output = run(images)
+        assert torch.equal(found_groups, groups)
+        assert torch.equal(found_keys.sort(-1).values, keys)
+        torch.testing.assert_close(found_output, output, rtol=1e-5, atol=1e-5)
+
+    return check

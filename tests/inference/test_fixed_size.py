@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import dgt.inference.export as files
 from dgt.bench.runtimes import open_openvino
 from dgt.export import Source, encode_onnx, export, open_onnx
-from dgt.ops import attend, group_queries, select_keys
 from dgt.training import load_run
 from dgt.utils.errors import UserError
 from dgt_command import main
@@ -22,26 +21,9 @@ from dgt_command import main
 onnx = pytest.importorskip("onnx", reason="onnx, onnxscript and onnxruntime are not installed")
 pytest.importorskip("onnxruntime", reason="onnx, onnxscript and onnxruntime are not installed")
 
-GROUPS, TOP_K = 6, 9
 DECIDES_LATE = {"If", "Loop", "Scan", "Shape", "NonZero", "Unique", "Compress"}
 needs_openvino = pytest.mark.skipif(not importlib.util.find_spec("openvino"), reason="openvino is not installed")
 RUNTIMES = [open_onnx, pytest.param(open_openvino, marks=needs_openvino)]
-
-
-class Steps(nn.Module):
-    """An image's pixels as tokens, two heads of three channels, through all three steps; returns each result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.centroids = nn.Parameter(torch.randint(-1, 2, (2, GROUPS, 3)).float())
-
-    def forward(self, images: Tensor) -> list[Tensor]:
-        tokens = images.flatten(2).transpose(1, 2)[:, None]  # (B, 1, H W, 3)
-        query, key = torch.cat([tokens, -tokens], 1), torch.cat([tokens.flip(-1), tokens], 1)
-        groups = group_queries(query, self.centroids)
-        keys = select_keys(self.centroids, key, TOP_K)
-        return [groups, keys, attend(query, key, key * 2 + 1, groups, keys)]
 
 
 def is_static(content: bytes) -> bool:
@@ -57,45 +39,39 @@ def is_static(content: bytes) -> bool:
 
 
 @functools.cache
-def steps_of(size: tuple[int, int]) -> tuple[Steps, bytes]:
-    module = Steps().eval()
-    return module, encode_onnx(Source(module, ("groups", "keys", "output"), fixed=(2, *size)))
+def encoded(steps: nn.Module, size: tuple[int, int]) -> bytes:
+    return encode_onnx(Source(steps, ("groups", "keys", "output"), fixed=(2, *size)))
 
 
 # 4 tokens are fewer than k, 30 = 2 (k + G) attend densely under a mask, from 31 on there are tiles.
 @pytest.mark.parametrize("size", [(2, 2), (5, 6), (13, 17)])
 @pytest.mark.parametrize("start", RUNTIMES)
-def test_steps_are_equal_to_eager(start, size) -> None:
-    module, content = steps_of(size)
+def test_steps_are_equal_to_eager(steps, same_as_eager, start, size) -> None:
+    content = encoded(steps, size)
     assert is_static(content)
     run = start(content)
     torch.manual_seed(1)
     near = torch.randn(2, 3, 1, 1).expand(2, 3, *size) + 0.01 * torch.randn(2, 3, *size)  # groups large and empty
     for images in (torch.randn(2, 3, *size), near.contiguous()):
-        with torch.no_grad():
-            groups, keys, output = module(images)
-        found_groups, found_keys, found_output = run(images)
-        assert torch.equal(found_groups, groups)
-        assert torch.equal(found_keys.sort(-1).values, keys)
-        torch.testing.assert_close(found_output, output, rtol=1e-5, atol=1e-5)
+        same_as_eager(run, images)
 
 
 @pytest.mark.parametrize("start", RUNTIMES)
-def test_ties(start) -> None:
+def test_ties(steps, same_as_eager, start) -> None:
     """Groups go to the lowest; of keys of equal score onnxruntime takes the lowest, OpenVINO any."""
-    module, content = steps_of((5, 6))
+    run = start(encoded(steps, (5, 6)))
     images = torch.randint(-2, 3, (2, 3, 5, 6), generator=torch.Generator().manual_seed(0)).float()
-    with torch.no_grad():
-        groups, keys, output = module(images)
-    found_groups, found_keys, found_output = start(content)(images)
-    assert torch.equal(found_groups, groups)
     if start is open_onnx:
-        assert torch.equal(found_keys.sort(-1).values, keys)
-        torch.testing.assert_close(found_output, output, rtol=1e-5, atol=1e-5)
+        same_as_eager(run, images)
+    with torch.no_grad():
+        groups, keys, _ = steps(images)
+    found_groups, found_keys, _ = run(images)
+    assert torch.equal(found_groups, groups)
     tokens = images.flatten(2)
-    scores = module.centroids @ torch.stack([tokens.flip(1), tokens], 1)
+    scores = steps.centroids @ torch.stack([tokens.flip(1), tokens], 1)
     for chosen in (found_keys, keys):
-        torch.testing.assert_close(scores.gather(-1, chosen).sort(-1).values, scores.topk(TOP_K).values.flip(-1))
+        best = scores.topk(steps.top_k).values.flip(-1)
+        torch.testing.assert_close(scores.gather(-1, chosen).sort(-1).values, best)
 
 
 @pytest.fixture(scope="module")
