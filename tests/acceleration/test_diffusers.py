@@ -1,14 +1,14 @@
-"""`dgt.accelerate` on small diffusion transformers of diffusers with random weights, where diffusers is installed."""
+"""`dgt.accelerate` on small diffusion transformers of diffusers with random weights."""
 
 from __future__ import annotations
 
+import diffusers
 import pytest
 import torch
 
 import dgt
 from dgt.acceleration import inspect_model, search
 
-diffusers = pytest.importorskip("diffusers")
 CROSS = "queries and keys are of different tokens"
 
 
