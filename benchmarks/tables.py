@@ -16,8 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dgt.experiments.report import markdown_table, number
-from dgt.experiments.retrieval import interval
+from dgt.experiments.report import interval, markdown_table, number
 from dgt.models.cost import attention_share
 
 ROOT = Path(__file__).resolve().parents[1]

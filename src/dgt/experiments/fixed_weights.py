@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from dgt.acceleration.sdpa import Call, watch_calls
 from dgt.experiments.choices import CHOICES, Operands, attend_by
-from dgt.experiments.report import alone, markdown_table, number, read_words, stored
+from dgt.experiments.report import alone, interval, markdown_table, number, read_words, stored
 from dgt.layers import DGAttention
 from dgt.models.inspect import attention_layers
 from dgt.ops import find_centroids, seed_centroids
@@ -120,8 +120,7 @@ def study(
                     draws.append(compare(found, wanted))
                 row: dict[str, Any] = {"choice": choice, "top_k": top_k, "score": sum(scores) / len(scores)}
                 for key, values in zip(list(MEASURES)[1:], torch.stack(draws).mean(0), strict=True):
-                    half = 1.96 * values.std(correction=0) / len(values) ** 0.5
-                    row |= {key: float(values.mean()), f"{key}_half": float(half)}
+                    row[key], row[f"{key}_half"] = interval(values.tolist())
                 content["rows"].append(row)
                 LOGGER.info("k %d, %s: %.1f %%", top_k, choice, 100 * row["score"])
             write_json(folder / f"{name}.json", content)
@@ -151,7 +150,8 @@ def markdown(content: dict[str, Any]) -> str:
         for choice in dict.fromkeys(row["choice"] for row in rows):
             cells = [choice]
             for row in (found[choice, k] for k in counts):
-                half = f" ± {number(row[f'{measure}_half'], digits, factor)}" if measure != "score" else ""
+                half = row.get(f"{measure}_half")
+                half = f" ± {number(half, digits, factor)}" if half is not None else ""
                 cells.append(number(row[measure], digits, factor) + half)
             table.append(cells)
         heads = [heading.format(metric=content["metric"]), *(f"k {k}" for k in counts)]

@@ -21,6 +21,7 @@ from dgt.utils.atomic_write import atomic_write, write_json
 from dgt.utils.errors import UserError
 
 DIAGNOSIS = "diagnosis.json"
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # half of a 95 % interval, by degrees of freedom
 MEASURES = {  # of `diagnose`, means over the blocks where k is below the number of tokens
     "selected": "mass on selected keys",
     "random": "on random keys",
@@ -96,6 +97,14 @@ def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def number(value: float | None, digits: int, factor: float = 1.0) -> str:
     """A cell with a number, or a dash for None."""
     return "-" if value is None else f"{factor * value:.{digits}f}"
+
+
+def interval(values: Sequence[float]) -> tuple[float, float | None]:
+    """Mean, and half of its 95 % interval by Student's t; None for a single value."""
+    if (free := len(values) - 1) < 1:
+        return values[0], None
+    student = STUDENT[free - 1] if free <= len(STUDENT) else 1.96 + 2.37 / free + 2.8 / free**2
+    return statistics.fmean(values), student * statistics.stdev(values) / len(values) ** 0.5
 
 
 def write_table(folder: Path, table: Table, runs: Sequence[tuple[Row, Path]]) -> None:

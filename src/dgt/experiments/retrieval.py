@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dgt.experiments.report import alone, markdown_table, read_words, stored
+from dgt.experiments.report import alone, interval, markdown_table, read_words, stored
 from dgt.layers import Block, DGAttention, GlobalAttention
 from dgt.layers.baselines.cmt import ReducedAttention
 from dgt.layers.baselines.cswin import StripeAttention
@@ -42,7 +42,6 @@ NOISE, STRENGTH = 0.3, 2.0
 LEARNING_RATE = 4e-3
 FEWER_KEYS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # k at which the trained weights are measured
 LAST_BATCHES, REPEATS = (1, 2, 16), 8
-STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # half of a 95 % interval, by degrees of freedom
 
 
 @dataclass(frozen=True)
@@ -321,14 +320,6 @@ def retrieval(words: Sequence[str] = (), seeds: int = 3, out: str | Path | None 
             write_json(path, {**environment(), "settings": asdict(settings), "runs": runs})
         atomic_write(folder / "retrieval.md", markdown(runs))
     return folder
-
-
-def interval(values: Sequence[float]) -> tuple[float, float | None]:
-    """Mean, and half of its 95 % interval by Student's t; None for a single value."""
-    if len(values) < 2:
-        return values[0], None
-    student = STUDENT[min(len(values) - 2, len(STUDENT) - 1)]
-    return statistics.fmean(values), student * statistics.stdev(values) / len(values) ** 0.5
 
 
 def markdown(trained: Sequence[dict[str, Any]]) -> str:

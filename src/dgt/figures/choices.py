@@ -70,7 +70,7 @@ def _ticks(tokens: Any, counts: list[int]) -> list[str]:
 def _line(axes: Axes, choice: str, rows: list[dict[str, Any]], measure: str, factor: float) -> None:
     colour, marker, line = STYLES[choice]
     x, y = [row["top_k"] for row in rows], [max(factor * row[measure], 1e-7) for row in rows]
-    bars = [factor * row[f"{measure}_half"] for row in rows]
+    bars = [factor * (row[f"{measure}_half"] or 0.0) for row in rows]
     style: dict[str, Any] = {"markersize": 4.5, "linewidth": 2.2 if choice.startswith("groups") else 1.2, "capsize": 0}
     over = 4 if choice.startswith("groups") else 3
     low = [min(bar, 0.9 * value) for bar, value in zip(bars, y, strict=True)]  # a logarithm knows nothing below 0
