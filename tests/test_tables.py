@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -14,9 +14,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
-def tables(load_script: Callable[[Path], ModuleType]) -> ModuleType:
-    """benchmarks/tables.py."""
-    return load_script(ROOT / "benchmarks" / "tables.py")
+def tables(load_script: Callable[[Path], ModuleType]) -> Iterator[ModuleType]:
+    """benchmarks/tables.py, whose parts stand beside it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        yield load_script(ROOT / "benchmarks" / "tables.py")
 
 
 def test_pages_hold_what_the_results_hold(tables: ModuleType) -> None:

@@ -1,0 +1,39 @@
+"""What every table and number of the documentation is made with: the raw results, and the register of tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+Cells = list[list[str]]
+TABLES: dict[str, Callable[[], Cells]] = {}
+NUMBERS: dict[str, Callable[..., str]] = {}
+NAMES = {"dgt_tiny": "DGT-T", "dgt_small": "DGT-S", "dgt_base": "DGT-B", "dgt_nano": "DGT-Nano"}
+NAMES |= {"resnet50": "ResNet-50", "swin_tiny_patch4_window7_224": "Swin-T"}
+
+
+def table(make: Callable[[], Cells]) -> Callable[[], Cells]:
+    """Register a table under its function's name, with blanks for underscores."""
+    TABLES[make.__name__.replace("_", " ").strip()] = make
+    return make
+
+
+def number_of_text(make: Callable[..., str]) -> Callable[..., str]:
+    """Register a number of the text under its function's name, with blanks for underscores."""
+    NUMBERS[make.__name__.replace("_", " ").strip()] = make
+    return make
+
+
+@cache
+def read(name: str) -> Any:
+    """The content of `benchmarks/results/NAME.json`."""
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def bold(text: str) -> str:
+    """Text in bold face."""
+    return f"**{text}**"
