@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 import dgt  # noqa: F401  (registers the models)
+from dgt.acceleration.report import LayerReport, Report
 from dgt.app.weights import halved, make_weights, without_folders
 from dgt.data.scenes import KINDS
 from dgt.tasks.network import build_classifier
@@ -315,3 +316,45 @@ def test_numbers_that_float16_cannot_hold_are_refused() -> None:
     assert halved(torch.ones(2, 2, dtype=torch.int64)).dtype == torch.int64
     with pytest.raises(UserError, match="numbers that float16 cannot"):
         halved(torch.full((2, 2), 1e6))
+
+
+def test_a_plan_is_measured_and_packed(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a peer's run, since DGT's own attention is not accelerated; too few keys for its outputs to stay."""
+    sizes = {"patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
+    words = ["--model.name=vit_tiny_patch16_224", f"--model.args={json.dumps(sizes)}", "--model.drop_path_rate=0"]
+    recipe = load_recipe("scenes", [*KEYS, *words, "--trainer.accelerator=cpu"])
+    vit = Path(shutil.copytree(run, tmp_path / "vit"))
+    torch.manual_seed(0)
+    network = build_classifier(recipe.model, len(KINDS), 32).eval()
+    network.blocks[0].attn.qkv.weight.data *= 50  # else attention is uniform, and groups with a remainder exact
+    shutil.rmtree(vit / "model")
+    export_model(vit / "model", network, make_record(recipe, list(KINDS)))
+    results = json.loads((vit / "results.json").read_text())
+    (vit / "results.json").write_text(json.dumps(results | {"metrics": evaluate(vit)}))
+    layers = [LayerReport("blocks.0.attn", "groups", heads=2, tokens=65, channels=8, prefix=1, groups=4, keys=1)]
+    layers += [LayerReport("blocks.1.attn", "dense", "no faster")]
+    report = Report(0.1, 0.09, 0.095, 2.0, 1.5, 3.0, layers, {"blocks.0.attn": torch.randn(2, 4, 8)})
+    report.save(tmp_path / "plan.safetensors")
+    out = tmp_path / "vit.trial"
+    packed = ["--plan", str(tmp_path / "plan.safetensors")]
+    assert main(["weights", "make", str(vit), "--out", str(out), *packed]) == 0
+    told = check_weights(out)["evaluation"]
+    assert told["plan"]["grouped"] == 1
+    assert told["plan"]["attentions"] == 2
+    assert set(told["plan"]["metrics"]) == set(told["metrics"])
+    card = (out / "README.md").read_text()
+    assert f"top-1 {100 * told['plan']['metrics']['top1']:.2f} %" in card
+    assert 'dgt.apply_plan(model, "vit.trial/plan.safetensors")' in card
+    assert "plan.safetensors" in publish(out, "a/b", dry_run=True)
+    capsys.readouterr()
+    for more in ([], ["--plan", str(out / "plan.safetensors")]):
+        assert main(["evaluate", str(out), "--json", *more]) == 0
+    plain, accelerated = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert plain["loss"] != accelerated["loss"]
+    assert accelerated["top1"] == told["plan"]["metrics"]["top1"]
+    assert main(["weights", "make", str(run), "--out", str(tmp_path / "no.plan"), *packed]) == 2
+    assert "model must have the plan's layers, but has no 'blocks.0.attn'" in capsys.readouterr().err
+    assert not (tmp_path / "no.plan").exists()
+    (out / "plan.safetensors").unlink()
+    with pytest.raises(UserError, match=r"plan\.safetensors is missing"):
+        check_weights(out)

@@ -100,10 +100,15 @@ def _experiment(options: argparse.Namespace, words: list[str]) -> None:
 def run_evaluate(options: argparse.Namespace, overrides: list[str]) -> None:
     """`dgt evaluate`: prints the metrics."""
     from dgt.tasks import TASKS
-    from dgt.training import evaluate
+    from dgt.training import evaluate, load_run
 
     _quiet()
-    metrics = evaluate(options.checkpoint, overrides, options.predictions)
+    run = load_run(options.checkpoint)
+    if options.plan is not None:
+        from dgt.acceleration import apply_plan
+
+        apply_plan(run.network, options.plan)
+    metrics = evaluate(run, overrides, options.predictions)
     shown = [summary for row in TASKS.values() if (summary := row.summary(metrics))]
     shown += [f"loss {metrics['loss']:.4f}"] if "loss" in metrics else []
     read = f"{metrics['images']} images, {metrics['broken_images']} unreadable"
@@ -190,7 +195,7 @@ def run_weights(options: argparse.Namespace, overrides: list[str]) -> None:
 
     _quiet()
     if options.what == "make":
-        print(make_weights(options.folder, options.out, options.half, overrides, options.about))
+        print(make_weights(options.folder, options.out, options.half, overrides, options.about, options.plan))
     elif options.what == "publish":
         print(publish(options.folder, options.repo, options.dry_run))
     else:

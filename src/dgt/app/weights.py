@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from dgt.acceleration import apply_plan
 from dgt.tasks import TASKS
 from dgt.training import LoadedRun, evaluate, load_run
 from dgt.training.recipe import read_yaml
@@ -17,14 +19,19 @@ from dgt.training.run import export_model, finished_results, make_record
 from dgt.utils.atomic_write import atomic_write, replacing, write_json
 from dgt.utils.errors import UserError
 from dgt.weights.card import PARTS, about_data, card_text, jackknife, wilson
-from dgt.weights.folder import CARD, MODEL, STORY, SUMS, check_weights, write_sums
+from dgt.weights.folder import CARD, MODEL, PLAN, STORY, SUMS, check_weights, write_sums
 
 HALVED = (2, 4)  # dimensions of what is kept in half precision: matrices and convolutions, nearly all of a model
 TOLERANCE = 0.00101  # how far a headline metric of the packed weights may be from the run's: a tenth of a point
 
 
 def make_weights(
-    run: str | Path, out: str | Path, half: bool = False, overrides: Sequence[str] = (), about: str | Path | None = None
+    run: str | Path,
+    out: str | Path,
+    half: bool = False,
+    overrides: Sequence[str] = (),
+    about: str | Path | None = None,
+    plan: str | Path | None = None,
 ) -> Path:
     """Pack the folder of a finished run, measured as it is packed; `out` appears whole or not at all.
 
@@ -34,10 +41,12 @@ def make_weights(
         half: keep matrices and convolutions in float16.
         overrides: of the evaluation, as `evaluate` takes them.
         about: YAML file with what the card says of the data, as `dgt.weights.card.about_data` takes it.
+        plan: file of `dgt accelerate` for this model, to measure with and to add.
 
     Raises:
         FileNotFoundError: no run there, or no such file; FileExistsError: `out` holds something else.
-        UserError: the run is not finished, its data is not known, or the packed weights do not reach its metrics.
+        UserError: the run is not finished, its data is not known, the packed weights do not reach its metrics, or the
+            plan is not one for its model.
     """
     folder, out = Path(run), Path(out)
     results, loaded = finished_results(folder), load_run(folder)
@@ -48,10 +57,15 @@ def make_weights(
     data, root = loaded.recipe.data, loaded.recipe.data["root"]
     described = read_yaml("description", about)[1] if about else None
     story = about_data([str(data.get("dataset")), loaded.recipe.name], described)
+    if plan is not None:
+        apply_plan(load_run(folder).network, plan)  # refused now rather than after the evaluation
     with replacing(out) as partial:
         state = {key: halved(value) if half else value for key, value in loaded.network.state_dict().items()}
         export_model(partial, loaded.network, make_record(loaded.recipe, loaded.class_names), state)
         results["evaluation"] = _measured(loaded, partial, overrides, results["metrics"], half)
+        if plan is not None:
+            results["evaluation"]["plan"] = _with_plan(partial, plan, overrides, results["evaluation"]["metrics"])
+            shutil.copyfile(plan, partial / PLAN)
         recipe = replace(loaded.recipe, out=None, data={**data, "root": root and Path(root).name})
         export_model(partial, loaded.network, make_record(recipe, loaded.class_names), state)
         for name in STORY[:-1]:
@@ -81,6 +95,16 @@ def _measured(
     found = {"metrics": rows, "images": told["images"], "broken_images": told["broken_images"]}
     found["intervals"] = "Wilson's intervals" if task.shares else f"a jackknife over {PARTS} parts of the images"
     return found | {"stored": "matrices and convolutions in float16, the rest in float32" if half else "in float32"}
+
+
+def _with_plan(packed: Path, plan: str | Path, overrides: Sequence[str], keys: Iterable[str]) -> dict[str, Any]:
+    """What the plan says of itself, and the headline metrics of the packed weights with it."""
+    run = load_run(packed)
+    report = apply_plan(run.network, plan)
+    told, rows = evaluate(run, overrides), report.to_json()
+    layers = rows.pop("layers")
+    rows |= {"grouped": sum(layer["choice"] == "groups" for layer in layers), "attentions": len(layers)}
+    return rows | {"metrics": {key: told[key] for key in keys}}
 
 
 def halved(value: Tensor) -> Tensor:

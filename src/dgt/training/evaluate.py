@@ -24,12 +24,12 @@ TRAINER_KEYS = ("trainer.accelerator", "trainer.precision")
 
 
 def evaluate(
-    path: str | Path, overrides: Sequence[str] = (), predictions: str | Path | None = None, parts: int = 0
+    path: str | Path | LoadedRun, overrides: Sequence[str] = (), predictions: str | Path | None = None, parts: int = 0
 ) -> dict[str, Any]:
     """Measure a trained model on the validation images of its recipe's data, or of other data.
 
     Args:
-        path: checkpoint, run folder or model folder.
+        path: checkpoint, run folder or model folder, or one already loaded.
         overrides: changes to the recipe's `data`, `trainer.accelerator` and `trainer.precision`, such as
             `["--data.root", "images"]`. The rest of the recipe is the model's past.
         predictions: file for a detector's detections, in the format of COCO's results; None to write none.
@@ -48,7 +48,7 @@ def evaluate(
         if key.partition(".")[0] != "data" and key not in TRAINER_KEYS:
             allowed = " and ".join(TRAINER_KEYS)
             raise UserError(f"recipe key {key!r} cannot be changed in an evaluation, only data.* and {allowed}")
-    run = load_run(path)
+    run = path if isinstance(path, LoadedRun) else load_run(path)
     task = TASKS[run.recipe.task]
     if predictions is not None and not task.has_results:
         raise UserError(f"predictions are written of detectors alone, {run.source} is of task {task.name!r}")

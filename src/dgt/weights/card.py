@@ -54,6 +54,8 @@ def card_text(name: str, results: Mapping[str, Any], about: Mapping[str, str], t
     evaluation, versions = results["evaluation"], results["versions"].items()
     use = [f"dgt predict {name} image.jpg", f"dgt evaluate {name}"]
     use += [f'timm.create_model("local-dir:{name}", pretrained=True)  # after import dgt'] if timm else []
+    plan = evaluation.get("plan")
+    use += [f'dgt.apply_plan(model, "{name}/plan.safetensors")'] if plan else []
     rows = (
         f"| {row['label']} | {100 * row['value']:.2f} % | {100 * row['low']:.2f} to {100 * row['high']:.2f} % "
         f"| {100 * row['of_the_run']:.2f} % |"
@@ -64,8 +66,21 @@ def card_text(name: str, results: Mapping[str, Any], about: Mapping[str, str], t
     told["versions"] = ", ".join(f"{key} {version}" for key, version in versions if version)
     told |= {"millions": f"{results['parameters'] / 1e6:.2f}", "megabytes": f"{size / 1e6:.1f}"}
     told["hours"] = f"{results['seconds'] / 3600:.2f}"
+    told["plan"] = plan_text(plan, evaluation["metrics"]) if plan else ""
     return Template((HERE / "card.md").read_text(encoding="utf-8")).substitute(
         {**results, **evaluation, **about, **told}
+    )
+
+
+def plan_text(plan: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
+    """A paragraph on what the plan of an accelerated model gains and costs."""
+    values = ", ".join(f"{metrics[key]['label']} {100 * value:.2f} %" for key, value in plan["metrics"].items())
+    attention, model, bound = (f"{1 / plan[key]:.2f}" for key in ("attention_speedup", "model_speedup", "bound"))
+    return (
+        f"\n\nWith plan.safetensors, on the same images: {values}. Of {plan['attentions']} attentions "
+        f"{plan['grouped']} are done in groups; where the plan was made, attention took {attention} of its time and the model "
+        f"{model} ({bound} without any attention). The output's relative error was {plan['measured_error']:.2g}, asked was "
+        f"{plan['asked_error']:.2g}."
     )
 
 

@@ -4,6 +4,7 @@
 NAME/model.safetensors, config.json   the model; of a classifier in timm's format: "local-dir:NAME", "hf-hub:USER/NAME"
 NAME/README.md                        the model card: data, licence, training, metrics with intervals, limits
 NAME/recipe.yaml, log.txt, metrics.jsonl, results.json    what was trained, how it went, and what came out
+NAME/plan.safetensors                 of some: how `dgt.accelerate` does the attention, for `dgt.apply_plan`
 NAME/SHA256SUMS                       the checksums of all these files, as `sha256sum --check` reads them
 ```
 
@@ -26,21 +27,27 @@ from dgt.weights.card import check_card
 VARIABLE = "DGT_WEIGHTS"
 SHIPPED = Path(__file__).with_name("dgt_nano.scenes")
 SUMS, CARD, MODEL = "SHA256SUMS", "README.md", ("model.safetensors", "config.json")
+PLAN = "plan.safetensors"
 STORY = ("recipe.yaml", "log.txt", "metrics.jsonl", "results.json")
 FILES = (*MODEL, CARD, *STORY)
 
 
 def write_sums(folder: Path) -> None:
     """Write the checksums of a folder's files."""
-    atomic_write(folder / SUMS, "".join(f"{_digest(folder / name)}  {name}\n" for name in FILES))
+    names = [*FILES, *([PLAN] if (folder / PLAN).is_file() else [])]
+    atomic_write(folder / SUMS, "".join(f"{_digest(folder / name)}  {name}\n" for name in names))
 
 
-def check_sums(folder: Path, names: Sequence[str] = FILES) -> None:
-    """Raise UserError where a folder lacks SHA256SUMS or one of these files, or a file has another checksum."""
+def check_sums(folder: Path, names: Sequence[str] | None = None) -> list[str]:
+    """Return these names, by default of all files that belong to a folder of weights, whose checksums are right.
+
+    Raises UserError where it lacks SHA256SUMS or one of these files, or a file has another checksum.
+    """
     if not (folder / SUMS).is_file():
         raise UserError(f"{str(folder)!r} is no folder of weights: it has no {SUMS}, which `dgt weights make` writes")
     lines = (folder / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()
     sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    names = [*FILES, *({PLAN} & set(sums))] if names is None else list(names)
     for name in names:
         if name not in sums:
             raise UserError(f"{folder / SUMS} lacks the checksum of {name}")
@@ -49,6 +56,7 @@ def check_sums(folder: Path, names: Sequence[str] = FILES) -> None:
         if (found := _digest(folder / name)) != sums[name]:
             told = f"SHA-256 {sums[name][:12]}... expected, {found[:12]}... found"
             raise UserError(f"{folder / name} is not the file that {SUMS} lists: {told}")
+    return names
 
 
 def check_weights(folder: str | Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from huggingface_hub import HfApi, get_token
 
 from dgt.utils.errors import UserError
-from dgt.weights.folder import FILES, SUMS, check_weights
+from dgt.weights.folder import SUMS, check_sums, check_weights
 
 
 def publish(folder: str | Path, repo: str, dry_run: bool = False) -> str:
@@ -17,8 +17,9 @@ def publish(folder: str | Path, repo: str, dry_run: bool = False) -> str:
     A repository that is not there is made, public. A dry run checks what can be checked without the network. Raises
     UserError as `check_weights` does, for a name that is none, without a token, and with what the hub refuses.
     """
-    folder, names = Path(folder), [*FILES, SUMS]
+    folder = Path(folder)
     check_weights(folder)
+    names = [*check_sums(folder), SUMS]
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
         raise UserError(f"repo must be USER/NAME, got {repo!r}")
     files = "".join(f"\n  {name:<20}{(folder / name).stat().st_size / 1e6:>9.3f} MB" for name in names)
