@@ -343,7 +343,7 @@ def test_a_plan_is_measured_and_packed(run: Path, tmp_path: Path, capsys: pytest
     assert told["plan"]["attentions"] == 2
     assert set(told["plan"]["metrics"]) == set(told["metrics"])
     card = (out / "README.md").read_text()
-    assert f"top-1 {100 * told['plan']['metrics']['top1']:.2f} %" in card
+    assert f"With the plan, on these images: top-1 {100 * told['plan']['metrics']['top1']:.2f} %" in card
     assert 'dgt.apply_plan(model, "vit.trial/plan.safetensors")' in card
     assert "plan.safetensors" in publish(out, "a/b", dry_run=True)
     capsys.readouterr()

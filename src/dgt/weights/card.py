@@ -77,10 +77,9 @@ def plan_text(plan: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
     values = ", ".join(f"{metrics[key]['label']} {100 * value:.2f} %" for key, value in plan["metrics"].items())
     attention, model, bound = (f"{1 / plan[key]:.2f}" for key in ("attention_speedup", "model_speedup", "bound"))
     return (
-        f"\n\nWith plan.safetensors, on the same images: {values}. Of {plan['attentions']} attentions "
-        f"{plan['grouped']} are done in groups; where the plan was made, attention took {attention} of its time and the model "
-        f"{model} ({bound} without any attention). The output's relative error was {plan['measured_error']:.2g}, asked was "
-        f"{plan['asked_error']:.2g}."
+        f"\n\nWith the plan, on these images: {values}. {plan['grouped']} of {plan['attentions']} attentions "
+        f"are in groups; where it was made, attention took {attention} of its time and the model {model} ({bound} "
+        f"without attention). The output's relative error: {plan['measured_error']:.2g} of {plan['asked_error']:.2g}."
     )
 
 
