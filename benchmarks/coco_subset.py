@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from dgt.data.coco import read_annotations
+from dgt.data.coco import CocoImages
 from dgt.utils.atomic_write import write_json
 
 
@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("images", type=int)
     parser.add_argument("out", type=Path)
     options = parser.parse_args()
-    whole = read_annotations(options.annotations)
+    whole = CocoImages(options.annotations)
     images = [image for image in whole.images if whole.by_image[image["id"]]][: options.images]
     entries = [entry for image in images for entry in whole.by_image[image["id"]]]
     write_json(options.out, {"images": images, "annotations": entries, "categories": whole.categories})

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from dgt.data.coco import annotation_problem, draw_masks, encode_masks, read_annotations
+from dgt.data.coco import CocoImages, annotation_problem, draw_masks, encode_masks
 
 from .coco_files import SIZES, crowd, entry, write_coco
 
@@ -20,7 +20,7 @@ IMAGES = {number: {"width": width, "height": height} for number, (width, height)
 
 
 def test_categories_are_in_the_order_of_their_ids_and_every_valid_entry_is_kept(tmp_path: Path) -> None:
-    found = read_annotations(write_coco(tmp_path) / "annotations" / "instances_train2017.json")
+    found = CocoImages(write_coco(tmp_path) / "annotations" / "instances_train2017.json")
     assert [category["name"] for category in found.categories] == ["cat", "dog"]
     assert {number: [item["id"] for item in items] for number, items in found.by_image.items()} == {
         1: [1, 2],
@@ -75,7 +75,7 @@ def test_what_cannot_be_used_is_named(change: dict[str, Any], reason: str) -> No
 
 def test_bad_entries_are_counted_with_their_file_and_id(tmp_path: Path) -> None:
     file = write_coco(tmp_path, entry(70, 99, (1, 1, 5, 5)), entry(71, 1, (1, 1, 5, 5), category_id=50))
-    found = read_annotations(file / "annotations" / "instances_val2017.json")
+    found = CocoImages(file / "annotations" / "instances_val2017.json")
     assert [Path(item.path).name for item in found.bad] == [
         "instances_val2017.json: annotation 70",
         "instances_val2017.json: annotation 71",
@@ -100,7 +100,7 @@ def test_bad_entries_are_counted_with_their_file_and_id(tmp_path: Path) -> None:
 def test_a_file_of_something_else_is_refused(tmp_path: Path, content: str, sentence: str) -> None:
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(ValueError, match=sentence):
-        read_annotations(tmp_path / "a.json")
+        CocoImages(tmp_path / "a.json")
 
 
 @pytest.mark.parametrize(
@@ -124,15 +124,15 @@ def test_ids_are_integers_and_names_are_texts_of_their_own(
     content[section][0].update(change)
     file.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=sentence):
-        read_annotations(file)
+        CocoImages(file)
 
 
 def test_missing_files_and_double_ids_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no annotation file"):
-        read_annotations(tmp_path / "a.json")
+        CocoImages(tmp_path / "a.json")
     file = write_coco(tmp_path, entry(1, 1, (1, 1, 5, 5))) / "annotations" / "instances_val2017.json"
     with pytest.raises(ValueError, match="two entries of 'annotations' have the id 1"):
-        read_annotations(file)
+        CocoImages(file)
 
 
 @given(hnp.arrays(np.uint8, st.tuples(st.just(2), st.integers(1, 9), st.integers(1, 9)), elements=st.integers(0, 1)))
@@ -148,7 +148,7 @@ def test_masks_survive_their_run_length_codes(masks: np.ndarray) -> None:
 
 def test_masks_are_those_of_pycocotools(shared_data: Path) -> None:
     coco = pytest.importorskip("pycocotools.mask")
-    found = read_annotations(shared_data / "coco-mini" / "annotations" / "instances_val2017.json")
+    found = CocoImages(shared_data / "coco-mini" / "annotations" / "instances_val2017.json")
     assert found.bad == []
     for image in found.images[:40]:
         height, width = image["height"], image["width"]

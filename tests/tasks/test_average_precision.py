@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from dgt.data.coco import draw_masks, encode_masks, read_annotations
+from dgt.data.coco import CocoImages, draw_masks, encode_masks
 from dgt.data.detection import SceneObjects
 from dgt.tasks.detect import average_precision, coco_results
 
@@ -93,7 +93,7 @@ def test_equals_pycocotools_on_scenes(scenes: Truth, seed: int) -> None:
 
 
 def test_equals_pycocotools_on_real_annotations(shared_data: Path) -> None:
-    whole = read_annotations(shared_data / "coco-mini" / "annotations" / "instances_val2017.json").ground_truth()
+    whole = CocoImages(shared_data / "coco-mini" / "annotations" / "instances_val2017.json").ground_truth()
     crowded = {entry["image_id"] for entry in whole["annotations"] if entry["iscrowd"]}
     chosen = crowded | {image["id"] for image in whole["images"][:40]}
     truth = {

@@ -15,7 +15,7 @@ from timm.data.mixup import FastCollateMixup, mixup_target
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
-from dgt.data.dataset import Key, Reader, SeededDataset
+from dgt.data.dataset import Key, Reader
 from dgt.data.module import NormalizedData
 from dgt.data.readers import ImageFolder, SceneImages, available_splits, open_images
 from dgt.data.transforms import Augmentation, evaluation_transform, training_transform
@@ -51,6 +51,7 @@ class ClassificationData(NormalizedData):
         "a folder with train/CLASS/ and val/CLASS/ folders of images, a Hugging Face data set (its folder, or its name "
         "on the hub), or the folder of CIFAR-10"
     )
+    scenes = SceneImages
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,26 +59,18 @@ class ClassificationData(NormalizedData):
         if augmentation.mixes and self.batch_size % 2:
             raise UserError(f"batch_size must be even where mixup or cutmix is on, got {self.batch_size}")
         self.erasing = RandomErasing(augmentation.erasing, mode="pixel")
-        self.transforms = {
-            "train": training_transform(self.image_size, augmentation, self.mean),
-            "val": evaluation_transform(self.image_size, self.crop_ratio, augmentation.interpolation),
-        }
+        evaluation = evaluation_transform(self.image_size, self.crop_ratio, augmentation.interpolation)
+        training = training_transform(self.image_size, augmentation, self.mean)
+        self.transforms = {"train": partial(_transformed, training), "val": partial(_transformed, evaluation)}
 
-    def open_part(self, part: str) -> tuple[SeededDataset, str]:
+    def open_root(self, root: str, part: str) -> tuple[str, Reader]:
         """As of all tasks. Raises UserError, too, for a class folder without an image to train on."""
-        reader: Reader
-        if self.root is None:
-            split, reader = part, SceneImages(part, self.scene_count(part), self.image_size)
-        else:
-            found = available_splits(self.root)
-            split, train = self.choose_split(part, found), self.choose_split("train", found)
-            columns = {"image_column": self.image_column, "label_column": self.label_column}
-            reader = open_images(self.root, split, train, **columns)
-            if isinstance(reader, ImageFolder) and part == "train":
-                reader.check_classes()
-        transform = partial(_transformed, self.transforms[part])
-        indices = self.subset(part, split, range(len(reader)))
-        return SeededDataset(reader, transform, self.seed, indices, self.cache), split
+        found = available_splits(root)
+        split, train = self.choose_split(part, found), self.choose_split("train", found)
+        reader = open_images(root, split, train, image_column=self.image_column, label_column=self.label_column)
+        if isinstance(reader, ImageFolder) and part == "train":
+            reader.check_classes()
+        return split, reader
 
     def collate(self, part: str, key: Key, samples: list[Any]) -> tuple[Any, Any]:
         """Images uint8 (B, 3, S, S) and labels; in training mixed and smoothed as the augmentation says.

@@ -1,4 +1,4 @@
-"""COCO's annotation files, checked entry by entry, and the masks they describe.
+"""COCO's annotation files, checked entry by entry, their images, and the masks they describe.
 
 What can be used and what cannot follows COCO's own evaluation: crowd regions and boxes without area are valid entries
 that only training has no use for, and so is an image without any. An entry that contradicts the file (an image or a
@@ -6,78 +6,110 @@ category that it does not list, a polygon of two points, a run-length code that 
 with its reason. COCO's own code would read a polygon of two points as a box, without a word.
 """
 
-from __future__ import annotations
-
 import json
 import math
+import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from faster_coco_eval.core import mask as coco_mask
 from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
 
-from dgt.data.image_io import BrokenImage, StrPath
+from dgt.data.image_io import BrokenImage, StrPath, try_decode
 from dgt.utils.errors import UserError
 
 Entry = dict[str, Any]
-SECTIONS = {
-    "images": ("id", "file_name", "width", "height"),
-    "annotations": ("id",),
-    "categories": ("id", "name"),
-}
+Objects = dict[str, Tensor]
+"""What to train on: `boxes` float32 (N, 4) x0 y0 x1 y1; `labels` int64 (N,) from 1 on; `masks` uint8 (N, H, W)."""
+Sample = tuple[Image.Image, int, Callable[[], Objects]]
+"""An image, its id, and a function for its objects, which only training needs."""
+SECTIONS = {"images": ("id", "file_name", "width", "height"), "annotations": ("id",), "categories": ("id", "name")}
 
 
-@dataclass(frozen=True)
-class CocoAnnotations:
-    """One annotation file.
+class CocoImages:
+    """Images of a COCO file of instances: JSON with the lists `images`, `annotations` and `categories`.
 
     `images` in the file's order; `categories` by rising id, which is the order of classes and labels; `by_image` the
     usable annotations of each image id, crowd among them; `bad` the others, each with its reason; `total` all of them.
+    Label l is category `category_ids[l - 1]`. The images lie in `folder`.
+
+    Raises:
+        FileNotFoundError: no such file or folder.
+        UserError: not JSON, a list is missing or holds something else than entries with COCO's keys, an id is no
+            64-bit integer, two entries of a list have one id or two categories one name. A single annotation that
+            cannot be used raises nothing: it is listed in `bad`.
     """
 
-    images: list[Entry]
-    categories: list[Entry]
-    by_image: dict[int, list[Entry]]
-    bad: list[BrokenImage]
-    total: int
+    def __init__(self, path: StrPath, folder: StrPath = ".") -> None:
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"there is no annotation file {str(path)!r}")
+        if not os.path.isdir(folder):
+            raise FileNotFoundError(f"there is no folder of images {str(folder)!r}")
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise UserError(f"{path} is not JSON: {error}") from error
+        self.folder = folder
+        self.images, annotations, categories = (_section(content, name, path) for name in SECTIONS)
+        self.categories = sorted(categories, key=lambda entry: entry["id"])
+        self.class_names = tuple(str(entry["name"]) for entry in self.categories)
+        self.category_ids = tuple(int(entry["id"]) for entry in self.categories)
+        images, known = {entry["id"]: entry for entry in self.images}, set(self.category_ids)
+        self.by_image: dict[int, list[Entry]] = {number: [] for number in images}
+        self.bad, self.total = list[BrokenImage](), len(annotations)
+        for entry in annotations:
+            problem = annotation_problem(entry, images, known)
+            if problem is None:
+                self.by_image[entry["image_id"]].append({"iscrowd": 0, **entry})
+            else:
+                self.bad.append(BrokenImage(f"{path}: annotation {entry['id']}", problem))
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Sample | BrokenImage:
+        """One image, upright where its EXIF data say how to turn it: annotations are of the upright image.
+
+        One of another size than annotated is broken: its objects would lie elsewhere.
+        """
+        entry = self.images[index]
+        path = os.path.join(self.folder, entry["file_name"])
+        found = try_decode(path, path, entry["id"])
+        if isinstance(found, BrokenImage):
+            return found
+        width, height = found[0].size
+        if (width, height) != (entry["width"], entry["height"]):
+            return BrokenImage(path, f"is {width} x {height}, annotated as {entry['width']} x {entry['height']}")
+        return *found, partial(self.objects, index)
+
+    def objects(self, index: int) -> Objects:
+        """What of one image can be trained on: neither crowd regions nor boxes without area."""
+        image, entries = self.images[index], self._trainable(index)
+        boxes = torch.tensor([entry["bbox"] for entry in entries], dtype=torch.float32).reshape(-1, 4)
+        boxes[:, 2:] += boxes[:, :2]
+        labels = [1 + self.category_ids.index(entry["category_id"]) for entry in entries]
+        masks = draw_masks(entries, image["height"], image["width"])
+        return {"boxes": boxes, "labels": torch.tensor(labels, dtype=torch.int64), "masks": torch.from_numpy(masks)}
+
+    def with_objects(self) -> list[int]:
+        """Indices of the images that hold anything to train on."""
+        return [index for index in range(len(self)) if self._trainable(index)]
 
     def ground_truth(self) -> dict[str, list[Entry]]:
         """The file again, without the annotations that cannot be used: what detections are compared with."""
         annotations = [entry for entries in self.by_image.values() for entry in entries]
         return {"images": self.images, "annotations": annotations, "categories": self.categories}
 
-
-def read_annotations(path: StrPath) -> CocoAnnotations:
-    """Read and check a COCO file of instances: JSON with the lists `images`, `annotations` and `categories`.
-
-    Raises:
-        FileNotFoundError: no such file.
-        UserError: not JSON, a list is missing or holds something else than entries with COCO's keys, an id is no
-            64-bit integer, two entries of a list have one id or two categories one name. A single annotation that
-            cannot be used raises nothing: it is listed in `bad`.
-    """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"there is no annotation file {str(path)!r}")
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not JSON: {error}") from error
-    listed, annotations, categories = (_section(content, name, path) for name in SECTIONS)
-    images = {entry["id"]: entry for entry in listed}
-    known = {entry["id"] for entry in categories}
-    by_image: dict[int, list[Entry]] = {number: [] for number in images}
-    bad: list[BrokenImage] = []
-    for entry in annotations:
-        problem = annotation_problem(entry, images, known)
-        if problem is None:
-            by_image[entry["image_id"]].append({"iscrowd": 0, **entry})
-        else:
-            bad.append(BrokenImage(f"{path}: annotation {entry['id']}", problem))
-    return CocoAnnotations(listed, sorted(categories, key=lambda entry: entry["id"]), by_image, bad, len(annotations))
+    def _trainable(self, index: int) -> list[Entry]:
+        entries = self.by_image[self.images[index]["id"]]
+        return [entry for entry in entries if not entry["iscrowd"] and min(entry["bbox"][2:]) > 0]
 
 
 def _section(content: Any, name: str, path: StrPath) -> list[Entry]:
@@ -102,15 +134,19 @@ def _section(content: Any, name: str, path: StrPath) -> list[Entry]:
                 raise UserError(f"{path}: {name} {entry['id']} must have a text as its {key}, got {entry[key]!r}")
         if not all(isinstance(entry[side], int) and entry[side] > 0 for side in keys[2:]):
             raise UserError(f"{path}: image {entry['id']!r} is {entry['width']!r} x {entry['height']!r} pixels")
-    for key in ("id", "name") if "name" in keys else ("id",):
-        value, times = Counter(entry[key] for entry in found).most_common(1)[0] if found else (None, 0)
-        if times > 1:
-            raise UserError(f"{path}: two entries of {name!r} have the {key} {value!r}")
+    for key in {"id", "name"}.intersection(keys):
+        for value, times in Counter(entry[key] for entry in found).most_common(1):
+            if times > 1:
+                raise UserError(f"{path}: two entries of {name!r} have the {key} {value!r}")
     return found
 
 
 def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+    return type(value) is int and -(2**63) <= value < 2**63
+
+
+def _numbers(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) in (int, float) and math.isfinite(value) for value in values)
 
 
 def annotation_problem(entry: Entry, images: Mapping[int, Entry], categories: set[int]) -> str | None:
@@ -118,47 +154,37 @@ def annotation_problem(entry: Entry, images: Mapping[int, Entry], categories: se
     missing = [key for key in ("image_id", "category_id", "bbox", "area", "segmentation") if key not in entry]
     if missing:
         return f"lacks {', '.join(missing)}"
-    if not _is_id(entry["image_id"]) or entry["image_id"] not in images:
-        return f"is of image {entry['image_id']!r}, which the file does not list"
-    if not _is_id(entry["category_id"]) or entry["category_id"] not in categories:
-        return f"has category {entry['category_id']!r}, which the file does not list"
-    if not _numbers(entry["bbox"]) or len(entry["bbox"]) != 4 or min(entry["bbox"][2:]) < 0:
-        return f"has no box x, y, width, height of finite numbers, but {entry['bbox']!r}"
-    if not _numbers([entry["area"]]):
-        return f"has no number as its area, but {entry['area']!r}"
+    image_id, category, box, area = (entry[key] for key in ("image_id", "category_id", "bbox", "area"))
+    if not _is_id(image_id) or image_id not in images:
+        return f"is of image {image_id!r}, which the file does not list"
+    if not _is_id(category) or category not in categories:
+        return f"has category {category!r}, which the file does not list"
+    if not _numbers(box) or len(box) != 4 or min(box[2:]) < 0:
+        return f"has no box x, y, width, height of finite numbers, but {box!r}"
+    if not _numbers([area]):
+        return f"has no number as its area, but {area!r}"
     if entry.get("iscrowd", 0) not in (0, 1):
         return f"has neither 0 nor 1 as its iscrowd, but {entry['iscrowd']!r}"
-    image, segmentation = images[entry["image_id"]], entry["segmentation"]
-    if isinstance(segmentation, dict):
-        return _run_length_problem(segmentation, [image["height"], image["width"]])
-    return _polygon_problem(segmentation)
+    return _mask_problem(entry["segmentation"], images[image_id]["height"], images[image_id]["width"])
 
 
-def _numbers(values: Any) -> bool:
-    return isinstance(values, list) and all(
-        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) for value in values
-    )
-
-
-def _polygon_problem(polygons: Any) -> str | None:
-    if not isinstance(polygons, list) or not polygons:
+def _mask_problem(mask: Any, height: int, width: int) -> str | None:
+    if isinstance(mask, dict):
+        if mask.get("size") != [height, width]:
+            return f"has a run-length code of size {mask.get('size')!r} in an image of {[height, width]}"
+        try:
+            coco_mask.decode(coco_mask.segmToRle(mask, width, height))
+        except ValueError as error:
+            return f"has a run-length code that does not decode: {error}"
+        except (KeyError, TypeError, RuntimeError):
+            return "has a run-length code whose counts are no integers of at least 0"
+        return None
+    if not isinstance(mask, list) or not mask:
         return "has neither polygons nor a run-length code"
-    if not all(_numbers(polygon) and len(polygon) % 2 == 0 for polygon in polygons):
+    if not all(_numbers(polygon) and len(polygon) % 2 == 0 for polygon in mask):
         return "has a polygon that is no list of finite x and y"
-    points = min(len(polygon) // 2 for polygon in polygons)
+    points = min(len(polygon) // 2 for polygon in mask)
     return f"has a polygon of {points} points, fewer than 3" if points < 3 else None
-
-
-def _run_length_problem(code: Entry, size: list[int]) -> str | None:
-    if code.get("size") != size:
-        return f"has a run-length code of size {code.get('size')!r} in an image of {size}"
-    try:
-        coco_mask.decode(coco_mask.segmToRle(code, size[1], size[0]))
-    except ValueError as error:
-        return f"has a run-length code that does not decode: {error}"
-    except (KeyError, TypeError, RuntimeError):
-        return "has a run-length code whose counts are no integers of at least 0"
-    return None
 
 
 def draw_masks(entries: Sequence[Entry], height: int, width: int) -> NDArray[np.uint8]:

@@ -7,6 +7,7 @@ them), and a list of dicts. In training these hold `boxes` float32 (N, 4) x0 y0 
 """
 
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -18,99 +19,36 @@ from torch import Tensor
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from dgt.data.coco import CocoAnnotations, Entry, draw_masks, encode_masks, read_annotations
-from dgt.data.dataset import Key, SeededDataset
-from dgt.data.image_io import BrokenImage, BrokenImages, try_decode
+from dgt.data.coco import CocoImages, Entry, Objects, Sample, encode_masks
+from dgt.data.dataset import Key
+from dgt.data.image_io import BrokenImages
 from dgt.data.module import ImageData
 from dgt.data.scenes import Scenes
 from dgt.utils.errors import UserError, check_range
 
-Objects = dict[str, Tensor]
-"""What to train on: `boxes` float32 (N, 4) x0 y0 x1 y1; `labels` int64 (N,) from 1 on; `masks` uint8 (N, H, W)."""
 
-
-class CocoImages:
-    """Images of a COCO file in a folder, with their indices, and their objects. Label l is category
-    `category_ids[l - 1]`. FileNotFoundError where there is no such folder.
-    """
-
-    def __init__(self, folder: Path, annotations: CocoAnnotations) -> None:
-        if not folder.is_dir():
-            raise FileNotFoundError(f"there is no folder of images {str(folder)!r}")
-        self.folder, self.annotations = folder, annotations
-        self.class_names = tuple(str(entry["name"]) for entry in annotations.categories)
-        self.category_ids = tuple(int(entry["id"]) for entry in annotations.categories)
-        self.image_ids = [entry["id"] for entry in annotations.images]
-
-    def __len__(self) -> int:
-        return len(self.image_ids)
-
-    def __getitem__(self, index: int) -> tuple[Image.Image, int] | BrokenImage:
-        """One image, upright where its EXIF data say how to turn it: annotations are of the upright image.
-
-        One of another size than annotated is broken: its objects would lie elsewhere.
-        """
-        entry = self.annotations.images[index]
-        path = str(self.folder / entry["file_name"])
-        sample = try_decode(path, path, index)
-        if not isinstance(sample, BrokenImage) and sample[0].size != (entry["width"], entry["height"]):
-            width, height = sample[0].size
-            return BrokenImage(path, f"is {width} x {height}, annotated as {entry['width']} x {entry['height']}")
-        return sample
-
-    def objects(self, index: int) -> Objects:
-        """What of one image can be trained on: neither crowd regions nor boxes without area."""
-        image = self.annotations.images[index]
-        entries = self._trainable(image["id"])
-        boxes = torch.tensor([entry["bbox"] for entry in entries], dtype=torch.float32).reshape(-1, 4)
-        boxes[:, 2:] += boxes[:, :2]
-        labels = [1 + self.category_ids.index(entry["category_id"]) for entry in entries]
-        masks = draw_masks(entries, image["height"], image["width"])
-        return {"boxes": boxes, "labels": torch.tensor(labels, dtype=torch.int64), "masks": torch.from_numpy(masks)}
-
-    def with_objects(self) -> list[int]:
-        """Indices of the images that hold anything to train on."""
-        return [index for index, number in enumerate(self.image_ids) if self._trainable(number)]
-
-    def ground_truth(self) -> dict[str, list[Entry]]:
-        """All usable annotations, in COCO's format."""
-        return self.annotations.ground_truth()
-
-    def _trainable(self, image_id: int) -> list[Entry]:
-        entries = self.annotations.by_image[image_id]
-        return [entry for entry in entries if not entry["iscrowd"] and min(entry["bbox"][2:]) > 0]
-
-
-class SceneObjects:
+class SceneObjects(Scenes):
     """The built-in scenes with their boxes and masks; a scene's number is its image id, kind c is category c + 1."""
 
-    def __init__(self, split: str, length: int, image_size: int) -> None:
-        self.scenes = Scenes(split, length, image_size)
-        self.class_names = self.scenes.class_names
-        self.category_ids = tuple(range(1, len(self.class_names) + 1))
-        self.image_ids = list(range(length))
+    category_ids = tuple(range(1, len(Scenes.class_names) + 1))
 
-    def __len__(self) -> int:
-        return len(self.scenes)
-
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        return self.scenes[index].to_pil(), index
+    def __getitem__(self, index: int) -> Sample:
+        return super().__getitem__(index).to_pil(), index, partial(self.objects, index)
 
     def objects(self, index: int) -> Objects:
         """The objects of one scene, as far as they can be seen."""
-        scene = self.scenes[index]
+        scene = super().__getitem__(index)
         return {"boxes": scene.boxes, "labels": scene.categories + 1, "masks": scene.masks.byte()}
 
-    def with_objects(self) -> list[int]:
+    def with_objects(self) -> range:
         """All scenes: each holds an object."""
-        return self.image_ids
+        return range(self.length)
 
     @lru_cache(maxsize=1)  # noqa: B019  # as many readers live as a run has splits
     def ground_truth(self) -> dict[str, list[Entry]]:
         """Boxes and masks of all scenes, in COCO's format."""
-        size = self.scenes.image_size
-        annotations: list[Entry] = []
-        for number in self.image_ids:
+        size, annotations = self.image_size, list[Entry]()
+        for number in range(self.length):
             boxes, labels, masks = self.objects(number).values()
             boxes[:, 2:] -= boxes[:, :2]
             codes = encode_masks(masks.numpy())
@@ -118,23 +56,23 @@ class SceneObjects:
                 entry = {"id": len(annotations) + 1, "image_id": number, "category_id": label, "iscrowd": 0}
                 annotations.append({**entry, "bbox": box, "area": int(mask.sum()), "segmentation": code})
         return {
-            "images": [{"id": n, "file_name": f"{n}.png", "width": size, "height": size} for n in self.image_ids],
+            "images": [{"id": n, "file_name": f"{n}.png", "width": size, "height": size} for n in range(self.length)],
             "annotations": annotations,
             "categories": [{"id": number, "name": name} for number, name in enumerate(self.class_names, start=1)],
         }
 
 
-def _validated(reader: CocoImages | SceneObjects, image: Image.Image, index: int) -> tuple[Tensor, Objects]:
+def _validated(image: Image.Image, image_id: int, objects: Callable[[], Objects]) -> tuple[Tensor, Objects]:
     """An image as bytes (3, H, W), and its id."""
-    return v2.functional.pil_to_tensor(image), {"image_id": torch.tensor(reader.image_ids[index])}
+    return v2.functional.pil_to_tensor(image), {"image_id": torch.tensor(image_id)}
 
 
-def _trained(reader: CocoImages | SceneObjects, flip: float, image: Image.Image, index: int) -> tuple[Tensor, Objects]:
+def _trained(flip: float, image: Image.Image, image_id: int, objects: Callable[[], Objects]) -> tuple[Tensor, Objects]:
     """An image as bytes (3, H, W), and its objects, flipped at random.
 
     Boxes end at the image's border; objects whose box is then thinner than a pixel go.
     """
-    boxes, labels, masks = reader.objects(index).values()
+    boxes, labels, masks = objects().values()
     boxes = tv_tensors.BoundingBoxes(boxes, format="XYXY", canvas_size=(image.height, image.width))
     pixels, boxes, masks = v2.RandomHorizontalFlip(flip)(tv_tensors.Image(image), boxes, tv_tensors.Mask(masks))
     boxes, valid = v2.functional.sanitize_bounding_boxes(v2.functional.clamp_bounding_boxes(boxes))
@@ -174,29 +112,40 @@ class DetectionData(ImageData):
     val_annotations: str = "annotations/instances_val2017.json"
 
     root_holds = "a folder with train2017, val2017 and annotations as COCO has them (data.train_images ... name others)"
+    scenes = SceneObjects
     scenes_size = {"train": 4000, "val": 500}  # noqa: RUF012
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range(0, 1, flip=self.flip)
+        self.transforms = {"train": partial(_trained, self.flip), "val": _validated}
 
-    def open_part(self, part: str) -> tuple[SeededDataset, str]:
-        """As of all tasks. Raises UserError, too, where nothing is to be trained on or compared with, or more
-        annotations are unusable than `max_broken_share` allows.
-        """
-        reader = self._read(part)
+    def open_root(self, root: str, part: str) -> tuple[str, CocoImages]:
+        """As of all tasks; warns of annotations that cannot be used, and raises BrokenImagesError for too many."""
+        folder, file = (Path(root, getattr(self, f"{part}_{what}")) for what in ("images", "annotations"))
+        reader = CocoImages(file, folder)
+        if self.datasets and (self.class_names, self.category_ids) != (reader.class_names, reader.category_ids):
+            raise UserError(f"{file} has other categories than the training split's file")
+        report = BrokenImages(part, reader.total, self.max_broken_share, "annotations", "cannot be used")
+        self.broken_images[f"{part} annotations"] = report
+        report.record(reader.bad)
+        if reader.bad:
+            count, (first, reason) = f"{len(reader.bad)} of {reader.total}", reader.bad[0]
+            told = f"{count} annotations in {file} cannot be used and are left out; the first: {Path(first).name}"
+            warnings.warn(f"{told}: {reason}", stacklevel=2)
+        return part, reader
+
+    def choose(self, part: str, split: str, reader: Any) -> Sequence[int]:
+        """As of all tasks; for training those with an object. UserError, too, where `part` holds none at all."""
         useful = reader.with_objects()
-        if part == "train" and not useful and not self.keep_empty:
-            raise UserError(f"{part} holds no image with an object to train on")
-        chosen = self.subset(part, part, useful if part == "train" and not self.keep_empty else range(len(reader)))
+        if part == "train" and not self.keep_empty:
+            if not useful:
+                raise UserError(f"{part} holds no image with an object to train on")
+            return self.subset(part, split, useful)
+        chosen = super().choose(part, split, reader)
         if part == "val" and not set(chosen).intersection(useful):
             raise UserError(f"the {len(chosen)} images of {part} hold no object to compare detections with")
-        transform = partial(_trained, reader, self.flip) if part == "train" else partial(_validated, reader)
-        return SeededDataset(reader, transform, self.seed, chosen), part
-
-    def collate(self, part: str, key: Key, samples: list[Any]) -> tuple[Any, Any]:
-        """Lists of images and targets."""
-        return [image for image, _ in samples], [target for _, target in samples]
+        return chosen
 
     def finish(self, part: str, key: Key, images: list[Tensor], targets: Any) -> tuple[list[Tensor], Any]:
         """Bytes to 0 to 1."""
@@ -211,21 +160,3 @@ class DetectionData(ImageData):
         """What the validation's detections are compared with, in COCO's format; after `setup`."""
         reader: Any = self.datasets["val"].reader
         return dict(reader.ground_truth())
-
-    def _read(self, part: str) -> CocoImages | SceneObjects:
-        """The reader of one part; reports annotations that cannot be used."""
-        if self.root is None:
-            return SceneObjects(part, self.scene_count(part), self.image_size)
-        folder, file = (Path(self.root, getattr(self, f"{part}_{what}")) for what in ("images", "annotations"))
-        annotations = read_annotations(file)
-        reader = CocoImages(folder, annotations)
-        if self.datasets and (self.class_names, self.category_ids) != (reader.class_names, reader.category_ids):
-            raise UserError(f"{file} has other categories than the training split's file")
-        report = BrokenImages(part, annotations.total, self.max_broken_share, "annotations", "cannot be used")
-        self.broken_images[f"{part} annotations"] = report
-        report.record(annotations.bad)
-        if annotations.bad:
-            count, (first, reason) = f"{len(annotations.bad)} of {annotations.total}", annotations.bad[0]
-            told = f"{count} annotations in {file} cannot be used and are left out; the first: {Path(first).name}"
-            warnings.warn(f"{told}: {reason}", stacklevel=2)
-        return reader

@@ -13,8 +13,6 @@ What cannot be decoded is a `BrokenImage`, left out and counted; a label map tha
 the model something wrong, so it stops the run: a `WrongLabels`, which names the file.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -26,7 +24,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageFile
 
 from dgt.data.image_io import BrokenImage, StrPath, WrongLabels, decode_oriented, decoding
-from dgt.data.readers import folder_names, image_files, some
+from dgt.data.readers import folder_names, image_files, some, split_folder
 from dgt.data.scenes import Scenes
 from dgt.utils.errors import UserError
 
@@ -64,13 +62,9 @@ class LabelMapFolder:
         if times > 1:
             raise UserError(f"classes must have names of their own, got {name!r} {times} times")
         maps = label_folder(root)
-        for parent in (Path(root) / "images", maps):
-            if not (parent / split).is_dir():
-                found = some(folder_names(parent))
-                raise FileNotFoundError(f"split: {split!r} is not a folder in {parent}; found there: {found}")
         self.class_names = tuple(class_names)
         self.zero_is_ignored = LABEL_FOLDERS[maps.name] if zero_is_ignored is None else zero_is_ignored
-        self.samples = _pairs(Path(root) / "images" / split, maps / split)
+        self.samples = _pairs(split_folder(Path(root, "images"), split), split_folder(maps, split))
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -142,13 +136,10 @@ def _pairs(images: Path, maps: Path) -> list[tuple[str, str]]:
     paths, labels = _by_name(images), _by_name(maps)
     if not paths and not labels:
         raise UserError(f"no image in {images}")
-    for here, there, what in (
-        (paths, labels, f"images without a label map in {maps}"),
-        (labels, paths, f"label maps without an image in {images}"),
-    ):
-        alone = [path for name, path in here.items() if name not in there]
-        if alone:
-            raise UserError(f"{len(alone)} {what}: {some(alone, 3)}")
+    if alone := [path for name, path in paths.items() if name not in labels]:
+        raise UserError(f"{len(alone)} images without a label map in {maps}: {some(alone, 3)}")
+    if alone := [path for name, path in labels.items() if name not in paths]:
+        raise UserError(f"{len(alone)} label maps without an image in {images}: {some(alone, 3)}")
     return [(paths[name], labels[name]) for name in sorted(paths)]
 
 
@@ -156,10 +147,9 @@ def _by_name(folder: Path) -> dict[str, str]:
     """Image files below a folder by their path in it without suffix."""
     found: dict[str, str] = {}
     for path in image_files(folder):
-        name = os.path.splitext(os.path.relpath(path, folder))[0]
-        if name in found:
-            raise UserError(f"two files of one name: {found[name]} and {path}")
-        found[name] = path
+        first = found.setdefault(os.path.splitext(os.path.relpath(path, folder))[0], path)
+        if first != path:
+            raise UserError(f"two files of one name: {first} and {path}")
     return found
 
 

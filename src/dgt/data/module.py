@@ -1,9 +1,7 @@
 """What the data modules of all tasks share: two splits, their loaders, and the report of unreadable images."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 from dgt.data.dataset import Key, SeededDataset
 from dgt.data.image_io import BrokenImages, StrPath
 from dgt.data.loader import Loader
+from dgt.data.scenes import Scenes
 from dgt.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize, Triple
 from dgt.utils.atomic_write import atomic_write
 from dgt.utils.distributed import world_size
@@ -22,7 +21,8 @@ USUAL_SPLITS = {"train": ("train", "training"), "val": ("val", "validation", "va
 
 @dataclass(eq=False)
 class ImageData(ABC):
-    """Images for training and validation; a subclass says what a split is and how its samples make a batch.
+    """Images for training and validation; a subclass says what a split is, how its samples are transformed (attribute
+    `transforms`, by "train" and "val") and how they make a batch.
 
     Args:
         root: where the images lie; left out for the built-in scenes.
@@ -49,11 +49,14 @@ class ImageData(ABC):
     train_size: int | None = None
     val_size: int | None = None
     max_broken_share: float = 0.01
+    transforms: dict[str, Callable[..., Any]] = field(default_factory=dict, init=False)
     datasets: dict[str, SeededDataset] = field(default_factory=dict, init=False)
     broken_images: dict[str, BrokenImages] = field(default_factory=dict, init=False)
 
     root_holds = "the folder of the images"  # what the argument `root` of a subclass is, human-readable
+    scenes: Callable[[str, int, int], Any] = Scenes  # their reader: split, number and size of the scenes
     scenes_size = {"train": 5000, "val": 1000}  # noqa: RUF012
+    cache = False
 
     def __post_init__(self) -> None:
         reads = type(self).dataset  # the default, for a root
@@ -70,30 +73,30 @@ class ImageData(ABC):
         check_range(0, 1, max_broken_share=self.max_broken_share)
 
     @abstractmethod
-    def open_part(self, part: str) -> tuple[SeededDataset, str]:
-        """Open "train" or "val", cut to its size: the dataset, and the name of its split for messages.
+    def open_root(self, root: str, part: str) -> tuple[str, Any]:
+        """Open "train" or "val" of what `root` names: the name of its split for messages, and its reader.
 
         Raises:
-            FileNotFoundError, UserError: nothing readable there, less than what is asked for, or splits at odds.
+            FileNotFoundError, UserError: nothing readable there, or splits at odds.
         """
 
-    @abstractmethod
     def collate(self, part: str, key: Key, samples: list[Any]) -> tuple[Any, Any]:
         """Make 8-bit images and their targets of a batch's samples, in a worker; no images where these are too few."""
+        return [image for image, _ in samples], [target for _, target in samples]
 
     @abstractmethod
     def finish(self, part: str, key: Key, images: Any, targets: Any) -> tuple[Any, Any]:
         """Make a batch's bytes, on the loader's device, what the network takes."""
 
-    def scene_count(self, part: str) -> int:
-        """How many scenes "train" or "val" holds."""
-        return int(getattr(self, f"{part}_size") or self.scenes_size[part])
-
-    def subset(self, part: str, split: str, indices: Sequence[int]) -> Sequence[int]:
+    def choose(self, part: str, split: str, reader: Any) -> Sequence[int]:
         """Which of a split's images "train" or "val" holds: all, or the first of a permutation by the split's name.
 
         UserError where more are wanted than there are.
         """
+        return self.subset(part, split, range(len(reader)))
+
+    def subset(self, part: str, split: str, indices: Sequence[int]) -> Sequence[int]:
+        """As `choose`, of those at `indices`."""
         size, total = getattr(self, f"{part}_size"), len(indices)
         if size is not None and size > total:
             raise UserError(f"{part}_size: expected at most {total}, the images of split {split!r}, got {size}")
@@ -102,11 +105,18 @@ class ImageData(ABC):
         return [indices[place] for place in generator("subset", split).permutation(total)[:size]]
 
     def setup(self, stage: str | None = None) -> None:
-        """Open both splits for "fit" or None, else the validation split. Raises as `open_part`."""
+        """Open both splits for "fit" or None, else the validation split. Raises as `open_root` and `choose`."""
         for part in ("train", "val") if stage in ("fit", None) else ("val",):
-            if part not in self.datasets:
-                self.datasets[part], split = self.open_part(part)
-                self.broken_images[part] = BrokenImages(split, len(self.datasets[part]), self.max_broken_share)
+            if part in self.datasets:
+                continue
+            if self.root is None:
+                count = getattr(self, f"{part}_size") or self.scenes_size[part]
+                split, reader = part, type(self).scenes(part, count, self.image_size)
+            else:
+                split, reader = self.open_root(self.root, part)
+            indices = self.choose(part, split, reader)
+            self.datasets[part] = SeededDataset(reader, self.transforms[part], self.seed, indices, self.cache)
+            self.broken_images[part] = BrokenImages(split, len(indices), self.max_broken_share)
 
     @property
     def reader(self) -> Any:

@@ -47,6 +47,14 @@ def some(names: Sequence[str], count: int = 5) -> str:
     return ", ".join([*names[:count], *(["..."] if len(names) > count else [])]) or "none"
 
 
+def split_folder(parent: StrPath, split: str) -> Path:
+    """The folder of a split; FileNotFoundError, naming those that are there, where there is none."""
+    if not os.path.isdir(os.path.join(parent, split)):
+        found = some(folder_names(parent))
+        raise FileNotFoundError(f"split: {split!r} is not a folder in {parent}; found there: {found}")
+    return Path(parent, split)
+
+
 class ImageFolder:
     """Images in `<root>/<split>/<class>/`, at any depth below the class; the classes are the sorted folder names.
 
@@ -59,33 +67,24 @@ class ImageFolder:
     """
 
     def __init__(self, root: StrPath, split: str = "train", class_names: Sequence[str] | None = None) -> None:
-        self.folder = Path(root) / split
-        if not Path(root).is_dir():
-            raise FileNotFoundError(f"root: expected a folder of images, but {root} is not a folder")
-        if not self.folder.is_dir():
-            found = some(folder_names(root))
-            raise FileNotFoundError(f"split: {split!r} is not a folder in {root}; folders found there: {found}")
-        found_classes = folder_names(self.folder)
-        if not found_classes:
+        self.folder = split_folder(root, split)
+        found = folder_names(self.folder)
+        if not found:
             raise UserError(f"expected one folder per class in {self.folder}, found no folder")
-        self.class_names = tuple(found_classes if class_names is None else class_names)
-        unknown = sorted(set(found_classes) - set(self.class_names))
-        if unknown:
+        self.class_names = found if class_names is None else tuple(class_names)
+        if unknown := sorted(set(found).difference(self.class_names)):
             raise UserError(f"{self.folder} has classes that the training split lacks: {some(unknown)}")
-        labels = {name: label for label, name in enumerate(self.class_names)}
-        self.samples = [(path, labels[name]) for name in found_classes for path in image_files(self.folder / name)]
+        labelled = enumerate(self.class_names)
+        self.samples = [(path, label) for label, name in labelled for path in image_files(self.folder / name)]
         if not self.samples:
-            where = f"any of the {len(found_classes)} class folders of {self.folder}"
+            where = f"any of the {len(found)} class folders of {self.folder}"
             raise UserError(f"no image in {where} (looked for {', '.join(SUFFIXES)})")
 
     def check_classes(self) -> None:
         """Raise UserError for classes without an image: stray folders, or a download that broke off."""
-        empty = sorted(set(self.class_names) - {self.class_names[label] for _, label in self.samples})
-        if empty:
-            raise UserError(
-                f"class folders of {self.folder} without an image: {some(empty)} (looked for {', '.join(SUFFIXES)}); "
-                "fill or remove them"
-            )
+        if empty := sorted(set(self.class_names) - {self.class_names[label] for _, label in self.samples}):
+            told = f"{some(empty)} (looked for {', '.join(SUFFIXES)}); fill or remove them"
+            raise UserError(f"class folders of {self.folder} without an image: {told}")
 
     def __len__(self) -> int:
         return len(self.samples)

@@ -7,8 +7,6 @@ images (3, H, W) and of label maps (H, W) of their own size, so that metrics are
 scaling, windows and test-time augmentation are the business of `dgt.tasks.segment`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +18,7 @@ from torch import Tensor
 from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional as F
 
-from dgt.data.dataset import Key, SeededDataset
+from dgt.data.dataset import Key
 from dgt.data.label_maps import IGNORED, LabelMapFolder, SceneMaps, label_folder, read_class_names
 from dgt.data.loader import Loader
 from dgt.data.module import NormalizedData
@@ -191,30 +189,26 @@ class SegmentationData(NormalizedData):
     test: SegmentationTest = SegmentationTest()
 
     root_holds = "a folder with images/SPLIT/ and labels/SPLIT/, or annotations/SPLIT/ as in ADE20K"
+    scenes = SceneMaps
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.dataset == "scenes" and self.classes is not None:
             raise UserError("classes must be left out for dataset 'scenes'")
         check_range(SMALLEST, scale=min(self.scale))
-
-    def open_part(self, part: str) -> tuple[SeededDataset, str]:
-        """As of all tasks."""
-        reader: LabelMapFolder | SceneMaps
-        if self.root is None:
-            split, reader = part, SceneMaps(part, self.scene_count(part), self.image_size)
-        else:
-            split = self.choose_split(part, folder_names(label_folder(self.root)))
-            classes = read_class_names(self.root) if self.classes is None else self.classes
-            reader = LabelMapFolder(self.root, split, classes, self.zero_is_ignored)
         training = partial(augment, crop=self.image_size, frame=self.scale, options=self.augmentation)
-        transform = training if part == "train" else to_bytes
-        return SeededDataset(reader, transform, self.seed, self.subset(part, split, range(len(reader)))), split
+        self.transforms = {"train": training, "val": to_bytes}
+
+    def open_root(self, root: str, part: str) -> tuple[str, LabelMapFolder]:
+        """As of all tasks."""
+        split = self.choose_split(part, folder_names(label_folder(root)))
+        classes = read_class_names(root) if self.classes is None else self.classes
+        return split, LabelMapFolder(root, split, classes, self.zero_is_ignored)
 
     def collate(self, part: str, key: Key, samples: list[Any]) -> tuple[Any, Any]:
         """Crops for training, padded on the right and below; lists of whole images for validation."""
         if part == "val":
-            return [image for image, _ in samples], [labels for _, labels in samples]
+            return super().collate(part, key, samples)
         if len(samples) < 2:  # too few for the head's BatchNorm
             return [], []
         side = self.image_size

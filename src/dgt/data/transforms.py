@@ -17,6 +17,7 @@ from timm.data.auto_augment import RandAugment, posterize
 from timm.data.transforms_factory import create_transform
 from torch import Tensor
 from torchvision import transforms
+from torchvision.transforms.functional import center_crop
 
 from dgt.utils.errors import UserError, check_range
 
@@ -116,10 +117,7 @@ def crop_long(image: Image.Image) -> Image.Image:
     Of such a strip a centre crop shows a small part, which stays; resizing its shorter side would first make gigabytes.
     """
     width, height = (min(side, MAX_ASPECT * min(image.size)) for side in image.size)
-    if (width, height) == image.size:
-        return image
-    left, top = (image.width - width) // 2, (image.height - height) // 2
-    return image.crop((left, top, left + width, top + height))
+    return image if (width, height) == image.size else center_crop(image, [height, width])
 
 
 def training_transform(
