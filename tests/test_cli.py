@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
@@ -117,7 +116,7 @@ def test_an_interruption_is_a_word(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dgt.training.status.run_status", interrupted)
+    monkeypatch.setattr("dgt.training.log.run_status", interrupted)
     (tmp_path / "recipe.yaml").touch()
     assert main(["status", str(tmp_path)]) == 130
     assert capsys.readouterr().err == "dgt: interrupted\n"
@@ -146,9 +145,7 @@ def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path:
 
 
 def test_a_bug_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        importlib.import_module("dgt.training.evaluate"), "load_run", lambda _: torch.zeros(2) @ torch.zeros(3)
-    )
+    monkeypatch.setattr("dgt.training.load_run", lambda _: torch.zeros(2) @ torch.zeros(3))
     with pytest.raises(RuntimeError):
         main(["evaluate", str(tmp_path)])
 

@@ -9,13 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from dgt.training import fit, load_recipe, load_run
-from dgt.training.ema import WeightAverage, ema_decay
+from dgt.training.state import WeightAverage
 
 
 def test_the_decay_forgets_as_fast_image_for_image() -> None:
-    assert ema_decay(0.99992, 1024) == 0.99992
-    assert ema_decay(0.9, 256) ** 4 == pytest.approx(0.9)
-    assert ema_decay(0.9, 2048) == pytest.approx(0.81)
+    def decay(stated: float, images: int) -> float:
+        return WeightAverage(nn.Linear(1, 1), stated, images).decay
+
+    assert decay(0.99992, 1024) == 0.99992
+    assert decay(0.9, 256) ** 4 == pytest.approx(0.9)
+    assert decay(0.9, 2048) == pytest.approx(0.81)
 
 
 def test_the_average_is_exponential_and_counters_are_copied() -> None:

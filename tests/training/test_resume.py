@@ -20,9 +20,8 @@ from dgt.layers import DGAttention
 from dgt.tasks.classify import ClassificationMetrics
 from dgt.training import fit, load_recipe
 from dgt.training.log import Report, read_metrics
-from dgt.training.loop import Training
-from dgt.training.preemption import Interrupted, Preempted
-from dgt.training.run import run_to_resume
+from dgt.training.loop import Preempted, Training
+from dgt.training.run import run_folder
 from dgt.training.state import TrainingState, latest_checkpoint, step_checkpoints
 
 SMALL_DGT = "{stem_width: 8, dims: [16, 32, 64, 64], num_heads: [1, 2, 2, 2], depths: [1, 1, 1, 1], num_groups: 4}"
@@ -172,9 +171,8 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
 
-    with pytest.raises(Interrupted) as raised:
+    with pytest.raises(KeyboardInterrupt):  # of which the command makes status 130
         train(tmp_path / "run", poke=[Poke("after backward", lambda _: True, twice)], monkeypatch=monkeypatch)
-    assert raised.value.code == 130
     assert "interrupted at once" in (tmp_path / "run" / "log.txt").read_text()
 
 
@@ -244,7 +242,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     for path in (newest, before):
         path.write_bytes(b"")
     (tmp_path / "run" / "results.json").unlink()
-    with pytest.raises(ValueError, match=r"all 2 checkpoints in .* are damaged: remove it to begin again"):
+    with pytest.raises(ValueError, match=r"all 2 checkpoints in .* are damaged or .*: remove it to begin again"):
         train(tmp_path / "run", monkeypatch=monkeypatch, resume=True)
 
 
@@ -277,7 +275,7 @@ def test_another_recipe_is_refused(whole: Path, change: str, sentence: str) -> N
 
 def test_what_the_weights_do_not_depend_on_may_change(whole: Path) -> None:
     free = ["--data.num_workers=3", "--checkpoint.keep=7", "--trainer.max_skipped=null", "--name=other"]
-    assert run_to_resume(load_recipe("scenes", [*KEYS, *free, f"--out={whole}"])) == whole
+    assert run_folder(load_recipe("scenes", [*KEYS, *free, f"--out={whole}"]), resume=True) == whole
 
 
 def test_another_number_of_processes_is_refused(whole: Path) -> None:
@@ -293,5 +291,5 @@ def test_a_run_of_an_earlier_version_says_what_to_do(whole: Path, tmp_path: Path
     (tmp_path / "run" / "results.json").unlink()
     for path in step_checkpoints(tmp_path / "run"):
         torch.save({"loops": {}, "state_dict": {}}, path)
-    with pytest.raises(ValueError, match=r"written by an earlier version, .* begin one with another --out"):
+    with pytest.raises(ValueError, match=r"all 2 .* are damaged or of another version: remove it to begin again"):
         fit(load_recipe("scenes", [*KEYS, f"--out={tmp_path / 'run'}"]), resume=True)

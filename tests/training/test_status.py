@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from dgt.training import Result
-from dgt.training.log import duration
-from dgt.training.status import run_status, status_text
+from dgt.training.log import duration, run_status, status_text
 from dgt_command import main
 
 
@@ -32,8 +31,8 @@ def a_run(folder: Path, **changes: Any) -> Path:
 def test_a_training_that_goes_on(tmp_path: Path) -> None:
     text = status_text(run_status(a_run(tmp_path)))
     assert text.splitlines() == [
-        f"{tmp_path}: training, 2 h 01 min left",
-        "  epoch 2/5, step 120/300, loss 0.5000, 32 images/s, 1.00 GiB, trained for 1 min",
+        f"{tmp_path}: training, 2:01:00 left",
+        "  epoch 2/5, step 120/300, loss 0.5000, 32 images/s, 1.00 GiB, trained for 0:01:15",
         "  top1 0.7500",
     ]
 
@@ -50,8 +49,8 @@ def test_a_process_that_is_gone(tmp_path: Path) -> None:
     ("changes", "sentence"),
     [
         ({"host": "elsewhere", "time": 1.0}, "no sign of life for "),
-        ({"state": "stopped"}, "stopped 0 s ago; the same command with `--resume auto` resumes"),
-        ({"state": "failed", "error": "disk on fire"}, "failed 0 s ago: disk on fire"),
+        ({"state": "stopped"}, "stopped 0:00:00 ago; the same command with `--resume auto` resumes"),
+        ({"state": "failed", "error": "disk on fire"}, "failed 0:00:00 ago: disk on fire"),
     ],
 )
 def test_other_states(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
@@ -68,7 +67,7 @@ def test_a_finished_run_and_its_log(finished: Result) -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", str(a_run(tmp_path))]) == 0
-    assert capsys.readouterr().out.startswith(f"{tmp_path}: training, 2 h 01 min left\n")
+    assert capsys.readouterr().out.startswith(f"{tmp_path}: training, 2:01:00 left\n")
     assert main(["status", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step"] == 120
     assert main(["status", str(tmp_path / "nowhere")]) == 2
@@ -96,4 +95,4 @@ def test_what_is_not_a_run(tmp_path: Path) -> None:
 
 
 def test_lengths_of_time() -> None:
-    assert [duration(each) for each in (42, 720, 11100, 187200)] == ["42 s", "12 min", "3 h 05 min", "2 d 4 h"]
+    assert [duration(each) for each in (42.2, 11100, 187200)] == ["0:00:42", "3:05:00", "2 days, 4:00:00"]

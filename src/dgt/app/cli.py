@@ -55,7 +55,7 @@ def run_train(options: argparse.Namespace, overrides: list[str]) -> None:
 
 def run_status(options: argparse.Namespace, _: list[str]) -> None:
     """`dgt status`: prints how a run stands."""
-    from dgt.training.status import run_status, status_text
+    from dgt.training.log import run_status, status_text
 
     status = run_status(options.folder)
     print(json.dumps(status, indent=2) if options.json else status_text(status))

@@ -25,10 +25,9 @@ from dgt.experiments.report import DIAGNOSIS, alone, write_table
 from dgt.experiments.tables import Row, Table, load_table
 from dgt.models import diagnose
 from dgt.tasks import TASKS
-from dgt.training.fit import fit
-from dgt.training.load import load_run
+from dgt.training import fit, load_run
 from dgt.training.recipe import Recipe, build_data, load_recipe, override_keys
-from dgt.training.run import RESULTS, check_folder, is_run, run_to_resume
+from dgt.training.run import RESULTS, check_folder, is_run, run_folder
 from dgt.utils.atomic_write import write_json
 from dgt.utils.errors import UserError, check_range
 
@@ -88,7 +87,7 @@ def ablate(
         raise FileExistsError(f"{folder} holds files that are not a table's: give another folder with --out")
     for run in runs:
         if is_run(run.folder):
-            run_to_resume(run.recipe)  # raises where other settings began it
+            run_folder(run.recipe, resume=True)  # raises where other settings began it
     with alone(folder / "runs"):
         for number, run in enumerate(runs, 1):
             if not run.finished:

@@ -31,7 +31,7 @@ from dgt.models.inspect import attention_layers
 from dgt.ops import find_centroids, seed_centroids
 from dgt.tasks import TASKS
 from dgt.tasks.base import Task
-from dgt.training.load import load_run
+from dgt.training import load_run
 from dgt.training.recipe import Recipe, build_data, load_recipe, parse_recipe
 from dgt.training.run import environment
 from dgt.utils.atomic_write import atomic_write, write_json

@@ -29,7 +29,7 @@ from dgt.experiments.choices import nearest
 from dgt.experiments.fixed_weights import open_data
 from dgt.experiments.report import alone, markdown_table, number, read_words, stored
 from dgt.models.inspect import LayerInput, capture
-from dgt.training.load import load_run
+from dgt.training import load_run
 from dgt.training.run import environment
 from dgt.utils.atomic_write import atomic_write, write_json
 from dgt.utils.errors import UserError, check_range

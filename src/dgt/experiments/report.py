@@ -14,7 +14,7 @@ from typing import Any
 from dgt.experiments.tables import Row, Table
 from dgt.models import cost
 from dgt.tasks import TASKS
-from dgt.training.load import load_run
+from dgt.training import load_run
 from dgt.training.recipe import load_recipe
 from dgt.training.run import RESULTS, read_json
 from dgt.utils.atomic_write import atomic_write, write_json

@@ -3,8 +3,8 @@
 from dgt.tasks.base import LoadedRun, Prediction
 from dgt.training.evaluate import evaluate, predict
 from dgt.training.fit import Result, fit
-from dgt.training.load import load_run
 from dgt.training.recipe import Recipe, load_recipe, shipped_recipes
+from dgt.training.run import load_run
 
 __all__ = [
     "LoadedRun",

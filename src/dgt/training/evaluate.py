@@ -14,9 +14,9 @@ from torch import nn
 
 from dgt.tasks import TASKS
 from dgt.tasks.base import LoadedRun, Metrics, Prediction
-from dgt.training.load import load_run
 from dgt.training.parallel import build_fabric
 from dgt.training.recipe import build_data, override_keys, parse_recipe
+from dgt.training.run import load_run
 from dgt.utils.atomic_write import write_json
 from dgt.utils.errors import UserError, check_range
 

@@ -13,23 +13,12 @@ from lightning.fabric import Fabric, seed_everything
 from dgt.data.image_io import BrokenImagesError
 from dgt.tasks import TASKS
 from dgt.tasks.optim import batch_scale, build_optimizer
-from dgt.training.ema import WeightAverage, ema_decay
-from dgt.training.load import initialize
-from dgt.training.log import QUIET, Report, RunLog
-from dgt.training.loop import Draw, Objective, Training
+from dgt.training.log import Report, RunLog
+from dgt.training.loop import Draw, Objective, Preempted, Training
 from dgt.training.parallel import SHARDED, build_fabric, full_weights, lost_process, synchronise_batchnorm
-from dgt.training.preemption import Interrupted
 from dgt.training.recipe import Recipe, build_data
-from dgt.training.run import (
-    RESULTS,
-    choose_run_folder,
-    environment,
-    export_model,
-    finished_results,
-    make_record,
-    run_to_resume,
-)
-from dgt.training.state import Checkpoints, TrainingState, latest_checkpoint
+from dgt.training.run import RESULTS, environment, export_model, finished_results, initialize, make_record, run_folder
+from dgt.training.state import Checkpoints, TrainingState, WeightAverage, latest_checkpoint
 from dgt.utils.atomic_write import atomic_write, remove_leftovers, write_json
 from dgt.utils.errors import LOGGER, NonFiniteInput
 
@@ -61,14 +50,13 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
         BrokenImagesError: more images are unreadable than `data.max_broken_share` allows; the run's folder lists them.
         FloatingPointError: too many steps in a row were not finite.
         LostProcess: another process of the training is gone.
-        Preempted: a signal asked to stop, and all is saved (`Interrupted`: at once); unless caught, ends the process.
+        Preempted: a signal asked to stop, and all is saved; unless caught, ends the process.
     """
-    folder = run_to_resume(recipe) if resume else None
-    if folder is not None and (results := finished_results(folder)) is not None:
+    folder = run_folder(recipe, resume)
+    if (results := finished_results(folder)) is not None:
         return Result(folder, results["metrics"], results["epochs"], results["seconds"])
     with RunLog(None):
-        checkpoint = None if folder is None else latest_checkpoint(folder)
-    folder = folder or choose_run_folder(recipe, resume)
+        checkpoint = latest_checkpoint(folder)
     data = build_data(recipe)
     data.setup("fit")
     fabric = build_fabric(recipe.trainer, TASKS[recipe.task])
@@ -110,12 +98,12 @@ def build_state(recipe: Recipe, fabric: Fabric, data: Any, fresh: bool) -> Train
         network = synchronise_batchnorm(network, fabric.device)
     if recipe.trainer.compile:
         network.compile()
-    objective = fabric.setup_module(Objective(network, task.losses, recipe.trainer.max_skipped is not None))
+    objective = fabric.setup_module(Objective(network, task.losses))
     global_batch = data.batch_size * fabric.world_size * recipe.trainer.accumulate
     optimizer = fabric.setup_optimizers(build_optimizer(network, recipe.optimizer, global_batch))
     average = None
     if recipe.ema.decay is not None:
-        average = WeightAverage(network, ema_decay(recipe.ema.decay, global_batch))
+        average = WeightAverage(network, recipe.ema.decay, global_batch)
         if recipe.trainer.compile:
             average.module.compile()
     sharded = recipe.trainer.strategy == SHARDED
@@ -126,14 +114,13 @@ def build_state(recipe: Recipe, fabric: Fabric, data: Any, fresh: bool) -> Train
 def _noting_failure(folder: Path, report: Report, data: Any) -> Iterator[None]:
     """Note in the log and the status what ends a training early: a stop, or an error, which whoever called shows.
 
-    Raises:
-        FloatingPointError: in place of the attention's refusal of NaN, which here comes of the weights.
-        LostProcess: in place of what a collective says when another process has gone.
+    Raises FloatingPointError in place of the attention's refusal of NaN, which here comes of the weights, LostProcess
+    in place of what a collective says when another process has gone.
     """
     try:
         yield
-    except SystemExit as stop:
-        if isinstance(stop, Interrupted):
+    except (Preempted, KeyboardInterrupt) as stop:
+        if isinstance(stop, KeyboardInterrupt):
             LOGGER.info("interrupted at once; `--resume auto` resumes from the last checkpoint, where there is one")
         report.write_status("stopped")
         raise
@@ -144,7 +131,7 @@ def _noting_failure(folder: Path, report: Report, data: Any) -> Iterator[None]:
             told = FloatingPointError(f"the training diverged, the attention met NaN: {advice}")
         if isinstance(error, BrokenImagesError):
             data.write_broken_images(folder / BROKEN_IMAGES)
-        LOGGER.info(f"failed: {str(told).partition(chr(10))[0] or type(told).__name__}", extra=QUIET)
+        LOGGER.debug(f"failed: {str(told).partition(chr(10))[0] or type(told).__name__}")  # whoever called shows it
         report.write_status("failed", told)
         if told is error:
             raise

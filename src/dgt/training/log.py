@@ -1,11 +1,6 @@
-"""What a training writes while it goes on, and what one sees of it. A full disk costs a line, not the training.
+"""What a training writes while it goes on, what one sees of it, and `dgt status`, which reads it from the run's folder.
 
-```
-RUN/log.txt          a line for each epoch, and for whatever else happened: resumed, stopped, interrupted, failed
-RUN/metrics.jsonl    a JSON object for every few steps and every epoch: step, losses, learning rate, validation
-RUN/events.*         the same for TensorBoard
-RUN/status.json      where the training is now, rewritten every few seconds; `dgt status` reads it
-```
+A full disk costs a line of the log, the metrics or the curves, not the training.
 """
 
 from __future__ import annotations
@@ -19,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,29 +24,34 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from dgt.tasks import Losses
-from dgt.training.state import Progress
+from dgt.training.run import finished_results, is_run, read_json
+from dgt.training.state import Progress, step_checkpoints
 from dgt.utils.atomic_write import atomic_write, write_json
 from dgt.utils.errors import LOGGER
 
 LOG, METRICS, STATUS = "log.txt", "metrics.jsonl", "status.json"
-QUIET = {"quiet": True}  # `extra` of a record that goes into the log alone, as whoever called shows it
 SECONDS_BETWEEN = 10.0
+NEEDED = (
+    *("state", "error", "time", "pid", "host", "epoch", "epochs", "step", "steps", "loss", "metrics"),
+    *("images_per_second", "memory_bytes", "seconds"),
+)
+SILENT_AFTER = 300.0  # seconds without a sign of life: a step, or a validation's batch, may take long
 
 
 class RunLog(logging.Handler):
-    """Inside its `with` block, prints what the package's logger gets, and adds it to the run's log.
+    """Inside its `with` block, prints what the package's logger gets, from INFO on, and adds it to the run's log.
 
     Args:
         folder: the run's folder; None for a process that only trains along, and logs warnings alone.
     """
 
     def __init__(self, folder: Path | None) -> None:
-        super().__init__(logging.INFO if folder is not None else logging.WARNING)
+        super().__init__(logging.DEBUG if folder is not None else logging.WARNING)
         self.folder = folder
 
     def __enter__(self) -> RunLog:
         self.before = LOGGER.level, LOGGER.propagate
-        LOGGER.setLevel(logging.INFO)
+        LOGGER.setLevel(logging.DEBUG)
         LOGGER.propagate = False
         LOGGER.addHandler(self)
         return self
@@ -67,7 +67,7 @@ class RunLog(logging.Handler):
         if record.levelno >= logging.WARNING:
             tqdm.write(f"dgt: warning: {text}", file=sys.stderr)
             return
-        if not getattr(record, "quiet", False):
+        if record.levelno >= logging.INFO:
             tqdm.write(text, file=sys.stdout)
         if self.folder is not None and self.folder.is_dir():
             try:
@@ -88,7 +88,7 @@ class Report:
 
     def __init__(self, folder: Path | None) -> None:
         self.folder, self.status_at, self.start = folder, 0.0, time.perf_counter()
-        self.progress, self.first_step, self.seconds_before = Progress(), 0, 0.0
+        self.progress, self.first_step = Progress(), 0
         self.facts: dict[str, Any] = {"epochs": 0, "steps": 0, "loss": None, "images_per_second": 0.0}
         self.told: set[str] = set()
         self.board: Any = None
@@ -96,8 +96,8 @@ class Report:
 
     def begin(self, progress: Progress, steps: int, epochs: int, images: int) -> None:
         """Report on a training of so many steps of so many images from here on; rows that lie beyond are taken back."""
-        self.progress, self.images = progress, images
-        self.start, self.first_step, self.seconds_before = time.perf_counter(), progress.step, progress.seconds
+        self.progress, self.images, self.first_step = progress, images, progress.step
+        self.start = time.perf_counter() - progress.seconds
         self.facts |= {"epochs": epochs, "steps": steps}
         if self.folder is not None:
             self.bar = tqdm(total=steps, initial=progress.step, disable=None, dynamic_ncols=True)
@@ -114,7 +114,7 @@ class Report:
     @property
     def seconds(self) -> float:
         """Wall time of the training, the times between a stop and its resumption left out."""
-        return self.seconds_before + time.perf_counter() - self.start
+        return time.perf_counter() - self.start
 
     def step(self, losses: Losses, rate: float, every: int) -> None:
         """After each step: its numbers every few steps, the bar, and the status now and then."""
@@ -162,16 +162,17 @@ class Report:
         if self.folder is None or (only_if_due and time.monotonic() - self.status_at < SECONDS_BETWEEN):
             return
         self.status_at = time.monotonic()
-        done, left = self.progress.step - self.first_step, self.facts["steps"] - self.progress.step
-        place = {"time": time.time(), "pid": os.getpid(), "host": socket.gethostname()}
-        self.facts |= {"state": state, "error": error and str(error), **place}
+        step, left = self.progress.step, self.facts["steps"] - self.progress.step
+        self.facts |= {"time": time.time(), "pid": os.getpid(), "host": socket.gethostname()}
         self.facts |= {
+            "state": state,
+            "error": error and str(error),
             "epoch": min(self.progress.epoch + 1, self.facts["epochs"]),
-            "step": self.progress.step,
+            "step": step,
             "metrics": self.progress.metrics,
             "memory_bytes": memory_in_use(),
             "seconds": round(self.seconds, 1),
-            "seconds_left": round((time.perf_counter() - self.start) / done * left, 1) if done else None,
+            "seconds_left": round(self.seconds / step * left, 1) if step else None,
         }
         with suppress(OSError):
             write_json(self.folder / STATUS, self.facts)
@@ -224,10 +225,60 @@ def memory_in_use() -> int:
 
 
 def duration(seconds: float) -> str:
-    """A human-readable length of time: `42 s`, `12 min`, `3 h 05 min`, `2 d 4 h`."""
-    minutes, hours = seconds / 60, seconds / 3600
-    if minutes < 1:
-        return f"{seconds:.0f} s"
-    if hours < 1:
-        return f"{minutes:.0f} min"
-    return f"{int(hours)} h {int(minutes % 60):02d} min" if hours < 24 else f"{int(hours / 24)} d {int(hours % 24)} h"
+    """A human-readable length of time: `0:12:05`, `2 days, 4:00:00`."""
+    return str(timedelta(seconds=round(seconds)))
+
+
+def run_status(folder: str | Path) -> dict[str, Any]:
+    """What is known of a run: what `status.json` holds, and `folder`, `age`, `checkpoints` (newest first) and `log`.
+
+    `state` is "begun" (no step yet), "training", "validating", "finished", "stopped" (asked to), "failed" (see
+    `error`), "killed" (its process is gone) or "silent" (no sign of life). FileNotFoundError for what is not the folder
+    of a run, UserError where a file in it is damaged.
+    """
+    folder, now = Path(folder), time.time()
+    if not is_run(folder):
+        raise FileNotFoundError(f"{str(folder)!r} is not the folder of a run: it has no recipe.yaml")
+    status: dict[str, Any] = {"state": "begun", "time": (folder / "recipe.yaml").stat().st_mtime}
+    if (folder / STATUS).is_file():
+        status = read_json(folder / STATUS, NEEDED)
+    status |= {"folder": str(folder), "age": now - status["time"]}
+    if finished_results(folder) is not None:
+        status["state"] = "finished"
+    elif status["state"] in ("training", "validating"):
+        gone = status["host"] == socket.gethostname() and not _is_alive(status["pid"])
+        status["state"] = "killed" if gone else "silent" if status["age"] > SILENT_AFTER else status["state"]
+    files = [(path.name, path.stat()) for path in step_checkpoints(folder)]
+    status["checkpoints"] = [{"name": name, "age": now - at.st_mtime, "bytes": at.st_size} for name, at in files]
+    log = folder / LOG
+    status["log"] = log.read_text(encoding="utf-8", errors="replace").splitlines()[-3:] if log.is_file() else []
+    return status
+
+
+def _is_alive(pid: int) -> bool:
+    with suppress(PermissionError):  # somebody else's
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+    return True
+
+
+def status_text(status: dict[str, Any]) -> str:
+    """`run_status` in human-readable lines."""
+    ago = f" {duration(status['age'])}"
+    after = {
+        **dict.fromkeys(("training", "validating"), f", {duration(status.get('seconds_left') or 0.0)} left"),
+        **dict.fromkeys(("stopped", "killed"), f"{ago} ago; the same command with `--resume auto` resumes"),
+        **{"silent": f": no sign of life for{ago}", "failed": f"{ago} ago: {status.get('error')}"},
+    }
+    lines = [f"{status['folder']}: {status['state']}{after.get(status['state'], f'{ago} ago')}"]
+    if "step" in status:
+        lines += [f"  epoch {status['epoch']}/{status['epochs']}, step {status['step']}/{status['steps']}"]
+        lines[-1] += "" if status["loss"] is None else f", loss {status['loss']:.4f}"
+        lines[-1] += f", {status['images_per_second']:.0f} images/s, {status['memory_bytes'] / 2**30:.2f} GiB"
+        lines[-1] += f", trained for {duration(status['seconds'])}"
+        lines += ["  " + "  ".join(f"{name} {value:.4f}" for name, value in status["metrics"].items())]
+    for last in status["checkpoints"][:1]:
+        lines += [f"  last checkpoint {last['name']}, {duration(last['age'])} ago, {last['bytes'] / 2**20:.1f} MiB"]
+    return "\n".join([line for line in [*lines, *(f"  {line}" for line in status["log"])] if line.strip()])

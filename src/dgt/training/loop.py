@@ -1,14 +1,18 @@
 """The training loop: batches, accumulation, backward, clip, optimizer, average, log, validation, checkpoints.
 
-"Between two steps" is one place here, `Training.between_steps`: a training is saved there, and stopped where a signal
-asks for it. All randomness is a function of (seed, epoch, batch, process), so that the loop keeps no random state.
+"Between two steps" is one place here, `Training.between_steps`: a training is saved there, and stopped where SIGTERM,
+SIGUSR1 or Ctrl-C asks for it. All randomness is a function of (seed, epoch, batch, process): the loop keeps no random
+state.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any, cast
 
@@ -25,9 +29,8 @@ from dgt.tasks.base import LoadedRun
 from dgt.tasks.optim import batch_scale, learning_rate
 from dgt.training.evaluate import measure, to_precision
 from dgt.training.log import Report
-from dgt.training.nonfinite import BufferGuard, all_finite, nan_debug
+from dgt.training.nonfinite import all_finite, nan_debug, undoing
 from dgt.training.parallel import any_process, join_broken_images
-from dgt.training.preemption import Preempted, PreemptionHandler
 from dgt.training.recipe import Recipe
 from dgt.training.state import Checkpoints, TrainingState
 from dgt.utils.errors import LOGGER, NonFiniteInput
@@ -38,6 +41,37 @@ Draw = Callable[[LoadedRun, list[Tensor]], dict[str, NDArray[np.uint8]]]
 
 DRAWN_IMAGES = 4
 LOG_EVERY = 20  # steps between two rows of numbers
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
+
+
+class Preempted(SystemExit):
+    """The training was asked to stop, and its state is saved; ends the process if nobody catches it.
+
+    The exit status is 0 (130 after Ctrl-C), or 1 where the state could not be written.
+    """
+
+
+@contextmanager
+def listening(stops: list[signal.Signals]) -> Iterator[None]:
+    """Inside, a signal that asks this process to stop is added to `stops`; a second Ctrl-C is Python's own, at once.
+
+    Signals reach the main thread alone; in another nothing is changed.
+    """
+
+    def remember(number: int, _: Any) -> None:
+        if number == signal.SIGINT and signal.SIGINT in stops:
+            raise KeyboardInterrupt
+        stops.append(signal.Signals(number))
+        hint = " (Ctrl-C again: at once)" if number == signal.SIGINT else ""
+        LOGGER.warning(f"{stops[-1].name}: saving after this step{hint}")
+
+    here = threading.current_thread() is threading.main_thread()
+    usual = {number: signal.signal(number, remember) for number in SIGNALS if here}
+    try:
+        yield
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
 
 
 class Batch:
@@ -53,20 +87,17 @@ class Objective(nn.Module):
     Args:
         network: what is trained.
         losses: of the task.
-        nan_is_a_loss: whether the attention's refusal of NaN gives a loss of NaN (of all weights: DDP waits for each).
     """
 
-    def __init__(self, network: nn.Module, losses: Callable[..., Losses], nan_is_a_loss: bool) -> None:
+    def __init__(self, network: nn.Module, losses: Callable[..., Losses]) -> None:
         super().__init__()
-        self.network, self.losses, self.nan_is_a_loss = network, losses, nan_is_a_loss
+        self.network, self.losses = network, losses
 
     def forward(self, batch: Batch) -> Losses:
         """Losses of one batch; "loss" is what is minimised."""
         try:
             return self.losses(self.network, batch.images, batch.targets)
-        except NonFiniteInput:
-            if not self.nan_is_a_loss:
-                raise
+        except NonFiniteInput:  # of the attention: a loss of NaN, of all weights, as DDP waits for each
             weights = [weight for weight in self.network.parameters() if weight.requires_grad]
             return {"loss": torch.stack([weight.flatten()[:1].sum() * torch.nan for weight in weights]).sum()}
 
@@ -84,28 +115,22 @@ class Training:
         self.steps_per_epoch = math.ceil(len(self.loader) / self.settings.accumulate)
         self.steps = schedule.steps or schedule.epochs * self.steps_per_epoch
         self.epochs = math.ceil(self.steps / self.steps_per_epoch)
-        self.guard, self.stop = BufferGuard(state.network), PreemptionHandler()
-        self.in_optimizer = False
+        self.statistics = [buffer for buffer in state.network.buffers() if all_finite([buffer])]  # to stay so
+        self.stops, self.in_optimizer = list[signal.Signals](), False
         self.annealing = TopKAnnealing(state.network, recipe.model.top_k_schedule, recipe.model.top_k_start)
 
     def run(self) -> None:
-        """Train to the end.
-
-        Raises:
-            Preempted: a signal asked to stop, and all is saved.
-            FloatingPointError: too many steps in a row were not finite.
-        """
+        """Train to the end; Preempted where a signal asked to stop, FloatingPointError as `skip` and `end_epoch`."""
         self.report.begin(self.progress, self.steps, self.epochs, self.state.global_batch)
         try:
-            with self.stop:
+            with listening(self.stops):
                 self.state.objective.train()
                 for epoch in range(self.progress.epoch, self.epochs):
                     self.train_epoch(epoch)
                     self.end_epoch(epoch + 1)
         except Exception as error:
             broken = isinstance(error, FloatingPointError) or self.in_optimizer or self.progress.step == 0
-            if not broken and self.fabric.world_size == 1:  # all is whole but for the step
-                self.guard.rewind()
+            if not broken and self.fabric.world_size == 1:
                 self.save()
             raise
         finally:
@@ -123,32 +148,32 @@ class Training:
 
     def train_step(self, batches: Sequence[Batch]) -> None:
         """Forward, backward, clip, optimizer, average; or, where something is not finite, skip and count."""
-        self.guard.begin()
-        self.annealing.progress = self.progress.step / self.steps
-        losses = self.backward(batches)
         optimizer, network, progress = self.state.optimizer, self.state.network, self.progress
+        self.annealing.progress = progress.step / self.steps
         rate = learning_rate(progress.step, self.steps, self.recipe.optimizer, self.recipe.schedule)
         for group in optimizer.param_groups:
             group["lr"] = rate * batch_scale(self.recipe.optimizer, self.state.global_batch)
-        self.fabric.strategy.precision.unscale_gradients(optimizer)
-        gradients = [weight.grad for weight in network.parameters() if weight.grad is not None]
-        finite = self.settings.max_skipped is None or not any_process(
-            self.fabric, not all_finite([losses["loss"], *gradients, *self.guard.statistics])
-        )
-        self.in_optimizer = True
-        if finite:
-            if (limit := self.recipe.optimizer.clip_grad) is not None:
-                nn.utils.clip_grad_norm_(network.parameters(), limit)
-            optimizer.step()
-            if self.state.average is not None:
-                self.state.average.update(network, progress.step - progress.skipped + 1)
-            progress.skipped_in_a_row = 0
-        progress.batch += len(batches)
-        progress.step += 1
-        if not finite:
-            self.skip(batches, losses)
+        with undoing(network) as undo:
+            losses = self.backward(batches)
+            self.fabric.strategy.precision.unscale_gradients(optimizer)
+            gradients = [weight.grad for weight in network.parameters() if weight.grad is not None]
+            finite = self.settings.max_skipped is None or not any_process(
+                self.fabric, not all_finite([losses["loss"], *gradients, *self.statistics])
+            )
+            self.in_optimizer = True
+            if finite:
+                if (limit := self.recipe.optimizer.clip_grad) is not None:
+                    nn.utils.clip_grad_norm_(network.parameters(), limit)
+                optimizer.step()
+                if self.state.average is not None:
+                    self.state.average.update(network, progress.step - progress.skipped + 1)
+                progress.skipped_in_a_row = 0
+            progress.batch += len(batches)
+            progress.step += 1
+            if not finite:
+                undo()
+                self.skip(batches, losses)
         optimizer.zero_grad()
-        self.guard.end()
         self.in_optimizer = False
         self.report.step(losses, optimizer.param_groups[0]["lr"], every=min(LOG_EVERY, self.steps_per_epoch))
 
@@ -168,11 +193,7 @@ class Training:
         return {name: torch.stack([each[name] for each in found]).mean() for name in common}
 
     def skip(self, batches: Sequence[Batch], losses: Losses) -> None:
-        """Undo what the forward of a step that is not finite changed, tell of it, and stop where there are too many.
-
-        Raises:
-            FloatingPointError: too many in a row, or a whole epoch of them.
-        """
+        """Count a step that is not finite, and tell; FloatingPointError for too many in a row, or a whole epoch's."""
         progress, loss = self.progress, float(losses["loss"])
         scaler = getattr(self.fabric.strategy.precision, "scaler", None)
         progress.skipped += 1
@@ -184,7 +205,6 @@ class Training:
         if self.fabric.is_global_zero:
             kind = "gradient, or a running statistic," if math.isfinite(loss) else "loss"
             LOGGER.warning(f"{place} was skipped, its {kind} is not finite")
-        self.guard.rewind()
         whole_epoch = max(1, len(self.loader) // self.settings.accumulate - 1)
         if progress.skipped_in_a_row > min(self.settings.max_skipped or 0, whole_epoch):
             traced = (nan_debug(self.state.objective, self.state.network, batch) for batch in batches)
@@ -195,22 +215,18 @@ class Training:
             )
 
     def between_steps(self, due: bool) -> None:
-        """Save where it is time, and stop where a signal asked any process for it.
-
-        Raises:
-            Preempted: then; what is here is saved.
-        """
-        if not any_process(self.fabric, due or bool(self.stop)):
+        """Save where it is time; where a signal asked any process to stop, save and raise Preempted."""
+        if not any_process(self.fabric, due or bool(self.stops)):
             return
         self.save()
-        if not any_process(self.fabric, bool(self.stop)):
+        if not any_process(self.fabric, bool(self.stops)):
             return
         failed = any_process(self.fabric, self.checkpoints.failure is not None)
         place = f"after step {self.progress.step} (epoch {min(self.progress.epoch + 1, self.epochs)})"
         kept = "its state could NOT be saved" if failed else f"saved in {self.checkpoints.folder}"
-        what = f"stopped by {self.stop.name or 'another process'} {place}, {kept}"
+        what = f"stopped by {self.stops[-1].name if self.stops else 'another process'} {place}, {kept}"
         LOGGER.info(f"{what}; `--resume auto` resumes from the last checkpoint")
-        raise Preempted(1 if failed else self.stop.exit_status)
+        raise Preempted(1 if failed else 130 if signal.SIGINT in self.stops else 0)
 
     def save(self) -> None:
         """Write a checkpoint of here; a matter of all processes."""
@@ -219,16 +235,19 @@ class Training:
         self.checkpoints.save(self.state)
 
     def end_epoch(self, epoch: int) -> None:
-        """Validate where it is time, write the epoch's line, save, and stop where a signal asked for it.
+        """Validate where it is time, write the epoch's line, save, and stop as `between_steps`.
 
-        Raises:
-            Preempted: then.
+        Raises FloatingPointError where none of the epoch's images, in any process, had a finite loss.
         """
         validated = epoch == self.epochs or epoch % self.settings.check_val_every == 0
         if validated:
             self.progress.metrics = self.validate(epoch)
         join_broken_images(self.data.broken_images)
-        loss = self.mean_loss()
+        total, count = cast(Tensor, self.fabric.all_reduce(self.state.loss_sums.clone(), reduce_op="sum")).tolist()
+        loss = total / count if count else math.nan
+        if not math.isfinite(loss):
+            advice = "lower optimizer.lr or set optimizer.clip_grad"
+            raise FloatingPointError(f"the training loss became {loss} in epoch {epoch}: {advice}")
         self.progress.epoch, self.progress.batch = epoch, 0
         self.state.loss_sums.zero_()
         metrics = self.progress.metrics if validated else {}
@@ -245,10 +264,9 @@ class Training:
             self.between_steps(self.checkpoints.is_due(self.progress.step, epoch))
 
     def validate(self, epoch: int) -> dict[str, float]:
-        """Measure the network, or its average, on the validation images.
+        """Measure the network, or its average, on the validation images; Preempted as soon as a signal asks to stop.
 
-        Raises:
-            Preempted: a signal asked to stop; several processes stop at the end.
+        Several processes stop at the end.
         """
         every = self.settings.pictures_every
         if self.draw is not None and every is not None and (epoch in (1, self.epochs) or epoch % every == 0):
@@ -256,7 +274,7 @@ class Training:
 
         def between_batches() -> None:
             self.report.write_status("validating", only_if_due=True)
-            if self.fabric.world_size == 1 and self.stop:
+            if self.fabric.world_size == 1 and self.stops:
                 self.between_steps(due=False)
 
         metrics = self.task.metrics(self.data)
@@ -278,17 +296,3 @@ class Training:
                 self.report.write_image(name, image)
         except Exception as error:  # whatever a drawing library raises
             LOGGER.warning(f"no images were drawn: {error!r}")
-
-    def mean_loss(self) -> float:
-        """Of the epoch's images that had a finite loss, in all processes.
-
-        Raises:
-            FloatingPointError: there is none.
-        """
-        total, count = cast(Tensor, self.fabric.all_reduce(self.state.loss_sums.clone(), reduce_op="sum")).tolist()
-        if not count or not math.isfinite(total):
-            raise FloatingPointError(
-                f"the training loss became {total / count if count else math.nan} in epoch {self.progress.epoch + 1}: "
-                "lower optimizer.lr or set optimizer.clip_grad"
-            )
-        return total / count

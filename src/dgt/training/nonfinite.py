@@ -5,7 +5,8 @@ What must be finite is the loss, the gradient, and what BatchNorm keeps of the b
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,35 +28,29 @@ def all_finite(tensors: Iterable[Any]) -> bool:
     return bool(nn.utils.get_total_norm(numbers, torch.inf).isfinite())
 
 
-class BufferGuard:
-    """Remembers a network's buffers before a step, so that the step can be undone.
+@contextmanager
+def undoing(network: nn.Module) -> Iterator[Callable[[], None]]:
+    """Gives a function that undoes what a step's forward did: buffers are as before, centroids were told nothing.
 
-    Args:
-        network: the network in training; `statistics` are those of its buffers that are finite, and so must stay.
+    Where the block fails, it is called.
     """
+    before = [buffer.clone() for buffer in network.buffers()]
 
-    def __init__(self, network: nn.Module) -> None:
-        self.network, self.before = network, list[Tensor]()
-        self.statistics = [buffer for buffer in network.buffers() if all_finite([buffer])]
-
-    def begin(self) -> None:
-        """Remember the buffers."""
-        self.before = [buffer.clone() for buffer in self.network.buffers()]
-
-    def end(self) -> None:
-        """The step is over, its trace stays."""
-        self.before = []
-
-    def rewind(self) -> None:
-        """Put the buffers back to before the step under way, if one is, and drop what it told the centroids."""
+    def undo() -> None:
         with torch.no_grad():
-            for buffer, before in zip(self.network.buffers(), self.before, strict=False):
-                buffer.copy_(before)
-        for layer in self.network.modules() if self.before else ():
+            for buffer, kept in zip(network.buffers(), before, strict=True):
+                buffer.copy_(kept)
+        for layer in network.modules():
             if isinstance(layer, CentroidState):
                 layer.group_sums.zero_()
                 layer.group_counts.zero_()
                 layer.seeded = bool(layer.num_updates > 0)
+
+    try:
+        yield undo
+    except Exception:
+        undo()
+        raise
 
 
 def nan_debug(objective: nn.Module, network: nn.Module, batch: Any) -> str | None:

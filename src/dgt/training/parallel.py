@@ -36,12 +36,7 @@ _LOST = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|rem
 def build_fabric(settings: TrainerSettings, task: Task) -> Fabric:
     """Fabric with the recipe's devices and precision, not yet launched; sets what torch has of it for the process.
 
-    Args:
-        settings: the recipe's section `trainer`; precision "auto" is bf16-mixed on a GPU that has it, else 32-true.
-        task: the recipe's.
-
-    Raises:
-        UserError: naming the section, where the machine or the task has not what it asks for.
+    Raises UserError, naming the section, where the machine or the task has not what it asks for.
     """
     precision: Any = settings.precision
     if precision == task.refused_precision:
@@ -93,21 +88,18 @@ class _SumOverProcesses(torch.autograd.Function):
     """The sum of a tensor over all processes; so is its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
+    def forward(_: Any, values: Tensor) -> Tensor:
         total = values.clone()
         dist.all_reduce(total)
         return total
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return _SumOverProcesses.forward(ctx, gradients[0])
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        return _SumOverProcesses.forward(_, gradient)
 
 
 class SummedBatchNorm(nn.BatchNorm2d):
-    """BatchNorm whose training statistics are those of all processes' batches, on any device: two collectives each.
-
-    On a GPU torch's own `SyncBatchNorm` is faster; it refuses other devices.
-    """
+    """BatchNorm whose training statistics are those of all processes' batches, on any device: two collectives each."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise (B, C, H, W) by the mean and variance of each channel."""
@@ -130,12 +122,8 @@ class SummedBatchNorm(nn.BatchNorm2d):
 def synchronise_batchnorm(network: nn.Module, device: torch.device) -> nn.Module:
     """Let BatchNorm count over the batches of all processes: a training step is then that of one process with it all.
 
-    Args:
-        network: any network; changed in place.
-        device: what it trains on: torch's SyncBatchNorm on a GPU, `SummedBatchNorm` elsewhere.
-
-    Raises:
-        UserError: a kind of BatchNorm that cannot be converted on this device.
+    `network` is changed in place: to torch's SyncBatchNorm on a GPU, to `SummedBatchNorm` elsewhere, where that is not
+    known. Raises UserError for a kind of BatchNorm that cannot be converted on this device.
     """
     if device.type == "cuda":
         return convert_sync_batchnorm(network)
@@ -151,8 +139,7 @@ def synchronise_batchnorm(network: nn.Module, device: torch.device) -> nn.Module
 def join_broken_images(reports: dict[str, BrokenImages]) -> None:
     """Put the broken images that any process met into the reports of all; a matter of all processes.
 
-    Raises:
-        BrokenImagesError: on all of them, where together they are too many.
+    BrokenImagesError on all of them, where together they are too many.
     """
     for of_one in gather_objects({part: report.broken for part, report in reports.items()}):
         for part, report in reports.items():

@@ -9,6 +9,7 @@ be set on the command line as `--section.key value`. Any mistake is one sentence
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -93,12 +94,6 @@ class CheckpointSettings:
     keep: PositiveInt = 2
 
 
-SECTIONS: dict[str, Any] = {  # `data` is the task's
-    **{"model": ModelSettings, "data": None, "optimizer": OptimizerSettings, "schedule": ScheduleSettings},
-    **{"ema": EmaSettings, "trainer": TrainerSettings, "checkpoint": CheckpointSettings},
-}
-
-
 @dataclass(frozen=True)
 class Recipe:
     """One experiment, complete.
@@ -143,8 +138,7 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as nested plain values, ready for YAML or JSON."""
-        values: dict[str, Any] = _plain(asdict(self))
-        return values
+        return dict(_plain(asdict(self)))
 
     def to_yaml(self) -> str:
         """The recipe as YAML, with every default filled in, which `load_recipe` reads back."""
@@ -168,10 +162,9 @@ def recipe_parser(task: str = "classify") -> jsonargparse.ArgumentParser:
     if task not in TASKS:
         raise UserError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
     parser = jsonargparse.ArgumentParser(exit_on_error=False, add_help=False, usage=jsonargparse.SUPPRESS)
-    parser.add_class_arguments(Recipe, skip=set(SECTIONS))
+    parser.add_class_arguments(Recipe, skip={"data"})
+    parser.add_class_arguments(TASKS[task].data, "data", skip={"seed"}, instantiate=False)
     parser.set_defaults(task=task)
-    for name, settings in SECTIONS.items():
-        parser.add_class_arguments(settings or TASKS[task].data, name, skip={"seed"})
     return parser
 
 
@@ -255,11 +248,9 @@ def parse_recipe(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Re
         parser.validate(parsed, False)  # also what is null: only keys that may be
     except (jsonargparse.ArgumentError, TypeError) as error:
         raise UserError(_sentence(str(error))) from error
-    settings = parsed.as_dict()
-    if settings["task"] != task:  # the keys of `data` are the task's
-        raise UserError(f"task must stay the recipe's, {task!r}, got {settings['task']!r}: take a recipe of that task")
-    sections = {key: section(**settings[key]) for key, section in SECTIONS.items() if section}
-    return Recipe(**{**settings, **sections, "data": _plain(settings["data"])})
+    if parsed.task != task:  # the keys of `data` are the task's
+        raise UserError(f"task must stay the recipe's, {task!r}, got {parsed.task!r}: take a recipe of that task")
+    return Recipe(**{**vars(parser.instantiate(parsed)), "data": _plain(parsed.data.as_dict())})
 
 
 def build_data(recipe: Recipe) -> Any:
@@ -296,14 +287,9 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
     return {**below, **above, **{key: _merged(below[key], above[key]) for key in both}}
 
 
-def _plain(value: Any) -> Any:
-    """Nested tuples, mappings, paths and restricted numbers as what YAML and JSON can hold."""
-    if isinstance(value, Mapping):
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    plain = next((kind for kind in (bool, int, float) if isinstance(value, kind)), None)
-    return plain(value) if plain else str(value) if isinstance(value, Path) else value
+def _plain(values: Any) -> Any:
+    """Nested tuples, paths and restricted numbers as what YAML and JSON can hold."""
+    return json.loads(json.dumps(values, default=str))
 
 
 def _check_keys(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:

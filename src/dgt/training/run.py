@@ -1,4 +1,4 @@
-"""The folder of a run: where it is, what is written into it, and the model at its end in timm's own format.
+"""The folder of a run: where it is, what is written into it, and the trained models in it opened again.
 
 ```
 RUN/recipe.yaml           the complete recipe, written before training starts
@@ -10,6 +10,9 @@ RUN/model/                model.safetensors and config.json; a classifier's: tim
 RUN/broken_images.txt     images that could not be read, if there were any
 RUN/results.json          metrics, epochs, seconds, seed, versions and the command
 ```
+
+Weights are read without unpickling code (`weights_only=True`, safetensors). Everything that can be wrong with a file is
+told in a sentence that names the file: missing, cut off, not of this package, weights of another model.
 """
 
 from __future__ import annotations
@@ -20,23 +23,35 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import lightning
 import safetensors.torch
+import timm
 import torch
+import torchvision
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from dgt import __version__
+from dgt.models.heads.backbone import FeatureBackbone
+from dgt.tasks import TASKS
+from dgt.tasks.base import LoadedRun
 from dgt.tasks.network import ModelSettings, model_arguments
-from dgt.training.recipe import Recipe, flatten, load_recipe
-from dgt.training.state import step_checkpoints
+from dgt.training.recipe import Recipe, flatten, load_recipe, parse_recipe
+from dgt.training.state import RECORD_KEY, read_checkpoint
 from dgt.utils.atomic_write import atomic_write, write_json
 from dgt.utils.errors import UserError
+from dgt.weights import check_sums
+from dgt.weights.folder import SUMS
 
 RECORD_FORMAT = 1
 RESULTS = "results.json"
+WEIGHT_FILES = ("model/model.safetensors", "model.safetensors", "checkpoints/last.ckpt", "checkpoints/best.ckpt")
+WRAPPER = "timm_model."  # transformers' name for the model inside its own
 
 # What may change between a stop and its resumption: places, speed, and how much is tolerated or looked at.
 # A change of the number of processes is found when the checkpoint is opened.
@@ -47,37 +62,24 @@ FREE = (
 )
 
 
-def choose_run_folder(recipe: Recipe, again: bool = False) -> Path:
-    """The folder that a recipe's run goes to: `out`, or the first free one of runs/NAME, runs/NAME-2, ...
+def run_folder(recipe: Recipe, resume: bool = False) -> Path:
+    """The folder that a recipe's run goes to, or with `resume` goes on in: `out`, or runs/NAME.
 
-    Args:
-        recipe: the complete recipe.
-        again: take runs/NAME, where the same command line will look for the run.
-
-    Raises:
-        FileExistsError: `out` names a folder that holds a run already, unless that failed before its first checkpoint,
-            or files of something else.
-        NotADirectoryError: `out` is a file, or lies below one.
+    Without `resume` and `out`, the first of runs/NAME, runs/NAME-2, ... that is free. Raises FileExistsError where it
+    holds files of something else, or a run that got as far as a checkpoint (with `resume`: one of another recipe), and
+    NotADirectoryError as `check_folder`.
     """
-    if recipe.out is None and not again:
+    if recipe.out is None and not resume:
         names = (recipe.name + (f"-{number}" if number > 1 else "") for number in count(1))
         return next(folder for name in names if not (folder := Path("runs") / name).exists())
-    folder = _own_folder(recipe)
-    if any((folder / "checkpoints").glob("*.ckpt")) or (folder / RESULTS).exists():
+    folder = Path(recipe.out or f"runs/{recipe.name}")
+    check_folder(folder)
+    if folder.exists() and any(folder.iterdir()) and not is_run(folder):
+        raise FileExistsError(f"{folder} holds files that are not a run's: give another folder with --out")
+    if not any((folder / "checkpoints").glob("*.ckpt")) and not (folder / RESULTS).exists():
+        return folder
+    if not resume:
         raise FileExistsError(f"{folder} holds a run already: give another folder with --out")
-    return folder
-
-
-def run_to_resume(recipe: Recipe) -> Path | None:
-    """The folder of the recipe's run (`out`, or runs/NAME), if it holds one that began.
-
-    Raises:
-        FileExistsError: the folder holds files of something else, or the run of another recipe.
-        NotADirectoryError: `out` is a file.
-    """
-    folder = _own_folder(recipe)
-    if not step_checkpoints(folder) and not (folder / RESULTS).exists():
-        return None
     there, asked = (flatten(each.to_dict()) for each in (load_recipe(folder / "recipe.yaml"), recipe))
     for key in sorted({*there, *asked}):
         if there.get(key) != asked.get(key) and not f"{key}.".startswith(tuple(f"{free}." for free in FREE)):
@@ -85,14 +87,6 @@ def run_to_resume(recipe: Recipe) -> Path | None:
                 f"{folder} was begun with {key} {there.get(key)!r}, now {asked.get(key)!r} is asked for: give the "
                 "same, or another folder with --out"
             )
-    return folder
-
-
-def _own_folder(recipe: Recipe) -> Path:
-    folder = Path(recipe.out or f"runs/{recipe.name}")
-    check_folder(folder)
-    if folder.exists() and any(folder.iterdir()) and not is_run(folder):
-        raise FileExistsError(f"{folder} holds files that are not a run's: give another folder with --out")
     return folder
 
 
@@ -115,11 +109,7 @@ def finished_results(folder: Path) -> dict[str, Any] | None:
 
 
 def read_json(path: Path, needed: Sequence[str] = ()) -> dict[str, Any]:
-    """A JSON object from a run's folder.
-
-    Raises:
-        UserError: the file is damaged, or lacks one of the keys that are `needed`.
-    """
+    """A JSON object from a run's folder; UserError where the file is damaged or lacks a key that is `needed`."""
     try:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -138,20 +128,13 @@ def make_record(recipe: Recipe, class_names: Sequence[str]) -> dict[str, Any]:
 def export_model(
     folder: Path, network: nn.Module, record: dict[str, Any], weights: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Write a trained network as `model.safetensors` and `config.json`.
+    """Write a trained network as `model.safetensors` and `config.json` into a folder.
 
-    timm opens the folder of a classifier: `create_model("local-dir:FOLDER", pretrained=True)`.
-
-    Args:
-        folder: where the two files go.
-        network: the trained network.
-        record: from `make_record`; kept in the file under "dgt".
-        weights: its whole state, where the network itself holds a share of it.
+    timm opens that of a classifier: `create_model("local-dir:FOLDER", pretrained=True)`. `record`, from `make_record`,
+    is kept under "dgt"; `weights` is the network's whole state, where it holds other weights or a share of them.
     """
-    classifier = record["recipe"]["task"] == "classify"
-    config = {**(_timm_config(network, record) if classifier else {}), "dgt": record}
-    state = network.state_dict() if weights is None else weights
-    tensors = {key: value.detach().cpu().contiguous() for key, value in state.items()}
+    config = {**({} if hasattr(network, "backbone") else _timm_config(network, record)), "dgt": record}
+    tensors = {key: value.detach().cpu().contiguous() for key, value in (weights or network.state_dict()).items()}
     atomic_write(folder / "model.safetensors", safetensors.torch.save(tensors, metadata={"format": "pt"}))
     write_json(folder / "config.json", config)
 
@@ -183,21 +166,140 @@ def _timm_config(network: nn.Module, record: dict[str, Any]) -> dict[str, Any]:
 
 def environment() -> dict[str, Any]:
     """Versions, device and the command that started this process, as one would type it again, for `results.json`."""
-    packages = ("dynamic-group-transformer", "torch", "torchvision", "timm", "lightning")
     program, info = Path(sys.argv[0]), Path("/proc/cpuinfo")
     script = program.suffix == ".py" and program.name != "__main__.py"
     named = re.search(r"model name\s*: (.*)", info.read_text(encoding="utf-8") if info.is_file() else "")
     processor = named[1] if named else platform.processor() or platform.machine()
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    versions = {library.__name__: str(library.__version__) for library in (torch, torchvision, timm, lightning)}
     return {
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
+        "versions": {"python": platform.python_version(), "dynamic-group-transformer": __version__, **versions},
         "device": gpu or f"cpu, {torch.get_num_threads()} threads ({processor})",
         "command": shlex.join([*(["python", str(program)] if script else ["dgt"]), *sys.argv[1:]]),
     }
 
 
-def _version(package: str) -> str | None:
+def load_run(path: str | Path) -> LoadedRun:
+    """Open a trained model.
+
+    Args:
+        path: a `.ckpt` of a training, its run folder (whose finished model is taken, else its last checkpoint), or a
+            model folder with `config.json` and `model.safetensors`, ours or any that timm or transformers wrote.
+
+    Raises:
+        FileNotFoundError: nothing there, or a folder that holds neither.
+        UserError: a file that is cut off, was not written by this package, or holds another model's weights; one of a
+            folder with SHA256SUMS whose checksum is another.
+    """
+    source, weights, record = _read(path)
+    if record.get("format") != RECORD_FORMAT:
+        raise UserError(f"{source} has record format {record.get('format')!r}, this version reads {RECORD_FORMAT}")
+    if not isinstance(record.get("recipe"), dict) or not record.get("class_names"):
+        raise UserError(f"{source} is cut off or damaged: its record lacks the recipe or the names of the classes")
+    recipe = parse_recipe(record["recipe"])
+    arguments = {key: value for key, value in recipe.model.args.items() if key != "pretrained"}
+    settings = replace(recipe.model, args=arguments)
+    network = TASKS[recipe.task].build(settings, len(record["class_names"]), recipe.data["image_size"])
+    _load_weights(network, weights, f"model {recipe.model.name!r}", str(source))
+    return LoadedRun(network.eval(), recipe, record["class_names"], source)
+
+
+def initialize(network: nn.Module, path: str | Path) -> None:
+    """Take the weights of another run as first weights; a classifier with another number of classes stays as it is.
+
+    A network with a `FeatureBackbone` as its attribute `backbone` takes those of a classifier of that architecture, or
+    of a network like itself. Raises as `load_run`; UserError for the weights of another model.
+    """
+    source, weights, _ = _read(path)
+    backbone, name = getattr(network, "backbone", None), "the recipe's model"
+    if isinstance(backbone, FeatureBackbone) and not any(key.startswith("backbone.") for key in weights):
+        network, name = backbone.model, "the recipe's backbone"
+        weights = {key: weights[key] for key in network.state_dict() if key in weights}  # it has no classifier
+    names = (getattr(network, "pretrained_cfg", None) or {}).get("classifier") or "head"
+    classifier = tuple(f"{name}." for name in ([names] if isinstance(names, str) else names))
+    for key, value in network.state_dict().items():
+        if key.startswith(classifier) and key in weights and weights[key].shape != value.shape:
+            weights[key] = value
+    _load_weights(network, weights, name, f"model.init_from: {source}")
+
+
+def _load_weights(network: nn.Module, weights: Mapping[str, Tensor], name: str, source: str) -> None:
+    """Load weights that must fit exactly, or raise UserError with how many tensors do not, and the first of them."""
+    own = network.state_dict()
+    shapes = [
+        f"{key} is {tuple(weights[key].shape)} in the file and {tuple(value.shape)} in the model"
+        for key, value in own.items()
+        if key in weights and weights[key].shape != value.shape
+    ]
+    missing = [f"{key} is not in the file" for key in own if key not in weights]
+    surplus = [f"{key} is not in the model" for key in weights if key not in own]
+    if problems := shapes + missing + surplus:
+        raise UserError(
+            f"{source} holds the weights of another model than {name}: {len(shapes)} tensors have another shape, "
+            f"{len(missing)} are missing, {len(surplus)} are unknown; the first: {problems[0]}"
+        )
+    network.load_state_dict(dict(weights))
+
+
+def _read(path: str | Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
+    """File, weights and record of a checkpoint, a run folder or a model folder."""
+    source = path = Path(path)
+    if path.is_dir():
+        found = [path / place for place in WEIGHT_FILES if (path / place).is_file()]
+        if not found:
+            places = ", ".join(WEIGHT_FILES)
+            raise FileNotFoundError(f"the folder {str(path)!r} holds no model: expected one of {places} in it")
+        source = found[0]
+    elif not path.exists():
+        raise FileNotFoundError(f"there is no checkpoint, run folder or model folder {str(path)!r}")
+    elif path.name == "config.json":
+        source = path.with_name("model.safetensors")
+    if source.suffix == ".safetensors":
+        return source, *_read_model_folder(source)
+    stored = read_checkpoint(source)
+    if not isinstance(stored.get(RECORD_KEY), dict):
+        raise UserError(f"{source} was not written by `dgt train`: it has no entry 'dgt' with the recipe")
+    weights = stored.get("state_dict")
+    if not isinstance(weights, dict):
+        raise UserError(f"{source} is cut off or damaged: it holds no weights")
+    return source, weights, stored[RECORD_KEY]
+
+
+def _read_model_folder(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    config = source.with_name("config.json")
+    if not config.is_file():
+        raise FileNotFoundError(f"{source} has no config.json beside it, which says what model it is")
+    if (source.parent / SUMS).is_file():
+        check_sums(source.parent, (source.name, config.name))
+    description = read_json(config)
     try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+        weights = safetensors.torch.load_file(source)
+    except SafetensorError as error:
+        raise UserError(f"{source} is cut off or damaged ({source.stat().st_size} bytes): {error}") from error
+    if isinstance(description.get(RECORD_KEY), dict):
+        return weights, description[RECORD_KEY]
+    weights = {key.removeprefix(WRAPPER): value for key, value in weights.items()}
+    return weights, _record_of_timm(config, description)
+
+
+def _record_of_timm(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """The record of a classifier that `timm.models.save_for_hf` or transformers wrote, as `config.json` tells it."""
+    prepared = config.get("pretrained_cfg") or config  # timm before 1.0 wrote one level
+    architecture, count = config.get("architecture"), prepared.get("num_classes", config.get("num_classes"))
+    if not architecture or not count:
+        raise UserError(
+            f"{path} was not written by `dgt train` nor by timm: it has neither an entry 'dgt' with the recipe nor "
+            "'architecture' and 'num_classes' of a classifier"
+        )
+    names = {"crop_ratio": "crop_pct", "mean": "mean", "std": "std"}
+    data: dict[str, Any] = {ours: prepared[theirs] for ours, theirs in names.items() if theirs in prepared}
+    if "input_size" in prepared:
+        data["image_size"] = int(prepared["input_size"][-1])
+    if "interpolation" in prepared:
+        data["augmentation"] = {"interpolation": prepared["interpolation"]}
+    arguments = {key: value for key, value in (config.get("model_args") or {}).items() if key != "num_classes"}
+    labels = config.get("label_names")
+    labels = labels if isinstance(labels, list) and len(labels) == count else list(map(str, range(count)))
+    model = {"name": architecture, "args": arguments}
+    recipe = {"name": path.parent.name or architecture, "model": model, "data": data}
+    return {"format": RECORD_FORMAT, "recipe": recipe, "class_names": labels}

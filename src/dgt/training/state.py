@@ -28,9 +28,10 @@ from typing import Any
 
 import torch
 from lightning.fabric import Fabric
+from timm.utils import ModelEmaV3
 from torch import nn
 
-from dgt.training.ema import WeightAverage
+from dgt.layers import renormalize_centroids
 from dgt.training.recipe import CheckpointSettings
 from dgt.utils.atomic_write import atomic_write, replacing
 from dgt.utils.errors import LOGGER, UserError
@@ -50,6 +51,27 @@ class Progress:
     best: float | None = None  # best value of the task's headline metric so far
     metrics: dict[str, float] = field(default_factory=dict)  # of the last validation
     seconds: float = 0.0  # trained so far, over all processes that took turns
+
+
+class WeightAverage(ModelEmaV3):
+    """Exponential moving average of weights and floating buffers, begun with the weights after the first step.
+
+    It is timm's, with centroids that stay on the unit sphere.
+
+    Args:
+        network: whose weights are averaged; it is copied.
+        decay: share of the average kept at each optimizer step of 1024 images.
+        images: of a step here, for which the average forgets as fast, image for image.
+    """
+
+    def __init__(self, network: nn.Module, decay: float, images: int = 1024) -> None:
+        super().__init__(network, decay=decay ** (images / 1024), stochastic_rounding=False)
+        self.requires_grad_(False)
+
+    def update(self, network: nn.Module, step: int) -> None:  # type: ignore[override]
+        """Take in the weights after an optimizer step, counted from 1."""
+        super().update(network, step)
+        renormalize_centroids(self.module)
 
 
 @dataclass
@@ -92,8 +114,7 @@ class TrainingState:
     def load(self, path: Path, stored: dict[str, Any]) -> None:
         """Go to where a checkpoint was taken, from what `latest_checkpoint` returned; a matter of all processes.
 
-        Raises:
-            UserError: another number of processes, which would share out the images in another way.
+        UserError for another number of processes, which would share out the images in another way.
         """
         if stored["world_size"] != self.fabric.world_size:
             raise UserError(
@@ -129,9 +150,8 @@ class Checkpoints:
     def is_due(self, step: int, epoch: int | None = None) -> bool:
         """Whether steps, minutes or, at the end of an epoch (counted from 1), epochs ask for a checkpoint now."""
         epochs, steps, minutes = self.settings.every_epochs, self.settings.every_steps, self.settings.every_minutes
-        if (steps and step % steps == 0) or (epoch and epochs and epoch % epochs == 0):
-            return True
-        return minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
+        late = minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
+        return late or bool((steps and step % steps == 0) or (epoch and epochs and epoch % epochs == 0))
 
     def save(self, state: TrainingState) -> None:
         """Write the newest checkpoint and remove those that are too many; a matter of all processes."""
@@ -176,38 +196,29 @@ def step_checkpoints(folder: Path) -> list[Path]:
 
 
 def latest_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The newest checkpoint in a run's folder that is whole; damaged ones are told and left alone.
+    """The newest whole checkpoint in a run's folder, and what it holds (of a sharded one, all but the weights).
 
-    Returns:
-        The file, and what it holds (of a sharded one, all but the weights); None where the run has none yet.
-
-    Raises:
-        UserError: there are some, and all are damaged, or they are of an earlier version of this package.
+    None where there is none yet. Damaged ones are told and left alone; UserError where all are, or of another version.
     """
     paths = step_checkpoints(folder)
     for path in paths:
         try:
             stored = read_checkpoint(path / "meta.pt" if path.is_dir() else path)
-        except (ValueError, OSError) as error:
+            Progress(**stored["progress"])
+            return path, stored
+        except (ValueError, OSError, KeyError, TypeError) as error:
             LOGGER.warning(f"{path.name} cannot be used, trying the one before: {error}")
-            continue
-        if "progress" not in stored:
-            raise UserError(
-                f"{path} was written by an earlier version, whose trainings cannot be resumed: begin one with another "
-                "--out, or finish it with that version"
-            )
-        return path, stored
     if paths:
-        raise UserError(f"all {len(paths)} checkpoints in {paths[0].parent} are damaged: remove it to begin again")
+        of_here = "damaged or of another version"
+        raise UserError(f"all {len(paths)} checkpoints in {paths[0].parent} are {of_here}: remove it to begin again")
     return None
 
 
 def read_checkpoint(source: Path) -> dict[str, Any]:
     """What a checkpoint holds, tensors on the CPU.
 
-    Raises:
-        OSError: the file cannot be opened.
-        UserError: naming the file: cut off, damaged, Python objects inside, or not a mapping.
+    OSError where the file cannot be opened; UserError, naming it, where it is cut off, damaged or no mapping, or holds
+    Python objects.
     """
     content = io.BytesIO(source.read_bytes())  # read first: torch.load's OSError would look like a missing permission
     damaged = f"{source} is cut off or damaged ({len(content.getbuffer())} bytes)"

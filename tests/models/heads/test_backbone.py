@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import timm
 import torch
 
 from dgt.models.heads.backbone import build_backbone
@@ -44,24 +43,6 @@ def test_a_padded_image_gives_the_maps_it_gives_alone() -> None:
         alone, together = backbone(image), backbone(padded, mask)
     for one, other in zip(alone, together, strict=True):
         torch.testing.assert_close(other[..., : one.shape[-2], : one.shape[-1]], one, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("name", ["dgt_nano", "resnet10t"])
-def test_weights_of_a_classifier_are_taken_whole_or_not_at_all(name: str) -> None:
-    classifier = timm.create_model(name, num_classes=3)
-    backbone = build_backbone(name)
-    missing, surplus = backbone.load_classifier(classifier.state_dict())
-    assert not missing
-    assert all(key.startswith(("head.", "fc.")) for key in surplus)
-    for key, value in backbone.model.state_dict().items():
-        assert torch.equal(value, classifier.state_dict()[key]), key
-    fresh = build_backbone(name)
-    before = {key: value.clone() for key, value in fresh.model.state_dict().items()}
-    weights = dict(classifier.state_dict())
-    dropped = next(iter(before))
-    del weights[dropped]
-    assert fresh.load_classifier(weights)[0] == [dropped]
-    assert all(torch.equal(value, before[key]) for key, value in fresh.model.state_dict().items())
 
 
 def test_what_is_no_pyramid_is_refused_by_name() -> None:

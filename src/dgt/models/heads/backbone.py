@@ -7,7 +7,6 @@ from the image's alone, and a mask of real pixels that reaches the attention of 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 import timm
@@ -61,19 +60,6 @@ class FeatureBackbone(nn.Module):
         padded = F.pad(images, (0, -width % STRIDES[-1], 0, -height % STRIDES[-1]))
         maps = self.model.forward_intermediates(padded, **options)
         return [x[..., : -(-height // s), : -(-width // s)] for x, s in zip(maps, self.strides, strict=True)]
-
-    def load_classifier(self, weights: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
-        """Take the weights of a classifier of the same architecture, its ``state_dict``, but for the head.
-
-        Returns:
-            Names of the tensors that this model has and ``weights`` lacks or holds in another shape, and of those that
-            it was given and does not have. Nothing is loaded unless the first list is empty.
-        """
-        own = self.model.state_dict()
-        missing = [name for name in own if name not in weights or weights[name].shape != own[name].shape]
-        if not missing:
-            self.model.load_state_dict({name: weights[name] for name in own})
-        return missing, [name for name in weights if name not in own]
 
 
 def build_backbone(

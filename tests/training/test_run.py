@@ -14,7 +14,7 @@ from torch import nn
 
 from dgt.models.heads.backbone import build_backbone
 from dgt.training import Result, load_run
-from dgt.training.load import initialize
+from dgt.training.run import initialize
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_first_weights_skip_a_classifier_of_other_classes_only(finished: Result)
         initialize(timm.create_model("test_vit", num_classes=8), finished.folder)
 
 
-def test_a_backbone_starts_from_a_classifier_of_its_architecture(finished: Result) -> None:
+def test_a_backbone_starts_from_a_classifier_of_its_architecture_or_stays_as_it_is(finished: Result) -> None:
     source = load_run(finished.folder).network.state_dict()
     network = nn.Module()
     network.backbone = build_backbone("test_resnet")
@@ -111,7 +111,9 @@ def test_a_backbone_starts_from_a_classifier_of_its_architecture(finished: Resul
     assert loaded
     assert all(torch.equal(value, source[key]) for key, value in loaded.items())
     network.backbone = build_backbone("resnet10t")
+    before = {key: value.clone() for key, value in network.state_dict().items()}
     with pytest.raises(
         ValueError, match=r"model\.init_from: .* of another model than the recipe's backbone: .* missing"
     ):
         initialize(network, finished.folder)
+    assert all(torch.equal(value, before[key]) for key, value in network.state_dict().items())
