@@ -244,6 +244,8 @@ def test_the_command_lists_checks_and_publishes(
     assert main(["weights", "list"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [SHIPPED.name, copy.name]
     assert list_weights() == {SHIPPED.name: SHIPPED, copy.name: copy}
+    assert main(["weights", "list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {path.name: check_weights(path) for path in (SHIPPED, copy)}
     assert main(["weights", "check", str(copy)]) == 0
     assert " MB  top-1 " in capsys.readouterr().out
     assert main(["weights", "publish", str(copy), "--repo", "someone/dgt", "--dry-run"]) == 0

@@ -200,7 +200,10 @@ def run_weights(options: argparse.Namespace, overrides: list[str]) -> None:
         print(publish(options.folder, options.repo, options.dry_run))
     else:
         folders = [options.folder] if options.what == "check" else list_weights().values()
-        print("\n".join(weights_line(folder, check_weights(folder)) for folder in folders))
+        found = {Path(folder): check_weights(folder) for folder in folders}
+        lines = [weights_line(folder, results) for folder, results in found.items()]
+        told = {folder.resolve().name: results for folder, results in found.items()}
+        print(json.dumps(told, indent=2) if options.json else "\n".join(lines))
 
 
 def run_info(options: argparse.Namespace, _: list[str]) -> None:
