@@ -185,16 +185,12 @@ class DynamicGroupTransformer(nn.Module):
         ]
         self.stem = parts.make_stem(in_chans, stem_width, dims[0], self.strides[0], **factory)
         rates = torch.linspace(0, drop_path_rate, sum(depths), device="cpu").split(list(depths))
-        self.stages = nn.ModuleList(
-            parts.make_stage(
-                i, i == len(dims) - 1, (in_dim, dim), num_heads[i], rates[i].tolist(), groups, block, **factory
-            )
-            for i, (in_dim, dim) in enumerate(zip((stem_width, *dims[:-1]), dims, strict=True))
-        )
-        self.num_features = dims[-1]
-        self.head = Head(
-            dims[-1], None if parts.patches else head_width, num_classes, global_pool, drop_rate, **factory
-        )
+        self.stages, ends = nn.ModuleList(), zip((stem_width, *dims[:-1]), dims, strict=True)
+        for i, ((in_dim, dim), heads) in enumerate(zip(ends, num_heads, strict=True)):
+            last, drop = i == len(dims) - 1, rates[i].tolist()
+            self.stages.append(parts.make_stage(i, last, (in_dim, dim), heads, drop, groups, block, **factory))
+        self.num_features, hidden = dims[-1], None if parts.patches else head_width
+        self.head = Head(dims[-1], hidden, num_classes, global_pool, drop_rate, **factory)
         self.head_hidden_size = self.head.num_features * self.head.global_pool.feat_mult()
         if next(self.parameters()).device.type != "meta":
             self.init_weights()
@@ -223,12 +219,8 @@ class DynamicGroupTransformer(nn.Module):
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Patterns that sort parameters by depth, for layer-wise learning rates."""
-        blocks = (
-            r"^stages\.(\d+)"
-            if coarse
-            else [(r"^stages\.(\d+)\.merge", (0,)), (r"^stages\.(\d+)\.blocks\.(\d+)", None)]
-        )
-        return {"stem": r"^stem", "blocks": blocks}
+        parts = [(r"^stages\.(\d+)\.merge", (0,)), (r"^stages\.(\d+)\.blocks\.(\d+)", None)]
+        return {"stem": r"^stem", "blocks": r"^stages\.(\d+)" if coarse else parts}
 
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:

@@ -1,7 +1,5 @@
 """Images of different sizes in one padded batch: each is a rectangle of real pixels in the upper left corner."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -90,18 +90,8 @@ class SwappedAttention(DGAttention):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> DynamicGroupAttentionOutput:
         """Patches attend to the prefix and to the keys of their group, prefix tokens to everything."""
-        return dynamic_group_attention(
-            query,
-            key,
-            value,
-            self.unit_centroids(),
-            self.top_k,
-            self.scale,
-            None,
-            self.backend,
-            self.num_prefix_tokens,
-            self.remainder,
-        )
+        options = self.top_k, self.scale, None, self.backend, self.num_prefix_tokens, self.remainder
+        return dynamic_group_attention(query, key, value, self.unit_centroids(), *options)
 
 
 class SwappedBlock(nn.Module):
@@ -165,9 +155,8 @@ def replace_attention(
             raise TypeError(f"settings must be among {', '.join(SETTINGS)}, got {name!r}")
     found = dict(_attentions(model))
     if not found:
-        raise UserError(
-            f"model must contain attention to replace ({SUPPORTED}), got a {type(model).__name__} without any"
-        )
+        kind = type(model).__name__
+        raise UserError(f"model must contain attention to replace ({SUPPORTED}), got a {kind} without any")
     new: dict[int, nn.Module] = {}  # by identity: a module used in two places is replaced by one
     for name, old in found.items():
         prefix = _prefix_of(model, name) if num_prefix_tokens is None else num_prefix_tokens

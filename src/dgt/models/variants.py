@@ -118,9 +118,8 @@ def _with_weights(name: str, options: Row) -> Row:
     if config.get("architecture") != name:
         raise UserError(f"{folder} holds weights of {config.get('architecture')!r}, not of {name!r}")
     source = {"source": "local-dir", "file": str(folder), "label_names": config["label_names"]}
-    return (
-        config["model_args"] | options | {"pretrained_cfg_overlay": {**config["pretrained_cfg"], **source, **overlay}}
-    )
+    about = {**config["pretrained_cfg"], **source, **overlay}
+    return config["model_args"] | options | {"pretrained_cfg_overlay": about}
 
 
 def _register(name: str, about: str, row: Row) -> Callable[..., DynamicGroupTransformer]:

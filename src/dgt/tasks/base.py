@@ -1,7 +1,5 @@
 """What a task is: one row that says how its network is built, what it minimises, how it is measured and predicts."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

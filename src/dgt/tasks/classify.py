@@ -4,8 +4,6 @@ Mixup, CutMix and label smoothing are the data's matter: under them a target is 
 (B, classes), without them a plain label, (B,).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -5,8 +5,6 @@ faster-coco-eval; crowd regions count neither for nor against. A size without a 
 code, the value -1.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -144,11 +142,7 @@ def _coco_places(boxes: Sequence[Sequence[float]], masks: Any) -> list[Entry]:
 
 @torch.inference_mode()
 def predict(run: LoadedRun, image: Source, top_k: int) -> Prediction:
-    """The objects in an image, by falling score.
-
-    Raises:
-        UserError: also for an image that the network refuses.
-    """
+    """The objects in an image, by falling score; UserError also for an image that the network refuses."""
     pixels = read_bytes(image)
     try:
         found = run.network([pixels.float() / 255])[0]
@@ -173,8 +167,8 @@ def files(run: LoadedRun, prediction: Prediction, drawing: Image.Image) -> dict[
     """The drawing, and all objects as COCO's results have them, with the category's name for a data set's number."""
     objects = prediction.objects or []
     places = _coco_places([found["box"] for found in objects], prediction.found.masks.astype("uint8"))
-    named = [{"category": found["category"], "score": found["score"]} for found in objects]
-    entries = [entry | place for entry, place in zip(named, places, strict=True)]
+    told = zip(objects, places, strict=True)
+    entries = [{"category": found["category"], "score": found["score"], **place} for found, place in told]
     return {"objects.png": png(drawing), "objects.json": (json.dumps(entries, indent=2) + "\n").encode()}
 
 

@@ -4,8 +4,6 @@ Models of the Dynamic Group Transformer take every image size. Many others are b
 MaxViT): those are told the recipe's, so that a peer trains on the same recipe by naming it and nothing else.
 """
 
-from __future__ import annotations
-
 import difflib
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,8 +62,7 @@ class ModelSettings:
 def model_arguments(settings: ModelSettings, image_size: int) -> dict[str, Any]:
     """Keyword arguments for `timm.create_model`: the recipe's, and `img_size` in pixels where the model needs it.
 
-    Raises:
-        UserError: timm knows no such model.
+    Raises UserError where timm knows no such model.
     """
     if not timm.is_model(settings.name):
         near = difflib.get_close_matches(settings.name, timm.list_models(), n=3)
@@ -89,7 +86,5 @@ def build_classifier(settings: ModelSettings, num_classes: int, image_size: int)
     try:
         return timm.create_model(settings.name, num_classes=num_classes, **arguments)
     except (TypeError, AssertionError, RuntimeError, ValueError) as error:
-        raise UserError(
-            f"model {settings.name!r} cannot be built with {arguments}: {error}; see model.args and "
-            "model.drop_path_rate of the recipe"
-        ) from error
+        hint = "see model.args and model.drop_path_rate of the recipe"
+        raise UserError(f"model {settings.name!r} cannot be built with {arguments}: {error}; {hint}") from error

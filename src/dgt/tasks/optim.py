@@ -4,8 +4,6 @@ Both are plain functions of their settings and of the step number. The schedule 
 which is continued at step `n` meets exactly the learning rate that it would have met without the pause.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from itertools import pairwise

@@ -6,8 +6,6 @@ network looked at: scaled, in sliding windows, several times over. The mean over
 order of mmsegmentation: logits are brought to the image's size, then turned to probabilities, then averaged.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from itertools import product
@@ -100,8 +98,7 @@ class SegmentationMetrics(Metrics):
     def compute(self) -> dict[str, float]:
         """The measures of all processes' images; torchmetrics sums the matrix over them.
 
-        Raises:
-            UserError: no pixel of the validation's images has a label.
+        Raises UserError where no pixel of the validation's images has a label.
         """
         counts = self.confusion.compute()
         if not counts.any():

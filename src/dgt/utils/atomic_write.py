@@ -3,8 +3,6 @@
 The only module of the package that renames files into place.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

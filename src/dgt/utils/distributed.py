@@ -1,25 +1,18 @@
 """The processes of a distributed run, as one process sees them; a process alone is a group of one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist
 
 
-def in_group() -> bool:
-    """Whether this process belongs to a process group."""
-    return dist.is_available() and dist.is_initialized()
-
-
 def rank() -> int:
     """The number of this process, from 0."""
-    return int(dist.get_rank()) if in_group() else 0
+    return int(dist.get_rank()) if dist.is_available() and dist.is_initialized() else 0
 
 
 def world_size() -> int:
     """How many processes there are."""
-    return int(dist.get_world_size()) if in_group() else 1
+    return int(dist.get_world_size()) if dist.is_available() and dist.is_initialized() else 1
 
 
 def gather_objects(value: Any) -> list[Any]:

@@ -4,8 +4,6 @@ The `dgt` command prints an error of these classes as one sentence; any other is
 Files that are missing, in the way or unwritable are Python's own `OSError`s, which it prints in the same way.
 """
 
-from __future__ import annotations
-
 import logging
 
 LOGGER = logging.getLogger("dgt")

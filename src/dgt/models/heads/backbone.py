@@ -4,8 +4,6 @@ What heads such as UperNet and FPN ask of a backbone, and no more: maps at strid
 from the image's alone, and a mask of real pixels that reaches the attention of the models which know padding.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

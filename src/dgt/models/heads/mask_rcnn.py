@@ -4,8 +4,6 @@ The network is torchvision's `MaskRCNN`, called and trained like it, with one di
 batch reach the backbone as a mask, so that padding never becomes a key and never counts in the statistics of centroids.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -34,21 +32,17 @@ Target = dict[str, Tensor]
 OPTIONS = frozenset(inspect.signature(MaskRCNN.__init__).parameters) - {"self", "backbone", "num_classes", "kwargs"}
 
 
-class Pyramid(FeaturePyramidNetwork):  # type: ignore[misc]  # torchvision is not typed
-    """Feature pyramid of five levels of equal channels: one for each map of the backbone, and one more by pooling."""
+class PaddedMaskRCNN(MaskRCNN):  # type: ignore[misc]  # torchvision is not typed
+    """torchvision's Mask R-CNN, with its ``options``, whose backbone is told which pixels of a batch are real.
 
-    def __init__(self, in_channels: Sequence[int], out_channels: int) -> None:
-        super().__init__(list(in_channels), out_channels, extra_blocks=LastLevelMaxPool())
-        self.out_channels = out_channels
+    Its feature pyramid has five levels of ``channels``: one for each map of the backbone, and one more by pooling.
+    """
 
-
-class PaddedMaskRCNN(MaskRCNN):  # type: ignore[misc]
-    """torchvision's Mask R-CNN, with its ``options``, whose backbone is told which pixels of a batch are real."""
-
-    def __init__(self, backbone: FeatureBackbone, pyramid: Pyramid, num_classes: int | None, **options: Any) -> None:
-        super().__init__(pyramid, num_classes, **options)
-        self.backbone = backbone
-        self.pyramid = pyramid
+    def __init__(self, backbone: FeatureBackbone, channels: int, **options: Any) -> None:
+        pyramid = FeaturePyramidNetwork(backbone.channels, channels, extra_blocks=LastLevelMaxPool())
+        pyramid.out_channels = channels  # as torchvision asks of a backbone
+        super().__init__(pyramid, **options)
+        self.backbone, self.pyramid = backbone, pyramid
 
     def features(self, images: Tensor, image_sizes: Sequence[tuple[int, int]]) -> OrderedDict[str, Tensor]:
         """Map a padded batch (B, 3, H, W) of images of the given (height, width) to the levels of the pyramid."""
@@ -135,7 +129,7 @@ def build_mask_rcnn(
         "mask_head": MaskRCNNHeads(fpn_channels, list(mask_channels), 1),
         "mask_predictor": MaskRCNNPredictor(mask_channels[-1], mask_channels[-1], num_classes),
     }
-    return PaddedMaskRCNN(built, Pyramid(built.channels, fpn_channels), None, **{**heads, **(options or {})})
+    return PaddedMaskRCNN(built, fpn_channels, **{**heads, **(options or {})})
 
 
 class DenseParts(nn.Module):

@@ -7,8 +7,6 @@ padding out, and the head, whose pooling and interpolation know nothing of paddi
 maps. Training pads in the same way but keeps the batch whole, for the sake of BatchNorm's statistics.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
