@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from dgt.data.dataset import Key, SeededDataset
 from dgt.data.image_io import BrokenImages, StrPath
@@ -54,7 +54,7 @@ class ImageData(ABC):
     broken_images: dict[str, BrokenImages] = field(default_factory=dict, init=False)
 
     root_holds = "the folder of the images"  # what the argument `root` of a subclass is, human-readable
-    scenes: Callable[[str, int, int], Any] = Scenes  # their reader: split, number and size of the scenes
+    scenes: ClassVar[Callable[[str, int, int], Any]] = Scenes  # their reader: split, number and size of the scenes
     scenes_size = {"train": 5000, "val": 1000}  # noqa: RUF012
     cache = False
 
