@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import statistics
 from typing import Any
 
 from tables_shared import TABLES, number_of_text, read
 
-from dgt.experiments.report import number
+from dgt.experiments.report import interval, number
+from dgt.models.cost import attention_share
 
 
 def cell(table: str, row: str, column: str, which: str = "") -> str:
@@ -46,3 +48,89 @@ def faster(case: str, key: str = "ratio") -> str:
     """How many times faster the attention is than over all keys, by the case's beginning (`B1 H2 L3136`)."""
     (row,) = (row for row in read("attention_cpu")["rows"] if row["case"].startswith(case + " "))
     return number(row[key], 1)
+
+
+@number_of_text
+def right(row: str) -> str:
+    """Retrieval: right answers in %, mean and half of the 95 % interval over seeds."""
+    mean, half = interval([run["accuracy"] for run in _runs(row)])
+    return f"{mean:.1f} ± {half:.1f}"
+
+
+@number_of_text
+def seeds(row: str) -> str:
+    """The same, seed by seed."""
+    return ", ".join(number(run["accuracy"], 1) for run in _runs(row))
+
+
+@number_of_text
+def last_batch(row: str, maps: str) -> str:
+    """Retrieval: points won in evaluation by the means of the last batch, of so many maps; mean ± one deviation."""
+    won = [
+        accuracy - run["accuracy"]
+        for run in _runs(row)
+        for found in run["last_batch"]
+        if found["maps"] == int(maps)
+        for accuracy in found["accuracies"]
+    ]
+    return f"{statistics.fmean(won):+.1f} ± {statistics.stdev(won):.1f}"
+
+
+@number_of_text
+def labels(file: str, choice: str, top_k: str) -> str:
+    """Other keys at fixed weights: labels as with all keys in %, and half of the 95 % interval over images."""
+    (row,) = (row for row in read(file)["rows"] if row["choice"] == choice and row["top_k"] == int(top_k))
+    return f"{number(row['agreement'], 1, 100)} ± {number(row['agreement_half'], 1, 100)}"
+
+
+@number_of_text
+def times_lower(file: str, key: str, low: str, high: str) -> str:
+    """Other keys at fixed weights: how many times lower a measure is with a choice than with another, over all k."""
+    found = {(row["choice"], row["top_k"]): row[key] for row in read(file)["rows"]}
+    ratios = [found[high, top_k] / value for (choice, top_k), value in found.items() if choice == low]
+    return f"{min(ratios):.1f} to {max(ratios):.1f}"
+
+
+@number_of_text
+def points(file: str, row: str, beside: str) -> str:
+    """An ablation's row beside another: points of top-1 more."""
+    mean = {found["name"]: found["mean"] for found in read(file)["rows"]}
+    return f"{100 * (mean[row] - mean[beside]):+.1f}"
+
+
+@number_of_text
+def top_1(file: str, *rows: str) -> str:
+    """An ablation's rows: top-1 in %, the mean over seeds."""
+    mean = {found["name"]: found["mean"] for found in read(file)["rows"]}
+    return ", ".join(number(mean[row], 1, 100) for row in rows)
+
+
+@number_of_text
+def within(file: str) -> str:
+    """An ablation: points from its worst to its best row."""
+    means = [row["mean"] for row in read(file)["rows"]]
+    return number(max(means) - min(means), 1, 100)
+
+
+@number_of_text
+def of_dgt(task: str, key: str, places: str) -> str:
+    """Parameters in M, or FLOPs in G, of DGT-T, -S and -B."""
+    rows = {row["model"]: row for row in read("sizes")["rows"] if row["task"] == task}
+    scale = 1e-6 if key == "params" else 1e-9
+    return ", ".join(number(rows[f"dgt_{size}"][key], int(places), scale) for size in ("tiny", "small", "base"))
+
+
+@number_of_text
+def equation_7() -> str:
+    """Eq. 7 in the first three stages."""
+    return ", ".join(number(attention_share(side * side, 64 * 56 // side, 98), 3) for side in (56, 28, 14))
+
+
+@number_of_text
+def minutes_of_retrieval() -> str:
+    """What all its runs took."""
+    return number(sum(run["cpu_seconds"] for run in read("retrieval")["runs"]), 0, 1 / 60)
+
+
+def _runs(row: str) -> list[dict[str, Any]]:
+    return [run for run in read("retrieval")["runs"] if run["row"] == row]
