@@ -246,6 +246,29 @@ def readings_of_eq_4() -> Cells:
 
 
 @table
+def detection_of_scenes() -> Cells:
+    """Epoch by epoch."""
+    keys = {"epoch": 0, "training loss": 3, "box AP": 1, "box AP50": 1, "mask AP": 1, "mask AP50": 1}
+    columns = [[number(one, places) for one in _single(f"scenes_detect, {key}")] for key, places in keys.items()]
+    return [list(keys), *map(list, zip(*columns, strict=True))]
+
+
+@table
+def detection_of_coco() -> Cells:
+    """A few hundred images, too few for either."""
+    rows = []
+    for name in ("DGT-Nano", "Swin, 32 channels, blocks 1-2-5-1"):
+        found = [_single(f"coco, {name}, {key}") for key in ("parameters", "loss of the epochs", "box and mask AP50")]
+        rows.append([name, number(found[0], 2) + " M", ", ".join(number(loss, 2) for loss in found[1])])
+        rows[-1] += [number(precision, 2) + " %" for precision in found[2]]
+    return [["backbone", "parameters, whole", "loss of the epochs", "box AP50", "mask AP50"], *rows]
+
+
+def _single(name: str) -> Any:
+    return next(row["value"] for row in read("single")["rows"] if row["name"] == name)
+
+
+@table
 def three_numbers() -> Cells:
     """What the README shows: speed of the attention, what choosing keys is worth, a model accelerated."""
     fast = next(row for row in read("attention_cpu")["rows"] if "L16384 k98" in row["case"])

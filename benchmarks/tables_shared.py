@@ -30,8 +30,9 @@ def number_of_text(make: Callable[..., str]) -> Callable[..., str]:
 
 @cache
 def read(name: str) -> Any:
-    """The content of `benchmarks/results/NAME.json`."""
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    """The content of `benchmarks/results/NAME.json`, or of another file where the name has a slash."""
+    path = ROOT / f"{name}.json" if "/" in name else ROOT / "benchmarks" / "results" / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def bold(text: str) -> str:

@@ -23,24 +23,32 @@ def cell(table: str, row: str, column: str, which: str = "") -> str:
 
 
 def value(file: str, path: str, places: str = "0", by: str = "1") -> str:
-    """A number of a JSON: keys of objects, places in lists or KEY=VALUE&... of one of their rows, with / between."""
-    found: Any = read(file)
-    for step in path.split("/"):
-        if isinstance(found, dict):
-            found = found[step]
-        elif step.isdigit():
-            found = found[int(step)]
-        else:
-            wanted = dict(part.split("=", 1) for part in step.split("&"))
-            rows = [row for row in found if all(str(row.get(key)) == text for key, text in wanted.items())]
-            if len(rows) != 1:
-                raise KeyError(f"{file}.json has {len(rows)} rows with {step}")
-            found = rows[0]
-    return number(found, int(places), float(by))
+    """A number of a JSON, or several of a list, by its path."""
+    found = _at(file, path)
+    return ", ".join(number(one, int(places), float(by)) for one in (found if isinstance(found, list) else [found]))
 
 
-def _plain(text: str) -> str:
-    return text.strip("*`")
+@number_of_text
+def openvino_beside_packed(batch: str) -> str:
+    """The time of OpenVINO in parts of that of weights packed by hand."""
+    rows = f"batches/batch={batch}/rows/model={{}}/ms_per_image/quartile".format
+    openvino, packed = (
+        _at("inference_form_cpu", rows(name)) for name in ("dgt_tiny, openvino", "dgt_tiny+inference, packed by hand")
+    )
+    return number(openvino / packed, 2)
+
+
+@number_of_text
+def faster_than_global(pixels: str) -> str:
+    """DGT-T, eager, beside itself with global attention: how many times faster."""
+    ms = {row["model"]: row["ms_per_image"] for row in read(f"models_cpu_px{pixels}")["rows"]}
+    return number(ms["dgt_tiny+global"] / ms["dgt_tiny"], 1)
+
+
+@number_of_text
+def single(name: str, places: str = "1") -> str:
+    """A measurement of `single.json`, or several."""
+    return value("single", f"rows/name={name}/value", places)
 
 
 @number_of_text
@@ -48,6 +56,20 @@ def faster(case: str, key: str = "ratio") -> str:
     """How many times faster the attention is than over all keys, by the case's beginning (`B1 H2 L3136`)."""
     (row,) = (row for row in read("attention_cpu")["rows"] if row["case"].startswith(case + " "))
     return number(row[key], 1)
+
+
+@number_of_text
+def bound(case: str, label: str, busy: str = "") -> str:
+    """The same on two threads as in the table of bounds, or beside a busy process."""
+    rows = [row for row in read("attention_bound") if row["threads"] == 2 and bool(row["busy"]) == bool(busy)]
+    return number(next(row["ratio"] for row in rows if (row["case"], row["label"]) == (case, label)), 1)
+
+
+@number_of_text
+def parts_of(model: str, batch: str, part: str = "") -> str:
+    """Milliseconds an image of a part of a model, or of all parts."""
+    rows = [row for row in read(f"models_cpu_profile{batch}")["rows"] if row["model"] == model]
+    return number(sum(row["ms_per_image"] for row in rows if part in ("", row["part"])), 1)
 
 
 @number_of_text
@@ -113,6 +135,15 @@ def within(file: str) -> str:
 
 
 @number_of_text
+def curve(run: str, key: str, *epochs: str) -> str:
+    """Segmentation of CamVid or scenes, in %: a measure after epochs of validation; the training loss after any."""
+    found = read("segmentation_cpu")["runs"][run]
+    if key == "loss":
+        return ", ".join(number(found["training_loss"][int(epoch) - 1], 2) for epoch in epochs)
+    return ", ".join(number(row[key], 1, 100) for row in found["validation"])
+
+
+@number_of_text
 def of_dgt(task: str, key: str, places: str) -> str:
     """Parameters in M, or FLOPs in G, of DGT-T, -S and -B."""
     rows = {row["model"]: row for row in read("sizes")["rows"] if row["task"] == task}
@@ -134,3 +165,24 @@ def minutes_of_retrieval() -> str:
 
 def _runs(row: str) -> list[dict[str, Any]]:
     return [run for run in read("retrieval")["runs"] if run["row"] == row]
+
+
+def _at(file: str, path: str) -> Any:
+    """What a path leads to: keys of objects, and of lists the place, or KEY=VALUE&... of one row, with / between."""
+    found: Any = read(file)
+    for step in path.split("/"):
+        if isinstance(found, dict):
+            found = found[step]
+        elif step.isdigit():
+            found = found[int(step)]
+        else:
+            wanted = dict(part.split("=", 1) for part in step.split("&"))
+            rows = [row for row in found if all(str(row.get(key)) == text for key, text in wanted.items())]
+            if len(rows) != 1:
+                raise KeyError(f"{file}.json has {len(rows)} rows with {step}")
+            found = rows[0]
+    return found
+
+
+def _plain(text: str) -> str:
+    return text.strip("*`")

@@ -1,4 +1,4 @@
-"""The tables of the documentation are what `benchmarks/results` holds, to the last digit."""
+"""The tables and numbers of the documentation are what `benchmarks/results` holds, to the last digit."""
 
 from __future__ import annotations
 
@@ -11,6 +11,43 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+TYPED = {  # how many measured numbers of a page are typed: may only fall
+    **{"README.md": 0, "docs/evidence.md": 13, "docs/results.md": 0, "docs/start.md": 0, "docs/accelerate.md": 0},
+    **{"docs/remainder.md": 0, "docs/training.md": 0, "docs/export.md": 0, "docs/accelerate_models.md": 0},
+    **{"docs/kernels.md": 30, "docs/paper.md": 88, "docs/scaling.md": 138},
+}
+UNIT = r"(?:%|[mun]?s|seconds|minutes|hours|[KMGT]i?B|images/s|[GT]?FLOPs?(?:/s)?|times|points|[MG])(?![\w/])"
+NO_MEASURES = [
+    *(
+        r"^```.*?^```",
+        r"^    .*?$",
+        r"^#.*?$",
+        r"^!\[.*?$",
+        r"`[^`]*`",
+        r"\]\([^)]*\)",
+    ),  # code, headings, images, links
+    *(
+        r"tau = [\d.]+",
+        r"\bsections? \d[\d., ]*",
+        r"95 % interval",
+        r"\d+ GiB, Python [\d.]+",
+        r"(?:Python|Triton|transformers|timm|onnxruntime|NumPy) \d[\d.]*",
+    ),
+]
+
+
+def typed_numbers(tables: ModuleType, text: str) -> list[str]:
+    """Numbers of a page that look measured, and stand neither in a table nor before a mark."""
+    one = tables.ONE
+    text = tables.MARKED.sub("", text)
+    for start, end, _ in reversed(list(tables.numbers(text))):
+        text = text[:start] + text[end:]
+    joint = r"(?:,|;| and| to| or| /|)\s+"  # a list has one mark, behind its last number
+    text = re.sub(rf"(?<![\w.])(?:{one}{joint})*{one}<!-- (?:paper|setting) -->", "", text)
+    for pattern in [*NO_MEASURES, "<!--.*?-->"]:
+        text = re.sub(pattern, "", text, flags=re.DOTALL | re.MULTILINE)
+    measured = rf"(?<![\w.-])(?:{one}\s±\s{one}|[-+]?\d[\d,]*\.\d+(?:e-?\d+)?(?![\w.]*\.\d)|\d(?:[\d,]*\d)?\s{UNIT})"
+    return [" ".join(found.split()) for found in re.findall(measured, text)]
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +71,31 @@ def test_every_table_has_its_place_and_every_mark_its_table(tables: ModuleType) 
     assert set(named) == set(tables.TABLES)
 
 
-def test_every_other_table_of_results_says_that_it_is_from_a_log(tables: ModuleType) -> None:
-    text = tables.MARKED.sub("", (ROOT / "docs" / "results.md").read_text("utf-8"))
-    before = re.findall(r"([^\n]*)\n\n(?=\|)", text)
-    assert before
-    assert [line for line in before if "taken from" not in line] == []
+@pytest.mark.parametrize("page", TYPED)
+def test_measured_numbers_are_marked(tables: ModuleType, page: str) -> None:
+    """Deviations, decimal fractions and numbers with a unit come from a file, or say that nobody measured them."""
+    typed = typed_numbers(tables, (ROOT / page).read_text("utf-8"))
+    assert len(typed) <= TYPED[page], typed
+    assert len(typed) == TYPED[page], f"fewer than there were: write {len(typed)} in TYPED, so that they stay so few"
+
+
+def test_a_typed_number_is_found(tables: ModuleType) -> None:
+    text = "It takes 12.5 ms, 3 times, of 4 (9.1<!-- paper --> in print), tau = 0.1, Python 3.11, `0.5`, 91.0 ± 0.2 %."
+    assert typed_numbers(tables, text) == ["12.5", "3 times", "91.0 ± 0.2"]
+    marked = "Right 1.0 ± 9.9<!-- is right: global --> and\n2.0 ±\n3.0<!-- is retrieval: global; right, % --> %."
+    assert typed_numbers(tables, marked) == []
+    right = tables.TABLES["retrieval"]()[1][1]
+    assert tables.written(marked) == marked.replace("1.0 ± 9.9", right).replace("2.0 ±\n3.0", right)
+
+
+@pytest.mark.parametrize(
+    "mark", ["is right: nothing", "is retrieval: global; no head", "is sizes.json: rows/99/params"]
+)
+def test_a_mark_that_leads_nowhere_is_refused(tables: ModuleType, mark: str) -> None:
+    with pytest.raises((LookupError, ValueError)):
+        tables.written(f"1.0<!-- {mark} -->")
+    with pytest.raises(ValueError, match="before <!-- is right: global -->"):
+        tables.written("1.0 and words<!-- is right: global -->")
 
 
 def test_a_changed_number_is_noticed_and_mended(
