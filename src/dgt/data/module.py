@@ -54,7 +54,7 @@ class ImageData(ABC):
     broken_images: dict[str, BrokenImages] = field(default_factory=dict, init=False)
 
     root_holds = "the folder of the images"  # what the argument `root` of a subclass is, human-readable
-    scenes: ClassVar[Callable[[str, int, int], Any]] = Scenes  # their reader: split, number and size of the scenes
+    scenes: ClassVar[type[Scenes]] = Scenes  # the reader of the built-in ones
     scenes_size = {"train": 5000, "val": 1000}  # noqa: RUF012
     cache = False
 
@@ -111,7 +111,7 @@ class ImageData(ABC):
                 continue
             if self.root is None:
                 count = getattr(self, f"{part}_size") or self.scenes_size[part]
-                split, reader = part, type(self).scenes(part, count, self.image_size)
+                split, reader = part, self.scenes(part, count, self.image_size)
             else:
                 split, reader = self.open_root(self.root, part)
             indices = self.choose(part, split, reader)
