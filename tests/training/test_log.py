@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.tensorboard import SummaryWriter
 
 from dgt.training import fit, load_recipe
-from dgt.training.log import Report, RunLog, read_metrics
+from dgt.training.log import Report, read_metrics
 from dgt.training.state import Progress
 from dgt.utils.errors import LOGGER
 
@@ -64,7 +64,7 @@ def test_rows_go_on_when_there_is_room(
 ) -> None:
     report = begun(tmp_path)
     report.write_row({"step": 0, "loss": 3.0})
-    with monkeypatch.context() as patch, RunLog(None):
+    with monkeypatch.context() as patch, Report(None):
         fill_disk(patch)
         for step in (1, 2):
             report.write_row({"step": step, "loss": 2.0, "top1": 0.5})
@@ -89,7 +89,7 @@ def test_curves_that_were_lost_go_on_in_another_file(
 ) -> None:
     report = begun(tmp_path)
     report.write_row({"step": 0, "loss": 3.0})
-    with monkeypatch.context() as patch, RunLog(None):
+    with monkeypatch.context() as patch, Report(None):
         patch.setattr(SummaryWriter, "add_scalar", fail)
         report.write_row({"step": 1, "loss": 2.0})
     assert "events could not be written, training goes on: [Errno 28]" in capsys.readouterr().err
@@ -109,7 +109,7 @@ def test_other_mistakes_are_still_told(tmp_path: Path) -> None:
 
 def test_a_log_that_cannot_be_written_costs_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "log.txt").mkdir()
-    with RunLog(tmp_path):
+    with Report(tmp_path):
         LOGGER.info("epoch 1")
     printed = capsys.readouterr()
     assert printed.out == "epoch 1\n"

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dgt.training.log import RunLog
+from dgt.training.log import Report
 from dgt.training.recipe import CheckpointSettings
 from dgt.training.state import Checkpoints, read_checkpoint
 
@@ -57,7 +57,7 @@ def test_a_write_that_fails_is_told_and_leaves_the_older_file(
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(number, os.strerror(number))
 
-    with monkeypatch.context() as patch, RunLog(None):
+    with monkeypatch.context() as patch, Report(None):
         patch.setattr(os, "fsync" if number == errno.ENOSPC else "replace", fail)
         content = {"step": 4}
         checkpoints.write(state, tmp_path / "step.ckpt")
@@ -81,7 +81,7 @@ def test_a_last_checkpoint_that_cannot_be_replaced_does_not_end_the_training(
     state: Any = SimpleNamespace(state_dict=lambda: {"step": 3}, sharded=False, fabric=fabric, progress=progress)
     monkeypatch.setattr(os, "link", full)
     monkeypatch.setattr(shutil, "copyfile", full)
-    with RunLog(None):
+    with Report(None):
         Checkpoints(tmp_path, CheckpointSettings(), {}).save(state)
     assert "could not be replaced: No space left on device" in capsys.readouterr().err
     assert os.listdir(tmp_path / "checkpoints") == ["step-00000003.ckpt"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from lightning.fabric import Fabric
 from torch import nn
 
 from dgt.tasks import TASKS
-from dgt.tasks.base import LoadedRun, Metrics, Prediction
+from dgt.tasks.base import LoadedRun, Prediction
 from dgt.training.parallel import build_fabric
 from dgt.training.recipe import build_data, override_keys, parse_recipe
 from dgt.training.run import load_run
@@ -35,14 +34,10 @@ def evaluate(
         predictions: file for a detector's detections, in the format of COCO's results; None to write none.
         parts: tell also `left_out`, the metrics without each of so many parts of the batches; 0 for none.
 
-    Returns:
-        The task's metrics (for classification `loss`, `top1`, `top5`; shares in [0, 1]), the number of `images` and of
-        `broken_images`.
-
-    Raises:
-        FileNotFoundError, UserError: as `load_run` and the data do; where the data has other classes, the machine
-            lacks what `trainer` asks for, or an override is of another key; `predictions` of a model of another task;
-            fewer batches than `parts`.
+    Returns the task's metrics (for classification `loss`, `top1`, `top5`; shares in [0, 1]), the number of `images` and
+    of `broken_images`. Raises as `load_run` and the data do; UserError where the data has other classes, the machine
+    lacks what `trainer` asks for, or an override is of another key; for `predictions` of a model of another task, and
+    for fewer batches than `parts`.
     """
     for key in sorted(override_keys(overrides)):
         if key.partition(".")[0] != "data" and key not in TRAINER_KEYS:
@@ -76,7 +71,7 @@ def evaluate(
 class LeftOut:
     """The metrics of all batches, and of all but every n-th in each of n `parts`; the network runs once a batch."""
 
-    def __init__(self, whole: Metrics, parts: Sequence[Metrics]) -> None:
+    def __init__(self, whole: Any, parts: Sequence[Any]) -> None:  # `Metrics` whose network is a function here
         self.whole, self.parts, self.batches = whole, parts, 0
 
     def update(self, network: Any, images: Any, targets: Any) -> None:
@@ -87,12 +82,11 @@ class LeftOut:
             outputs.append(network(given))
             return outputs[-1]
 
-        whole: Any = self.whole
-        whole.update(remembering, images, targets)
+        self.whole.update(remembering, images, targets)
         for number, part in enumerate(self.parts):
             if number != self.batches % len(self.parts):
-                again: Any = partial(lambda given, _: next(given), iter(outputs))
-                part.update(again, images, targets)
+                left = iter(outputs)
+                part.update(lambda _, left=left: next(left), images, targets)
         self.batches += 1
 
 
@@ -124,11 +118,8 @@ def predict(path: str | Path | LoadedRun, images: Sequence[str | Path], top_k: i
         images: image files.
         top_k: classes that a classifier gives for each image; more than the model knows gives all.
 
-    Returns:
-        One prediction per file, in their order; a file that cannot be read has `error` set and nothing else.
-
-    Raises:
-        FileNotFoundError, UserError: as `load_run` does; UserError for `top_k` below 1.
+    Returns one prediction per file, in their order; a file that cannot be read has `error` set and nothing else. Raises
+    as `load_run`; UserError for `top_k` below 1.
     """
     check_range(1, top_k=top_k)
     run = path if isinstance(path, LoadedRun) else load_run(path)

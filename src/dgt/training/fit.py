@@ -13,7 +13,7 @@ from lightning.fabric import Fabric, seed_everything
 from dgt.data.image_io import BrokenImagesError
 from dgt.tasks import TASKS
 from dgt.tasks.optim import batch_scale, build_optimizer
-from dgt.training.log import Report, RunLog
+from dgt.training.log import Report
 from dgt.training.loop import Draw, Objective, Preempted, Training
 from dgt.training.parallel import SHARDED, build_fabric, full_weights, lost_process, synchronise_batchnorm
 from dgt.training.recipe import Recipe, build_data
@@ -44,8 +44,7 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
         draw: makes the images that `trainer.pictures_every` asks for; None for none.
 
     Raises:
-        OSError: the data or `model.init_from` is not there; `out` is a file, or holds a run that got as far as a
-            checkpoint (with `resume`: one of another recipe), or files of something else.
+        OSError: the data or `model.init_from` is not there; as `run_folder` for `out`.
         UserError: the model or the data cannot be built as the recipe says; no checkpoint of the run can be read.
         BrokenImagesError: more images are unreadable than `data.max_broken_share` allows; the run's folder lists them.
         FloatingPointError: too many steps in a row were not finite.
@@ -55,15 +54,14 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
     folder = run_folder(recipe, resume)
     if (results := finished_results(folder)) is not None:
         return Result(folder, results["metrics"], results["epochs"], results["seconds"])
-    with RunLog(None):
+    with Report(None):
         checkpoint = latest_checkpoint(folder)
     data = build_data(recipe)
     data.setup("fit")
     fabric = build_fabric(recipe.trainer, TASKS[recipe.task])
     fabric.launch()  # from here on every process of the training is here; nothing was written before
     folder = fabric.broadcast(folder)
-    report = Report(folder if fabric.is_global_zero else None)
-    with RunLog(report.folder):
+    with Report(folder if fabric.is_global_zero else None) as report:
         if fabric.is_global_zero:
             atomic_write(folder / "recipe.yaml", recipe.to_yaml())
             remove_leftovers(folder / "checkpoints")

@@ -38,18 +38,26 @@ NEEDED = (
 SILENT_AFTER = 300.0  # seconds without a sign of life: a step, or a validation's batch, may take long
 
 
-class RunLog(logging.Handler):
-    """Inside its `with` block, prints what the package's logger gets, from INFO on, and adds it to the run's log.
+class Report(logging.Handler):
+    """Tells how a training goes: log lines, `metrics.jsonl`, TensorBoard, `status.json`, and a bar in a terminal.
+
+    Inside its `with` block it prints what the package's logger gets, from INFO on, and adds it to the run's log. What
+    cannot be written is told once, and costs no more than its numbers.
 
     Args:
-        folder: the run's folder; None for a process that only trains along, and logs warnings alone.
+        folder: the run's folder; None for a process that only trains along: it tells warnings and writes nothing.
     """
 
     def __init__(self, folder: Path | None) -> None:
         super().__init__(logging.DEBUG if folder is not None else logging.WARNING)
-        self.folder = folder
+        self.folder, self.status_at, self.start = folder, 0.0, time.perf_counter()
+        self.progress, self.first_step = Progress(), 0
+        self.facts: dict[str, Any] = {"epochs": 0, "steps": 0, "loss": None, "images_per_second": 0.0}
+        self.told: set[str] = set()
+        self.board: Any = None
+        self.bar = tqdm(disable=True)
 
-    def __enter__(self) -> RunLog:
+    def __enter__(self) -> Report:
         self.before = LOGGER.level, LOGGER.propagate
         LOGGER.setLevel(logging.DEBUG)
         LOGGER.propagate = False
@@ -57,6 +65,7 @@ class RunLog(logging.Handler):
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
         LOGGER.removeHandler(self)
         level, LOGGER.propagate = self.before
         LOGGER.setLevel(level)
@@ -76,24 +85,6 @@ class RunLog(logging.Handler):
             except OSError as error:
                 tqdm.write(f"dgt: warning: the log could not be written: {error}", file=sys.stderr)
 
-
-class Report:
-    """Tells how a training goes: `metrics.jsonl`, TensorBoard, `status.json`, log lines, and a bar in a terminal.
-
-    What cannot be written is told once, and costs no more than its numbers.
-
-    Args:
-        folder: the run's folder; None for a process that only trains along, and logs nothing.
-    """
-
-    def __init__(self, folder: Path | None) -> None:
-        self.folder, self.status_at, self.start = folder, 0.0, time.perf_counter()
-        self.progress, self.first_step = Progress(), 0
-        self.facts: dict[str, Any] = {"epochs": 0, "steps": 0, "loss": None, "images_per_second": 0.0}
-        self.told: set[str] = set()
-        self.board: Any = None
-        self.bar = tqdm(disable=True)
-
     def begin(self, progress: Progress, steps: int, epochs: int, images: int) -> None:
         """Report on a training of so many steps of so many images from here on; rows that lie beyond are taken back."""
         self.progress, self.images, self.first_step = progress, images, progress.step
@@ -101,10 +92,10 @@ class Report:
         self.facts |= {"epochs": epochs, "steps": steps}
         if self.folder is not None:
             self.bar = tqdm(total=steps, initial=progress.step, disable=None, dynamic_ncols=True)
-            rows = read_metrics(self.folder)
-            kept = [row for row in rows if row["step"] <= progress.step and row.get("epoch", 0) <= progress.epoch]
+            now = (progress.step, progress.epoch)
+            rows = [row for row in read_metrics(self.folder) if row["step"] <= now[0] and row.get("epoch", 0) <= now[1]]
             with self._tolerating("metrics"):
-                atomic_write(self.folder / METRICS, "".join(json.dumps(row) + "\n" for row in kept))
+                atomic_write(self.folder / METRICS, "".join(json.dumps(row) + "\n" for row in rows))
         self.write_status("training")
 
     def begin_epoch(self) -> None:
@@ -120,8 +111,8 @@ class Report:
         """After each step: its numbers every few steps, the bar, and the status now and then."""
         if self.folder is None:
             return
-        seconds, steps = time.perf_counter() - self.epoch_start, self.progress.step - self.epoch_first_step
-        self.facts["images_per_second"] = round(steps * self.images / seconds, 2)
+        steps = self.progress.step - self.epoch_first_step
+        self.facts["images_per_second"] = round(steps * self.images / (time.perf_counter() - self.epoch_start), 2)
         if self.progress.step % every == 0:
             numbers = {f"train/{name}": float(value) for name, value in losses.items()}
             self.facts["loss"] = numbers["train/loss_step"] = numbers.pop("train/loss")
@@ -179,6 +170,7 @@ class Report:
 
     def close(self) -> None:
         """Write what is left, and take the bar away."""
+        super().close()
         self.bar.close()
         with self._tolerating("events"):
             if self.board is not None:
@@ -256,11 +248,10 @@ def run_status(folder: str | Path) -> dict[str, Any]:
 
 
 def _is_alive(pid: int) -> bool:
-    with suppress(PermissionError):  # somebody else's
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return False
+    try:
+        os.kill(pid, 0)
+    except OSError as error:
+        return isinstance(error, PermissionError)  # somebody else's
     return True
 
 

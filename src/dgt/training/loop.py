@@ -133,8 +133,6 @@ class Training:
             if not broken and self.fabric.world_size == 1:
                 self.save()
             raise
-        finally:
-            self.report.close()
 
     def train_epoch(self, epoch: int) -> None:
         """All steps of an epoch that are still to do."""

@@ -192,16 +192,10 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def read_yaml(what: str, name: str | Path, folder: Path = RECIPES) -> tuple[Path, dict[str, Any]]:
-    """The file of a recipe or a table, and what it holds.
+    """The file of a recipe or whatever else `what` is, and what it holds.
 
-    Args:
-        what: "recipe" or "table".
-        name: of one that is shipped, or the path of a YAML file.
-        folder: where the shipped ones are.
-
-    Raises:
-        FileNotFoundError: neither a shipped name nor a file.
-        UserError: not UTF-8, not YAML, or no mapping.
+    `name` is that of one shipped in `folder`, or the path of a YAML file. Raises FileNotFoundError where it is neither,
+    UserError where it is not UTF-8, not YAML, or no mapping.
     """
     path = Path(name)
     if path.suffix not in (".yaml", ".yml") and not path.is_file():
@@ -228,15 +222,7 @@ def read_yaml(what: str, name: str | Path, folder: Path = RECIPES) -> tuple[Path
 
 
 def parse_recipe(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:
-    """Check the nested values of a recipe and apply the command line's changes.
-
-    Args:
-        values: nested mapping, as in YAML.
-        overrides: as in `load_recipe`.
-
-    Raises:
-        UserError: an unknown key, a wrong type or a value out of range.
-    """
+    """Check the nested values of a recipe and apply the command line's changes, as `load_recipe` does."""
     task = str(values.get("task", "classify"))
     parser = recipe_parser(task)
     changed = override_keys(overrides)
@@ -256,8 +242,7 @@ def parse_recipe(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Re
 def build_data(recipe: Recipe) -> Any:
     """The recipe's data module, not yet set up; its seed is the recipe's.
 
-    Raises:
-        UserError: an argument of the data module is out of range, or the images' place is not given.
+    UserError where an argument of the data module is out of range, or the images' place is not given.
     """
     if recipe.data["root"] is None and recipe.data.get("dataset") != "scenes":
         raise UserError(f"recipe {recipe.name!r} needs images: give --data.root, {TASKS[recipe.task].data.root_holds}")
@@ -293,11 +278,9 @@ def _plain(values: Any) -> Any:
 
 
 def _check_keys(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Raise UserError at the first key that is not known, or that is a value where a section belongs.
+    """Raise UserError at the first key given that is not known, or that is a value where a section belongs.
 
-    Args:
-        given: value by key, of nested values those that are no section.
-        known: default by key; below one whose default is a mapping, any key will do.
+    Both are flat; below a known one whose default is a mapping, any key will do.
     """
     names, free = sorted(known), tuple(f"{key}." for key, value in known.items() if isinstance(value, Mapping))
     by_last = {name.rpartition(".")[2]: name for name in names}

@@ -22,6 +22,7 @@ import platform
 import re
 import shlex
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
@@ -224,21 +225,12 @@ def initialize(network: nn.Module, path: str | Path) -> None:
 
 
 def _load_weights(network: nn.Module, weights: Mapping[str, Tensor], name: str, source: str) -> None:
-    """Load weights that must fit exactly, or raise UserError with how many tensors do not, and the first of them."""
-    own = network.state_dict()
-    shapes = [
-        f"{key} is {tuple(weights[key].shape)} in the file and {tuple(value.shape)} in the model"
-        for key, value in own.items()
-        if key in weights and weights[key].shape != value.shape
-    ]
-    missing = [f"{key} is not in the file" for key in own if key not in weights]
-    surplus = [f"{key} is not in the model" for key in weights if key not in own]
-    if problems := shapes + missing + surplus:
-        raise UserError(
-            f"{source} holds the weights of another model than {name}: {len(shapes)} tensors have another shape, "
-            f"{len(missing)} are missing, {len(surplus)} are unknown; the first: {problems[0]}"
-        )
-    network.load_state_dict(dict(weights))
+    """Load weights that must fit exactly, or raise UserError with the beginning of what torch says of the others."""
+    try:
+        network.load_state_dict(weights)
+    except RuntimeError as error:
+        told = textwrap.shorten(str(error), 400)
+        raise UserError(f"{source} holds the weights of another model than {name}: {told}") from error
 
 
 def _read(path: str | Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
