@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "layers": {"ops", "utils"},
     "weights": {"utils"},
     "models": {"layers", "ops", "utils", "weights"},
-    "acceleration": {"ops", "utils"},
+    "acceleration": {"layers", "ops", "utils"},
     "data": {"utils"},
     "figures": {"models", "ops", "utils"},  # records and arrays in, never a training
     "tasks": {"data", "figures", "models", "utils"},

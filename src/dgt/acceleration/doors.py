@@ -101,7 +101,7 @@ def register_attention(
         if watched:
             raise UserError('model must attend as it was trained: load it with attn_implementation="sdpa"')
         seeds = F.normalize(patches[:, :, :: patches.shape[2] // groups][:, :, :groups].float(), dim=-1)
-        return attend_in_groups(call, seeds, keys, num_prefix_tokens, STEPS)
+        return attend_in_groups(call, seeds, keys, num_prefix_tokens, STEPS).output
 
     def attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **options: Any) -> Any:
         with contextlib.nullcontext() if num_groups is None or hasattr(module, CHILD) else Intercept(answer):

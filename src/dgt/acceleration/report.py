@@ -16,7 +16,6 @@ from dgt.utils.errors import UserError
 
 FORMAT = "dgt-plan-1"
 SIZES = {"heads": ("num_heads", "num_attention_heads"), "channels": ("head_dim", "attention_head_size")}  # if told
-
 COLOURS = {"before": "#b8b8b8", "groups": "#2a78b5", "dense": "#707070"}
 
 
@@ -99,18 +98,19 @@ class Report:
             times.barh(0, 0, color=colour, label=label)
         times.set_yticks(range(len(self.layers)), [row.name or "(the model)" for row in self.layers], size=7)
         times.invert_yaxis()
-        times.set_xlabel("attention, ms an image")
-        times.margins(x=0.45)  # for the words
+        times.set(xlabel="attention, ms an image", xmargin=0.45)  # for the words
         figure.legend(loc="outside lower center", ncols=3)
         errors.set_xlabel("error of this attention, %")
         figure.suptitle(f"model {self.model_speedup:.2f} times faster, error {self.measured_error:.2g}")
         with replacing(path) as partial:
             figure.savefig(partial, format=Path(path).suffix[1:] or "png", dpi=150)
 
-    def save(self, path: str | Path) -> None:
-        """Write the plan, report and centroids in one safetensors file, for :func:`apply_plan`."""
+    def save(self, path: str | Path, model: nn.Module | None = None) -> None:
+        """Write the plan for :func:`apply_plan`, a safetensors file; with centroids of a ``model`` trained since."""
+        calls = {} if model is None else grouped_calls(model)
+        centroids = {**self.centroids, **{name: call.unit_centroids() for name, call in calls.items()}}
         metadata = {"format": FORMAT, "report": json.dumps(self.to_json())}
-        atomic_write(Path(path), safetensors.torch.save(self.centroids, metadata=metadata))
+        atomic_write(Path(path), safetensors.torch.save(centroids, metadata=metadata))
 
 
 def apply_plan(model: nn.Module, path: str | Path) -> Report:
@@ -157,7 +157,6 @@ def install_plan(model: nn.Module, rows: dict[str, LayerReport], centroids: dict
     modules = dict(model.named_modules())
     for name, found in centroids.items():
         row = rows[name]
-        parameters = (*modules[name].parameters(), *model.parameters())  # parts of a model may be on other devices
-        device = parameters[0].device if parameters else None
-        grouped = GroupedCall(found.to(device), row.keys, row.prefix, (row.tokens + 1) // 2)
-        install(modules[name], grouped)
+        places = (modules[name], model)  # parts of a model may be on other devices
+        device = next((parameter.device for place in places for parameter in place.parameters()), None)
+        install(modules[name], GroupedCall(found.to(device), row.keys, row.prefix, (row.tokens + 1) // 2))

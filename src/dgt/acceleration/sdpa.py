@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dgt.ops import dynamic_group_attention, find_centroids
+from dgt.layers.centroids import CentroidState
+from dgt.ops import DynamicGroupAttentionOutput, dynamic_group_attention, find_centroids
 
 STEPS = 1  # of k-means on the image at hand, before its queries are grouped
 CHILD = "dgt_groups"  # the name under which a module holds what answers its call
@@ -34,26 +35,25 @@ class Call(NamedTuple):
     run: Callable[[], Any] | None = None
 
 
+def why_not(reasons: dict[str, bool]) -> str | None:
+    """The first reason that applies."""
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
 def read_call(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Call:  # fmt: skip
     """Read the arguments of ``F.scaled_dot_product_attention``; ``enable_gqa`` needs no word, heads tell."""
-    reason = None
-    if attn_mask is not None:
-        reason = "a mask or bias of pairs"
-    elif is_causal:
-        reason = "causal"
-    elif dropout_p > 0:
-        reason = "dropout of the attention"
-    elif query.dim() != 4:
-        reason = f"{query.dim()} dimensions instead of 4"
-    elif query.shape[2] != key.shape[2]:
-        reason = "queries and keys are of different tokens"
-    elif query.shape[0] != key.shape[0]:
-        reason = "queries and keys are of different batches"
-    elif value.shape != key.shape:
-        reason = "values of another width than keys"
+    reason = why_not({
+        "a mask or bias of pairs": attn_mask is not None,
+        "causal": is_causal,
+        "dropout of the attention": dropout_p > 0,
+        f"{query.dim()} dimensions instead of 4": query.dim() != 4,
+        "queries and keys are of different tokens": query.shape[-2] != key.shape[-2],
+        "queries and keys are of different batches": query.shape[0] != key.shape[0],
+        "values of another width than keys": value.shape != key.shape,
+    })  # fmt: skip
     options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     run = partial(F.scaled_dot_product_attention, query, key, value, attn_mask, **options)
     return Call(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale, reason, run)
@@ -68,14 +68,13 @@ def read_multi_head(
     Where groups cannot answer it, the call's operands are not projected: only their sizes are right.
     """
     query, key, value, _, heads, weight, bias, bias_k, _, add_zero_attn, dropout_p, *output = operands
-    reasons = {
+    reason = why_not({
         "queries and keys are of different tokens": query.shape[0] != key.shape[0],
         "a mask or bias of pairs": attn_mask is not None or key_padding_mask is not None,
         "its weights are asked for": need_weights,
         "dropout of the attention": training and dropout_p > 0,
         "keys added, or projected apart": bias_k is not None or add_zero_attn or weight is None,
-    }
-    reason = next((reason for reason, applies in reasons.items() if applies), None)
+    })  # fmt: skip
     parts = [query, query, query]
     if reason is None and weight is not None:
         biases = (None, None, None) if bias is None else bias.chunk(3)
@@ -133,20 +132,21 @@ def watch_calls(model: nn.Module, answer: Callable[[str, Call], Tensor | None]) 
             hook.remove()
 
 
-def attend_in_groups(call: Call, centroids: Tensor, top_k: int, num_prefix_tokens: int, steps: int) -> Tensor:
+def attend_in_groups(call: Call, centroids: Tensor, top_k: int, prefix: int, steps: int) -> DynamicGroupAttentionOutput:
     """A call's output, (B, H, L, D), by groups around centroids that a few steps of k-means move to its queries."""
     query, key, value = call[:3]
     device = query.device.type
     if query.dtype != torch.float64 and torch.is_autocast_enabled(device):  # which casts for the function
         query, key, value = (tensor.to(torch.get_autocast_dtype(device)) for tensor in call[:3])
-    found = find_centroids(query[:, :, num_prefix_tokens:], centroids, steps)
-    return dynamic_group_attention(
-        query, key, value, found, top_k, call.scale, num_prefix_tokens=num_prefix_tokens, remainder=True
-    ).output
+    found = find_centroids(query[:, :, prefix:], centroids, steps)
+    options: dict[str, Any] = {"num_prefix_tokens": prefix, "remainder": True}
+    return dynamic_group_attention(query, key, value, found, top_k, call.scale, **options)
 
 
-class GroupedCall(nn.Module):
+class GroupedCall(CentroidState):
     """Answers the one call of a module: groups of queries, the best keys of each, and what these leave out.
+
+    While the module is trained its centroids move as those of :class:`dgt.DGAttention` do, by Eqs. 3-4.
 
     Args:
         centroids: (H, G, D), unit norm. They are no part of the state dict: the weights stay the model's own.
@@ -155,29 +155,36 @@ class GroupedCall(nn.Module):
         least_tokens: shorter sequences are attended to densely: there groups were not found faster.
     """
 
-    centroids: Tensor
-
     def __init__(self, centroids: Tensor, top_k: int, num_prefix_tokens: int, least_tokens: int) -> None:
         super().__init__()
-        self.register_buffer("centroids", centroids, persistent=False)
+        self.init_centroids(centroids.shape, None, "old", centroids.device, saved=False)
+        self.centroids.copy_(centroids)
+        self.seeded = True
         self.top_k, self.num_prefix_tokens, self.least_tokens = top_k, num_prefix_tokens, least_tokens
         self.exact = False
         self.patched: Callable[..., Any] | None = None  # the forward that somebody had given the module before
+        self.owner: tuple[nn.Module, ...] = ()  # the module, which is none of this one's parts
 
     def forward(self, call: Call) -> Tensor | None:
         """The attention's output, (B, H, L, D); None where the call is to run as ever."""
         if self.exact or call.reason is not None or call.query.shape[2] < self.least_tokens:
             return None
-        return attend_in_groups(call, self.centroids, self.top_k, self.num_prefix_tokens, STEPS)
+        found = attend_in_groups(call, self.unit_centroids(), self.top_k, self.num_prefix_tokens, STEPS)
+        if self.training:
+            self.observe(call.query, found.group_ids, None, "auto")
+        return found.output
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Those of the module: the centroids move with the steps of their optimizer."""
+        return (parameter for owner in self.owner for parameter in owner.parameters(recurse))
 
     def extra_repr(self) -> str:
-        heads, groups, channels = self.centroids.shape
-        return f"heads={heads}, groups={groups}, channels={channels}, top_k={self.top_k}"
+        return f"(heads, groups, channels)={tuple(self.centroids.shape)}, top_k={self.top_k}"
 
 
 def install(module: nn.Module, grouped: GroupedCall) -> None:
     """Have a module's call answered by groups from now on."""
-    grouped.patched = vars(module).get("forward")
+    grouped.patched, grouped.owner = vars(module).get("forward"), (module,)
     module.add_module(CHILD, grouped.train(module.training))
     module.forward = partial(_forward_in_groups, module)  # what can be pickled, unlike a method of another class
 
@@ -195,10 +202,9 @@ def uninstall_all(model: nn.Module) -> None:
 
 def _forward_in_groups(module: Any, *arguments: Any, **named: Any) -> Any:
     grouped = getattr(module, CHILD)
+    forward = grouped.patched or partial(type(module).forward, module)
     with contextlib.nullcontext() if grouped.exact else Intercept(grouped):
-        if grouped.patched is not None:
-            return grouped.patched(*arguments, **named)
-        return type(module).forward(module, *arguments, **named)
+        return forward(*arguments, **named)
 
 
 def grouped_calls(model: nn.Module) -> dict[str, GroupedCall]:
@@ -210,12 +216,11 @@ def grouped_calls(model: nn.Module) -> dict[str, GroupedCall]:
 @contextlib.contextmanager
 def exact_attention(model: nn.Module) -> Iterator[None]:
     """Run an accelerated model with its own attention while this is entered: ``with dgt.exact_attention(model):``."""
-    calls = grouped_calls(model).values()
-    before = [call.exact for call in calls]
-    for call in calls:
+    before = {call: call.exact for call in grouped_calls(model).values()}
+    for call in before:
         call.exact = True
     try:
         yield
     finally:
-        for call, exact in zip(calls, before, strict=True):
+        for call, exact in before.items():
             call.exact = exact

@@ -8,7 +8,6 @@ choices. The price is found by bisection, with the error of the model's output m
 """
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,13 +16,14 @@ from typing import Any, TypeAlias, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.benchmark import timer  # waits for a GPU, if there is one
 
 from dgt.acceleration.doors import Inputs, call_model, count_images, count_prefix_tokens, take
 from dgt.acceleration.report import LayerReport, Report, install_plan
-from dgt.acceleration.sdpa import Call, GroupedCall, exact_attention, grouped_calls, uninstall_all, watch_calls
+from dgt.acceleration.sdpa import Call, GroupedCall, exact_attention, grouped_calls, uninstall_all, watch_calls, why_not
 from dgt.ops import seed_centroids
 from dgt.ops.checks import check_count, describe
-from dgt.utils.errors import UserError
+from dgt.utils.errors import LOGGER, UserError
 
 GROUPS = (8, 24, 64, 160)
 KEYS = (8, 32, 96, 256)
@@ -35,6 +35,7 @@ ROUNDS = 3  # the least time of so many counts
 NO_PREFIX = "nothing tells of class or register tokens: all are taken for patches (num_prefix_tokens=)"
 BISECTIONS = 24  # of the price, over PRICES
 PRICES = (-6.0, 14.0)  # powers of ten, seconds for a squared error of one
+_Choice: TypeAlias = "dict[str, _Setting]"
 
 
 @torch.no_grad()
@@ -49,9 +50,10 @@ def accelerate(model: nn.Module, images: Inputs, error: float = 0.01, num_prefix
 
     Args:
         model: any module called as ``model(images)``; its mode stays.
-        images: (N, ...) what the model is called with, N >= 2, of the kind and size that it will see: the first half
-            chooses, the rest is kept aside to measure the error. Or a mapping for ``model(**images)``, as a processor
-            of Hugging Face returns it; tensors as long as its first one are then an image's each, others all images'.
+        images: (N, ...) what the model is called with, N >= 2, of the kind and size that it will see: a dozen or
+            more. Of every four one gives centroids, one is kept aside to measure the error, by two it is chosen. Or a
+            mapping for ``model(**images)``, as a processor of Hugging Face returns it; tensors as long as its first one
+            are then an image's each, others all images'.
         error: largest relative error of the model's output, ``|after - before| / |before|``, in (0, 1).
         num_prefix_tokens: class and register tokens; None asks the model, and takes 0 if it does not say.
 
@@ -70,8 +72,7 @@ def accelerate(model: nn.Module, images: Inputs, error: float = 0.01, num_prefix
         raise UserError(f"images must be at least 2, some to choose by and some to check with, got {count}")
     if isinstance(error, bool) or not isinstance(error, float | int) or not 0 < error < 1:
         raise UserError(f"error must be above 0 and below 1, got {error!r}")
-    if num_prefix_tokens is not None:
-        check_count("num_prefix_tokens", num_prefix_tokens, least=0)
+    check_count("num_prefix_tokens", 0 if num_prefix_tokens is None else num_prefix_tokens, least=0)
     with _in_evaluation(model):
         try:
             return _accelerate(model, images, error, num_prefix_tokens)
@@ -93,11 +94,8 @@ def inspect_model(
     """
     _check_model(model)
     with _in_evaluation(model):
-        layers = _find_layers(model, images, num_prefix_tokens, least_tokens).values()
-    return [
-        replace(layer.report(None), choice="dense" if layer.reason else "groups", reason=layer.reason)
-        for layer in layers
-    ]
+        found = _find_layers(model, images, num_prefix_tokens, least_tokens).values()
+    return [replace(one.report(None), choice="dense" if one.reason else "groups", reason=one.reason) for one in found]
 
 
 def _check_model(model: nn.Module) -> None:
@@ -168,24 +166,26 @@ class _Layer:
         return LayerReport(self.name, "groups", **sizes, **chosen, ms_before=before, ms_after=1000 * setting.seconds)
 
 
-_Choice: TypeAlias = dict[str, _Setting]
-
-
 def _accelerate(model: nn.Module, images: Inputs, error: float, prefix: int | None) -> Report:
-    half = (count_images(images) + 1) // 2
-    choosing, aside = take(images, slice(half)), take(images, slice(half, None))
-    layers = _find_layers(model, choosing, prefix, LEAST_TOKENS)
-    before = _outputs(call_model(model, choosing))
+    own, aside, *others = [take(images, slice(start, None, 4)) for start in range(min(count_images(images), 4))]
+
+    def outputs() -> list[Tensor]:  # of others than centroids come from, whose own errors are smaller
+        return [tensor for part in others or [own] for tensor in _outputs(call_model(model, part))]
+
+    layers = _find_layers(model, own, prefix, LEAST_TOKENS)
+    before = outputs()
     if not before or not all(tensor.isfinite().all() for tensor in before):
         raise UserError("model must return floating point tensors, free of NaN and infinities: the error is theirs")
-    _measure(model, choosing, layers)
+    _measure(model, own, layers)
 
     def error_of(chosen: _Choice) -> float:
         uninstall_all(model)
         install_plan(model, *_plan(layers, chosen))
-        return _difference(_outputs(call_model(model, choosing)), before)
+        return _difference(outputs(), before)
 
+    tell = _progress(len(layers))
     for name, layer in layers.items():
+        tell(f"how far errors of {name} reach")
         if layer.settings:
             probe = min(layer.settings, key=lambda setting: setting.seconds)
             layer.reach = error_of({name: probe}) / max(probe.error, 1e-12)
@@ -201,19 +201,10 @@ def _accelerate(model: nn.Module, images: Inputs, error: float, prefix: int | No
         for name in chosen:
             layers[name].reason = "the whole model was not faster"
         (rows, centroids), predicted, measured, seconds_after = _plan(layers, {}), 0.0, 0.0, seconds_before
-    reports = list(rows.values())
-    attention = [sum(getattr(row, name) for row in reports) / 1000 for name in ("ms_before", "ms_after")]
-    share = min(attention[0] / seconds_before, 0.999)
-    return Report(
-        asked_error=error,
-        predicted_error=predicted,
-        measured_error=measured,
-        attention_speedup=attention[0] / attention[1] if attention[1] else 1.0,
-        model_speedup=seconds_before / seconds_after,
-        bound=1 / (1 - share),
-        layers=reports,
-        centroids=centroids,
-    )
+    attention = [sum(getattr(row, name) for row in rows.values()) / 1000 for name in ("ms_before", "ms_after")]
+    bound = 1 / (1 - min(attention[0] / seconds_before, 0.999))
+    speedups = (attention[0] / attention[1] if attention[1] else 1.0, seconds_before / seconds_after, bound)
+    return Report(error, predicted, measured, *speedups, list(rows.values()), centroids)
 
 
 def _find_layers(model: nn.Module, images: Inputs, prefix: int | None, least_tokens: int) -> dict[str, _Layer]:
@@ -227,17 +218,15 @@ def _find_layers(model: nn.Module, images: Inputs, prefix: int | None, least_tok
         layer.tokens, layer.channels = call.query.shape[-2:]
         found = count_prefix_tokens(model, name) if prefix is None else prefix
         layer.prefix, layer.note = found or 0, "" if found is not None else NO_PREFIX
-        if call.reason is not None:
-            layer.reason = call.reason
-        elif len(call.query) != count:
-            whole = len(call.query) % count == 0
-            layer.reason = f"in windows, {len(call.query) // count} an image" if whole else "not image by image"
-        elif layer.calls > 1:
-            layer.reason = "called more than once"
-        elif layer.tokens - layer.prefix < least_tokens:
-            layer.reason = "few tokens"
-        elif isinstance(model.get_submodule(name.rpartition(".")[0]), nn.TransformerEncoderLayer):
-            layer.reason = "inside of nn.TransformerEncoderLayer, which passes it by in evaluation"
+        windows, rest = divmod(len(call.query), count)
+        layer.reason = call.reason or why_not({
+            "not image by image": rest > 0,
+            f"in windows, {windows} an image": windows != 1,
+            "called more than once": layer.calls > 1,
+            "few tokens": layer.tokens - layer.prefix < least_tokens,
+            "inside of nn.TransformerEncoderLayer, which passes it by in evaluation":
+                isinstance(model.get_submodule(name.rpartition(".")[0]), nn.TransformerEncoderLayer),
+        }) or layer.reason  # fmt: skip
 
     try:
         with watch_calls(model, look):
@@ -258,9 +247,10 @@ def _find_layers(model: nn.Module, images: Inputs, prefix: int | None, least_tok
 
 def _measure(model: nn.Module, images: Inputs, layers: dict[str, _Layer]) -> None:
     """Centroids, error on what a few images give it, and time on what one does, of every setting of every layer."""
-    count = count_images(images)
+    count, tell = count_images(images), _progress(sum(layer.calls for layer in layers.values()))
 
     def answer(name: str, call: Call) -> Tensor | None:
+        tell(f"settings of {name}")
         layer = layers[name]
         if layer.reason:  # the call as it is, of all images
             layer.seconds += _seconds(call.run) / count if call.run else 0.0
@@ -273,9 +263,8 @@ def _measure(model: nn.Module, images: Inputs, layers: dict[str, _Layer]) -> Non
         size = max(float(whole[:ERROR_IMAGES].float().norm()), 1e-30)
         patches = call.query[:, :, layer.prefix :].float().transpose(0, 1).flatten(1, 2)  # (H, B L, D)
         for groups in (number for number in GROUPS if 8 * number <= layer.tokens):
-            places = torch.arange(TOKENS_PER_GROUP * groups, device=patches.device) * patches.shape[1]
-            centroids = seed_centroids(patches[:, places // (TOKENS_PER_GROUP * groups)], groups)
-            layer.centroids[groups] = centroids
+            places = torch.arange(sample := TOKENS_PER_GROUP * groups, device=q.device) * patches.shape[1] // sample
+            centroids = layer.centroids[groups] = seed_centroids(patches[:, places], groups)
             for keys in (number for number in KEYS if 4 * number <= layer.tokens):
                 grouped = GroupedCall(centroids, keys, layer.prefix, 0)
                 seconds = _seconds(partial(grouped, one))
@@ -291,9 +280,10 @@ def _measure(model: nn.Module, images: Inputs, layers: dict[str, _Layer]) -> Non
 
 def _choose(layers: dict[str, _Layer], error: float, error_of: Callable[[_Choice], float]) -> tuple[_Choice, float]:
     """The choice at the lowest price of error whose error is at most that asked for, and its error."""
-    (low, high), known = PRICES, dict[tuple[Any, ...], float]()
+    (low, high), known, tell = PRICES, dict[tuple[Any, ...], float](), _progress(BISECTIONS)
     best: tuple[_Choice, float] = ({}, 0.0)
     for _ in range(BISECTIONS):
+        tell("a choice of settings")
         middle = (low + high) / 2
         chosen = {name: setting for name, layer in layers.items() if (setting := layer.best(10**middle)) is not None}
         key = tuple((name, setting.groups, setting.keys) for name, setting in chosen.items())
@@ -306,6 +296,19 @@ def _choose(layers: dict[str, _Layer], error: float, error_of: Callable[[_Choice
     return best
 
 
+def _progress(total: int) -> Callable[[str], None]:
+    """What tells the log what is done next of so many like it, and about how long these take together."""
+    start, past = timer(), list[str]()
+
+    def tell(work: str) -> None:
+        done = len(past)
+        past.append(work)
+        left = f"; about {(timer() - start) * (total / done - 1):.0f} s left" if done else ""
+        LOGGER.info("%d of %d: %s%s", done + 1, total, work, left)
+
+    return tell
+
+
 def _plan(layers: dict[str, _Layer], chosen: _Choice) -> tuple[dict[str, LayerReport], dict[str, Tensor]]:
     """The report of every layer, and the centroids of those in groups."""
     rows = {name: layer.report(chosen.get(name)) for name, layer in layers.items()}
@@ -313,20 +316,18 @@ def _plan(layers: dict[str, _Layer], chosen: _Choice) -> tuple[dict[str, LayerRe
 
 
 def _dense(call: Call) -> Tensor:
-    grouped_heads = call.query.shape[1] != call.key.shape[1]
-    return F.scaled_dot_product_attention(*call[:3], scale=call.scale, enable_gqa=grouped_heads)
+    fewer_keys = call.query.shape[1] != call.key.shape[1]
+    return F.scaled_dot_product_attention(*call[:3], scale=call.scale, enable_gqa=fewer_keys)
 
 
 def _seconds(work: Callable[[], Any], rounds: int = ROUNDS) -> float:
     """The least time of a few rounds."""
-    best = float("inf")
+    times = []
     for _ in range(rounds):
-        _wait()
-        start = time.perf_counter()
+        start = timer()
         work()
-        _wait()
-        best = min(best, time.perf_counter() - start)
-    return best
+        times.append(timer() - start)
+    return min(times)
 
 
 def _in_turns(model: nn.Module, images: Inputs) -> tuple[float, float]:
@@ -337,11 +338,6 @@ def _in_turns(model: nn.Module, images: Inputs) -> tuple[float, float]:
             before = min(before, _seconds(lambda: call_model(model, images), 1))
         after = min(after, _seconds(lambda: call_model(model, images), 1))
     return before, after
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def _outputs(output: Any) -> list[Tensor]:

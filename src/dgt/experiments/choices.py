@@ -168,7 +168,7 @@ CHOICES: dict[str, Callable[[Operands, int], Tensor]] = {
     "groups": _groups,
     "groups, remainder": partial(_groups, remainder=True),
     "random, remainder": _random_with_remainder,
-    "best of each query": lambda given, k: _each(given, lambda scores, _: _only(scores, scores.topk(k).indices)),
+    "best of each query": lambda given, k: _each(given, lambda s, _: _only(s, s.topk(k, sorted=False).indices)),
     "window": lambda given, k: _each(given, lambda scores, rows: _only(scores, nearest(given.grid, k)[rows])),
     "random, each query": _random,
     "random, one for all": lambda given, k: _chosen(given, torch.rand(given.key.shape[:3]).topk(k).indices),

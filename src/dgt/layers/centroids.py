@@ -50,9 +50,9 @@ class CentroidState(nn.Module):
     """Mixin of DG-Attention: the buffer ``centroids`` (H, G, D), statistics of the step, and how they change."""
 
     def init_centroids(
-        self, shape: tuple[int, int, int], tau: float | None, tau_weighs: str, device: Any = None
+        self, shape: tuple[int, ...], tau: float | None, tau_weighs: str, device: Any = None, saved: bool = True
     ) -> None:
-        """Register the buffers of shape (H, G, D); to be called once, from the layer's constructor.
+        """Register the buffers of shape (H, G, D), ``saved`` in state dicts; called once, from the constructor.
 
         ``tau`` and ``tau_weighs`` as in :class:`dgt.DGAttention`; ValueError where they are out of range.
         """
@@ -60,8 +60,8 @@ class CentroidState(nn.Module):
         check_tau_weighs(tau_weighs)
         self.tau, self.tau_weighs = tau, tau_weighs
         exact: dict[str, Any] = {"device": device, "dtype": torch.float32}
-        self.register_buffer("centroids", torch.empty(shape, **exact))
-        self.register_buffer("num_updates", torch.zeros((), dtype=torch.int64, device=device))
+        self.register_buffer("centroids", torch.empty(shape, **exact), persistent=saved)
+        self.register_buffer("num_updates", torch.zeros((), dtype=torch.int64, device=device), persistent=saved)
         # Statistics of the current step. No buffers: DDP would overwrite every rank's with those of the first.
         self.group_sums = torch.zeros(shape, **exact)
         self.group_counts = torch.zeros(shape[:2], **exact)
