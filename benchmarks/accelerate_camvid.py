@@ -2,6 +2,8 @@
 
     python benchmarks/accelerate_camvid.py train --data DIR --weights camvid_vit.pt
     python benchmarks/accelerate_camvid.py measure --data DIR --weights camvid_vit.pt --out accelerate_camvid.json
+    python benchmarks/accelerate_camvid.py predict --data DIR --weights camvid_vit.pt --out accelerate_prediction.json
+    python benchmarks/accelerate_camvid.py heads --data DIR --weights camvid_vit.pt --out accelerate_heads.json
 
 DIR holds `images/{train,val}` and `labels/{train,val}`. Whole images, 360 x 480, are 2,700 tokens of 8 x 8 pixels.
 """
@@ -9,6 +11,7 @@ DIR holds `images/{train,val}` and `labels/{train,val}`. Whole images, 360 x 480
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from pathlib import Path
 
@@ -20,7 +23,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 import dgt
+from dgt.acceleration.sdpa import Call, attend_in_groups, watch_calls
 from dgt.bench.measures import machine
+from dgt.ops import seed_centroids
 from dgt.utils.atomic_write import write_json
 
 CLASSES, CROP = 11, 192
@@ -103,6 +108,96 @@ def measure(options: argparse.Namespace) -> None:
     write_json(Path(options.out), {**machine(), "command": command, "images": len(images), "rows": rows})
 
 
+@torch.no_grad()
+def predict(options: argparse.Namespace) -> None:
+    """Errors that reports predict beside those of the validation images, draw after draw of training images.
+
+    Rows are kept in the file as they are done, and not measured again.
+    """
+    images, train_images = load(options.data, "val")[0][:: options.every], load(options.data, "train")[0]
+    original = open_model(options.weights)
+    whole = torch.cat([original(image) for image in images.split(1)])
+    out = Path(options.out)
+    rows = json.loads(out.read_text())["rows"] if out.exists() else []
+    for draw in range(options.draws):
+        chosen = torch.randperm(len(train_images), generator=torch.Generator().manual_seed(draw))[: 2 * options.images]
+        for error in (0.05, 0.01, 0.001):
+            if any((row["draw"], row["asked_error"]) == (draw, error) for row in rows):
+                continue
+            model = open_model(options.weights)
+            report = dgt.accelerate(model, train_images[chosen], error)
+            logits = torch.cat([model(image) for image in images.split(1)])
+            errors = ((logits - whole).flatten(1).norm(dim=1) / whole.flatten(1).norm(dim=1)).tolist()
+            row = {name: value for name, value in report.to_json().items() if name.endswith("error")}
+            row |= {"draw": draw, "unseen_error": float((logits - whole).norm() / whole.norm()), "each": errors}
+            row["layers"] = [[layer.groups, layer.keys] for layer in report.layers]
+            rows.append(row)
+            print(row, flush=True)
+            counts = {"images": 2 * options.images, "unseen_images": len(images)}
+            write_json(out, {**machine(), **counts, "rows": rows})
+
+
+@torch.no_grad()
+def heads(options: argparse.Namespace) -> None:
+    """The error of every head at the same setting, and what a setting for each head could gain over one a layer.
+
+    Centroids come of the first half of the images, errors of the second. A head's time is its share of the layer's.
+    """
+    images = load(options.data, "train")[0]
+    images = images[torch.linspace(0, len(images) - 1, 2 * options.images).long()]
+    model, calls = open_model(options.weights), dict[str, Call]()
+    with watch_calls(model, lambda name, call: calls.setdefault(name, call) and None):
+        model(torch.cat([images[0::2], images[1::2]]))
+    settings, rows = [(groups, keys) for groups in (24, 64, 160) for keys in (8, 32, 96, 256)], []
+    for name, call in calls.items():
+        few, rest = (
+            call._replace(**{part: getattr(call, part)[half] for part in ("query", "key", "value")})
+            for half in (slice(options.images), slice(options.images, None))
+        )
+        whole = F.scaled_dot_product_attention(*rest[:3], scale=rest.scale)
+        tokens = few.query.transpose(0, 1).flatten(1, 2)
+        for groups, keys in settings:
+            places = torch.arange(32 * groups) * tokens.shape[1] // (32 * groups)
+            found = attend_in_groups(rest, seed_centroids(tokens[:, places], groups), keys, 0, 1).output
+            squares = (found - whole).square().sum((0, 2, 3)) / whole.square().sum()
+            alone = (found - whole).square().sum((0, 2, 3)) / whole.square().sum((0, 2, 3))
+            row = {"layer": name, "groups": groups, "keys": keys, "squares": squares.tolist()}
+            rows.append(row | {"errors": alone.sqrt().tolist(), "cost": 1.5 * groups + keys})
+            print(name, groups, keys, alone.sqrt(), flush=True)
+    gains = {str(error): free_heads(rows, error) for error in (0.05, 0.1, 0.2)}
+    print(gains)
+    write_json(Path(options.out), {**machine(), "images": len(images), "gains": gains, "rows": rows})
+
+
+def free_heads(rows: list[dict], error: float) -> float:
+    """Cost of one setting a layer by that of one a head, of the cheapest choices at the same mean squared error.
+
+    The cost is that of the products, k + 1.5 G for every query. Dense attention is among the choices.
+    """
+    layers, dense = sorted({row["layer"] for row in rows}), 2700.0
+    costs, squares = {}, {}
+    for layer in layers:
+        own = [row for row in rows if row["layer"] == layer]
+        costs[layer] = torch.tensor([dense, *(row["cost"] for row in own)])
+        squares[layer] = torch.tensor([[0.0] * len(own[0]["squares"]), *(row["squares"] for row in own)])
+
+    def cheapest(by_head: bool) -> float:
+        best = dense
+        for power in torch.linspace(2, 10, 400):
+            cost, error_found = 0.0, 0.0
+            for layer in layers:
+                square = squares[layer] if by_head else squares[layer].sum(1, keepdim=True)
+                share = costs[layer][:, None] / square.shape[1]
+                place = (share + 10**power * square).argmin(0)
+                cost += float(share[place, 0].sum()) / len(layers)
+                error_found += float(square.gather(0, place[None]).sum()) / len(layers)
+            if error_found <= error**2:
+                best = min(best, cost)
+        return best
+
+    return cheapest(False) / cheapest(True)
+
+
 def open_model(weights: Path) -> Segmenter:
     """The trained model, in evaluation mode."""
     model = Segmenter().eval()
@@ -122,16 +217,17 @@ def mean_iou(logits: Tensor, labels: Tensor) -> float:
 def main() -> None:
     """Read the arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("train", "measure"))
+    parser.add_argument("what", choices=("train", "measure", "predict", "heads"))
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--weights", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=600, help="train: steps on crops; a quarter as many on images")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--every", type=int, default=4, help="measure: every n-th validation image")
-    parser.add_argument("--images", type=int, default=6, help="measure: images to choose by, and as many to check")
+    parser.add_argument("--every", type=int, default=4, help="every n-th validation image")
+    parser.add_argument("--images", type=int, default=6, help="half as many training images as are looked at")
+    parser.add_argument("--draws", type=int, default=3, help="predict: draws of training images")
     parser.add_argument("--out", default="accelerate_camvid.json")
     options = parser.parse_args()
-    train(options) if options.what == "train" else measure(options)
+    {"train": train, "measure": measure, "predict": predict, "heads": heads}[options.what](options)
 
 
 if __name__ == "__main__":

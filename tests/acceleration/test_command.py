@@ -31,7 +31,7 @@ def test_images_that_cannot_be_read_are_left_out(tmp_path, monkeypatch, caplog) 
     assert len(report.layers) == 2
     assert "9.png is left out: not an image" in caplog.text
     monkeypatch.setattr(app, "_open", lambda name, size: (vit(), {"input_size": (3, size, size)}))
-    with pytest.raises(ValueError, match=r"model must take the images, got a \(2, 3, 32, 32\) tensor .*: Input height"):
+    with pytest.raises(ValueError, match=r"model must take the images, got a \(1, 3, 32, 32\) tensor .*: Input height"):
         app.accelerate_model("vit", tmp_path, 0.1, 32, 4)
     for number in range(2):
         (tmp_path / f"{number}.png").write_bytes(b"no image")

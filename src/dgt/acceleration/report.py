@@ -46,7 +46,7 @@ class LayerReport:
 class Report:
     """What :func:`accelerate` found and did; errors are relative, of the model's output, speedups ratios of times.
 
-    ``predicted_error`` was measured on the images that the settings were chosen by, ``measured_error`` on images kept
+    ``predicted_error`` was measured on the images that settings were chosen by, ``measured_error`` on images kept
     aside; ``bound`` is the speedup of the model if attention took no time at all.
     """
 

@@ -171,6 +171,7 @@ def run_accelerate(options: argparse.Namespace, _: list[str]) -> None:
     """`dgt accelerate`: prints what was chosen and measured, and writes the plan."""
     from dgt.app.accelerate import accelerate_model, check_places
 
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     check_places({"--out": options.out, "--plot": options.plot})
     report = accelerate_model(options.model, options.images, options.error, options.size, options.count)
     report.save(options.out)
