@@ -9,6 +9,7 @@ from typing import Any
 from dgt.figures.detections import SHOWN_SCORE
 from dgt.tasks import TASKS
 from dgt.training import LoadedRun, predict
+from dgt.training.run import check_folder
 from dgt.utils.atomic_write import atomic_write
 from dgt.utils.errors import UserError
 
@@ -53,8 +54,7 @@ def prediction_lines(prediction: Mapping[str, Any]) -> list[str]:
 
 
 def _check(folder: Path, images: Sequence[str | Path]) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f"out must be a folder, {folder} is a file")
+    check_folder(folder)
     names = [Path(image).stem for image in images]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

@@ -41,11 +41,9 @@ SILENT_AFTER = 300.0  # seconds without a sign of life: a step, or a validation'
 class Report(logging.Handler):
     """Tells how a training goes: log lines, `metrics.jsonl`, TensorBoard, `status.json`, and a bar in a terminal.
 
-    Inside its `with` block it prints what the package's logger gets, from INFO on, and adds it to the run's log. What
-    cannot be written is told once, and costs no more than its numbers.
-
-    Args:
-        folder: the run's folder; None for a process that only trains along: it tells warnings and writes nothing.
+    Inside its `with` block it prints what the package's logger gets, from INFO on, and adds it to the log of the run in
+    `folder`; None is for a process that only trains along: it tells warnings and writes nothing. What cannot be written
+    is told once, and costs no more than its numbers.
     """
 
     def __init__(self, folder: Path | None) -> None:

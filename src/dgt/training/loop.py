@@ -82,12 +82,7 @@ class Batch:
 
 
 class Objective(nn.Module):
-    """The network with its losses: batch -> losses, the one forward that DDP and FSDP2 wrap.
-
-    Args:
-        network: what is trained.
-        losses: of the task.
-    """
+    """The network with its task's losses: batch -> losses, the one forward that DDP and FSDP2 wrap."""
 
     def __init__(self, network: nn.Module, losses: Callable[..., Losses]) -> None:
         super().__init__()

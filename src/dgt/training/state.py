@@ -54,14 +54,10 @@ class Progress:
 
 
 class WeightAverage(ModelEmaV3):
-    """Exponential moving average of weights and floating buffers, begun with the weights after the first step.
+    """timm's moving average of weights and floating buffers, with centroids that stay on the unit sphere.
 
-    It is timm's, with centroids that stay on the unit sphere.
-
-    Args:
-        network: whose weights are averaged; it is copied.
-        decay: share of the average kept at each optimizer step of 1024 images.
-        images: of a step here, for which the average forgets as fast, image for image.
+    Of a `network`, which is copied, `decay` is the share kept at each optimizer step of 1024 images; steps of so many
+    `images` forget as fast, image for image. Begins with the weights after the first step.
     """
 
     def __init__(self, network: nn.Module, decay: float, images: int = 1024) -> None:
