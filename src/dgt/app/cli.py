@@ -6,7 +6,6 @@ import argparse
 import json
 import logging
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -239,7 +238,5 @@ def run_profile(options: argparse.Namespace, _: list[str]) -> None:
 
 
 def _quiet() -> None:
-    """Keep Lightning's notes about hardware and upgrades out of the output; its warnings and errors stay."""
-    warnings.filterwarnings("ignore", message=".*treespec.*")  # Lightning's own use of torch, told to its users
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    """Keep Fabric's notes about hardware out of the output; its warnings and errors stay."""
+    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)

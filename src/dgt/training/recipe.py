@@ -267,8 +267,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """`below` with the values of `above` in place of its own, section by section; an empty one takes nothing over."""
-    sections = [key for key, value in above.items() if isinstance(value, Mapping) and value]
-    both = [key for key in sections if isinstance(below.get(key), Mapping)]
+    both = [key for key in above if above[key] and all(isinstance(each.get(key), Mapping) for each in (below, above))]
     return {**below, **above, **{key: _merged(below[key], above[key]) for key in both}}
 
 

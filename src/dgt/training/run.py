@@ -244,21 +244,15 @@ def _read(path: str | Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
         source = found[0]
     elif not path.exists():
         raise FileNotFoundError(f"there is no checkpoint, run folder or model folder {str(path)!r}")
-    elif path.name == "config.json":
-        source = path.with_name("model.safetensors")
-    if source.suffix == ".safetensors":
-        return source, *_read_model_folder(source)
-    stored = read_checkpoint(source)
-    if not isinstance(stored.get(RECORD_KEY), dict):
-        raise UserError(f"{source} was not written by `dgt train`: it has no entry 'dgt' with the recipe")
-    weights = stored.get("state_dict")
-    if not isinstance(weights, dict):
-        raise UserError(f"{source} is cut off or damaged: it holds no weights")
-    return source, weights, stored[RECORD_KEY]
-
-
-def _read_model_folder(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     config = source.with_name("config.json")
+    if source.suffix not in (".safetensors", ".json"):
+        stored = read_checkpoint(source)
+        if not isinstance(stored.get(RECORD_KEY), dict):
+            raise UserError(f"{source} was not written by `dgt train`: it has no entry 'dgt' with the recipe")
+        if not isinstance(stored.get("state_dict"), dict):
+            raise UserError(f"{source} is cut off or damaged: it holds no weights")
+        return source, stored["state_dict"], stored[RECORD_KEY]
+    source = source.with_name("model.safetensors") if source == config else source
     if not config.is_file():
         raise FileNotFoundError(f"{source} has no config.json beside it, which says what model it is")
     if (source.parent / SUMS).is_file():
@@ -269,9 +263,9 @@ def _read_model_folder(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]
     except SafetensorError as error:
         raise UserError(f"{source} is cut off or damaged ({source.stat().st_size} bytes): {error}") from error
     if isinstance(description.get(RECORD_KEY), dict):
-        return weights, description[RECORD_KEY]
+        return source, weights, description[RECORD_KEY]
     weights = {key.removeprefix(WRAPPER): value for key, value in weights.items()}
-    return weights, _record_of_timm(config, description)
+    return source, weights, _record_of_timm(config, description)
 
 
 def _record_of_timm(path: Path, config: dict[str, Any]) -> dict[str, Any]:
