@@ -12,6 +12,7 @@ docs/scaling.md.
 import argparse
 import json
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import timm
 import torch
 
 import dgt
+from dgt.experiments.report import markdown_table
 from dgt.layers.centroids import CentroidState
 
 IMAGES, VAL_IMAGES, PIXELS = 1_281_167, 50_000, 3 * 224 * 224
@@ -64,6 +66,7 @@ def arguments() -> argparse.Namespace:
     add("--cores", type=int, default=112, help="cores of a node of 8 GPUs (assumed %(default)s)")
     add("--image-bytes", type=float, default=110e3, help="of one file of ImageNet, mean (%(default)s)")
     add("--price", type=float, default=2.5, help="of a GPU for an hour, dollars (assumed %(default)s)")
+    add("--json", type=Path, help="file to write the tables to")
     return parser.parse_args()
 
 
@@ -114,42 +117,48 @@ def step(model: Model, gpus: int, batch: int, options: argparse.Namespace, rate_
 
 
 def main() -> None:
-    """Print the tables."""
+    """Print the tables, and write them where a file is named."""
     options = arguments()
     rate_of_core = options.loader_rate or core_rate()
     models = [describe(name) for name in MODELS]
-    print(f"one core prepares {rate_of_core:.0f} images/s\n")
-    print("| model | training FLOPs an image | images/s of a GPU | gradients | centroid statistics | images |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: |")
-    for model in models:
-        alone = step(model, 8, 128, options, rate_of_core)
-        moved = (
-            f"{4 * model.parameters / 1e6:.0f} MB | {model.statistics / 1e6:.2f} MB | {PIXELS * 4 * 128 / 1e6:.0f} MB"
-        )
-        print(f"| {model.name} | {6 * model.macs / 1e9:.1f} G | {128e3 / alone.compute:.0f} | {moved} |")
+    heads = ["model", "training FLOPs an image", "images/s of a GPU", "gradients", "centroid statistics", "images"]
+    needs = [heads, *(need(model, options, rate_of_core) for model in models)]
+    heads = ["model", "GPUs", "images on each", "GPU ms", "gradients ms (not hidden)", "centroids ms", "loader ms"]
+    heads += ["step ms", "bottleneck", "cores a node needs", "disk GB/s a node", "hours", "GPU hours", "dollars"]
+    steps = [heads, *(row(model, *setup, options, rate_of_core) for model in models for setup in SETUPS)]
     print(
-        "\n| model | GPUs | images on each | GPU ms | gradients ms (not hidden) | centroids ms | loader ms | step ms "
-        "| bottleneck | cores a node needs | disk GB/s a node | hours | GPU hours | dollars |"
+        f"one core prepares {rate_of_core:.0f} images/s", *(markdown_table(*_split(cells)) for cells in (needs, steps))
     )
-    print("| --- " + "| ---: " * 7 + "| --- " + "| ---: " * 5 + "|")
-    for model in models:
-        for gpus, batch in SETUPS:
-            print(row(model, gpus, batch, options, rate_of_core))
+    if options.json:
+        command = " ".join(["python benchmarks/scaling.py", *sys.argv[1:]])
+        content = {"command": command, "images_per_second_of_a_core": rate_of_core, "needs": needs, "steps": steps}
+        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def row(model: Model, gpus: int, batch: int, options: argparse.Namespace, rate_of_core: float) -> str:
+def _split(cells: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    return cells[0], cells[1:]
+
+
+def need(model: Model, options: argparse.Namespace, rate_of_core: float) -> list[str]:
+    """One line of the first table."""
+    alone = step(model, 8, 128, options, rate_of_core)
+    moved = [f"{4 * model.parameters / 1e6:.0f} MB", f"{model.statistics / 1e6:.2f} MB", f"{PIXELS * 512 / 1e6:.0f} MB"]
+    return [model.name, f"{6 * model.macs / 1e9:.1f} G", f"{128e3 / alone.compute:.0f}", *moved]
+
+
+def row(model: Model, gpus: int, batch: int, options: argparse.Namespace, rate_of_core: float) -> list[str]:
     """One line of the second table."""
     parts = step(model, gpus, batch, options, rate_of_core)
     steps = 300 * (IMAGES // (gpus * batch))
     validation = 300 * VAL_IMAGES / (gpus * batch) / 3  # a forward is a third of a step
     hours = (steps + validation) * parts.total / 3.6e6
     demand = 8 * batch / (parts.compute + parts.exposed + parts.centroids) * 1e3  # images/s that a node could train on
-    return (
-        f"| {model.name} | {gpus} | {batch} | {parts.compute:.1f} | {parts.exchange:.1f} ({parts.exposed:.1f}) "
-        f"| {parts.centroids:.2f} | {parts.loader:.1f} | {parts.total:.1f} | {parts.bottleneck} "
-        f"| {demand / rate_of_core:.0f} | {demand * options.image_bytes / 1e9:.1f} | {hours:.1f} | {gpus * hours:.0f} "
-        f"| {gpus * hours * options.price:,.0f} |"
-    )
+    return [
+        *(model.name, f"{gpus}", f"{batch}", f"{parts.compute:.1f}", f"{parts.exchange:.1f} ({parts.exposed:.1f})"),
+        *(f"{parts.centroids:.2f}", f"{parts.loader:.1f}", f"{parts.total:.1f}", parts.bottleneck),
+        *(f"{demand / rate_of_core:.0f}", f"{demand * options.image_bytes / 1e9:.1f}", f"{hours:.1f}"),
+        *(f"{gpus * hours:.0f}", f"{gpus * hours * options.price:,.0f}"),
+    ]
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ A number of the text has its source behind it, with no blank between, in one of 
                                                          more (`; 2`), the second number in that cell
     48<!-- is runtimes_batch8.json: rows/model=dgt_tiny&runtime=openvino/ms_per_image; 0 -->
                                                          FILE: PATH; DECIMALS; FACTOR, a value of the JSON
-    5.4<!-- is times as fast: B8 H2 L3136 k98 -->        NAME: ARGUMENT; ..., a function made one by `@number_of_text`
+    98.5 ± 1.7<!-- is labels: key_choice_demo; groups; 4 -->
+                                                         NAME: ARGUMENT; ..., a function made one by `@number_of_text`
                                                          in `tables_text.py`
 
 Numbers that nobody measured are marked `<!-- paper -->` (the paper's, or another publication's) or `<!-- setting -->`.

@@ -264,6 +264,28 @@ def detection_of_coco() -> Cells:
     return [["backbone", "parameters, whole", "loss of the epochs", "box AP50", "mask AP50"], *rows]
 
 
+@table
+def needs_of_training() -> Cells:
+    """What 300 epochs of ImageNet compute and move, model by model: derived."""
+    return read("scaling")["needs"]
+
+
+@table
+def steps_of_training() -> Cells:
+    """The parts of a step on many GPUs: derived."""
+    return read("scaling")["steps"]
+
+
+@table
+def loaders() -> Cells:
+    """Images a second of this loader and of timm's."""
+    files = {"128 px": "loaders_shared_cpu", "128 px, before": "loaders_small_cpu", "500 x 375, before": "loaders_cpu"}
+    found = [{row["loader"]: row["images_per_second"] for row in read(name)["rows"]} for name in files.values()]
+    names = dict.fromkeys(name for rates in found for name in rates if "shards" not in name)
+    rows = [[name, *(number(rates[name], 0) if name in rates else "-" for rates in found)] for name in names]
+    return [["images/s", *files], *rows]
+
+
 def _single(name: str) -> Any:
     return next(row["value"] for row in read("single")["rows"] if row["name"] == name)
 

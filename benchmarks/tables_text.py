@@ -9,7 +9,8 @@ from typing import Any
 from tables_shared import TABLES, number_of_text, read
 
 from dgt.experiments.report import interval, number
-from dgt.models.cost import attention_share
+
+BACKBONES = ("dgt_tiny", "dgt_small", "dgt_base")
 
 
 def cell(table: str, row: str, column: str, which: str = "") -> str:
@@ -52,13 +53,6 @@ def single(name: str, places: str = "1") -> str:
 
 
 @number_of_text
-def faster(case: str, key: str = "ratio") -> str:
-    """How many times faster the attention is than over all keys, by the case's beginning (`B1 H2 L3136`)."""
-    (row,) = (row for row in read("attention_cpu")["rows"] if row["case"].startswith(case + " "))
-    return number(row[key], 1)
-
-
-@number_of_text
 def bound(case: str, label: str, busy: str = "") -> str:
     """The same on two threads as in the table of bounds, or beside a busy process."""
     rows = [row for row in read("attention_bound") if row["threads"] == 2 and bool(row["busy"]) == bool(busy)]
@@ -77,12 +71,6 @@ def right(row: str) -> str:
     """Retrieval: right answers in %, mean and half of the 95 % interval over seeds."""
     mean, half = interval([run["accuracy"] for run in _runs(row)])
     return f"{mean:.1f} ± {half:.1f}"
-
-
-@number_of_text
-def seeds(row: str) -> str:
-    """The same, seed by seed."""
-    return ", ".join(number(run["accuracy"], 1) for run in _runs(row))
 
 
 @number_of_text
@@ -121,13 +109,6 @@ def points(file: str, row: str, beside: str) -> str:
 
 
 @number_of_text
-def top_1(file: str, *rows: str) -> str:
-    """An ablation's rows: top-1 in %, the mean over seeds."""
-    mean = {found["name"]: found["mean"] for found in read(file)["rows"]}
-    return ", ".join(number(mean[row], 1, 100) for row in rows)
-
-
-@number_of_text
 def within(file: str) -> str:
     """An ablation: points from its worst to its best row."""
     means = [row["mean"] for row in read(file)["rows"]]
@@ -144,23 +125,12 @@ def curve(run: str, key: str, *epochs: str) -> str:
 
 
 @number_of_text
-def of_dgt(task: str, key: str, places: str) -> str:
-    """Parameters in M, or FLOPs in G, of DGT-T, -S and -B."""
+def sizes_of(task: str, key: str, places: str, *models: str) -> str:
+    """Parameters in M, or FLOPs in G, of DGT-T, -S and -B, or of other models of `sizes.json`."""
     rows = {row["model"]: row for row in read("sizes")["rows"] if row["task"] == task}
-    scale = 1e-6 if key == "params" else 1e-9
-    return ", ".join(number(rows[f"dgt_{size}"][key], int(places), scale) for size in ("tiny", "small", "base"))
-
-
-@number_of_text
-def equation_7() -> str:
-    """Eq. 7 in the first three stages."""
-    return ", ".join(number(attention_share(side * side, 64 * 56 // side, 98), 3) for side in (56, 28, 14))
-
-
-@number_of_text
-def minutes_of_retrieval() -> str:
-    """What all its runs took."""
-    return number(sum(run["cpu_seconds"] for run in read("retrieval")["runs"]), 0, 1 / 60)
+    return ", ".join(
+        number(rows[name][key], int(places), 1e-9 if key == "flops" else 1e-6) for name in models or BACKBONES
+    )
 
 
 def _runs(row: str) -> list[dict[str, Any]]:
