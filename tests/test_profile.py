@@ -30,7 +30,7 @@ def own_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def here(*_: object) -> Iterator[Callable[..., Any]]:
         yield lambda function, *arguments: function(*arguments)
 
-    monkeypatch.setattr(profile, "own_process", here)
+    monkeypatch.setattr("dgt.bench.attention.own_process", here)
 
 
 @pytest.mark.usefixtures("own_process")

@@ -1,5 +1,6 @@
 """The attention alone, against PyTorch's own over all keys, side by side; each case is first checked for its result."""
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,11 +12,13 @@ from dgt.bench.measures import QUIET_ALLOCATOR, medians, memory_peak, millisecon
 from dgt.ops import attend, dynamic_group_attention, group_queries, select_keys
 from dgt.utils.errors import Disagreement
 
+Case = tuple[tuple[int, ...], int, int]  # (B, H, L, D), G and k
+GLOBAL = "PyTorch, all keys"
+WAYS = {"eager": ("eager", False), "eager, remainder": ("eager", True), "triton": ("triton", False)}  # + "auto"
 ATTENTION_CASES = (  # batch, heads, tokens, top_k: DGT-T's stages at 224 px, and larger images
     *((1, 2, 3136, 98), (8, 2, 3136, 98), (8, 4, 784, 98), (8, 8, 196, 98)),
     *((1, 2, 16384, 98), (1, 2, 25600, 500)),
 )
-STEPS = ("group", "select", "attend")
 COLUMNS = {
     **{"attention": "{case}", "SDPA ms": "{sdpa_ms:.2f}", "DG-Attention ms": "{dgt_ms:.2f}"},
     **{"ratio": "**{ratio:.2f}**", "with backward: SDPA": "{sdpa_backward_ms:.1f}", "DG": "{dgt_backward_ms:.1f}"},
@@ -50,12 +53,37 @@ def bench_attention(
     """
     rows = []
     for batch, heads, tokens, top_k in cases:
-        shape = (batch, heads, tokens, channels)
-        times = _times(make_inputs(shape, groups, device), top_k, rounds)
-        with own_process("the attention", QUIET_ALLOCATOR) as ask:
-            peak = ask(_peak, shape, groups, top_k) if device == "cpu" else None
-        case = f"B{batch} H{heads} L{tokens} k{top_k} G{groups} D{channels} float32"
-        rows.append({"case": case, **times, "peak_mib": peak, "bool_mask_mib": tokens * tokens / 2**20})
+        case: Case = ((batch, heads, tokens, channels), groups, top_k)
+        q, k, v, centroids = inputs = make_inputs(*case[:2], device)
+        _check(inputs, top_k)
+        ids = group_queries(q, centroids), select_keys(centroids, k, top_k)
+        steps: dict[str, Callable[[], object]] = {
+            "group": partial(group_queries, q, centroids),
+            "select": partial(select_keys, centroids, k, top_k),
+            "attend": partial(attend, q, k, v, *ids),
+        }
+        steps_ms = medians(rounds, {name: partial(milliseconds, step) for name, step in steps.items()})
+        whole, ours = time_ways(case, (GLOBAL, "auto"), device, rounds)
+        row = {"case": f"B{batch} H{heads} L{tokens} k{top_k} G{groups} D{channels} float32"}
+        row |= {"sdpa_ms": whole["ms"], "dgt_ms": ours["ms"], "sdpa_backward_ms": whole["backward_ms"]}
+        row |= {"dgt_backward_ms": ours["backward_ms"], "steps_ms": steps_ms, "peak_mib": ours["peak_mib"]}
+        row |= {key: ours[key] for key in ("ratio", "ratio_backward")} | {"bool_mask_mib": tokens * tokens / 2**20}
+        rows.append(row)
+    return rows
+
+
+def time_ways(case: Case, ways: Sequence[str], device: str = "cpu", rounds: int = 7) -> list[dict[str, Any]]:
+    """One row a way of attending: times in turns, ratios to the first way, MiB that a forward adds."""
+    *inputs, centroids = make_inputs(*case[:2], device)
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    ms = medians(rounds, {way: _way(way, inputs, centroids, case[2]) for way in ways})
+    both = medians(max(3, rounds // 3), {way: _way(way, leaves, centroids, case[2], True) for way in ways})
+    name, first = " ".join(map("{}{}".format, "BHLDGk", (*case[0], *case[1:]))), ways[0]
+    rows: list[dict[str, Any]] = [{"case": name, "way": way, "ms": ms[way], "backward_ms": both[way]} for way in ways]
+    with own_process("the attention", QUIET_ALLOCATOR) as ask:
+        for row in rows:
+            row |= {"ratio": ms[first] / row["ms"], "ratio_backward": both[first] / row["backward_ms"]}
+            row["peak_mib"] = ask(_peak, row["way"], case) if device == "cpu" else None
     return rows
 
 
@@ -66,38 +94,24 @@ def make_inputs(shape: tuple[int, ...], groups: int, device: str) -> tuple[Tenso
     return q, k, v, F.normalize(centroids, dim=-1)
 
 
-def _times(inputs: tuple[Tensor, ...], top_k: int, rounds: int) -> dict[str, Any]:
-    """Time one case: global attention and DG-Attention in turns, forward and with backward, and the three steps."""
-    _check(inputs, top_k)
-    q, k, v, centroids = inputs
-    ids = group_queries(q, centroids), select_keys(centroids, k, top_k)
-    leaves = a, b, c = [t.detach().requires_grad_() for t in (q, k, v)]
-    forward = {
-        "sdpa": lambda: F.scaled_dot_product_attention(q, k, v),
-        "dgt": lambda: dynamic_group_attention(q, k, v, centroids, top_k),
-        "group": lambda: group_queries(q, centroids),
-        "select": lambda: select_keys(centroids, k, top_k),
-        "attend": lambda: attend(q, k, v, *ids),
-    }
-    backward = {
-        "sdpa": lambda: torch.autograd.grad(F.scaled_dot_product_attention(a, b, c).sum(), leaves),
-        "dgt": lambda: torch.autograd.grad(dynamic_group_attention(a, b, c, centroids, top_k).output.sum(), leaves),
-    }
-    ms = medians(rounds, {name: partial(milliseconds, run) for name, run in forward.items()})
-    both = medians(max(3, rounds // 3), {name: partial(milliseconds, run) for name, run in backward.items()})
-    return {
-        **{"sdpa_ms": ms["sdpa"], "dgt_ms": ms["dgt"], "ratio": ms["sdpa"] / ms["dgt"]},
-        **{"sdpa_backward_ms": both["sdpa"], "dgt_backward_ms": both["dgt"]},
-        **{"ratio_backward": both["sdpa"] / both["dgt"], "steps_ms": {step: ms[step] for step in STEPS}},
-    }
+def _way(way: str, inputs: list[Tensor], centroids: Tensor, top_k: int, grad: bool = False) -> Callable[[], float]:
+    """The milliseconds of a call of a way of attending, with the gradients to the inputs if asked for."""
+    (q, k, v), (backend, remainder) = inputs, WAYS.get(way, ("auto", False))
+
+    def attended() -> Tensor:
+        if way == GLOBAL:
+            return F.scaled_dot_product_attention(q, k, v)
+        return dynamic_group_attention(q, k, v, centroids, top_k, backend=backend, remainder=remainder).output
+
+    return partial(milliseconds, (lambda: torch.autograd.grad(attended().sum(), inputs)) if grad else attended)
 
 
-def _peak(shape: tuple[int, ...], groups: int, top_k: int) -> float | None:
+def _peak(way: str, case: Case) -> float | None:
     """MiB that one forward adds, output included."""
-    small = make_inputs((1, 1, 2048, shape[-1]), groups, "cpu")
-    dynamic_group_attention(*small, top_k=min(top_k, 200))  # loads code and starts threads
-    inputs = make_inputs(shape, groups, "cpu")
-    return memory_peak(lambda: dynamic_group_attention(*inputs, top_k=top_k))
+    for shape in ((1, 1, 256, case[0][3]), case[0]):  # the first loads code and starts threads
+        *inputs, centroids = make_inputs(shape, case[1], "cpu")
+        peak = memory_peak(_way(way, inputs, centroids, min(case[2], shape[2])))
+    return peak
 
 
 def _check(inputs: tuple[Tensor, ...], top_k: int) -> None:

@@ -1,46 +1,26 @@
 """``dgt profile``: which way of attending pays at one size on this machine, beside PyTorch's own over all keys."""
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import timm
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from dgt.bench.attention import make_inputs
-from dgt.bench.measures import QUIET_ALLOCATOR, medians, memory_peak, milliseconds, own_process
+from dgt.bench.attention import GLOBAL, WAYS, Case, time_ways
 from dgt.models import DynamicGroupTransformer, capture
-from dgt.ops import dynamic_group_attention
 from dgt.utils.errors import UserError
 
-GLOBAL = "PyTorch, all keys"
-WAYS = {"eager": ("eager", False), "eager, remainder": ("eager", True), "triton": ("triton", False)}
 COLUMNS = {
     **{"attention": "{case}", "way": "{way}", "forward ms": "{ms:.2f}", "times as fast": "**{ratio:.2f}**"},
     **{"with backward ms": "{backward_ms:.2f}", "so many times": "**{ratio_backward:.2f}**"},
     "peak extra MiB": "{peak_mib:.1f}",
 }
-Case = tuple[tuple[int, ...], int, int]  # (B, H, L, D), G and k
 
 
 def profile_attention(case: Case, device: str = "cpu", rounds: int = 7) -> list[dict[str, Any]]:
     """One row a way of attending, the first PyTorch's over all keys: times, ratios to the first, MiB a forward adds."""
-    *inputs, centroids = make_inputs(case[0], case[1], device)
-    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-    ways = [GLOBAL, *(way for way in WAYS if way != "triton" or device == "cuda")]
-    run = {way: _way(way, inputs, centroids, case[2]) for way in ways}
-    step = {way: _way(way, leaves, centroids, case[2], True) for way in ways}
-    ms, both = medians(rounds, run), medians(max(3, rounds // 2), step)
-    name = " ".join(map("{}{}".format, "BHLDGk", (*case[0], *case[1:])))
-    rows: list[dict[str, Any]] = [{"case": name, "way": way, "ms": ms[way], "backward_ms": both[way]} for way in ways]
-    with own_process("the attention", QUIET_ALLOCATOR) as ask:
-        for row in rows:
-            row |= {"ratio": ms[GLOBAL] / row["ms"], "ratio_backward": both[GLOBAL] / row["backward_ms"]}
-            row["peak_mib"] = ask(_peak, row["way"], case) if device == "cpu" else None
-    return rows
+    return time_ways(case, [GLOBAL, *(way for way in WAYS if way != "triton" or device == "cuda")], device, rounds)
 
 
 def advice(rows: list[dict[str, Any]]) -> str:
@@ -71,22 +51,3 @@ def cases_of_model(name: str, size: int, groups: int, top_k: int) -> list[Case]:
     if not found:
         raise UserError(f"{name!r} attends nowhere through PyTorch's function with a query for each key: give --shape")
     return list(dict.fromkeys(found))
-
-
-def _way(way: str, inputs: list[Tensor], centroids: Tensor, top_k: int, grad: bool = False) -> Callable[[], float]:
-    """The milliseconds of a call of a way of attending, with the gradients to the inputs if asked for."""
-    (q, k, v), (backend, remainder) = inputs, WAYS.get(way, ("", False))
-
-    def attend() -> Tensor:
-        if way == GLOBAL:
-            return F.scaled_dot_product_attention(q, k, v)
-        return dynamic_group_attention(q, k, v, centroids, top_k, backend=backend, remainder=remainder).output
-
-    return partial(milliseconds, (lambda: torch.autograd.grad(attend().sum(), inputs)) if grad else attend)
-
-
-def _peak(way: str, case: Case) -> float | None:
-    for shape in ((1, 1, 256, case[0][3]), case[0]):  # the first loads code and starts threads
-        *inputs, centroids = make_inputs(shape, case[1], "cpu")
-        peak = memory_peak(_way(way, inputs, centroids, min(case[2], shape[2])))
-    return peak
