@@ -64,7 +64,7 @@ def bench_attention(
         }
         steps_ms = medians(rounds, {name: partial(milliseconds, step) for name, step in steps.items()})
         whole, ours = time_ways(case, (GLOBAL, "auto"), device, rounds)
-        row = {"case": f"B{batch} H{heads} L{tokens} k{top_k} G{groups} D{channels} float32"}
+        row: dict[str, Any] = {"case": f"B{batch} H{heads} L{tokens} k{top_k} G{groups} D{channels} float32"}
         row |= {"sdpa_ms": whole["ms"], "dgt_ms": ours["ms"], "sdpa_backward_ms": whole["backward_ms"]}
         row |= {"dgt_backward_ms": ours["backward_ms"], "steps_ms": steps_ms, "peak_mib": ours["peak_mib"]}
         row |= {key: ours[key] for key in ("ratio", "ratio_backward")} | {"bool_mask_mib": tokens * tokens / 2**20}

@@ -31,9 +31,8 @@ def processor() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     info = Path("/proc/cpuinfo")
-    found = dict(
-        re.findall(r"^(model name|cpu family|model)\s*: (.*)", info.read_text() if info.exists() else "", re.M)
-    )
+    text = info.read_text() if info.exists() else ""
+    found = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)", text, re.M))
     if "cpu family" not in found:
         return found.get("model name", platform.processor())
     return f"{found['model name']} (family {found['cpu family']}, model {found['model']})"

@@ -30,6 +30,10 @@ MODELS = ("dgt_tiny", BASELINE, "convnext_tiny", "deit_small_patch16_224", "dgt_
 FORMS = ("inference", "global", "checkpointing")
 RUNTIMES = ("eager", "compile", *OPENERS)
 FREEZING = {"TORCHINDUCTOR_FREEZING": "1"}
+BESIDE_GLOBAL = (
+    "{model} at {image_size} px in {runtime}: {time_of_global:.2f} of its time with global attention, "
+    "{work_of_global:.2f} of its multiply-adds; by Eq. 7 of the attention's by stage:"
+)
 COLUMNS = {
     **{"model": "{model}", "runtime": "{runtime}", "px": "{image_size}", "ms per image": "{ms_per_image:.1f}"},
     **{"images/s": "{images_per_second:.1f}", "relative time": "**{relative_time:.2f}**", "peak MiB": "{peak_mib:.0f}"},
@@ -141,15 +145,13 @@ def bench_models(
         asks = {}
         for name, runtime in ((name, runtime) for name in names for runtime in runtimes):
             frozen = FREEZING if runtime == "compile" and not training else None
-            own = stack.enter_context(ExitStack())
-            ask = own.enter_context(own_process(f"{name} in {runtime}", frozen))
+            ask = stack.enter_context(own_process(f"{name} in {runtime}", frozen))
             try:
                 ask(_prepare, candidates[name], device, {**task, "runtime": runtime})
                 asks[name, runtime] = ask
             except LostProcess as error:
                 if runtime == "eager" or not isinstance(error.__cause__, UserError):
                     raise
-                own.close()
                 refused.append(f"{runtime} does not take {name}: {error.__cause__}")
         median = medians(rounds, {pair: partial(ask, _time, *pair) for pair, ask in asks.items()})
     rows = []
@@ -176,34 +178,25 @@ def _beside_global(candidate: Candidate, ms: float, peers: dict[str, float]) -> 
     plain, whole = (candidate._replace(forms=forms).build() for forms in ((), ("global",)))
     size = (candidate.size, candidate.size)
     parts: Any = plain
-    layers = [(stage.blocks[0].attn, stride) for stage, stride in zip(parts.stages, parts.strides[1:], strict=True)]
-    shares = [
-        attention_share(
-            (-(-candidate.size // stride)) ** 2, layer.qkv.in_features, layer.top_k, layer.centroids.shape[1]
-        )
-        for layer, stride in layers
-        if isinstance(layer, DGAttention)
-    ]
+    shares = []
+    for stage, stride in zip(parts.stages, parts.strides[1:], strict=True):
+        layer, tokens = stage.blocks[0].attn, (-(-candidate.size // stride)) ** 2
+        if isinstance(layer, DGAttention):
+            shares.append(attention_share(tokens, layer.qkv.in_features, layer.top_k, layer.centroids.shape[1]))
     work = cost(plain, size).flops / cost(whole, size).flops
     return {"time_of_global": ms / peers[twin], "work_of_global": work, "eq7_by_stage": shares}
 
 
 def summary(rows: list[dict[str, Any]]) -> list[str]:
     """Lines to read first: every model in its best runtime, the fastest first, and what groups save."""
-    best: dict[Any, dict[str, Any]] = {}
+    best: dict[str, dict[str, Any]] = {}
     for row in sorted(rows, key=lambda row: float(row["ms_per_image"])):
-        best.setdefault((row["model"], row["image_size"]), row)
-    lines = [
-        f"best of {name} at {px} px: {row['runtime']}, {row['ms_per_image']:.1f} ms" for (name, px), row in best.items()
-    ]
+        best.setdefault("{model} at {image_size} px".format(**row), row)
+    lines = [f"best of {name}: {row['runtime']}, {row['ms_per_image']:.1f} ms" for name, row in best.items()]
     for row in rows:
         if "time_of_global" in row:
             shares = ", ".join(f"{share:.2f}" for share in row["eq7_by_stage"])
-            lines.append(
-                f"{row['model']} at {row['image_size']} px in {row['runtime']}: {row['time_of_global']:.2f} of its "
-                f"time with global attention, {row['work_of_global']:.2f} of its multiply-adds; by Eq. 7 of the "
-                f"attention's by stage: {shares}"
-            )
+            lines.append(f"{BESIDE_GLOBAL.format(**row)} {shares}")
     return lines
 
 

@@ -46,7 +46,6 @@ class SeededDataset(Dataset[Any]):
         self, reader: Reader, transform: Callable[..., Any], seed: int, indices: Sequence[int], cache: bool = False
     ) -> None:
         self.reader, self.transform, self.seed, self.indices = reader, transform, seed, indices
-        self.class_names = reader.class_names
         self.cached = [reader[index] for index in indices] if cache else None
 
     def __len__(self) -> int:

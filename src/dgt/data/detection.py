@@ -135,14 +135,14 @@ class DetectionData(ImageData):
             warnings.warn(f"{told}: {reason}", stacklevel=2)
         return part, reader
 
-    def choose(self, part: str, split: str, reader: Any) -> Sequence[int]:
+    def choose(self, part: str, split: str, reader: Any, indices: Sequence[int] = ()) -> Sequence[int]:
         """As of all tasks; for training those with an object. UserError, too, where `part` holds none at all."""
         useful = reader.with_objects()
         if part == "train" and not self.keep_empty:
             if not useful:
                 raise UserError(f"{part} holds no image with an object to train on")
-            return self.subset(part, split, useful)
-        chosen = super().choose(part, split, reader)
+            indices = useful
+        chosen = super().choose(part, split, reader, indices)
         if part == "val" and not set(chosen).intersection(useful):
             raise UserError(f"the {len(chosen)} images of {part} hold no object to compare detections with")
         return chosen

@@ -118,9 +118,8 @@ class Loader:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        self._epoch, self._batch = self.sampler.epoch, self.sampler.first_batch
         for key, (images, targets), broken in self._batches:
-            self._batch += 1
+            self._epoch, self._batch = key.epoch, key.batch + 1
             self.report.record(broken)
             if len(images):
                 yield self.finish(key, *move_data_to_device((images, targets), self.device))

@@ -88,15 +88,11 @@ class ImageData(ABC):
     def finish(self, part: str, key: Key, images: Any, targets: Any) -> tuple[Any, Any]:
         """Make a batch's bytes, on the loader's device, what the network takes."""
 
-    def choose(self, part: str, split: str, reader: Any) -> Sequence[int]:
-        """Which of a split's images "train" or "val" holds: all, or the first of a permutation by the split's name.
-
-        UserError where more are wanted than there are.
+    def choose(self, part: str, split: str, reader: Any, indices: Sequence[int] = ()) -> Sequence[int]:
+        """Which of a split's images, of those at `indices` if there are any, "train" or "val" holds: all, or the first
+        of a permutation by the split's name. UserError where more are wanted than there are.
         """
-        return self.subset(part, split, range(len(reader)))
-
-    def subset(self, part: str, split: str, indices: Sequence[int]) -> Sequence[int]:
-        """As `choose`, of those at `indices`."""
+        indices = indices or range(len(reader))
         size, total = getattr(self, f"{part}_size"), len(indices)
         if size is not None and size > total:
             raise UserError(f"{part}_size: expected at most {total}, the images of split {split!r}, got {size}")

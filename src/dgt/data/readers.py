@@ -131,9 +131,8 @@ class HubImages:
         if class_names is not None and self.class_names != tuple(class_names):
             raise UserError(f"{self.place}] has other classes than the training split: {some(self.class_names)}")
         if low < 0 or high >= len(self.class_names):
-            raise UserError(
-                f"{self.place}]: labels in {label!r} must lie in 0 to {len(self.class_names) - 1}, got {low} to {high}"
-            )
+            lie = f"lie in 0 to {len(self.class_names) - 1}, got {low} to {high}"
+            raise UserError(f"{self.place}]: labels in {label!r} must {lie}")
         try:
             images = table.select_columns([self.column])
             self.images = images.cast_column(self.column, datasets.Image(decode=False))

@@ -82,8 +82,6 @@ def _pixel_grid(size: int) -> tuple[Field, Field]:
     """Pixel centres `(x, y)`, each (size, size), in units of the image side: 0 at the left or top edge."""
     axis = (np.arange(size, dtype=np.float32) + 0.5) / size
     x, y = np.meshgrid(axis, axis)
-    x.setflags(write=False)
-    y.setflags(write=False)
     return x, y
 
 
@@ -240,8 +238,7 @@ def _paint(image: Field, owner: NDArray[np.int16], item: _Object, number: int) -
 def draw_scene(index: int, split: str = "train", image_size: int = 64, seed: int = 0) -> Scene:
     """Draw scene number `index` of a split, "train", "val" or "test", at `image_size` x `image_size` pixels.
 
-    Raises:
-        UserError: an unknown split, a size under 32, a negative index or seed.
+    Raises UserError for an unknown split, a size under 32, a negative index or seed.
     """
     if split not in SPLITS:
         raise UserError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
@@ -272,8 +269,7 @@ def draw_scene(index: int, split: str = "train", image_size: int = 64, seed: int
 class Scenes(Dataset[Any]):
     """`length` scenes of a split; item i is `draw_scene(i, ...)`. The splits share no scene.
 
-    Raises:
-        UserError: as `draw_scene`; a length under 1.
+    Raises UserError as `draw_scene`, and for a length under 1.
     """
 
     class_names: tuple[str, ...] = KINDS

@@ -153,10 +153,8 @@ def evaluation_transform(
 ) -> Callable[[Image.Image], Tensor]:
     """From a PIL image to uint8 (3, image_size, image_size).
 
-    The shorter side is resized to `image_size / crop_ratio` (256 for 224 and 0.875) and the centre is cropped.
-
-    Raises:
-        UserError: `crop_ratio` outside (0, 1].
+    The shorter side is resized to `image_size / crop_ratio` (256 for 224 and 0.875) and the centre is cropped. Raises
+    UserError for a `crop_ratio` outside (0, 1].
     """
     if not 0 < crop_ratio <= 1:
         raise UserError(f"crop_ratio must lie in (0, 1], got {crop_ratio}")

@@ -1,7 +1,5 @@
 """The files that a trained model is exported to, each checked against its source before it takes its place."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile
@@ -125,23 +123,19 @@ def _check_place(path: Path, features: bool) -> None:
 def _export_file(run: LoadedRun, path: Path, features: bool, fixed: tuple[int, int, int] | None) -> Export:
     source = replace(source_of_run(run, features), fixed=fixed)
     if fixed and source.size and set(fixed[1:]) != {source.size}:
-        raise UserError(
-            "the model takes images of {0} x {0} pixels alone, got {1} x {2}".format(source.size, *fixed[1:])
-        )
+        came = " x ".join(map(str, fixed[1:]))
+        raise UserError(f"the model takes images of {source.size} x {source.size} pixels alone, got {came}")
     encode, reopen = FORMATS[path.suffix]
     content = encode(source)
-    batch = None if fixed is None else fixed[0]
-    verification = verify(source.module, reopen(content), _sizes(run, source), batch=batch)
+    verification = verify(source.module, reopen(content), _sizes(run, source), batch=fixed[0] if fixed else None)
     atomic_write(path, content)
     return Export(path, len(content), verification)
 
 
 def _export_folder(run: LoadedRun, folder: Path) -> Export:
-    if backbone_of(run) is not None:
-        raise UserError(
-            f"a folder for timm holds a classifier, this is a model of the task {run.recipe.task!r}; "
-            "a run's folder `model` has its weights as safetensors"
-        )
+    if hasattr(run.network, "backbone"):
+        wrong = f"a folder for timm holds a classifier, this is a model of the task {run.recipe.task!r}"
+        raise UserError(f"{wrong}; a run's folder `model` has its weights as safetensors")
     if (folder / "model.safetensors").resolve() == run.source.resolve():
         raise UserError(f"{folder} is where the model comes from: name another folder")
     source = source_of_run(run)
@@ -155,14 +149,7 @@ def _export_folder(run: LoadedRun, folder: Path) -> Export:
 
 
 class FeatureMaps(nn.Module):
-    """A timm classifier that returns the maps of its stages instead of logits.
-
-    Args:
-        classifier: a timm model with `forward_intermediates`.
-
-    Raises:
-        UserError: it has none.
-    """
+    """A timm classifier that returns the maps of its stages instead of logits; UserError where it has none."""
 
     def __init__(self, classifier: nn.Module) -> None:
         super().__init__()
@@ -176,11 +163,6 @@ class FeatureMaps(nn.Module):
         return maps
 
 
-def backbone_of(run: LoadedRun) -> nn.Module | None:
-    """The backbone under the head of a run's task; None for a classifier, which is timm's model itself."""
-    return getattr(run.network, "backbone", None)
-
-
 def source_of_run(run: LoadedRun, features: bool = False) -> Source:
     """Return what to export of a trained run.
 
@@ -192,27 +174,25 @@ def source_of_run(run: LoadedRun, features: bool = False) -> Source:
         UserError: for a task whose outputs are no tensors of one shape, a model without maps, and windows (of Swin and
             CSWin) under the head of a task, which take images of any size.
     """
-    task, data, name, backbone = TASKS[run.recipe.task], run.recipe.data, run.recipe.model.name, backbone_of(run)
+    task, data, name = TASKS[run.recipe.task], run.recipe.data, run.recipe.model.name
+    backbone = getattr(run.network, "backbone", None)  # under a task's head; a classifier is timm's model itself
     windows = any(isinstance(part, WindowAttention | StripeAttention) for part in run.network.modules())
     if windows and backbone is not None:
-        raise UserError(
-            f"a {name} attends in windows, which a graph cannot cut out of images of any size: "
-            "only classifiers can be exported with it, for images of one size"
-        )
+        why = "attends in windows, which a graph cannot cut out of images of any size"
+        raise UserError(f"a {name} {why}: only classifiers can be exported with it, for images of one size")
     config = timm.get_pretrained_cfg(name)
     fixed = backbone is None and (windows or (config is not None and config.fixed_input_size))
     size = data["image_size"] if fixed else None
-    about: dict[str, str] = {"model": name, "task": task.name}
+    about = {"model": name, "task": task.name}
     about |= {key: json.dumps(data[key]) for key in ("mean", "std", "image_size") if key in data}
     if features:
         maps = FeatureMaps(run.network).eval() if backbone is None else backbone
         count = len(run.network.feature_info if backbone is None else backbone.channels)  # type: ignore[arg-type]
         return Source(maps, tuple(f"map_{i}" for i in range(count)), size, about)
     if not task.outputs:
-        raise UserError(
-            f"what the task {task.name!r} finds cannot be exported: how many objects there are is no shape that a "
-            "graph knows; the feature maps of its backbone can, with --features"
-        )
+        why = "how many objects there are is no shape that a graph knows"
+        hint = "the feature maps of its backbone can, with --features"
+        raise UserError(f"what the task {task.name!r} finds cannot be exported: {why}; {hint}")
     return Source(run.network, task.outputs, size, {**about, "classes": json.dumps(run.class_names)})
 
 
@@ -252,20 +232,18 @@ def verify(
         RuntimeError: they are equal for less, or the file cannot be run.
     """
     generator = torch.Generator().manual_seed(seed)
-    equal, differences = [], []
+    results = []
     for height, width in sizes:
         images = torch.randn(BATCH * (batch or 1), 3, height, width, generator=generator)
         parts = images.split(batch) if batch else (images, *images.split(1))
         pairs = [_compare(module, run, part) for part in parts]
         same, difference = (torch.cat(parts) for parts in zip(*pairs, strict=True))
         if same.float().mean() < least:
-            raise Disagreement(
-                f"the exported model is not equal to its source: images of {height} x {width} pixels differ by up to "
-                f"{difference.max():.1e}; nothing was written"
-            )
-        equal.append(same)
-        differences.append(difference)
-    return Verification(len(torch.cat(equal)), int(torch.cat(equal).sum()), float(torch.cat(differences).max()))
+            what = f"images of {height} x {width} pixels differ by up to {difference.max():.1e}"
+            raise Disagreement(f"the exported model is not equal to its source: {what}; nothing was written")
+        results.append((same, difference))
+    same, difference = (torch.cat(parts) for parts in zip(*results, strict=True))
+    return Verification(len(same), int(same.sum()), float(difference.max()))
 
 
 def _compare(module: nn.Module, run: Runner, images: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,8 +5,6 @@ operators. In `.pt2` DG-Attention appears as this package's `dgt::group_queries`
 a process that loads the file imports dgt first.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import logging
@@ -67,16 +65,13 @@ def trace(source: Source) -> ExportedProgram:
     kinds = {p.dtype for p in source.module.parameters() if p.is_floating_point()}
     if kinds != {torch.float32}:
         raise UserError(f"the model must be float32, got {', '.join(sorted(map(str, kinds))) or 'no parameters'}")
-    free: dict[int, Any] = {0: Dim("batch", min=1)}
-    sides = EXAMPLE[2:] if source.size is None else (source.size, source.size)
-    shape = (EXAMPLE[0], 3, *sides)
-    if source.fixed:
-        free, shape = {}, (source.fixed[0], 3, *source.fixed[1:])
-    elif source.size is None:
+    batch, height, width = source.fixed or (EXAMPLE[0], *((source.size,) * 2 if source.size else EXAMPLE[2:]))
+    free: dict[int, Any] = {} if source.fixed else {0: Dim("batch", min=1)}
+    if not source.fixed and source.size is None:
         free |= {2: Dim.DYNAMIC, 3: Dim.DYNAMIC}  # of at least what leaves the last map more than one token
     try:
         with torch.no_grad():
-            return torch.export.export(source.module, (torch.zeros(shape),), dynamic_shapes=(free,))
+            return torch.export.export(source.module, (torch.zeros(batch, 3, height, width),), dynamic_shapes=(free,))
     except Exception as error:  # of many kinds: whatever in the module cannot be traced
         name = type(source.module).__name__
         size = "batches of {} images of {} x {} pixels".format(*source.fixed) if source.fixed else SIZES
@@ -154,8 +149,7 @@ def encode_onnx(source: Source) -> bytes:
 def _translate(source: Source, translations: dict[Any, Any]) -> Any:
     """Return the module as a model of onnx_ir, in which the functions that translations call have no bodies yet."""
     program = trace(source)
-    names = {0: "batch"} if source.size is not None else {0: "batch", 2: "height", 3: "width"}
-    names = {} if source.fixed else names
+    free = {} if source.fixed else {0: "batch"} if source.size else {0: "batch", 2: "height", 3: "width"}
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     try:
@@ -167,7 +161,7 @@ def _translate(source: Source, translations: dict[Any, Any]) -> Any:
                 dynamo=True,
                 opset_version=OPSET,
                 custom_translation_table=translations,
-                dynamic_shapes=(names,),
+                dynamic_shapes=(free,),
                 input_names=["images"],
                 output_names=list(source.outputs),
                 verbose=False,
@@ -198,7 +192,6 @@ def open_onnx(content: bytes, threads: int | None = None) -> Runner:
 def check_size(images: Tensor, shape: Sequence[Any]) -> None:
     """Raise UserError unless images (B, 3, H, W) have the sizes of a file; those that it leaves free are no numbers."""
     if any(isinstance(side, int) and side != given for side, given in zip(shape, images.shape, strict=True)):
-        sides = [" x ".join(map(str, sizes)) for sizes in (shape, images.shape)]
-        raise UserError(
-            f"the file was exported for images of {sides[0]}, got {sides[1]}: export it again with --size and --batch"
-        )
+        meant, came = (" x ".join(map(str, sizes)) for sizes in (shape, images.shape))
+        hint = "export it again with --size and --batch"
+        raise UserError(f"the file was exported for images of {meant}, got {came}: {hint}")

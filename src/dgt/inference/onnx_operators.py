@@ -147,9 +147,8 @@ def gelu(x: FLOAT[...], approximate: str = "none") -> FLOAT[...]:
 
 def adaptive_avg_pool2d(x: FLOAT[...], output_size: Sequence[int]) -> FLOAT[...]:
     """Average pooling to ``output_size``, for any input size: products with the weights of the windows."""
-    rows, columns = (
-        _windows(op.Shape(x, start=axis, end=axis + 1), count) for axis, count in zip((2, 3), output_size, strict=True)
-    )
+    sides = zip((2, 3), output_size, strict=True)
+    rows, columns = (_windows(op.Shape(x, start=axis, end=axis + 1), count) for axis, count in sides)
     return op.MatMul(op.MatMul(rows, x), op.Transpose(columns, perm=[1, 0]))
 
 
