@@ -97,9 +97,8 @@ def measure(
     network.eval()
     loader.device = fabric.device
     with torch.no_grad():
-        for batch in loader:
+        for images, targets in loader:
             between()
-            images, targets = fabric.to_device(batch)
             with fabric.autocast():
                 metrics.update(network, to_precision(fabric, images), targets)
 

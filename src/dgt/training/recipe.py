@@ -175,9 +175,7 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         recipe: name of a shipped recipe, or path of a YAML file.
         overrides: as on the command line: `["--data.root", "images", "--schedule.epochs=5"]`.
 
-    Raises:
-        FileNotFoundError: neither a shipped recipe nor a file.
-        UserError: not UTF-8, not YAML, an unknown key, a wrong type or a value out of range.
+    Raises as `read_yaml`; UserError for an unknown key, a wrong type or a value out of range.
     """
     path, values = read_yaml("recipe", recipe)
     seen = {path.resolve()}
