@@ -32,7 +32,10 @@ from tables_shared import NUMBERS, ROOT, TABLES
 
 from dgt.experiments.report import markdown_table
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 MARKED = re.compile(r"<!-- table: ([\w -]+) -->\n\n(.*?)<!-- end -->", re.DOTALL)
 MARK = re.compile(r"<!-- is ([^:]+?)(?:: (.*?))? -->", re.DOTALL)
 ONE = r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
