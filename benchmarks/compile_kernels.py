@@ -40,15 +40,15 @@ GROUPS = 48
 BUDGETS = {
     "score_tokens": (240, 49152, 1000, 2), "bound_and_place": (96, 8192, 480, 4),
     "mark_candidates": (128, 49152, 400, 3),
-    "pick_best": (112, 8192, 720, 4), "pick_all": (96, 8192, 160, 8), "attend_tiles": (128, 28672, 360, 4),
+    "pick_best": (112, 8192, 720, 4), "pick_all": (64, 4096, 120, 32), "attend_tiles": (128, 28672, 360, 4),
     "query_gradient": (128, 32768, 360, 4), "key_gradients": (224, 32768, 640, 2),
-    "attend_densely": (128, 16384, 320, 4),
+    "attend_densely": (96, 16384, 220, 5),
     "dense_query_gradient": (128, 32768, 320, 4), "dense_key_gradients": (144, 16384, 500, 6),
     "gather_partials": (96, 8192, 200, 4), "mark_keys": (48, 8192, 0, 8), "fill_entries": (64, 8192, 140, 8),
-    "sum_up_rest": (152, 49152, 680, 3), "sum_members": (80, 8192, 300, 8),
+    "sum_up_rest": (152, 49152, 700, 3), "sum_members": (80, 8192, 300, 8),
 }  # fmt: skip
 WIDE = {  # D 64
-    "score_tokens": (240, 57344, 560, 2), "mark_candidates": (128, 81920, 460, 2), "attend_tiles": (168, 49152, 450, 2),
+    "score_tokens": (240, 75776, 560, 2), "mark_candidates": (128, 81920, 460, 2), "attend_tiles": (168, 49152, 460, 2),
 }  # fmt: skip
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.bool: "i1", torch.int16: "i16"}
 INTEGERS = {torch.int64: "i64", torch.int32: "i32"}

@@ -9,8 +9,8 @@ next power of two of at least 16.
 import triton
 import triton.language as tl
 
-EMPTY: tl.constexpr = tl.constexpr(-2147483648)  # ranks below every real score
-HIGHEST: tl.constexpr = tl.constexpr(2147483647)
+GUESSES: tl.constexpr = tl.constexpr(8)  # in proportion; from then on intervals are halved
+LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)  # the least finite number
 
 
 @triton.jit
@@ -108,9 +108,9 @@ def exact_right(narrow, first, second, third):
 
 @triton.jit
 def rank_of(score):
-    """Map float32 scores to int32 ranks of the same order; minus infinity and NaN, like padding, are never chosen."""
-    bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)  # -0 equals 0
-    return tl.where((score == float("-inf")) | (score != score), EMPTY, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    """Map float32 scores, but for NaN, to int32 ranks of the same order."""
+    bits = score.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
@@ -121,11 +121,11 @@ def score_of(rank):
 
 @triton.jit
 def popcount(word):
-    """Number of set bits of int32 words."""
+    """Number of set bits of int32 words, in the form that the compiler knows as one instruction."""
+    word = word.to(tl.uint32, bitcast=True)
     word = word - ((word >> 1) & 0x55555555)
     word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
-    word = (word + ((word >> 4) & 0x0F0F0F0F)) & 0x0F0F0F0F
-    return ((word + (word >> 8) + (word >> 16) + (word >> 24)) & 0x3F).to(tl.int32)
+    return ((((word + (word >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
 
 
 @triton.jit
@@ -154,61 +154,91 @@ def expand(word, first, target, place, room, W: tl.constexpr):
 
 
 @triton.jit
-def guess(low, high, least, most, count, step):
-    """A rank above ``low`` and not above ``high`` that about ``count`` numbers reach.
+def count_reaching(score, least):
+    """How many scores, of which none is NaN, reach a finite number: by signs of differences, never an overflow's."""
+    below = (score - least).to(tl.uint32, bitcast=True) >> 31
+    return -tl.sum(below.to(tl.int32), 0) + score.shape[0]
 
-    ``most`` reach ``low`` and ``least`` lie above ``high``. Every third guess halves the interval, so that it closes.
+
+@triton.jit
+def extremes(score):
+    """How many scores are real, the lowest of them, and a number just above the highest; NaN and -inf are not real."""
+    low = tl.min(tl.where(score > float("-inf"), score, float("inf")), 0)
+    return count_reaching(score, LOWEST), low, score_of(rank_of(tl.max(score, 0)) + 1)
+
+
+@triton.jit
+def halve(low, high):
+    """The number in the middle of all that lie from ``low`` to ``high``; ``low`` itself where none is left between."""
+    one, two = rank_of(low), rank_of(high)
+    return score_of((one & two) + ((one ^ two) >> 1))  # the mean without overflow
+
+
+@triton.jit
+def divide(low, high, least, most, count):
+    """A number that about ``count`` scores reach, of which ``most`` reach ``low`` and ``least`` reach ``high``.
+
+    It lies between the two, or is ``low`` where rounding leaves none.
     """
-    share = (most - count) / (most - least).to(tl.float32)
-    between = rank_of(score_of(low) + (score_of(high) - score_of(low)) * share)
-    between = tl.minimum(tl.maximum(between, low + 1), high)
-    return tl.where(step % 3 == 2, (low | high) - ((low ^ high) >> 1), between)  # the mean without overflow
+    middle = low + (high - low) * ((most - count) / (most - least).to(tl.float32))
+    return tl.where((middle > low) & (middle < high), middle, low)
 
 
 @triton.jit
 def narrow_down(low, high, least, most, middle, reach, count):
-    """The interval of :func:`guess` when ``reach`` numbers turn out to reach ``middle``; empty if that is ``count``."""
+    """The interval of :func:`divide` when ``reach`` scores turn out to reach ``middle``."""
+    enough = reach >= count
     return (
-        tl.where(reach >= count, middle, low), tl.where(reach > count, high, middle - 1),
-        tl.where(reach > count, least, reach), tl.where(reach >= count, reach, most),
+        tl.where(enough, middle, low), tl.where(enough, high, middle),
+        tl.where(enough, least, reach), tl.where(enough, reach, most),
     )  # fmt: skip
 
 
 @triton.jit
-def store_best(key_ids, lists, ids, ranks, high, room, ties, taken):
-    """Write the chosen of some candidates: all above ``high``, and those level with it while there is room."""
-    level = (ranks == high) & (ranks > EMPTY)
-    above = ranks > high
-    seen = tl.cumsum(above.to(tl.int32) + (level.to(tl.int32) << 16), 0)
-    levels = ties + (seen >> 16)
-    chosen = above | (level & (levels <= room))
-    place = taken + (seen & 0xFFFF) + tl.minimum(levels, room) - tl.minimum(ties, room) - 1
-    tl.store(key_ids + place, ids.to(tl.int64), mask=chosen)
-    if lists is not None:
-        tl.store(lists + place, ids.to(tl.int32), mask=chosen)
-    return ties + tl.sum(level.to(tl.int32), 0), taken + tl.sum(chosen.to(tl.int32), 0), chosen
+def find_threshold(score, count):
+    """``(low, high, least, most)``: ``most`` >= ``count`` scores reach ``low``, or all; more only if they are level.
+
+    The others reach ``high``: ``least``, fewer than ``count``. First by proportion, and if that takes long by halves.
+    """
+    most, low, high = extremes(score)
+    least, step = 0, 0
+    while (most > count) & (step < GUESSES):
+        middle = divide(low, high, least, most, count)
+        low, high, least, most = narrow_down(low, high, least, most, middle, count_reaching(score, middle), count)
+        step += 1
+    middle = halve(low, high)
+    while (most > count) & (middle > low):
+        low, high, least, most = narrow_down(low, high, least, most, middle, count_reaching(score, middle), count)
+        middle = halve(low, high)
+    return low, high, least, most
 
 
 @triton.jit
-def choose_row(key_ids, lists, ids, ranks, total, count):
-    """Choose the ``count`` largest of the ``total`` ranks that are not EMPTY, and write their ids; which they are."""
-    high = tl.where(total > count, tl.max(ranks, 0), EMPTY)
-    low = tl.min(tl.where(ranks > EMPTY, ranks, HIGHEST), 0)
-    least, most, step = 0, total, 0
-    while low < high:
-        middle = guess(low, high, least, most, count, step)
-        reach = tl.sum((ranks >= middle).to(tl.int32), 0)
-        low, high, least, most = narrow_down(low, high, least, most, middle, reach, count)
-        step += 1
-    _, _, chosen = store_best(key_ids, lists, ids, ranks, high, count - least, 0, 0)
+def choose_row(score, count):
+    """Which of the scores of a row are the ``count`` largest, ties to the lowest place; all that are real, if fewer."""
+    low, high, _, most = find_threshold(score, count)
+    chosen, first, last = score >= low, 0, score.shape[0]
+    while most > count:  # many are level: where among them to end
+        middle = (first + last) // 2
+        ahead = chosen & ((score >= high) | (tl.arange(0, score.shape[0]) < middle))
+        reach = tl.sum(ahead.to(tl.int32), 0)
+        if reach < count:
+            first = middle
+        else:
+            chosen, last, most = ahead, middle, reach
     return chosen
 
 
 @triton.jit
-def fill_row(key_ids, lists, count, width, padded):
-    """Write -1 and 0 to the places after the last id."""
-    for begin in range(count, padded, 64):
-        place = begin + tl.arange(0, 64)
-        tl.store(key_ids + place, tl.full([64], -1, tl.int64), mask=place < width)
-        if lists is not None:
-            tl.store(lists + place, tl.zeros([64], tl.int32), mask=place < padded)
+def store_ids(key_ids, lists, ids, chosen, place):
+    """Write the ids that are chosen to their places."""
+    tl.store(key_ids + place, ids.to(tl.int64), mask=chosen)
+    tl.store(lists + place, ids.to(tl.int32), mask=chosen)
+
+
+@triton.jit
+def fill(target, begin, end, value):
+    """Write a number to the places from ``begin`` on and before ``end``."""
+    for first in range(begin, end, 32):
+        place = first + tl.arange(0, 32)
+        tl.store(target + place, tl.zeros([32], target.dtype.element_ty) + value, mask=place < end)

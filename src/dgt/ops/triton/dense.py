@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgt.ops.triton.common import head_base, load_rows, multiply, store_rows
+from dgt.ops.triton.common import LOWEST, head_base, load_rows, multiply, store_rows
 from dgt.ops.triton.gathered import finish_softmax, running_softmax
-from dgt.ops.triton.launch import base_two, block_of, launch, new_rows, power_of_two, rows_of, strides_of
+from dgt.ops.triton.launch import at_most, base_two, block_of, launch, new_rows, power_of_two, rows_of, strides_of
 
 MOST_TOKENS = 256
 MOST_AT_ONCE = 32  # keys of a block: one word
@@ -52,15 +52,15 @@ def attend_densely(
     if scale < 0:
         q, scale = -q, -scale
     key_rows, value_rows = head_base(key, head, heads, kb, kh), head_base(value, head, heads, vb, vh)
-    top = tl.full([T], float("-inf"), tl.float32)
+    top = tl.full([T], LOWEST, tl.float32)
     total = tl.zeros([T], tl.float32)
     result = tl.zeros([T, DP], tl.float32)
     for start in range(0, keys, N):
         place = start + tl.arange(0, N)
-        score = multiply(q, tl.trans(load_rows(key_rows, place, kl, place < keys, D, DP)))
-        score = tl.where(sees(own, real, start, N), score, float("-inf"))
-        weight, shrink, top, total = running_softmax(score, scale, top, total)
+        k = load_rows(key_rows, place, kl, place < keys, D, DP)
         v = load_rows(value_rows, place, vl, place < keys, D, DP)
+        score = tl.where(sees(own, real, start, N), multiply(q, tl.trans(k)), float("-inf"))
+        weight, shrink, top, total = running_softmax(score, scale, top, total)
         result = result * shrink[:, None] + multiply(weight.to(v.dtype), v)
     result, logs = finish_softmax(result, top, total)
     store_rows(head_base(output, head, heads, ob, oh), rows, ol, present, result, D, DP)
@@ -146,10 +146,10 @@ def attend(
     launch(
         attend_densely, batch * heads * tiles,
         query, key, value, group_ids.contiguous(), words, output, logsum,
-        *strides_of(query), *strides_of(key), *strides_of(value), *strides_of(output),
+        *strides_of(query, key, value, output),
         heads, queries, keys, groups, tiles, base_two(scale),
         D=channels, DP=power_of_two(channels), T=size, N=min(block, MOST_AT_ONCE), W=count,
-        num_warps=4, num_stages=1,
+        num_warps=4, num_stages=1, **at_most(query, 96),
     )  # fmt: skip
     return output, logsum
 
@@ -169,20 +169,18 @@ def backward(
     block = block_of(query)
     options = {"D": channels, "DP": power_of_two(channels), "W": count, "num_warps": 4}
     options |= {"T": min(block, power_of_two(queries)), "N": min(block, MOST_AT_ONCE)}
-    strides = [number for t in (grad, query, key, value) for number in strides_of(t)]
-    shape = (heads, queries, keys, groups)
-    scales = (base_two(scale), scale)
+    shape, scales = (heads, queries, keys, groups), (base_two(scale), scale)
     tiles = triton.cdiv(queries, options["T"])
     launch(
         dense_query_gradient, batch * heads * tiles,
         grad, query, key, value, output, group_ids, words, logsum, delta, grad_query,
-        *strides, *strides_of(output), *strides_of(grad_query), *shape, tiles, *scales, **options,
+        *strides_of(grad, query, key, value, output, grad_query), *shape, tiles, *scales, **options,
     )  # fmt: skip
     tiles = triton.cdiv(keys, options["N"])
     options |= {"T": options["N"], "num_warps": 2, "num_stages": 1}
     launch(
         dense_key_gradients, batch * heads * tiles,
         grad, query, key, value, group_ids, words, logsum, delta, grad_key, grad_value,
-        *strides, *strides_of(grad_key), *strides_of(grad_value), *shape, tiles, *scales, **options,
+        *strides_of(grad, query, key, value, grad_key, grad_value), *shape, tiles, *scales, **options,
     )  # fmt: skip
     return grad_query, grad_key, grad_value

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgt.ops.triton.common import head_base, load_rows, multiply, store_rows
+from dgt.ops.triton.common import LOWEST, head_base, load_rows, multiply, store_rows
 from dgt.ops.triton.grouping import Segments, find_segment, sum_queries, tile_size
 from dgt.ops.triton.inverse import PAD, Lists, gather, invert, mark
 from dgt.ops.triton.launch import base_two, block_of, launch, new_rows, power_of_two, rows_of, strides_of, turns
@@ -47,12 +47,11 @@ def load_listed(base, ids, stride, D: tl.constexpr, DP: tl.constexpr):
 def running_softmax(score, scale, top, total):
     """One step of the running softmax, base 2: weights, the factor on what came before, new maximum and sum.
 
-    ``scale`` is positive; a row whose scores are all minus infinity has none but these.
+    ``scale`` is positive, and ``top`` begins with LOWEST, which keeps rows that have seen no key yet apart from NaN.
     """
     new_top = tl.maximum(top, tl.max(score, 1) * scale)
-    safe = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen no key yet
-    weight = tl.exp2(score * scale - safe[:, None])
-    shrink = tl.exp2(top - safe)
+    weight = tl.exp2(score * scale - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
     return weight, shrink, new_top, total * shrink + tl.sum(weight, 1)
 
 
@@ -60,25 +59,7 @@ def running_softmax(score, scale, top, total):
 def finish_softmax(result, top, total):
     """The weighted mean and the log-sum-exp; zero and minus infinity where a row has seen no key."""
     safe = tl.where(total > 0, total, 1.0)
-    return result / safe[:, None], top + tl.log2(safe)
-
-
-@triton.jit
-def attend_block(
-    q, key_rows, value_rows, biases, kl, vl, row, start, count, scale, top, total, result,
-    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, LAST: tl.constexpr,
-):  # fmt: skip
-    """Let a tile of queries see N more keys; LAST: only those before ``count``."""
-    column = start + tl.arange(0, N)
-    ids = tl.load(row + column)
-    score = multiply(q, tl.trans(load_listed(key_rows, ids, kl, D, DP)))
-    if biases is not None:
-        score += tl.load(biases + ids)[None, :]
-    if LAST:
-        score = tl.where((column < count)[None, :], score, float("-inf"))
-    weight, shrink, top, total = running_softmax(score, scale, top, total)
-    v = load_listed(value_rows, ids, vl, D, DP)
-    return top, total, result * shrink[:, None] + multiply(weight.to(v.dtype), v)
+    return result * (1.0 / safe)[:, None], tl.where(total > 0, top + tl.log2(safe), float("-inf"))
 
 
 @triton.jit
@@ -97,7 +78,7 @@ def attend_tiles(
         q, scale = -q, -scale
     key_rows, value_rows = head_base(key, head, heads, kb, kh), head_base(value, head, heads, vb, vh)
     row = lists + (head * groups + group).to(tl.int64) * padded
-    top = tl.full([T], float("-inf"), tl.float32)
+    top = tl.full([T], LOWEST, tl.float32)
     total = tl.zeros([T], tl.float32)
     result = tl.zeros([T, DP], tl.float32)
     if biases is not None:
@@ -107,19 +88,22 @@ def attend_tiles(
         bias = tl.where(group < groups, tl.load(rest_bias + own), float("-inf"))
         channel = tl.arange(0, DP)
         rest = tl.load(rest_key + own * D + channel, mask=channel < D, other=0.0)
-        top = tl.sum(q.to(tl.float32) * rest[None, :], 1) * scale + bias
+        top = tl.maximum(top, tl.sum(q.to(tl.float32) * rest[None, :], 1) * scale + bias)
         total += tl.where(bias > float("-inf"), 1.0, 0.0)
         rest = tl.load(rest_value + own * D + channel, mask=channel < D, other=0.0)
         result += tl.where(bias > float("-inf"), rest, 0.0)[None, :]
     full = count // N * N
-    for start in range(0, full, N):
-        top, total, result = attend_block(
-            q, key_rows, value_rows, biases, kl, vl, row, start, count, scale, top, total, result, D, DP, N, False
-        )  # fmt: skip
-    if full < count:
-        top, total, result = attend_block(
-            q, key_rows, value_rows, biases, kl, vl, row, full, count, scale, top, total, result, D, DP, N, True
-        )  # fmt: skip
+    for LAST in tl.static_range(2):  # the last block is masked, and apart
+        for start in tl.range(full * LAST, full + (count - full) * LAST, N, num_stages=1 if LAST else None):
+            ids = tl.load(row + start + tl.arange(0, N))
+            score = multiply(q, tl.trans(load_listed(key_rows, ids, kl, D, DP)))
+            if biases is not None:
+                score += tl.load(biases + ids)[None, :]
+            if LAST:
+                score = tl.where((start + tl.arange(0, N) < count)[None, :], score, float("-inf"))
+            weight, shrink, top, total = running_softmax(score, scale, top, total)
+            v = load_listed(value_rows, ids, vl, D, DP)
+            result = result * shrink[:, None] + multiply(weight.to(v.dtype), v)
     result, logs = finish_softmax(result, top, total)
     store_rows(head_base(output, head, heads, ob, oh), rows, ol, present, result, D, DP)
     tl.store(logsum + head.to(tl.int64) * queries + rows, logs, mask=present)
@@ -216,7 +200,7 @@ def sum_up_rest(
     if scale < 0:
         q, scale = -q, -scale
     key_rows, value_rows = head_base(key, head, heads, kb, kh), head_base(value, head, heads, vb, vh)
-    top, total = tl.full([T], float("-inf"), tl.float32), tl.zeros([T], tl.float32)
+    top, total = tl.full([T], LOWEST, tl.float32), tl.zeros([T], tl.float32)
     mean_key, mean_value = tl.zeros([T, DP], tl.float32), tl.zeros([T, DP], tl.float32)
     for start in range(0, keys, N):
         place = start + tl.arange(0, N)
@@ -264,8 +248,8 @@ def attend(
     biases = None if key_bias is None else (key_bias.float() / abs(scale or 1e-30)).contiguous()  # of scores unscaled
     launch(
         attend_tiles, batch * heads * slots, query, key, value, *lists, segments.order, segments.tiles, output, logsum,
-        biases, *(rest or (None,) * 3), *strides_of(query), *strides_of(key), *strides_of(value), *strides_of(output),
-        heads, queries, key.shape[2], groups, padded, slots, base_two(scale), **options,
+        biases, *(rest or (None,) * 3), *strides_of(query, key, value, output), heads, queries,
+        key.shape[2], groups, padded, slots, base_two(scale), **options,
     )  # fmt: skip
     return output, logsum
 
@@ -283,8 +267,8 @@ def summarize(
     rest = torch.empty_like(sums), torch.empty_like(sums), torch.empty_like(counts)
     launch(
         sum_up_rest, key.shape[0] * key.shape[1] * parts, key, value,
-        key_mask if key_mask is None else key_mask.contiguous(), bits, sums, counts, *rest, *strides_of(key),
-        *strides_of(value), *key.shape[1:3], groups, bits.shape[2], parts, base_two(scale), D=key.shape[3],
+        key_mask if key_mask is None else key_mask.contiguous(), bits, sums, counts, *rest, *strides_of(key, value),
+        *key.shape[1:3], groups, bits.shape[2], parts, base_two(scale), D=key.shape[3],
         DP=power_of_two(key.shape[3]), T=16, N=2 * block_of(key), MASKED=key_mask is not None, num_warps=4,
         num_stages=2,
     )  # fmt: skip
@@ -304,13 +288,11 @@ def backward(
     delta = torch.empty_like(logsum)
     options = tiling(query, groups)
     slots = segments.tiles.shape[1]
-    shape = (heads, queries, groups, padded)
-    scales = (base_two(scale), scale)
-    strides = [number for t in (grad, query, key, value) for number in strides_of(t)]
+    shape, scales = (heads, queries, groups, padded), (base_two(scale), scale)
     launch(
         query_gradient, batch * heads * slots,
         grad, query, key, value, output, *lists, segments.order, segments.tiles, logsum, delta, grad_query,
-        *strides, *strides_of(output), *strides_of(grad_query), *shape, slots, *scales, **options, num_stages=2,
+        *strides_of(grad, query, key, value, output, grad_query), *shape, slots, *scales, **options, num_stages=2,
     )  # fmt: skip
     inverse = invert(lists, key.shape[2])
     blocks = triton.cdiv(padded, options["N"])
@@ -319,7 +301,7 @@ def backward(
         launch(
             key_gradients, count * groups * blocks,
             grad, query, key, value, *lists, segments.order, segments.ends, logsum, delta, *partials,
-            *strides, *shape, first, blocks, *scales, **options, num_stages=2,
+            *strides_of(grad, query, key, value), *shape, first, blocks, *scales, **options, num_stages=2,
         )  # fmt: skip
         gather(inverse, partials, [grad_key, grad_value], first)
     return grad_query, grad_key, grad_value

@@ -68,7 +68,7 @@ def group_run(
     rows = head_base(query, head, heads, qb, qh)
     centers, ids = centroids + (head % heads).to(tl.int64) * groups * D, tl.arange(0, GP)
     narrow: tl.constexpr = query.dtype.element_ty
-    if ONE and not GIVEN:
+    if not GIVEN:
         first, second, third = split_centers(centers, ids, groups, narrow, D, DP)
     total, row_of_counts = tl.zeros([GP], tl.int32), (head.to(tl.int64) * runs + nth) * (groups + 1)
     pack, half = packers(T), tl.arange(0, 16)[None, :]
@@ -81,17 +81,12 @@ def group_run(
             group = tl.where((group < 0) | (group >= groups), groups, group).to(tl.int32)
         else:
             tile = load_rows(rows, place, ql, inside, D, DP)
-            if ONE:
-                _, group = nearest(exact_right(tile, tl.trans(first), tl.trans(second), tl.trans(third)), ids)
-            else:
-                best = tl.full([T], float("-inf"), tl.float32)
-                group = tl.full([T], FAR, tl.int32)
-                for begin in range(0, groups, GP):
-                    one, two, three = split_centers(centers, begin + ids, groups, narrow, D, DP)
-                    score = exact_right(tile, tl.trans(one), tl.trans(two), tl.trans(three))
-                    top, which = nearest(score, begin + ids)
-                    group = tl.where(top > best, which, group)
-                    best = tl.maximum(best, top)
+            best, group = tl.full([T], float("-inf"), tl.float32), tl.full([T], FAR, tl.int32)
+            for begin in range(0, 1 if ONE else groups, GP):
+                if not ONE:
+                    first, second, third = split_centers(centers, begin + ids, groups, narrow, D, DP)
+                top, which = nearest(exact_right(tile, tl.trans(first), tl.trans(second), tl.trans(third)), begin + ids)
+                group, best = tl.where(top > best, which, group), tl.maximum(best, top)
             group = tl.minimum(group, groups - 1)
             if MASKED:
                 real = tl.load(key_mask + (head // heads).to(tl.int64) * tokens + place, mask=inside, other=0)

@@ -30,12 +30,6 @@ class Lists(NamedTuple):
     """(B H, G) int32: how many; None where bits take the place of ids."""
 
 
-def new_lists(heads: int, groups: int, width: int, device: torch.device) -> Lists:
-    """Room for the lists of all groups."""
-    ids = torch.empty((heads, groups, triton.cdiv(width, PAD) * PAD), dtype=torch.int32, device=device)
-    return Lists(ids, torch.empty((heads, groups), dtype=torch.int32, device=device))
-
-
 def lists_of(key_ids: Tensor, keys: int) -> Lists:
     """Lists of (B, H, G, K) ids that a caller made; with plain PyTorch, as that is no part of the whole operator."""
     ids = torch.where((key_ids >= 0) & (key_ids < keys), key_ids, keys).flatten(0, 1).sort(-1).values

@@ -71,20 +71,20 @@ def check_runnable(name: str, tensor: Tensor) -> None:
         TypeError: for a type that kernels do not have, or that the interpreter multiplies wrongly.
         ValueError: for more than 128 channels per head, a CPU tensor without the interpreter, or too old a GPU.
     """
-    way = 'use backend="eager"'
+    way, ours = 'use backend="eager"', 'for backend="triton"'
     if tensor.dtype not in TYPES:
-        raise TypeError(f'{name} must be float32, float16 or bfloat16 for backend="triton", got {tensor.dtype}; {way}')
+        raise TypeError(f"{name} must be float32, float16 or bfloat16 {ours}, got {tensor.dtype}; {way}")
     if tensor.shape[3] > MAX_CHANNELS:
-        most = f'{name} must have at most {MAX_CHANNELS} channels per head for backend="triton"'
-        raise ValueError(f"{most}, got {tensor.shape[3]}; {way}")
+        most = f"{MAX_CHANNELS} channels per head {ours}"
+        raise ValueError(f"{name} must have at most {most}, got {tensor.shape[3]}; {way}")
     if tensor.is_cuda:
-        capability = torch.cuda.get_device_capability(tensor.device)
-        if capability < OLDEST:
-            needed = f'backend="triton" needs a GPU of compute capability 8.0 or later, {name} is on one of'
-            raise ValueError(f"{needed} {capability[0]}.{capability[1]}; {way}")
+        major, minor = torch.cuda.get_device_capability(tensor.device)
+        if (major, minor) < OLDEST:
+            needed = 'backend="triton" needs a GPU of compute capability 8.0 or later'
+            raise ValueError(f"{needed}, {name} is on one of {major}.{minor}; {way}")
     elif tensor.device.type == "cpu" and not interpreting():
         raise ValueError(
-            f'{name} must be on a CUDA device for backend="triton", got a CPU tensor; {way}, '
+            f"{name} must be on a CUDA device {ours}, got a CPU tensor; {way}, "
             "or set TRITON_INTERPRET=1 before Triton is imported to try the kernels in its interpreter"
         )
     elif tensor.device.type == "cpu" and tensor.dtype == torch.bfloat16:
@@ -110,14 +110,19 @@ def block_of(tensor: Tensor) -> int:
     return 32 if channels <= 64 else 16
 
 
+def at_most(tensor: Tensor, registers: int) -> dict[str, int]:
+    """Return the option that keeps a thread to so many registers, for narrow heads, where none is spilled."""
+    return {"maxnreg": registers} if tensor.element_size() == 2 and tensor.shape[3] <= 32 else {}
+
+
 def rows_of(tensor: Tensor) -> Tensor:
     """Return a (B, H, L, D) tensor whose channels lie one after the other, copying only if they do not."""
     return tensor if tensor.stride(3) == 1 or tensor.shape[3] == 1 else tensor.contiguous()
 
 
-def strides_of(tensor: Tensor) -> tuple[int, int, int]:
-    """Return the strides of batch, head and token."""
-    return tensor.stride(0), tensor.stride(1), tensor.stride(2)
+def strides_of(*tensors: Tensor) -> tuple[int, ...]:
+    """Return the strides of batch, head and token of each."""
+    return tuple(stride for tensor in tensors for stride in tensor.stride()[:3])
 
 
 def base_two(scale: float) -> float:

@@ -9,7 +9,7 @@ from torch import Tensor
 from dgt.ops.triton import grouping, selection
 from dgt.ops.triton.grouping import Segments
 from dgt.ops.triton.inverse import Lists
-from dgt.ops.triton.launch import Launch, launch, power_of_two, rows_of
+from dgt.ops.triton.launch import Launch, at_most, launch, power_of_two, rows_of
 
 
 @triton.jit
@@ -48,10 +48,12 @@ def bound_and_place(
 
 
 def score(queries: Launch, keys: Launch) -> None:
-    """Group queries and find block maxima of keys."""
+    """Group queries and find block maxima of keys; programs of one tile have nothing to prefetch."""
+    few = {} if queries.options["MASKED"] else at_most(keys.arguments[0], 128)
+    options = {"num_stages": 1, **few} if queries.options["T"] >= queries.arguments[13] else {}
     launch(
         score_tokens, queries.programs + keys.programs, *queries.arguments, *keys.arguments, queries.programs,
-        **queries.options, **keys.options, num_warps=4,
+        **queries.options, **keys.options, num_warps=4, **options,
     )  # fmt: skip
 
 
@@ -106,11 +108,7 @@ def group_and_select(
     score(queries._replace(programs=0) if query is None else queries, keys)
     group_ids, words, counts = queries.result
     places = grouping.plan_order(words, counts, key.shape[2]) if sort else None
-    if key.shape[2] > keys.result.shape[2]:
-        least = bound(places, keys.result, width, key.device)
-        chosen = selection.finish(key, centroids, mask, width, keys, least)
-    else:
-        if places:
-            bound(places, None, 1, key.device)
-        chosen = selection.pick(keys, key, width, many)
+    best = keys.result if key.shape[2] > keys.result.shape[2] else None
+    least = bound(places, best, width, key.device) if places or best is not None else None
+    chosen = selection.finish(key, centroids, mask, width, keys, None if best is None else least, many)
     return group_ids, places and places.result, *chosen

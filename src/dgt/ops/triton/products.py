@@ -88,7 +88,7 @@ def by_rows(form: int, left: Tensor, keys: Tensor, segments: Segments, key_ids: 
     slots = segments.tiles.shape[1]
     launch(
         product_of_tile, batch * heads * slots, rows, weights, keys, key_ids, segments.order, segments.tiles,
-        *strides_of(rows), *strides_of(keys), heads, queries, keys.shape[2], groups, width, slots, float(fill),
+        *strides_of(rows, keys), heads, queries, keys.shape[2], groups, width, slots, float(fill),
         **tiling(rows, groups), FORM=form,
     )  # fmt: skip
     return result

@@ -15,28 +15,33 @@ import triton.language as tl
 from torch import Tensor
 
 from dgt.ops.triton.common import (
-    EMPTY,
-    HIGHEST,
+    GUESSES,
+    LOWEST,
     choose_row,
+    count_reaching,
+    divide,
     exact_left,
     expand,
-    fill_row,
-    guess,
+    extremes,
+    fill,
+    find_threshold,
+    halve,
     head_base,
     load_rows,
     narrow_down,
     pack_columns,
+    popcount,
     rank_of,
     score_of,
     split_centers,
-    store_best,
+    store_ids,
 )
-from dgt.ops.triton.inverse import Lists, new_lists
+from dgt.ops.triton.inverse import PAD, Lists
 from dgt.ops.triton.launch import Launch, block_of, launch, power_of_two, strides_of
 
 LEAST_BLOCKS = 256  # so that few tokens have one for each
+LOWEST_RANK = tl.constexpr(-2139095040)  # of the least finite score
 MOST_BLOCKS = 4096  # block maxima of a row, which a program holds to find the bound
-LOWEST = tl.constexpr(-2139095040)  # the rank of the least finite score
 
 
 @triton.jit
@@ -66,15 +71,13 @@ def best_of_blocks(
     rows = head_base(key, head, heads, kb, kh)
     result = tl.full([GP, T], float("-inf"), tl.float32)
     full = tl.maximum(tokens - piece * T - T + N, 0) // N  # passes without an end in them
-    for nth in range(full):
-        score, inside = score_keys(
-            first, second, third, rows, key_mask, head, heads, nth * N + piece * T, kl, tokens, D, DP, T, False, MASKED
-        )  # fmt: skip
-        result = tl.maximum(result, tl.where(inside[None, :], score, float("-inf")) if MASKED else score)
-    score, inside = score_keys(
-        first, second, third, rows, key_mask, head, heads, full * N + piece * T, kl, tokens, D, DP, T, True, MASKED
-    )  # fmt: skip
-    result = tl.maximum(result, tl.where(inside[None, :], score, float("-inf")))
+    for TAIL in tl.static_range(2):
+        for nth in tl.range(full * TAIL, full + TAIL, num_stages=1 if TAIL else None):
+            score, inside = score_keys(
+                first, second, third, rows, key_mask, head, heads, nth * N + piece * T, kl, tokens,
+                D, DP, T, TAIL == 1, MASKED,
+            )  # fmt: skip
+            result = tl.maximum(result, tl.where(inside[None, :], score, float("-inf")) if MASKED or TAIL else score)
     column = piece * T + tl.arange(0, T)[None, :]
     row = best + (head.to(tl.int64) * groups + ids)[:, None] * N
     tl.store(row + column, result, mask=(ids < groups)[:, None] & (column < N))
@@ -82,24 +85,13 @@ def best_of_blocks(
 
 @triton.jit
 def bound_row(best, bound, row, width, N: tl.constexpr):
-    """A score that the ``width`` best keys of a row reach, from N block maxima; any, if fewer blocks are real.
-
-    The search ends as soon as the bound is passed by few more maxima than there must be.
-    """
-    ranks = rank_of(tl.load(best + row.to(tl.int64) * N + tl.arange(0, N)))
-    real = tl.sum((ranks > EMPTY).to(tl.int32), 0)
-    low = tl.min(tl.where(ranks > EMPTY, ranks, HIGHEST), 0)
-    low = tl.where(real >= width, low, LOWEST)
-    high = tl.where(real > width, tl.max(ranks, 0), low)
-    least, most, step = 0, real, 0
-    while low < high:
-        middle = guess(low, high, least, most, width + width // 32, step)
-        reach = tl.sum((ranks >= middle).to(tl.int32), 0)
-        low, high, least, most = narrow_down(low, high, least, most, middle, reach, width)
-        high = tl.where((reach >= width) & (reach <= width + width // 16), low, high)
-        step += 1
-    low = tl.maximum(low, LOWEST + 16) - 16  # should the second kernel round otherwise
-    tl.store(bound + row, tl.where(real > 0, score_of(low), float("inf")))
+    """A score that the ``width`` best keys of a row reach, from N block maxima; any, if fewer blocks are real."""
+    score = tl.load(best + row.to(tl.int64) * N + tl.arange(0, N))
+    score = tl.where(score == score, score, float("-inf"))
+    low, _, _, most = find_threshold(score, width)
+    low = tl.where(most >= width, low, LOWEST)
+    low = score_of(tl.maximum(rank_of(low), LOWEST_RANK + 16) - 16)  # should the second kernel round otherwise
+    tl.store(bound + row, tl.where(most > 0, low, float("inf")))
 
 
 @triton.jit
@@ -127,42 +119,47 @@ def mark_candidates(
 
 
 @triton.jit
-def rank_rows(rows, ids, present, center, stride, D: tl.constexpr, DP: tl.constexpr):
-    """Ranks of some keys for one centroid, in float32; EMPTY where a key is not present."""
+def score_rows(rows, ids, present, center, stride, D: tl.constexpr, DP: tl.constexpr):
+    """Scores of some keys for one centroid, in float32; minus infinity where a key is not present."""
     tile = load_rows(rows, ids, stride, present, D, DP).to(tl.float32)
-    return tl.where(present, rank_of(tl.sum(tile * center[None, :], 1)), EMPTY)
+    score = tl.sum(tile * center[None, :], 1)
+    return tl.where(present & (score == score), score, float("-inf"))
 
 
 @triton.jit
-def rank_marked(rows, words, center, begin, stride, pitch, D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr):
-    """Ranks of the marked among keys ``begin`` to ``begin + N``; EMPTY for the others."""
+def score_marked(rows, words, center, begin, stride, pitch, D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr):
+    """Scores of the marked among keys ``begin`` to ``begin + N``; minus infinity for the others."""
     key = begin + tl.arange(0, N)
     word = tl.load(words + key // 32, mask=key // 32 < pitch, other=0)
-    return rank_rows(rows, key, (word >> (key % 32)) & 1 == 1, center, stride, D, DP)
+    return score_rows(rows, key, (word >> (key % 32)) & 1 == 1, center, stride, D, DP)
 
 
 @triton.jit
 def pick_all(best, key_ids, lists, counts, words, width, padded, N: tl.constexpr):
     """Choose the ``width`` best of a row of N scores, one a key; without lists, bits tell which."""
     row = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, N)
-    ranks = rank_of(tl.load(best + row * N + place))
-    total = tl.sum((ranks > EMPTY).to(tl.int32), 0)
-    count = tl.minimum(total, width)
     key_ids += row * width
+    ids, lane = tl.arange(0, N), tl.arange(0, 32)[None, :]
+    score = tl.load(tl.max_contiguous(best + row * N + ids, 1))  # dealt out to threads as ids are written
+    chosen = choose_row(tl.where(score == score, score, float("-inf")), width)
+    word = tl.sum(tl.reshape(tl.where(chosen, 1 << (ids % 32), 0), [N // 32, 32]), 1)
+    if words is not None:
+        tl.store(words + row * (N // 32) + tl.arange(0, N // 32), word)
+    number = popcount(word)
+    place = (tl.cumsum(number, 0) - number)[:, None] + popcount(word[:, None] & ((1 << lane) - 1))
+    place, count = tl.reshape(place, [N]), tl.sum(number, 0)
+    tl.store(key_ids + place, ids.to(tl.int64), mask=chosen)
     if lists is not None:
         lists += row * padded
+        tl.store(lists + place, ids, mask=chosen)
         tl.store(counts + row, count)
-    chosen = choose_row(key_ids, lists, place, ranks, total, count)
-    fill_row(key_ids, lists, count, width, padded)
-    if words is not None:
-        word = tl.sum(tl.reshape(tl.where(chosen, 1 << (place % 32), 0), [N // 32, 32]), 1)
-        tl.store(words + row * (N // 32) + tl.arange(0, N // 32), word)
+        fill(lists, count, padded, 0)
+    fill(key_ids, count, width, -1)
 
 
 @triton.jit
 def pick_best(
-    key, centroids, words, found, ranks, key_ids, lists, counts,
+    key, centroids, words, found, scores, key_ids, lists, counts,
     kb, kh, kl, heads, tokens, groups, pitch, width, padded,
     D: tl.constexpr, DP: tl.constexpr, W: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
@@ -173,7 +170,7 @@ def pick_best(
     channel = tl.arange(0, DP)
     centroids += ((head % heads) * groups + group).to(tl.int64) * D
     center = tl.load(centroids + channel, mask=channel < D, other=0.0)
-    words, found, ranks = words + row * pitch, found + row * C, ranks + row * C
+    words, found, scores = words + row * pitch, found + row * C, scores + row * C
     key_ids, lists = key_ids + row * width, lists + row * padded
     total = 0
     for first in range(0, pitch, W):
@@ -186,33 +183,38 @@ def pick_best(
         for begin in range(0, total, N):
             place = begin + tl.arange(0, N)
             ids = tl.load(found + place, mask=place < total, other=0)
-            tl.store(ranks + place, rank_rows(rows, ids, place < total, center, kl, D, DP), mask=place < total)
+            tl.store(scores + place, score_rows(rows, ids, place < total, center, kl, D, DP), mask=place < total)
         tl.debug_barrier()
         place = tl.arange(0, C)
-        rank = tl.load(ranks + place, mask=place < total, other=EMPTY)
+        score = tl.load(scores + place, mask=place < total, other=float("-inf"))
         ids = tl.load(found + place, mask=place < total, other=0)
-        choose_row(key_ids, lists, ids, rank, total, count)
+        chosen = choose_row(score, count)
+        store_ids(key_ids, lists, ids, chosen, tl.cumsum(chosen.to(tl.int32), 0) - 1)
     else:
-        low, high, least, most, step = HIGHEST, EMPTY, 0, total, 0
+        low, high, least, most, step = float("inf"), float("-inf"), 0, total, 0
         for begin in range(0, tokens, N):
-            rank = rank_marked(rows, words, center, begin, kl, pitch, D, DP, N)
-            low = tl.minimum(low, tl.min(tl.where(rank > EMPTY, rank, HIGHEST), 0))
-            high = tl.maximum(high, tl.max(rank, 0))
-        middle = low + 1  # where many tie with the bound, it is the threshold
-        while low < high:
+            _, lowest, above = extremes(score_marked(rows, words, center, begin, kl, pitch, D, DP, N))
+            low, high = tl.minimum(low, lowest), tl.maximum(high, above)
+        middle = score_of(rank_of(low) + 1)  # where many tie with the bound, it is the threshold
+        while (most > count) & (middle > low):
             reach = 0
             for begin in range(0, tokens, N):
-                rank = rank_marked(rows, words, center, begin, kl, pitch, D, DP, N)
-                reach += tl.sum((rank >= middle).to(tl.int32), 0)
+                reach += count_reaching(score_marked(rows, words, center, begin, kl, pitch, D, DP, N), middle)
             low, high, least, most = narrow_down(low, high, least, most, middle, reach, count)
-            middle = guess(low, high, least, most, count, step)
             step += 1
+            middle = divide(low, high, least, most, count)
+            middle = tl.where((middle > low) & (step < GUESSES), middle, halve(low, high))
         ties, taken = 0, 0
         for begin in range(0, tokens, N):
-            rank = rank_marked(rows, words, center, begin, kl, pitch, D, DP, N)
-            keys = begin + tl.arange(0, N)
-            ties, taken, _ = store_best(key_ids, lists, keys, rank, high, count - least, ties, taken)
-    fill_row(key_ids, lists, count, width, padded)
+            score = score_marked(rows, words, center, begin, kl, pitch, D, DP, N)
+            level = (score >= low) & (score < high)
+            levels = ties + tl.cumsum(level.to(tl.int32), 0)
+            chosen = (score >= high) | (level & (levels <= count - least))
+            place = taken + tl.cumsum(chosen.to(tl.int32), 0) - 1
+            store_ids(key_ids, lists, begin + tl.arange(0, N), chosen, place)
+            ties, taken = ties + tl.sum(level.to(tl.int32), 0), taken + tl.sum(chosen.to(tl.int32), 0)
+    fill(lists, count, padded, 0)
+    fill(key_ids, count, width, -1)
 
 
 def plan(key: Tensor, groups: int, top_k: int) -> Launch:
@@ -220,30 +222,28 @@ def plan(key: Tensor, groups: int, top_k: int) -> Launch:
     batch, heads, tokens, _ = key.shape
     blocks = min(power_of_two(tokens, 32), power_of_two(2 * min(top_k, tokens), LEAST_BLOCKS), MOST_BLOCKS)
     wide = block_of(key) == 64
-    size, at_once = min(blocks, 128 if wide else 32), min(64 if wide else 16, power_of_two(groups))
+    size = min(blocks, 32 if not wide else 128 if tokens > blocks else 64)
+    at_once = min(64 if wide else 16, power_of_two(groups))
     parts, slices = triton.cdiv(groups, at_once), blocks // size
     best = torch.empty((batch * heads, groups, blocks), dtype=torch.float32, device=key.device)
     arguments = (key, best, *strides_of(key), parts, slices)
     return Launch(None, batch * heads * parts * slices, arguments, {"KT": size, "KG": at_once, "N": blocks}, best)
 
 
-def pick(keys: Launch, like: Tensor, width: int, listed: bool) -> tuple[Tensor, Lists]:
-    """Choose from all scores, where there are no more keys than blocks; see :func:`finish`."""
-    best, (rows, groups, blocks) = keys.result, keys.result.shape
-    key_ids = best.new_empty((*like.shape[:2], groups, width), dtype=torch.int64)
-    words = best.new_empty((rows, groups, blocks // 32), dtype=torch.int32)
-    lists = new_lists(rows, groups, width, best.device) if listed else Lists(words, None)
-    made, padded = ((*lists, None), lists.ids.shape[2]) if listed else ((None, None, words), width)
-    launch(pick_all, rows * groups, best, key_ids, *made, width, padded, N=blocks, num_warps=warps_for(blocks))
-    return key_ids, lists
-
-
 def finish(
-    key: Tensor, centroids: Tensor, key_mask: Tensor | None, width: int, keys: Launch, bound: Tensor
+    key: Tensor, centroids: Tensor, key_mask: Tensor | None, width: int, keys: Launch, low: Tensor | None, listed: bool
 ) -> tuple[Tensor, Lists]:
-    """Mark and pick, when the bounds of all rows are known; ``(key_ids, lists)``."""
+    """Choose, from all scores or by the bounds of all rows; ``(key_ids, lists)``, bits instead where not listed."""
     batch, heads, tokens, channels = key.shape
-    rows, groups = keys.result.shape[:2]
+    rows, groups, blocks = keys.result.shape
+    key_ids = torch.empty((batch, heads, groups, width), dtype=torch.int64, device=key.device)
+    length = triton.cdiv(width, PAD) * PAD if listed else blocks // 32
+    lists = Lists(key_ids.new_empty((rows, groups, length), dtype=torch.int32), None)
+    lists = lists._replace(counts=lists.ids.new_empty((rows, groups))) if listed else lists
+    if low is None:
+        made, warps = (*lists, None) if listed else (None, None, lists.ids), warps_for(blocks)
+        launch(pick_all, rows * groups, keys.result, key_ids, *made, width, length, N=blocks, num_warps=warps)
+        return key_ids, lists
     size, at_once, parts = keys.options["KT"], keys.options["KG"], keys.arguments[5]
     options = {"D": channels, "DP": power_of_two(channels)}
     pitch = triton.cdiv(tokens, 32)
@@ -252,17 +252,15 @@ def finish(
     span = triton.cdiv(triton.cdiv(tokens, pieces), size) * size
     slices = triton.cdiv(tokens, span)
     launch(
-        mark_candidates, rows * parts * slices, key, centroids, key_mask, bound, words, *strides_of(key), heads,
+        mark_candidates, rows * parts * slices, key, centroids, key_mask, low, words, *strides_of(key), heads,
         tokens, groups, parts, slices, span, pitch, **options, T=size, GP=at_once, MASKED=key_mask is not None,
         num_warps=4,
     )  # fmt: skip
     room = min(power_of_two(width + width // 2 + 64), power_of_two(tokens, 32), MOST_BLOCKS)
-    found = words.new_empty((2, rows * groups, room))
-    lists = new_lists(rows, groups, width, key.device)
-    key_ids = torch.empty((batch, heads, groups, width), dtype=torch.int64, device=key.device)
+    found, scores = words.new_empty((rows * groups, room)), keys.result.new_empty((rows * groups, room))
     launch(
-        pick_best, rows * groups, key, centroids, words, *found, key_ids, *lists, *strides_of(key), heads, tokens,
-        groups, pitch, width, lists.ids.shape[2], **options,
+        pick_best, rows * groups, key, centroids, words, found, scores, key_ids, *lists, *strides_of(key), heads,
+        tokens, groups, pitch, width, length, **options,
         W=min(power_of_two(pitch), 256), C=room, N=max(16, 2048 // options["DP"]), num_warps=warps_for(room),
     )  # fmt: skip
     return key_ids, lists
