@@ -88,6 +88,20 @@ def comparators() -> Cells:
 
 
 @table
+def predicted_errors() -> Cells:
+    """What reports of a ViT predict, beside images that they had not: draw by draw of those that they had."""
+    rows = []
+    for row in sorted(read("accelerate_prediction")["rows"], key=lambda row: (row["asked_error"], row["draw"])):
+        errors = [row[key] for key in ("asked_error", "predicted_error", "measured_error", "unseen_error")]
+        off = f"{100 * (errors[1] / errors[3] - 1):+.0f} %" if errors[3] else "0"
+        grouped = sum(groups > 0 for groups, _ in row["layers"])
+        rows.append([f"{100 * errors[0]:.2g} %", str(row["draw"]), f"{grouped} of {len(row['layers'])}"])
+        rows[-1] += [*(f"{100 * error:.2g} %" if error else "0" for error in errors[1:]), off]
+    heads = ["error asked", "draw", "layers in groups", "predicted", "on images kept aside", "on validation images"]
+    return [[*heads, "predicted by that of validation"], *rows]
+
+
+@table
 def accelerated() -> Cells:
     """A ViT trained on CamVid, accelerated within several errors."""
     heads = ["error asked", "predicted", "on images kept aside", "on validation images", "same class", "mIoU"]
