@@ -233,10 +233,20 @@ def key_choice() -> Cells:
 
 
 @table
+def key_choice_of_a_segmenter() -> Cells:
+    """The same for CamVid's segmenter: labels as before, the divergence, and mIoU."""
+    return _labels_divergence_score("key_choice_camvid")
+
+
+@table
 def replacement() -> Cells:
     """A trained ViT with other attention: labels as before, the divergence, and mIoU."""
+    return _labels_divergence_score("replacement")
+
+
+def _labels_divergence_score(name: str) -> Cells:
     keys = (("agreement", 1, 100), ("divergence", 4, 1), ("score", 1, 100))
-    return _choices("replacement", lambda row: " / ".join(number(row[key], *how) for key, *how in keys))
+    return _choices(name, lambda row: " / ".join(number(row[key], *how) for key, *how in keys))
 
 
 @table
