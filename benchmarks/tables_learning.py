@@ -239,6 +239,12 @@ def key_choice_of_a_segmenter() -> Cells:
 
 
 @table
+def key_choice_of_imagenette() -> Cells:
+    """The same for Imagenette's classifier: labels as before, the divergence, and top-1."""
+    return _labels_divergence_score("key_choice_imagenette")
+
+
+@table
 def replacement() -> Cells:
     """A trained ViT with other attention: labels as before, the divergence, and mIoU."""
     return _labels_divergence_score("replacement")
