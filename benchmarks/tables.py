@@ -16,7 +16,8 @@ A number of the text has its source behind it, with no blank between, in one of 
                                                          NAME: ARGUMENT; ..., a function made one by `@number_of_text`
                                                          in `tables_text.py`
 
-Numbers that nobody measured are marked `<!-- paper -->` (the paper's, or another publication's) or `<!-- setting -->`.
+Numbers that nobody measured are marked `<!-- paper -->` (or another publication's), `<!-- setting -->` or
+`<!-- predicted -->` (by a model, docs/kernels.md).
 """
 
 from __future__ import annotations
