@@ -27,12 +27,14 @@ from dgt.ops.triton import operators, products
 from dgt.ops.triton.launch import Launch, interpreting, recording
 from dgt.ops.triton.passes import sort_queries
 
-# Tokens at 224 px, heads and k of DGT-T's stages, and of dense prediction; D is 32 and G 48 everywhere.
+# Images, tokens, heads and k of DGT-T's stages at 224 px and of dense prediction; G is 48, and D 32 but for CHANNELS.
 STAGES = {
     "stage 1": (128, 3136, 2, 98), "stage 2": (128, 784, 4, 98), "stage 3": (128, 196, 8, 98),
     "dense": (32, 16384, 2, 512), "k 513": (32, 16384, 2, 513), "large": (8, 64000, 2, 500),
     "vision": (8, 4101, 6, 98),  # forward of an accelerated model: D 64, a prefix of 5 tokens, a remainder
+    "wide": (8, 4096, 6, 98),  # the widest heads
 }  # fmt: skip
+CHANNELS = {"vision": 64, "wide": 128}
 PREFIX = 5
 GROUPS = 48
 # At most so many registers a thread, bytes of shared memory, and instructions of an innermost loop; at least so many
@@ -40,15 +42,23 @@ GROUPS = 48
 BUDGETS = {
     "score_tokens": (240, 49152, 1000, 2), "bound_and_place": (96, 8192, 480, 4),
     "mark_candidates": (128, 49152, 400, 3),
-    "pick_best": (112, 8192, 720, 4), "pick_all": (64, 4096, 120, 32), "attend_tiles": (128, 28672, 360, 4),
+    "pick_best": (128, 8192, 720, 4), "pick_all": (64, 4096, 120, 32), "attend_tiles": (128, 28672, 360, 4),
     "query_gradient": (128, 32768, 360, 4), "key_gradients": (224, 32768, 640, 2),
     "attend_densely": (96, 16384, 220, 5),
     "dense_query_gradient": (128, 32768, 320, 4), "dense_key_gradients": (144, 16384, 500, 6),
     "gather_partials": (96, 8192, 200, 4), "mark_keys": (48, 8192, 0, 8), "fill_entries": (64, 8192, 140, 8),
     "sum_up_rest": (152, 49152, 700, 3), "sum_members": (80, 8192, 300, 8),
 }  # fmt: skip
-WIDE = {  # D 64
-    "score_tokens": (240, 75776, 560, 2), "mark_candidates": (128, 81920, 460, 2), "attend_tiles": (168, 49152, 460, 2),
+WIDE = {  # what differs for D 64 and D 128
+    "vision": {
+        "score_tokens": (240, 75776, 560, 2), "mark_candidates": (128, 81920, 460, 2),
+        "attend_tiles": (168, 49152, 460, 2),
+    },
+    "wide": {
+        "score_tokens": (176, 24576, 700, 2), "mark_candidates": (64, 32768, 220, 6),
+        "attend_tiles": (176, 53248, 360, 2), "query_gradient": (168, 65536, 300, 2),
+        "key_gradients": (176, 40960, 320, 2), "sum_members": (104, 8192, 640, 8),
+    },
 }  # fmt: skip
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.bool: "i1", torch.int16: "i16"}
 INTEGERS = {torch.int64: "i64", torch.int32: "i32"}
@@ -71,7 +81,7 @@ class Report(NamedTuple):
 def walk(name: str, channels: int = 32, dtype: torch.dtype = torch.bfloat16) -> list[Launch]:
     """Record all launches of the operator, its gradients and the forms on the shape of a stage."""
     batch, tokens, heads, top_k = STAGES[name]
-    channels = 64 if name == "vision" else channels
+    channels = CHANNELS.get(name, channels)
     like: dict[str, Any] = {"device": "meta", "dtype": dtype}
     # Heads interleaved, as a layer's projection leaves them.
     query, key, value = torch.empty(batch, tokens, 3, heads, channels, **like).permute(2, 0, 3, 1, 4).unbind(0)
@@ -180,7 +190,7 @@ def over_budget(row: Report, arch: int) -> str:
     """What exceeds the budget of a kernel; nothing where it has none, or on another architecture."""
     if row.error or row.spilled_bytes:
         return row.error or f"spills {row.spilled_bytes} bytes"
-    budgets = BUDGETS | WIDE if row.shape == "vision" else BUDGETS
+    budgets = BUDGETS | WIDE.get(row.shape, {})
     if arch != 90 or row.kernel not in budgets:
         return ""
     registers, shared, loop, blocks = budgets[row.kernel]

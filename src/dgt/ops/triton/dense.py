@@ -136,8 +136,7 @@ def attend(
     """Attend inside given groups, densely under the mask; ``(output, logsum)``, for heads that :func:`fits`."""
     query, key, value = rows_of(query), rows_of(key), rows_of(value)
     batch, heads, queries, channels = query.shape
-    keys = key.shape[2]
-    groups, count = words.shape[1:]
+    keys, (groups, count) = key.shape[2], words.shape[1:]
     output = new_rows(query)
     logsum = torch.empty((batch, heads, queries), dtype=torch.float32, device=query.device)
     block = block_of(query)

@@ -286,8 +286,7 @@ def backward(
     grad_query, grad_key, grad_value = new_rows(query), new_rows(key), new_rows(value)
     logsum = logsum.contiguous()
     delta = torch.empty_like(logsum)
-    options = tiling(query, groups)
-    slots = segments.tiles.shape[1]
+    options, slots = tiling(query, groups), segments.tiles.shape[1]
     shape, scales = (heads, queries, groups, padded), (base_two(scale), scale)
     launch(
         query_gradient, batch * heads * slots,
@@ -301,7 +300,8 @@ def backward(
         launch(
             key_gradients, count * groups * blocks,
             grad, query, key, value, *lists, segments.order, segments.ends, logsum, delta, *partials,
-            *strides_of(grad, query, key, value), *shape, first, blocks, *scales, **options, num_stages=2,
+            *strides_of(grad, query, key, value), *shape, first, blocks, *scales,
+            **options | {"T": min(options["T"], block_of(query))}, num_stages=2,
         )  # fmt: skip
         gather(inverse, partials, [grad_key, grad_value], first)
     return grad_query, grad_key, grad_value

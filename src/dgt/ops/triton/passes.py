@@ -49,7 +49,8 @@ def bound_and_place(
 
 def score(queries: Launch, keys: Launch) -> None:
     """Group queries and find block maxima of keys; programs of one tile have nothing to prefetch."""
-    few = {} if queries.options["MASKED"] else at_most(keys.arguments[0], 128)
+    given = queries.options | keys.options
+    few = {} if given["MASKED"] or given["SORT"] or given["KT"] > 64 else at_most(keys.arguments[0], 128)
     options = {"num_stages": 1, **few} if queries.options["T"] >= queries.arguments[13] else {}
     launch(
         score_tokens, queries.programs + keys.programs, *queries.arguments, *keys.arguments, queries.programs,
