@@ -52,11 +52,11 @@ BUDGETS = {
 WIDE = {  # what differs for D 64 and D 128
     "vision": {
         "score_tokens": (240, 75776, 560, 2), "mark_candidates": (128, 81920, 460, 2),
-        "attend_tiles": (168, 49152, 460, 2),
+        "attend_tiles": (168, 49152, 490, 2),
     },
     "wide": {
         "score_tokens": (176, 24576, 700, 2), "mark_candidates": (64, 32768, 220, 6),
-        "attend_tiles": (176, 53248, 360, 2), "query_gradient": (168, 65536, 300, 2),
+        "attend_tiles": (176, 53248, 360, 2), "query_gradient": (168, 65536, 320, 2),
         "key_gradients": (176, 40960, 320, 2), "sum_members": (104, 8192, 640, 8),
     },
 }  # fmt: skip
