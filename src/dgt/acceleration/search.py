@@ -8,6 +8,7 @@ choices. The price is found by bisection, with the error of the model's output m
 """
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,7 +17,6 @@ from typing import Any, TypeAlias, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.benchmark import timer  # waits for a GPU, if there is one
 
 from dgt.acceleration.doors import Inputs, call_model, count_images, count_prefix_tokens, take
 from dgt.acceleration.report import LayerReport, Report, install_plan
@@ -298,12 +298,12 @@ def _choose(layers: dict[str, _Layer], error: float, error_of: Callable[[_Choice
 
 def _progress(total: int) -> Callable[[str], None]:
     """What tells the log what is done next of so many like it, and about how long these take together."""
-    start, past = timer(), list[str]()
+    start, past = time.monotonic(), list[str]()
 
     def tell(work: str) -> None:
         done = len(past)
         past.append(work)
-        left = f"; about {(timer() - start) * (total / done - 1):.0f} s left" if done else ""
+        left = f"; about {(time.monotonic() - start) * (total / done - 1):.0f} s left" if done else ""
         LOGGER.info("%d of %d: %s%s", done + 1, total, work, left)
 
     return tell
@@ -322,6 +322,8 @@ def _dense(call: Call) -> Tensor:
 
 def _seconds(work: Callable[[], Any], rounds: int = ROUNDS) -> float:
     """The least time of a few rounds."""
+    from torch.utils.benchmark import timer  # waits for a GPU; only here, for it loads torch's compilers
+
     times = []
     for _ in range(rounds):
         start = timer()
