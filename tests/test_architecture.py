@@ -477,7 +477,7 @@ def run_python(code: str) -> str:
 
 
 def test_import_loads_nothing_heavy() -> None:
-    """`import dgt` loads no library for training or drawing, and not what of torch looks for compilers, with a warning."""
+    """`import dgt` loads no library for training or drawing, and not what of torch warns where it finds a compiler."""
     training = "lightning", "pytorch_lightning", "torchmetrics", "jsonargparse", "tensorboard", "rich", "transformers"
     heavy = (*training, "matplotlib", "torch.utils.cpp_extension")
     assert run_python(f"import dgt; print([name for name in {heavy} if name in sys.modules])") == "[]"
