@@ -55,7 +55,7 @@ WIDE = {  # what differs for D 64 and D 128
         "attend_tiles": (168, 49152, 490, 2),
     },
     "wide": {
-        "score_tokens": (176, 24576, 700, 2), "mark_candidates": (64, 32768, 220, 6),
+        "score_tokens": (240, 24576, 700, 2), "mark_candidates": (64, 32768, 220, 6),
         "attend_tiles": (176, 53248, 360, 2), "query_gradient": (168, 65536, 320, 2),
         "key_gradients": (176, 40960, 320, 2), "sum_members": (104, 8192, 640, 8),
     },

@@ -54,7 +54,7 @@ def score(queries: Launch, keys: Launch) -> None:
     options = {"num_stages": 1, **few} if queries.options["T"] >= queries.arguments[13] else {}
     launch(
         score_tokens, queries.programs + keys.programs, *queries.arguments, *keys.arguments, queries.programs,
-        **queries.options, **keys.options, num_warps=4, **options,
+        **given, num_warps=4, **options, **({"maxnreg": 240} if given["D"] > 64 else {}),  # spills if left to ptxas
     )  # fmt: skip
 
 
