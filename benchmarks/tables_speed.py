@@ -209,3 +209,28 @@ def attention_in_short() -> Cells:
         cells = [row["case"].removesuffix(" float32"), *(number(row[key], 1) for key in ("sdpa_ms", "dgt_ms"))]
         rows.append([*cells, *(bold(number(row[key], 1)) for key in ("ratio", "ratio_backward"))])
     return [[*heads, "with backward"], *rows]
+
+
+@table
+def large_models() -> Cells:
+    """Large ViTs with random weights, accelerated as trained ones were, beside themselves."""
+    heads = ["model", "pixels", "tokens", "groups of keys", "s", "in groups, s", "times as fast", "bound"]
+    rows = []
+    for row in read("accelerate_models")["rows"]:
+        if row["part"] != "shapes":
+            cells = [f"`{row['model']}`", "{} x {}".format(*row["size"]), str(row["tokens"])]
+            cells += [f"{row['groups']} of {row['keys']}", number(row["before_ms"], 1, 1e-3)]
+            cells += [number(row["after_ms"], 1, 1e-3), bold(number(row["speedup"], 1))]
+            rows.append([*cells, number(row["bound"], 1)])
+    return [heads, *rows]
+
+
+@table
+def shapes_of_all_kinds() -> Cells:
+    """What `dgt.accelerate` decided for a hundred sampled shapes, beside PyTorch's attention."""
+    rows = [row for row in read("accelerate_models")["rows"] if row["part"] == "shapes"]
+    ratios = sorted(row["ratio"] for row in rows if row["choice"] == "groups")
+    worst, middle, best = ratios[-1], ratios[len(ratios) // 2], ratios[0]
+    heads = ["shapes", "left as they are", "in groups", "times SDPA's time: best", "median", "worst"]
+    counts = [str(len(rows)), str(len(rows) - len(ratios)), str(len(ratios))]
+    return [heads, [*counts, *(number(ratio, 3) for ratio in (best, middle, worst))]]
