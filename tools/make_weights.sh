@@ -5,8 +5,8 @@
 #
 # DATA holds imagenette128/{train,val}/CLASS and camvid/{images,labels}/{train,val}; the rest is drawn by code.
 # OUT gets runs/, and a folder for each model: `DGT_WEIGHTS=OUT` has timm, `dgt predict` and the others find them by name.
-# The same line again goes on where it stopped, to the last bit, and leaves alone what is there. On one core of a shared
-# machine (AMD Zen 5) the five took 7, 37, 13, 12 and 35 minutes of its time; two parts can run side by side.
+# The same line again goes on where it stopped, to the last bit, and leaves alone what is there. Each takes some 10 to 40
+# minutes of one core; two parts can run side by side.
 set -eu
 cd "$(dirname "$0")/.."
 data=$(realpath "${1:?usage: tools/make_weights.sh DATA OUT [scenes] [imagenette] [camvid] [detector] [vit]}")
