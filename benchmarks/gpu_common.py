@@ -50,9 +50,7 @@ class Rows:
 
 def times(name: str, step: Callable[[], object], leaves: list[Tensor] | None = None, rep: int = 200) -> dict[str, Any]:
     """Median milliseconds of a step, launched by the host and replayed as a CUDA graph, whose host time is nothing."""
-    row: dict[str, Any] = {
-        f"{name}_ms": do_bench(step, warmup=25, rep=rep, grad_to_none=leaves, return_mode="median")
-    }
+    row: dict[str, Any] = {f"{name}_ms": do_bench(step, warmup=25, rep=rep, grad_to_none=leaves, return_mode="median")}
     try:
         row[f"{name}_graph_ms"] = do_bench_cudagraph(step, rep=rep // 4, grad_to_none=leaves, return_mode="median")
     except RuntimeError as error:  # what cannot be captured is worth a word, not the other numbers
