@@ -272,7 +272,7 @@ def _add_using(add: Callable[..., None]) -> None:
         *("weights", "pack a finished run with its story: checksums, card, log; list, check, publish such folders"),
         (("what",), {"choices": ("make", "list", "check", "publish"), "help": "what to do"}),
         _value("folder", "FOLDER", "make: a run; check and publish: a folder of weights", nargs="?"),
-        JSON,
+        _flag("--json", "list and check: print what is found as JSON"),
         _value("--out", "DIR", "make: the folder to write, named ARCHITECTURE.TAG"),
         _flag("--half", "make: keep matrices and convolutions in float16"),
         _value("--about", "FILE", "make: YAML with what the card says of your data: data, licence, licence_id, limits"),

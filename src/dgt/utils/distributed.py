@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 def rank() -> int:
     """The number of this process, from 0."""
-    return int(dist.get_rank()) if dist.is_available() and dist.is_initialized() else 0
+    return int(dist.get_rank()) if world_size() > 1 else 0
 
 
 def world_size() -> int:
