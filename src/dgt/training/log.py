@@ -193,8 +193,10 @@ class Report(logging.Handler):
             if what not in self.told:
                 LOGGER.warning(f"{self.folder}: {what} could not be written, training goes on: {error}")
             self.told.add(what)
-            if what == "events":
-                self.board = None  # the next row begins another file
+            if what == "events" and self.board is not None:
+                board, self.board = self.board, None  # the next row begins another file
+                with suppress(OSError):
+                    board.close()  # its thread may still hold rows that can be written
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
