@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from PIL import Image
 
 from dgt.experiments import like_to_like as module
 from dgt.experiments.like_to_like import like_to_like, measure
@@ -72,6 +73,31 @@ def test_a_table_of_scenes_is_written_once(tmp_path: Path, monkeypatch: pytest.M
     assert (like_to_like(words, 1, tmp_path) / "like_to_like.md").read_text("utf-8") == text
     with pytest.raises(ValueError, match="other settings"):
         like_to_like([*words[:-1], "3"], 1, tmp_path)
+
+
+def test_masks_of_coco_are_labels(tmp_path: Path) -> None:
+    (tmp_path / "val2017").mkdir()
+    Image.new("RGB", (80, 40), "white").save(tmp_path / "val2017" / "a.png")
+    (tmp_path / "val2017" / "b.png").write_bytes(b"no image")
+    annotations = [
+        {"id": number, "image_id": 1, "category_id": category, "iscrowd": 0, "area": width * 40}
+        | {"bbox": [x, 0, width, 40], "segmentation": [[x, 0, x + width, 0, x + width, 40, x, 40]]}
+        for number, category, x, width in ((1, 7, 40, 10), (2, 3, 40, 40))
+    ]
+    images = [{"id": n, "file_name": f"{name}.png", "width": 80, "height": 40} for n, name in ((1, "a"), (2, "b"))]
+    categories = [{"id": 3, "name": "cat"}, {"id": 7, "name": "dog"}]
+    (tmp_path / "annotations").mkdir()
+    content = {"images": images, "annotations": annotations, "categories": categories}
+    (tmp_path / "annotations" / "instances_val2017.json").write_text(json.dumps(content))
+    recipe: Any = SimpleNamespace(task="classify", data={"crop_ratio": 1.0, "mean": (0.5,) * 3, "std": (0.25,) * 3})
+    names, pairs = module._coco(str(tmp_path), 20, recipe, [], 5)
+    ((image, labels),) = pairs  # the broken one is left out
+    assert names == ["background", "cat", "dog"]
+    assert image.shape == (1, 3, 20, 20)
+    assert torch.allclose(image, torch.tensor(2.0))
+    assert labels[10].tolist() == [0] * 10 + [2] * 5 + [1] * 5  # the smaller object lies above
+    with pytest.raises(ValueError, match="takes no --data keys"):
+        module._coco(str(tmp_path), 20, recipe, ["--data.flip", "0"], 5)
 
 
 def test_what_it_cannot_measure_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torchvision import tv_tensors
+from torchvision.transforms import v2
 
+from dgt.data.coco import CocoImages, draw_masks
+from dgt.data.image_io import BrokenImage
 from dgt.data.scenes import Scenes
 from dgt.data.segmentation import fitting_size
 from dgt.data.transforms import Normalize
@@ -46,8 +50,9 @@ def like_to_like(words: Sequence[str] = (), seeds: int = 3, out: str | Path | No
     """Measure, unless the folder has it, and write `like_to_like.json` and `like_to_like.md`.
 
     Args:
-        words: `--run RUN`, a classifier of scenes or a segmenter; `--images N`, of its validation at most (256);
-            `--data.KEY VALUE` of its recipe.
+        words: `--run RUN`, a classifier of scenes, a segmenter, or with `--coco DIR` any classifier, which then looks
+            at COCO's validation images, cut to squares of `--size` pixels (224), by their masks; `--images N` at most
+            (256); `--data.KEY VALUE` of its recipe.
         seeds: how often groups of random queries are drawn.
         out: the folder; None for runs/ablate-like_to_like.
 
@@ -55,19 +60,21 @@ def like_to_like(words: Sequence[str] = (), seeds: int = 3, out: str | Path | No
         The folder.
 
     Raises:
-        UserError: wrong words, a run without DG-Attention or whose images have no label maps, or another's folder.
+        UserError: wrong words, a run without DG-Attention or whose images have no label maps, or another's folder; and
+            as `CocoImages`.
         OSError: no run or no data there; another process is at work in the folder.
     """
-    options, keys = read_words(words, run="", images=256)
+    options, keys = read_words(words, run="", images=256, coco="", size=224)
     if not options["run"]:
         raise UserError(f"{NAME} needs a trained model: give --run RUN")
-    check_range(1, seeds=seeds, images=options["images"])
+    check_range(1, seeds=seeds, images=options["images"], size=options["size"])
     folder, settings = Path(out or f"runs/ablate-{NAME}"), {"experiment": NAME, **options, "keys": keys, "seeds": seeds}
     with alone(folder):
         content = stored(folder / f"{NAME}.json", settings)
         if content is None:
             run = load_run(options["run"])
-            names, pairs = _labelled(run.recipe, keys, options["images"])
+            find = partial(_coco, options["coco"], options["size"]) if options["coco"] else _labelled
+            names, pairs = find(run.recipe, keys, options["images"])
             layers: dict[str, dict[str, Any]] = {}
             for image, labels in pairs:
                 look = partial(measure, labels=labels, count=len(names), seeds=seeds)
@@ -89,7 +96,8 @@ def _labelled(recipe: Any, keys: Sequence[str], images: int) -> tuple[list[str],
         drawn = (scenes[i] for i in range(images))
         return ["background", "object"], ((normalise(s.image)[None], (s.label_map > 0).long()) for s in drawn)
     if "scale" not in data:
-        raise UserError(f"--run must be a classifier of scenes or a segmenter, got one of task {recipe.task!r}")
+        expected = "a classifier of scenes or a segmenter, or --coco DIR be given"
+        raise UserError(f"--run must be {expected}, got one of task {recipe.task!r}")
     module = open_data(recipe, keys, images)
 
     def pairs() -> Iterator[tuple[Tensor, Tensor]]:
@@ -99,6 +107,30 @@ def _labelled(recipe: Any, keys: Sequence[str], images: int) -> tuple[list[str],
                 yield F.interpolate(image[None], size, mode="bilinear", antialias=True), labels.long()
 
     return list(module.class_names), pairs()
+
+
+def _coco(
+    root: str, size: int, recipe: Any, keys: Sequence[str], images: int
+) -> tuple[list[str], Iterator[tuple[Tensor, Tensor]]]:
+    """The same of COCO's validation images, cut to squares: a pixel has the category of the smallest object there."""
+    if "crop_ratio" not in recipe.data or keys:
+        raise UserError(f"--coco is for a classifier, and takes no --data keys; got task {recipe.task!r}, keys {keys}")
+    coco = CocoImages(Path(root, "annotations", "instances_val2017.json"), Path(root, "val2017"))
+    cut = v2.Compose([v2.Resize(size), v2.CenterCrop(size)])
+    normalise = Normalize(recipe.data["mean"], recipe.data["std"])
+
+    def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+        for index in range(min(images, len(coco))):
+            if isinstance(sample := coco[index], BrokenImage):
+                continue
+            image, labels = tv_tensors.Image(sample[0]), torch.zeros(1, *sample[0].size[::-1])
+            entries = sorted(coco.by_image[sample[1]], key=lambda entry: -entry["area"])
+            for entry, mask in zip(entries, torch.from_numpy(draw_masks(entries, *labels.shape[1:])), strict=True):
+                labels[:, mask > 0] = 255 if entry["iscrowd"] else 1 + coco.category_ids.index(entry["category_id"])
+            image, labels = cut(image, tv_tensors.Mask(labels))
+            yield normalise(image.as_subclass(Tensor))[None], labels[0].as_subclass(Tensor).long()
+
+    return ["background", *coco.class_names], pairs()
 
 
 def measure(seen: LayerInput, labels: Tensor, count: int, seeds: int) -> tuple[str, dict[str, Any]]:
