@@ -35,7 +35,7 @@ from dgt.tasks.classify import ClassificationMetrics
 from dgt.tasks.segment import SegmentationMetrics
 from dgt.training import fit, load_recipe
 from dgt.training.loop import Training
-from dgt.training.state import latest_checkpoint, read_checkpoint
+from dgt.training.state import latest_checkpoint, read_checkpoint, step_checkpoints
 
 SMALL = (
     "{stem_width: 8, dims: [16, 32, 64, 64], num_heads: [1, 2, 2, 2], depths: [1, 1, 1, 1], num_groups: 4, top_k: 8}"
@@ -124,7 +124,7 @@ def train(recipe: Any, resume: bool, bomb: tuple[int, float, signal.Signals] | N
 
 def final_state(out: Path) -> dict[str, Any]:
     """What a finished run ended with, by name."""
-    stored = torch.load(out / "checkpoints" / "last.ckpt", weights_only=True)
+    stored = read_checkpoint(step_checkpoints(out)[0])
     leaves, _ = torch.utils._pytree.tree_flatten_with_path({key: stored[key] for key in COMPARED if key in stored})
     metrics = json.loads((out / "results.json").read_text())["metrics"]
     return {**{torch.utils._pytree.keystr(path): leaf for path, leaf in leaves}, "metrics": metrics}
@@ -226,6 +226,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), help="of the stops")
     parser.add_argument("--stops", type=int, default=20, help="for each task, number of workers and signal")
     parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--damages", type=int, default=50, help="truncations, and as many changed bits")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/resume_campaign.json"))
     options = parser.parse_args()
@@ -255,7 +256,7 @@ def main() -> None:
             out = folder / "damage" / "run"
             out.parent.mkdir()
             train(load_recipe("scenes", [*TASKS["classify"][1], f"--out={out}"]), resume=False)
-            result["damage"] = damage(50, out / "checkpoints" / "last.ckpt", folder, draw)
+            result["damage"] = damage(options.damages, step_checkpoints(out)[0], folder, draw)
             write(result, start, options.out)
     print(json.dumps({key: value for key, value in result.items() if key != "stops"}))
 

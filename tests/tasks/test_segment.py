@@ -61,7 +61,7 @@ def test_a_run_is_evaluated_as_it_was_in_training(run: Path) -> None:
 
 
 def test_evaluate_prints_its_measures(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["evaluate", str(run / "checkpoints" / "last.ckpt"), "--data.batch_size=1"]) == 0
+    assert main(["evaluate", str(run / "checkpoints" / "best.ckpt"), "--data.batch_size=1"]) == 0
     assert "mIoU" in capsys.readouterr().out
     assert main(["evaluate", str(run), "--data.test.scales=[]"]) == 2
     assert "test.scales must be at least one number above 0" in capsys.readouterr().err

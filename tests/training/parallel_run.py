@@ -2,27 +2,79 @@
 
 Arguments: the folder with the recipes, then their names; each one's run goes to the folder NAME in it. Where the
 environment is that of torchrun, all its processes train together. At the end they join their reports of broken images.
+BatchNorm counts over the batches of all processes, as torch's SyncBatchNorm, which is for GPUs alone, does it.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from dgt.data.image_io import BrokenImage, BrokenImages
 from dgt.training import fit, load_recipe
+from dgt.training.loop import Objective
 from dgt.training.parallel import join_broken_images
-from dgt.utils.distributed import rank
+from dgt.utils.distributed import rank, world_size
+
+
+class SumOverProcesses(torch.autograd.Function):
+    """The sum of a tensor over all processes; so is its gradient."""
+
+    @staticmethod
+    def forward(_: Any, values: Tensor) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        return SumOverProcesses.forward(_, gradient)
+
+
+class SummedBatchNorm(nn.BatchNorm2d):
+    """BatchNorm whose training statistics are those of all processes' batches."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise (B, C, H, W) by the mean and variance of each channel."""
+        if not self.training or world_size() == 1:
+            return super().forward(input)
+        count = input.new_tensor([input.numel() / input.shape[1]])
+        sums = SumOverProcesses.apply(torch.cat([input.sum((0, 2, 3)), count]))
+        mean, total = sums[:-1] / sums[-1], sums[-1].detach()
+        centred = input - mean.view(1, -1, 1, 1)
+        variance = SumOverProcesses.apply(centred.square().sum((0, 2, 3))) / total
+        kept: Any = self
+        with torch.no_grad():
+            kept.num_batches_tracked += 1
+            kept.running_mean.lerp_(mean.to(kept.running_mean), kept.momentum)
+            kept.running_var.lerp_((variance * total / (total - 1)).to(kept.running_var), kept.momentum)
+        scale = self.weight * torch.rsqrt(variance + self.eps)
+        return centred * scale.view(1, -1, 1, 1) + self.bias.view(1, -1, 1, 1)
+
+
+class SummedObjective(Objective):
+    """The loop's objective with every BatchNorm converted in place."""
+
+    def __init__(self, network: nn.Module, losses: Any) -> None:
+        for module in network.modules():
+            if type(module).__name__.startswith("BatchNorm"):
+                assert type(module) is nn.BatchNorm2d
+                module.__class__ = SummedBatchNorm
+        super().__init__(network, losses)
 
 
 def main() -> None:
     """Train every recipe named."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    importlib.import_module("dgt.training.fit").Objective = SummedObjective  # type: ignore[attr-defined]
     folder = Path(sys.argv[1])
     for name in sys.argv[2:]:
         fit(load_recipe(folder / f"{name}.yaml", [f"--out={folder / name}"]), resume=True)

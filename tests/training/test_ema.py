@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dgt.training import fit, load_recipe, load_run
-from dgt.training.state import WeightAverage
+from dgt.training.state import WeightAverage, read_checkpoint, step_checkpoints
 
 
 def test_the_decay_forgets_as_fast_image_for_image() -> None:
@@ -40,7 +40,7 @@ def test_a_trained_average_differs_and_keeps_centroids_of_unit_norm(tmp_path: Pa
     overrides = ["--data.image_size=32", "--data.train_size=48", "--data.batch_size=16", "--data.val_size=8"]
     overrides += ["--schedule.epochs=2", "--schedule.warmup_epochs=0", "--optimizer.lr=0.01", "--ema.decay=0.0000001"]
     folder = fit(load_recipe("scenes", [*overrides, "--trainer.accelerator=cpu", f"--out={tmp_path / 'run'}"])).folder
-    stored = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+    stored = read_checkpoint(step_checkpoints(folder)[0])
     averaged, current = stored["state_dict"], stored["training_weights"]
     centroids = [key for key in averaged if key.endswith("centroids")]
     assert centroids

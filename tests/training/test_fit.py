@@ -22,7 +22,7 @@ from .conftest import SMALL
 
 def test_the_run_folder_holds_everything(finished: Result) -> None:
     folder = finished.folder
-    for name in ("recipe.yaml", "results.json", "metrics.jsonl", "checkpoints/best.ckpt", "checkpoints/last.ckpt"):
+    for name in ("recipe.yaml", "results.json", "metrics.jsonl", "checkpoints/best.ckpt"):
         assert (folder / name).is_file(), name
     assert list(folder.glob("events.*"))
     results = json.loads((folder / "results.json").read_text())
@@ -53,7 +53,7 @@ def test_evaluation_finds_what_the_training_found(finished: Result) -> None:
     assert (metrics["images"], metrics["broken_images"]) == (40, 0)
     for key in ("top1", "top5", "loss"):
         assert metrics[key] == pytest.approx(finished.metrics[key], rel=1e-5)
-    assert evaluate(finished.folder / "checkpoints" / "last.ckpt", ["--data.val_size", "8"])["images"] == 8
+    assert evaluate(finished.folder / "checkpoints" / "best.ckpt", ["--data.val_size", "8"])["images"] == 8
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_training_that_breaks_off_leaves_a_checkpoint(tmp_path: Path, monkeypa
     monkeypatch.setattr(Training, "backward", break_off)
     with pytest.raises(RuntimeError, match="power cut"):
         fit(load_recipe("scenes", [*SMALL, f"--out={tmp_path / 'cut'}"]))
-    assert load_run(tmp_path / "cut").source.name == "last.ckpt"
+    assert load_run(tmp_path / "cut").source.name == "step-00000003.ckpt"
     assert not (tmp_path / "cut" / "results.json").exists()
 
 

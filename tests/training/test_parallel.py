@@ -9,24 +9,23 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from torch import distributed, nn
+from torch import distributed
 
 from dgt.data.image_io import BrokenImage, BrokenImages
 from dgt.tasks import TASKS
+from dgt.training.fit import build_state
 from dgt.training.log import read_metrics
-from dgt.training.parallel import (
-    SummedBatchNorm,
-    build_fabric,
-    join_broken_images,
-    lost_process,
-    synchronise_batchnorm,
-)
+from dgt.training.parallel import build_fabric, join_broken_images, lost_process
 from dgt.training.recipe import TrainerSettings, parse_recipe
+from dgt.training.run import load_run
+from dgt.training.state import step_checkpoints
 
 SCRIPT = Path(__file__).with_name("parallel_run.py")
 SOURCE = Path(__file__).resolve().parents[2] / "src"
@@ -45,7 +44,7 @@ RECIPE = {
     },
     "optimizer": {"lr": 1.0e-3, "lr_batch": 16},
     "schedule": {"steps": STEPS, "warmup_steps": 2},
-    "trainer": {"accelerator": "cpu", "devices": 2, "strategy": "ddp", "sync_batchnorm": True},
+    "trainer": {"accelerator": "cpu", "devices": 2, "strategy": "ddp"},
 }
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this build of torch has no torch.distributed")
 
@@ -130,22 +129,24 @@ class TestTwoProcesses:
         for name, expected in whole.items():
             torch.testing.assert_close(shared[name], expected, rtol=0, atol=1e-4, msg=f"{name} differs")
 
-    def test_a_sharded_checkpoint_is_a_folder_with_a_file_of_each(self, runs: Path) -> None:
-        folder = max((runs / "fsdp2" / "checkpoints").glob("step-*.ckpt"))
-        assert sorted(path.name for path in folder.glob("*.distcp")) == ["__0_0.distcp", "__1_0.distcp"]
-        assert not list(folder.parent.glob(".*"))
+    def test_a_sharded_checkpoint_is_whole_weights_in_one_file(self, runs: Path) -> None:
+        newest, whole = step_checkpoints(runs / "fsdp2")[0], weights(runs, "fsdp2")
+        stored = load_run(newest).network.state_dict()
+        assert all(torch.equal(value, stored[name]) for name, value in whole.items())
 
     def test_know_the_broken_images_of_each_other(self, runs: Path) -> None:
         assert [(runs / f"broken-{rank}.txt").read_text() for rank in range(2)] == ["met by 0, met by 1"] * 2
 
 
-def test_a_lost_process_ends_the_training_and_it_goes_on(runs: Path) -> None:
-    write_recipe(runs, "killed", schedule=SHORT, checkpoint={"every_steps": 2})
-    first, second = start_two(runs, ["killed"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_a_lost_process_ends_the_training_and_it_goes_on(runs: Path, strategy: str) -> None:
+    changes = {"checkpoint": {"every_steps": 2}, "trainer": {"strategy": strategy}}
+    write_recipe(runs, f"killed-{strategy}", schedule=SHORT, **changes)
+    first, second = start_two(runs, [f"killed-{strategy}"])
     again: list[subprocess.Popen[str]] = []
     try:
         deadline = time.monotonic() + 200
-        while not list((runs / "killed" / "checkpoints").glob("step-*4.ckpt")):
+        while not list((runs / f"killed-{strategy}" / "checkpoints").glob("step-*4.ckpt")):
             assert first.poll() is None, first.communicate()[1]
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -153,36 +154,23 @@ def test_a_lost_process_ends_the_training_and_it_goes_on(runs: Path) -> None:
         _, errors = first.communicate(timeout=60)
         assert first.returncode != 0
         assert "process 0 of 2 lost another one" in errors
-        again = start_two(runs, ["killed"])
+        again = start_two(runs, [f"killed-{strategy}"])
         for process in again:
             _, errors = process.communicate(timeout=200)
             assert process.returncode == 0, errors
     finally:
         for process in (first, second, *again):
             process.kill()
-    expected = weights(runs, "ddp")
-    assert all(torch.equal(value, expected[name]) for name, value in weights(runs, "killed").items())
-    assert epoch_losses(runs, "killed") == pytest.approx(epoch_losses(runs, "ddp"), rel=1e-5)
+    expected = weights(runs, strategy)
+    assert all(torch.equal(value, expected[name]) for name, value in weights(runs, f"killed-{strategy}").items())
+    assert epoch_losses(runs, f"killed-{strategy}") == pytest.approx(epoch_losses(runs, strategy), rel=1e-5)
 
 
-def test_a_network_is_converted_in_place_with_the_same_state() -> None:
-    network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
-    network(torch.randn(2, 3, 5, 5))
-    before = {name: value.clone() for name, value in network.state_dict().items()}
-    images = torch.randn(2, 3, 5, 5)
-    expected = network.eval()(images)
-    converted = synchronise_batchnorm(network, torch.device("cpu"))
-    assert isinstance(converted[1], SummedBatchNorm)
-    assert torch.equal(converted(images), expected)
-    assert all(torch.equal(value, before[name]) for name, value in converted.state_dict().items())
-
-
-def test_an_unknown_batchnorm_is_refused() -> None:
-    class Own(nn.BatchNorm2d):
-        pass
-
-    with pytest.raises(ValueError, match=r"trainer.sync_batchnorm: 0 is a Own, not known on cpu"):
-        synchronise_batchnorm(nn.Sequential(Own(3)), torch.device("cpu"))
+def test_batchnorm_over_all_processes_needs_gpus() -> None:
+    recipe = parse_recipe({"data": {"dataset": "scenes"}, "trainer": {"accelerator": "cpu", "sync_batchnorm": True}})
+    fabric: Any = SimpleNamespace(world_size=2, device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="trainer.sync_batchnorm must be false on cpu"):
+        build_state(recipe, fabric, SimpleNamespace(num_classes=8, batch_size=4), fresh=True)
 
 
 def test_shared_out_weights_have_no_average() -> None:

@@ -113,10 +113,16 @@ def test_a_recipe_written_out_reads_back_the_same(tmp_path: Path) -> None:
             ["--schedule.epochs", "10"],
             r"schedule.warmup_epochs must be at least 0 and less than schedule.epochs \(10\)",
         ),
-        (["--trainer.precision", "fp8"], "recipe key 'trainer.precision': expected a Literal.*got fp8"),
-        (["--trainer.accumulate", "0"], "recipe key 'trainer.accumulate': expected a PositiveInt: 0 is not >0"),
-        (["--trainer.max_skipped", "-1"], "recipe key 'trainer.max_skipped': expected NonNegativeInt or null, got -1"),
-        (["--checkpoint.every_minutes", "nan"], "recipe key 'checkpoint.every_minutes': expected PositiveFloat"),
+        (["--trainer.precision", "fp8"], "recipe key 'trainer.precision': expected a typing.Literal.*got fp8"),
+        (
+            ["--trainer.accumulate", "0"],
+            "recipe key 'trainer.accumulate': Not of type PositiveInt: 0 does not conform to restriction v>0",
+        ),
+        (
+            ["--trainer.max_skipped", "-1"],
+            "recipe key 'trainer.max_skipped': expected one of NonNegativeInt, null, got -1",
+        ),
+        (["--checkpoint.every_minutes", "nan"], "recipe key 'checkpoint.every_minutes': expected one of PositiveFloat"),
         (["--ema.decay", "1.5"], r"ema.decay must be null or in \[0, 1\), got 1.5"),
         (["--model.top_k_schedule", "1.5"], r"model.top_k_schedule must be null, or above 0 and at most 1, got 1\.5"),
         (["--model.top_k_start", "50"], "model.top_k_start must be null or, with top_k_schedule, above 0, got 50"),
@@ -150,7 +156,7 @@ def test_a_mistake_on_the_command_line_is_one_sentence(overrides: list[str], sen
         ({"data": {"seed": 3}}, "unknown recipe key 'data.seed'"),
         ({"seed": None}, "recipe key 'seed': expected a int, got None"),
         ({"optimizer": {"betas": None}}, "recipe key 'optimizer.betas': expected a tuple, got None"),
-        ({"trainer": {"accumulate": None}}, "recipe key 'trainer.accumulate': expected a PositiveInt"),
+        ({"trainer": {"accumulate": None}}, "recipe key 'trainer.accumulate': Not of type PositiveInt"),
     ],
 )
 def test_a_mistake_in_the_file_is_one_sentence(values: dict[str, Any], sentence: str) -> None:
@@ -167,14 +173,14 @@ def test_a_file_that_is_no_recipe(tmp_path: Path, text: str, sentence: str) -> N
 
 def test_a_file_in_another_encoding(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_bytes("name: größer".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"mine\.yaml' is not a text in UTF-8"):
+    with pytest.raises(ValueError, match=r"mine\.yaml' is not valid YAML in UTF-8"):
         load_recipe(tmp_path / "mine.yaml")
 
 
 def test_a_recipe_that_is_not_there() -> None:
     with pytest.raises(FileNotFoundError, match="there is no recipe 'cifar': did you mean cifar10"):
         load_recipe("cifar")
-    with pytest.raises(FileNotFoundError, match=r"there is no recipe file 'nowhere\.yaml'"):
+    with pytest.raises(FileNotFoundError, match=r"there is no recipe 'nowhere\.yaml'"):
         load_recipe("nowhere.yaml")
 
 
@@ -205,7 +211,7 @@ def test_a_recipe_takes_the_keys_of_its_base_and_changes_some(tmp_path: Path) ->
     ("base", "error", "sentence"),
     [
         ("cifar", FileNotFoundError, "there is no recipe 'cifar': did you mean cifar10"),
-        ("none.yaml", FileNotFoundError, "there is no recipe file .*none.yaml"),
+        ("none.yaml", FileNotFoundError, "there is no recipe .*none.yaml"),
         ("mine.yaml", ValueError, "mine.yaml' has itself for a base"),
         ("[1]", FileNotFoundError, "there is no recipe "),
         ("scenes_detect", ValueError, "unknown recipe key 'data.crop_ratio'"),

@@ -22,7 +22,7 @@ from dgt.training import fit, load_recipe
 from dgt.training.log import Report, read_metrics
 from dgt.training.loop import Preempted, Training
 from dgt.training.run import run_folder
-from dgt.training.state import TrainingState, latest_checkpoint, step_checkpoints
+from dgt.training.state import TrainingState, latest_checkpoint, read_checkpoint, step_checkpoints
 
 SMALL_DGT = "{stem_width: 8, dims: [16, 32, 64, 64], num_heads: [1, 2, 2, 2], depths: [1, 1, 1, 1], num_groups: 4}"
 KEYS = (
@@ -89,7 +89,7 @@ def train(
 
 def state(out: Path) -> dict[str, Any]:
     """Weights, averages, optimizer and metrics at the end, by name."""
-    stored = torch.load(out / "checkpoints" / "last.ckpt", weights_only=True)
+    stored = read_checkpoint(step_checkpoints(out)[0])
     stored["progress"].pop("seconds")
     kept = {key: stored[key] for key in ("state_dict", "training_weights", "optimizer", "progress", "loss_sums")}
     leaves, _ = torch.utils._pytree.tree_flatten_with_path(kept)
@@ -290,6 +290,6 @@ def test_a_run_of_an_earlier_version_says_what_to_do(whole: Path, tmp_path: Path
     shutil.copytree(whole, tmp_path / "run")
     (tmp_path / "run" / "results.json").unlink()
     for path in step_checkpoints(tmp_path / "run"):
-        torch.save({"loops": {}, "state_dict": {}}, path)
+        torch.save({"format": 1, "loops": {}, "state_dict": {}}, path)
     with pytest.raises(ValueError, match=r"all 2 .* are damaged or of another version: remove it to begin again"):
         fit(load_recipe("scenes", [*KEYS, f"--out={tmp_path / 'run'}"]), resume=True)

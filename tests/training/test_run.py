@@ -15,10 +15,11 @@ from torch import nn
 from dgt.models.heads.backbone import build_backbone
 from dgt.training import Result, load_run
 from dgt.training.run import initialize
+from dgt.training.state import read_checkpoint, step_checkpoints
 
 
 @pytest.mark.parametrize(
-    "place", ["", "model", "model/config.json", "model/model.safetensors", "checkpoints/last.ckpt"]
+    "place", ["", "model", "model/config.json", "model/model.safetensors", "checkpoints/step-00000008.ckpt"]
 )
 def test_each_of_a_runs_files_opens_the_same_model(finished: Result, place: str) -> None:
     run, whole = load_run(finished.folder / place), load_run(finished.folder)
@@ -37,7 +38,7 @@ def test_nothing_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.98])
-@pytest.mark.parametrize("place", ["checkpoints/last.ckpt", "model/model.safetensors"])
+@pytest.mark.parametrize("place", ["checkpoints/step-00000008.ckpt", "model/model.safetensors"])
 def test_a_truncated_file(finished: Result, tmp_path: Path, place: str, share: float) -> None:
     shutil.copytree(finished.folder / "model", tmp_path, dirs_exist_ok=True)
     whole = (finished.folder / place).read_bytes()
@@ -62,7 +63,7 @@ def test_a_file_that_is_not_ours(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lost", ["recipe", "class_names", "state_dict"])
 def test_a_record_that_lacks_a_part(finished: Result, tmp_path: Path, lost: str) -> None:
-    stored = torch.load(finished.folder / "checkpoints" / "last.ckpt", weights_only=True)
+    stored = read_checkpoint(step_checkpoints(finished.folder)[0])
     del (stored if lost == "state_dict" else stored["dgt"])[lost]
     torch.save(stored, tmp_path / "partial.ckpt")
     with pytest.raises(ValueError, match=r"partial\.ckpt is cut off or damaged"):
@@ -70,7 +71,7 @@ def test_a_record_that_lacks_a_part(finished: Result, tmp_path: Path, lost: str)
 
 
 def test_weights_of_another_model(finished: Result, tmp_path: Path) -> None:
-    stored = torch.load(finished.folder / "checkpoints" / "last.ckpt", weights_only=True)
+    stored = read_checkpoint(step_checkpoints(finished.folder)[0])
     stored["dgt"]["recipe"]["model"]["name"] = "test_vit"
     torch.save(stored, tmp_path / "other.ckpt")
     with pytest.raises(

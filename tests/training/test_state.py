@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,7 +50,7 @@ def test_a_write_that_fails_is_told_and_leaves_the_older_file(
 ) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointSettings(), {})
     content: dict[str, Any] = {"step": 3}
-    state: Any = SimpleNamespace(state_dict=lambda: content, sharded=False, fabric=SimpleNamespace(is_global_zero=True))
+    state: Any = SimpleNamespace(state_dict=lambda: content, fabric=SimpleNamespace(is_global_zero=True))
     checkpoints.write(state, tmp_path / "step.ckpt")
 
     def fail(*_: Any, **__: Any) -> None:
@@ -70,18 +69,23 @@ def test_a_write_that_fails_is_told_and_leaves_the_older_file(
     assert checkpoints.failure is None
 
 
-def test_a_last_checkpoint_that_cannot_be_replaced_does_not_end_the_training(
+def test_an_older_checkpoint_that_cannot_be_removed_does_not_end_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
 
-    progress = SimpleNamespace(step=3)
-    fabric = SimpleNamespace(is_global_zero=True)
-    state: Any = SimpleNamespace(state_dict=lambda: {"step": 3}, sharded=False, fabric=fabric, progress=progress)
-    monkeypatch.setattr(os, "link", full)
-    monkeypatch.setattr(shutil, "copyfile", full)
-    with Report(None):
-        Checkpoints(tmp_path, CheckpointSettings(), {}).save(state)
-    assert "could not be replaced: No space left on device" in capsys.readouterr().err
-    assert os.listdir(tmp_path / "checkpoints") == ["step-00000003.ckpt"]
+    progress, fabric = SimpleNamespace(step=3), SimpleNamespace(is_global_zero=True)
+    state: Any = SimpleNamespace(state_dict=lambda: {"step": 3}, fabric=fabric, progress=progress)
+    checkpoints = Checkpoints(tmp_path, CheckpointSettings(keep=1), {})
+    checkpoints.save(state)
+    progress.step, whole = 4, Path.unlink
+    with monkeypatch.context() as patch, Report(None):
+        patch.setattr(
+            Path, "unlink", lambda path, **keys: (refuse if path.name.startswith("step") else whole)(path, **keys)
+        )
+        checkpoints.save(state)
+    assert "could not be removed: Permission denied" in capsys.readouterr().err
+    assert len(list(tmp_path.glob("checkpoints/step-*.ckpt"))) == 2
+    checkpoints.save(state)
+    assert os.listdir(tmp_path / "checkpoints") == ["step-00000004.ckpt"]

@@ -9,18 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from lightning.fabric import Fabric, seed_everything
+from timm.layers import convert_sync_batchnorm
 
 from dgt.data.image_io import BrokenImagesError
 from dgt.tasks import TASKS
 from dgt.tasks.optim import batch_scale, build_optimizer
 from dgt.training.log import Report
 from dgt.training.loop import Draw, Objective, Preempted, Training
-from dgt.training.parallel import SHARDED, build_fabric, full_weights, lost_process, synchronise_batchnorm
+from dgt.training.parallel import build_fabric, lost_process
 from dgt.training.recipe import Recipe, build_data
 from dgt.training.run import RESULTS, environment, export_model, finished_results, initialize, make_record, run_folder
 from dgt.training.state import Checkpoints, TrainingState, WeightAverage, latest_checkpoint
 from dgt.utils.atomic_write import atomic_write, remove_leftovers, write_json
-from dgt.utils.errors import LOGGER, NonFiniteInput
+from dgt.utils.errors import LOGGER, NonFiniteInput, UserError
 
 BROKEN_IMAGES = "broken_images.txt"
 
@@ -64,6 +65,7 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
     with Report(folder if fabric.is_global_zero else None) as report:
         if fabric.is_global_zero:
             atomic_write(folder / "recipe.yaml", recipe.to_yaml())
+            report.write_status("begun")
             remove_leftovers(folder / "checkpoints")
             (folder / BROKEN_IMAGES).unlink(missing_ok=True)  # of an earlier try
         with _noting_failure(folder, report, data):
@@ -75,14 +77,14 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
             checkpoints = Checkpoints(folder, recipe.checkpoint, make_record(recipe, data.class_names))
             training = Training(recipe, state, checkpoints, report, draw)
             training.run()
-            weights = full_weights(state.evaluated)
+            weights = state.state_dict()["state_dict"]
             if fabric.is_global_zero:
                 export_model(folder / "model", state.evaluated, checkpoints.record, weights)
                 write_json(folder / RESULTS, _results(recipe, training))
                 if any(data.broken_images.values()):
                     data.write_broken_images(folder / BROKEN_IMAGES)
                 report.write_status("finished")
-    return Result(folder, state.progress.metrics, state.progress.epoch, report.seconds)
+    return Result(folder, state.progress.metrics, state.progress.epoch, state.progress.seconds)
 
 
 def build_state(recipe: Recipe, fabric: Fabric, data: Any, fresh: bool) -> TrainingState:
@@ -92,8 +94,12 @@ def build_state(recipe: Recipe, fabric: Fabric, data: Any, fresh: bool) -> Train
     network = task.build(recipe.model, data.num_classes, recipe.data["image_size"])
     if recipe.model.init_from is not None and fresh:
         initialize(network, recipe.model.init_from)
-    if recipe.trainer.sync_batchnorm:
-        network = synchronise_batchnorm(network, fabric.device)
+    if recipe.trainer.sync_batchnorm and fabric.world_size > 1:
+        if fabric.device.type != "cuda":
+            raise UserError(
+                f"trainer.sync_batchnorm must be false on {fabric.device.type}: torch has it for GPUs alone"
+            )
+        network = convert_sync_batchnorm(network)
     if recipe.trainer.compile:
         network.compile()
     objective = fabric.setup_module(Objective(network, task.losses))
@@ -104,8 +110,7 @@ def build_state(recipe: Recipe, fabric: Fabric, data: Any, fresh: bool) -> Train
         average = WeightAverage(network, recipe.ema.decay, global_batch)
         if recipe.trainer.compile:
             average.module.compile()
-    sharded = recipe.trainer.strategy == SHARDED
-    return TrainingState(fabric, objective, network, average, optimizer, data, global_batch, sharded)
+    return TrainingState(fabric, objective, network, average, optimizer, data, global_batch)
 
 
 @contextmanager
@@ -130,7 +135,7 @@ def _noting_failure(folder: Path, report: Report, data: Any) -> Iterator[None]:
         if isinstance(error, BrokenImagesError):
             data.write_broken_images(folder / BROKEN_IMAGES)
         LOGGER.debug(f"failed: {str(told).partition(chr(10))[0] or type(told).__name__}")  # whoever called shows it
-        report.write_status("failed", told)
+        report.write_status("failed", str(told))
         if told is error:
             raise
         raise told from error
@@ -143,7 +148,7 @@ def _results(recipe: Recipe, training: Training) -> dict[str, Any]:
         **{"recipe": recipe.name, "task": recipe.task, "model": recipe.model.name, "seed": recipe.seed},
         **{"metrics": progress.metrics, "best": progress.best, "epochs": progress.epoch, "steps": progress.step},
         "parameters": sum(parameter.numel() for parameter in state.network.parameters()),
-        "seconds": round(training.report.seconds, 2),
+        "seconds": round(progress.seconds, 2),
         "global_batch": state.global_batch,
         "learning_rate": recipe.optimizer.lr * batch_scale(recipe.optimizer, state.global_batch),
         "precision": state.fabric.strategy.precision.precision,

@@ -224,7 +224,6 @@ class Training:
     def save(self) -> None:
         """Write a checkpoint of here; a matter of all processes."""
         join_broken_images(self.data.broken_images)
-        self.progress.seconds = self.report.seconds
         self.checkpoints.save(self.state)
 
     def end_epoch(self, epoch: int) -> None:
@@ -266,7 +265,7 @@ class Training:
             self.show_images(self.draw)
 
         def between_batches() -> None:
-            self.report.write_status("validating", only_if_due=True)
+            self.report.write_status("validating")
             if self.fabric.world_size == 1 and self.stops:
                 self.between_steps(due=False)
 

@@ -1,9 +1,8 @@
 """Recipes: one YAML file per experiment, checked key by key before anything runs.
 
-A recipe has the sections `model`, `data`, `optimizer`, `schedule`, `ema`, `trainer` and `checkpoint` and the keys
-`task`, `seed` and `out`. Whatever it leaves out has the default written here; `data` takes the arguments of the task's
-data module. `base` names another recipe whose keys it takes and changes, section by section. Every key but `base` can
-be set on the command line as `--section.key value`. Any mistake is one sentence that names the key, a `UserError`.
+Whatever a recipe leaves out has the default written here; `data` takes the arguments of the task's data module. `base`
+names another recipe whose keys it takes and changes, section by section. Every key but `base` can be set on the command
+line as `--section.key value`. Any mistake is one sentence that names the key, a `UserError`.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ class EmaSettings:
     """Exponential moving average of the weights, which is then what is evaluated and exported.
 
     Args:
-        decay: share of the average kept at each step, stated at batch 1024: the power (global batch / 1024) of it is
-            used. Null for no average.
+        decay: share kept at each step, stated at batch 1024: its power (global batch / 1024) is used; null for none.
     """
 
     decay: float | None = None
@@ -51,15 +49,13 @@ class TrainerSettings:
         devices: number of devices on each machine, or auto for all.
         num_nodes: number of machines.
         precision: auto is bf16-mixed on a GPU that has it and 32-true elsewhere.
-        strategy: auto; ddp, every process holds the whole network; fsdp2, the weights are shared out among the
-            processes; or another that Lightning knows.
-        sync_batchnorm: let BatchNorm count over the batches of all processes, not of each alone.
+        strategy: auto, ddp, fsdp2 (the weights are shared out among the processes) or another that Lightning knows.
+        sync_batchnorm: let BatchNorm count over the batches of all processes, not of each alone; on GPUs.
         accumulate: batches per optimizer step.
         check_val_every: epochs between two validations; the last epoch is always validated.
         deterministic: use deterministic algorithms alone.
         compile: run the network through torch.compile.
-        max_skipped: steps in a row, less than an epoch's, that may be skipped as their loss or gradient is not finite;
-            null looks at nothing.
+        max_skipped: steps in a row, less than an epoch's, that may be not finite and skipped; null looks at nothing.
         pictures_every: epochs between two drawings of predictions and groups for TensorBoard; null draws none.
     """
 
@@ -193,27 +189,19 @@ def read_yaml(what: str, name: str | Path, folder: Path = RECIPES) -> tuple[Path
     """The file of a recipe or whatever else `what` is, and what it holds.
 
     `name` is that of one shipped in `folder`, or the path of a YAML file. Raises FileNotFoundError where it is neither,
-    UserError where it is not UTF-8, not YAML, or no mapping.
+    UserError where it is not YAML in UTF-8, or no mapping.
     """
-    path = Path(name)
-    if path.suffix not in (".yaml", ".yml") and not path.is_file():
-        shipped = shipped_recipes(folder)
-        if str(name) not in shipped:
-            near = difflib.get_close_matches(str(name), shipped, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise FileNotFoundError(
-                f"there is no {what} {str(name)!r}: {hint}shipped are {', '.join(shipped)}; "
-                "any other is the path of a YAML file"
-            )
-        path = folder / f"{name}.yaml"
+    given, shipped = Path(name), shipped_recipes(folder)
+    path = folder / f"{name}.yaml" if str(name) in shipped and not given.is_file() else given
     if not path.is_file():
-        raise FileNotFoundError(f"there is no {what} file {str(name)!r}")
+        near = difflib.get_close_matches(str(name), shipped, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        known = f"{hint}shipped are {', '.join(shipped)}; any other is the path of a YAML file"
+        raise FileNotFoundError(f"there is no {what} {str(name)!r}: {known}")
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise UserError(f"{what} {str(name)!r} is not a text in UTF-8: {error}") from error
-    except yaml.YAMLError as error:
-        raise UserError(f"{what} {str(name)!r} is not valid YAML: {' '.join(str(error).split())}") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"{what} {str(name)!r} is not valid YAML in UTF-8: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict | None):
         raise UserError(f"{what} {str(name)!r} must be a mapping of keys, got {type(values).__name__}")
     return path, values or {}
@@ -222,9 +210,8 @@ def read_yaml(what: str, name: str | Path, folder: Path = RECIPES) -> tuple[Path
 def parse_recipe(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:
     """Check the nested values of a recipe and apply the command line's changes, as `load_recipe` does."""
     task = str(values.get("task", "classify"))
-    parser = recipe_parser(task)
-    changed = override_keys(overrides)
-    _check_keys({**flatten(values), **{key: {} for key in changed}}, flatten(parser.get_defaults().as_dict()))
+    parser, changed = recipe_parser(task), override_keys(overrides)
+    _check_keys({**flatten(values), **dict.fromkeys(changed, {})}, flatten(parser.get_defaults().as_dict()))
     if "model.name" in changed and isinstance(values.get("model"), Mapping):
         values = {**values, "model": {**values["model"], "args": {}}}
     try:
@@ -242,10 +229,11 @@ def build_data(recipe: Recipe) -> Any:
 
     UserError where an argument of the data module is out of range, or the images' place is not given.
     """
+    data = TASKS[recipe.task].data
     if recipe.data["root"] is None and recipe.data.get("dataset") != "scenes":
-        raise UserError(f"recipe {recipe.name!r} needs images: give --data.root, {TASKS[recipe.task].data.root_holds}")
+        raise UserError(f"recipe {recipe.name!r} needs images: give --data.root, {data.root_holds}")
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(TASKS[recipe.task].data, "data")
+    parser.add_class_arguments(data, "data")
     return parser.instantiate(parser.parse_object({"data": {**recipe.data, "seed": recipe.seed}}))["data"]
 
 
@@ -275,33 +263,21 @@ def _plain(values: Any) -> Any:
 
 
 def _check_keys(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Raise UserError at the first key given that is not known, or that is a value where a section belongs.
-
-    Both are flat; below a known one whose default is a mapping, any key will do.
-    """
-    names, free = sorted(known), tuple(f"{key}." for key, value in known.items() if isinstance(value, Mapping))
-    by_last = {name.rpartition(".")[2]: name for name in names}
+    """Raise UserError at the first of the flat keys that is not known, or is a value where a section belongs."""
+    free = tuple(f"{key}." for key, value in known.items() if isinstance(value, Mapping))  # of any keys
     for key, value in given.items():
-        if key in known or key.startswith(free):
-            continue
-        if not any(name.startswith(f"{key}.") for name in names):
-            last = difflib.get_close_matches(key.rpartition(".")[2], by_last, n=1, cutoff=0.75)
-            near = [*difflib.get_close_matches(key, names, n=2, cutoff=0.75), *(by_last[word] for word in last)]
-            hint = f"did you mean {' or '.join(dict.fromkeys(near))}?" if near else ""
-            raise UserError(f"unknown recipe key {key!r}; {hint or '`dgt train RECIPE --help` lists all keys'}")
-        if not isinstance(value, Mapping):
+        section = any(name.startswith(f"{key}.") for name in known)
+        if section and not isinstance(value, Mapping):
             raise UserError(f"recipe key {key!r} must be a section of keys, got {value!r}")
+        if not (section or key in known or key.startswith(free)):
+            near = difflib.get_close_matches(key, known, n=2, cutoff=0.75)
+            hint = f"did you mean {' or '.join(near)}?" if near else "`dgt train RECIPE --help` lists all keys"
+            raise UserError(f"unknown recipe key {key!r}; {hint}")
 
 
 def _sentence(message: str) -> str:
-    """The parser's message as one line that names the key, what was expected and what came."""
-    message = re.sub(r"<class '(?:[\w.]*\.)?(\w+)'>", r"\1", message).replace("NoneType", "null")
-    found = re.match(r'Parser key "([^"]+)":\s*(.*)', message, flags=re.DOTALL)
-    if found is None:
-        return f"recipe: {' '.join(message.split())}"
-    union = re.search(r"Subtypes: \[(.*?)\]\n.*Given value: (.*)", found[2], flags=re.DOTALL)
-    told = f"expected {union[1].replace(', ', ' or ')}, got {union[2]}" if union else found[2]
-    words = {"Expected": "expected", ". Got value:": ", got", "typing.": "", "Not of type": "expected a"}
-    for theirs, ours in {**words, "does not conform to restriction v": "is not "}.items():
-        told = told.replace(theirs, ours)
-    return f"recipe key {found[1]!r}: {' '.join(told.split())}"
+    """jsonargparse's message as one line that names the key, what was expected and what came."""
+    message = re.sub(r"<class '(?:[\w.]*\.)?(\w+)'>", r"\1", message).replace("Expected", "expected")
+    message = re.sub(r"Does not validate .*?\[(.*?)\].*Given value: ", r"expected one of \1, got ", message, flags=re.S)
+    told = message.replace("NoneType", "null").replace(". Got value:", ", got")
+    return f"recipe: {' '.join(told.split())}".replace('recipe: Parser key "', "recipe key '", 1).replace('":', "':", 1)

@@ -5,7 +5,7 @@ RUN/recipe.yaml           the complete recipe, written before training starts
 RUN/metrics.jsonl         loss, learning rate and accuracy by step; events.* hold the same for TensorBoard
 RUN/log.txt               a line for each epoch, and for whatever else happened
 RUN/status.json           where the training is: `dgt status RUN`
-RUN/checkpoints/          best.ckpt, last.ckpt and the newest step-*.ckpt, from which a stopped training resumes
+RUN/checkpoints/          best.ckpt and the newest step-*.ckpt, from which a stopped training resumes
 RUN/model/                model.safetensors and config.json; a classifier's: timm.create_model("local-dir:RUN/model")
 RUN/broken_images.txt     images that could not be read, if there were any
 RUN/results.json          metrics, epochs, seconds, seed, versions and the command
@@ -51,7 +51,7 @@ from dgt.weights.folder import SUMS
 
 RECORD_FORMAT = 1
 RESULTS = "results.json"
-WEIGHT_FILES = ("model/model.safetensors", "model.safetensors", "checkpoints/last.ckpt", "checkpoints/best.ckpt")
+WEIGHT_FILES = ("model/model.safetensors", "model.safetensors", "checkpoints/step-*.ckpt", "checkpoints/best.ckpt")
 WRAPPER = "timm_model."  # transformers' name for the model inside its own
 
 # What may change between a stop and its resumption: places, speed, and how much is tolerated or looked at.
@@ -237,7 +237,7 @@ def _read(path: str | Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
     """File, weights and record of a checkpoint, a run folder or a model folder."""
     source = path = Path(path)
     if path.is_dir():
-        found = [path / place for place in WEIGHT_FILES if (path / place).is_file()]
+        found = [file for place in WEIGHT_FILES for file in sorted(path.glob(place), reverse=True)]
         if not found:
             places = ", ".join(WEIGHT_FILES)
             raise FileNotFoundError(f"the folder {str(path)!r} holds no model: expected one of {places} in it")

@@ -2,26 +2,17 @@
 
 A checkpoint is taken only where nothing is under way: between two optimizer steps or at the end of an epoch. It is a
 zip of tensors and plain values as `torch.save` writes it, opened without running code and refused where a part does not
-have its checksum, which `torch.load` alone does not look at. Under "fsdp2" it is a folder with a file from each
-process. A run has
-
-```
-checkpoints/step-00001234.ckpt    after so many optimizer steps; the newest `checkpoint.keep` of them
-checkpoints/last.ckpt             the newest again (a hard link where the file system has them)
-checkpoints/best.ckpt             the best validation
-```
+have its checksum, which `torch.load` alone does not look at. Sharded weights are gathered for it. A run has the newest
+`checkpoint.keep` of them, `step-00001234.ckpt` after so many optimizer steps, and the best validation's, `best.ckpt`.
 """
 
 from __future__ import annotations
 
 import io
-import os
 import pickle
-import shutil
 import time
 import zipfile
 import zlib
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,13 +21,17 @@ import torch
 from lightning.fabric import Fabric
 from timm.utils import ModelEmaV3
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import FSDPModule
 
 from dgt.layers import renormalize_centroids
 from dgt.training.recipe import CheckpointSettings
-from dgt.utils.atomic_write import atomic_write, replacing
+from dgt.utils.atomic_write import atomic_write
 from dgt.utils.errors import LOGGER, UserError
 
+FORMAT = 2  # of checkpoints
 RECORD_KEY = "dgt"
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 @dataclass
@@ -81,7 +76,6 @@ class TrainingState:
     optimizer: Any  # as Fabric set it up
     data: Any  # the data module, which knows the unreadable images
     global_batch: int  # images of an optimizer step, over all processes
-    sharded: bool = False  # whether each process holds a share of the weights alone
     progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
@@ -92,20 +86,27 @@ class TrainingState:
         """The network that is validated and exported: the average, where there is one."""
         return self.network if self.average is None else self.average.module
 
+    @property
+    def sharded(self) -> bool:
+        """Whether each process holds a share of the weights alone."""
+        return isinstance(self.network, FSDPModule)
+
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds; a matter of all processes. Sharded weights are left to Fabric, as objects."""
-        content = {
+        """What a checkpoint holds; a matter of all processes, of which the first gets shared-out weights."""
+        weights, optimizer = self.network.state_dict(), self.optimizer.state_dict()
+        if self.sharded:
+            weights, optimizer = get_state_dict(self.network, self.optimizer.optimizer, options=WHOLE)
+        return {
+            "format": FORMAT,
             "progress": asdict(self.progress),
             "loss_sums": self.fabric.all_reduce(self.loss_sums.clone(), reduce_op="sum"),
             "precision": self.fabric.strategy.precision.state_dict(),
             "broken_images": self.data.state_dict(),
             "world_size": self.fabric.world_size,
+            "training_weights": weights,
+            "state_dict": weights if self.average is None else self.average.module.state_dict(),
+            "optimizer": optimizer,
         }
-        if self.sharded:
-            return {**content, "objective": self.objective, "optimizer": self.optimizer}
-        if self.average is not None:
-            content["training_weights"] = self.network.state_dict()
-        return {**content, "state_dict": self.evaluated.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load(self, path: Path, stored: dict[str, Any]) -> None:
         """Go to where a checkpoint was taken, from what `latest_checkpoint` returned; a matter of all processes.
@@ -122,20 +123,21 @@ class TrainingState:
             self.loss_sums.copy_(stored["loss_sums"])
         self.fabric.strategy.precision.load_state_dict(stored["precision"])
         self.data.load_state_dict(stored["broken_images"])
+        weights, optimizer = stored["training_weights"], stored["optimizer"]
         if self.sharded:
-            self.fabric.load(path, {"objective": self.objective, "optimizer": self.optimizer}, strict=False)
+            states = {"model_state_dict": weights, "optim_state_dict": optimizer}
+            set_state_dict(self.network, self.optimizer.optimizer, **states, options=WHOLE)
             return
-        self.network.load_state_dict(stored.get("training_weights", stored["state_dict"]))
-        self.optimizer.load_state_dict(stored["optimizer"])
+        self.network.load_state_dict(weights)
+        self.optimizer.load_state_dict(optimizer)
         if self.average is not None:
             self.average.module.load_state_dict(stored["state_dict"])
 
 
 class Checkpoints:
-    """Writes checkpoints when they are due, and keeps the newest.
+    """Writes checkpoints, each with `record` (recipe and class names), when they are due, and keeps the newest.
 
-    A write that fails is told and kept in `failure`, not raised: a full disk costs a checkpoint, not the training, and
-    the older file is as it was. Every checkpoint holds `record`: recipe, class names, version.
+    A write that fails is told and kept in `failure`, not raised: a full disk costs a checkpoint, not the training.
     """
 
     def __init__(self, folder: Path, settings: CheckpointSettings, record: dict[str, Any]) -> None:
@@ -157,29 +159,19 @@ class Checkpoints:
         if not state.fabric.is_global_zero or self.failure is not None:
             return
         try:
-            if not state.sharded:
-                with replacing(self.folder / "last.ckpt") as partial:
-                    try:
-                        os.link(path, partial)
-                    except OSError:
-                        shutil.copyfile(path, partial)
             for old in step_checkpoints(self.folder.parent)[self.settings.keep :]:
-                shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
+                old.unlink(missing_ok=True)
         except OSError as error:
-            LOGGER.warning(f"the older checkpoints in {self.folder} could not be replaced: {error.strerror or error}")
+            LOGGER.warning(f"an older checkpoint in {self.folder} could not be removed: {error.strerror or error}")
 
     def write(self, state: TrainingState, path: Path) -> None:
         """Write one checkpoint whole or not at all; a matter of all processes."""
-        fabric, content = state.fabric, {RECORD_KEY: self.record, **state.state_dict()}
+        content, buffer = {RECORD_KEY: self.record, **state.state_dict()}, io.BytesIO()
+        if not state.fabric.is_global_zero:
+            return
+        torch.save(content, buffer)
         try:
-            if state.sharded:
-                with replacing(path) if fabric.is_global_zero else nullcontext(path) as partial:
-                    fabric.save(fabric.broadcast(partial), content)
-                    fabric.barrier()  # all have written their part
-            elif fabric.is_global_zero:
-                buffer = io.BytesIO()
-                torch.save(content, buffer)
-                atomic_write(path, buffer.getbuffer())
+            atomic_write(path, buffer.getbuffer())
             self.failure = None
         except OSError as error:
             self.failure = error
@@ -192,17 +184,18 @@ def step_checkpoints(folder: Path) -> list[Path]:
 
 
 def latest_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The newest whole checkpoint in a run's folder, and what it holds (of a sharded one, all but the weights).
+    """The newest whole checkpoint in a run's folder, and what it holds; None where there is none yet.
 
-    None where there is none yet. Damaged ones are told and left alone; UserError where all are, or of another version.
+    Damaged ones are told and left alone; UserError where all are, or of another version.
     """
     paths = step_checkpoints(folder)
     for path in paths:
         try:
-            stored = read_checkpoint(path / "meta.pt" if path.is_dir() else path)
-            Progress(**stored["progress"])
-            return path, stored
-        except (ValueError, OSError, KeyError, TypeError) as error:
+            stored = read_checkpoint(path)
+            if stored.get("format") == FORMAT:
+                return path, stored
+            LOGGER.warning(f"{path.name} is of another version: format {stored.get('format')}, {FORMAT} is read here")
+        except (UserError, OSError) as error:
             LOGGER.warning(f"{path.name} cannot be used, trying the one before: {error}")
     if paths:
         of_here = "damaged or of another version"
@@ -213,20 +206,17 @@ def latest_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 def read_checkpoint(source: Path) -> dict[str, Any]:
     """What a checkpoint holds, tensors on the CPU.
 
-    OSError where the file cannot be opened; UserError, naming it, where it is cut off, damaged or no mapping, or holds
-    Python objects.
+    OSError where the file cannot be opened; UserError, naming it, where it is cut off, damaged, or not of `dgt train`.
     """
     content = io.BytesIO(source.read_bytes())  # read first: torch.load's OSError would look like a missing permission
-    damaged = f"{source} is cut off or damaged ({len(content.getbuffer())} bytes)"
     try:
-        if zipfile.ZipFile(content).testzip() is not None:  # the first part that does not have its checksum
-            raise UserError(damaged)
+        whole = zipfile.ZipFile(content).testzip() is None  # no part that does not have its checksum
         content.seek(0)
-        stored = torch.load(content, map_location="cpu", weights_only=True)
+        stored = torch.load(content, map_location="cpu", weights_only=True) if whole else None
     except pickle.UnpicklingError as error:
         raise UserError(f"{source} is not a checkpoint of `dgt train`: it holds Python objects") from error
-    except (RuntimeError, EOFError, OSError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(damaged) from error
+    except (RuntimeError, EOFError, OSError, ValueError, zipfile.BadZipFile, zlib.error):
+        stored = None
     if not isinstance(stored, dict):
-        raise UserError(f"{source} was not written by `dgt train`: it holds no mapping")
+        raise UserError(f"{source} is cut off or damaged ({len(content.getbuffer())} bytes)")
     return stored
