@@ -74,13 +74,8 @@ ADDED: dict[str, dict[str, int]] = {
 }
 # Packages that are above both together, with the lines that they have: a number here may only fall.
 OVER_BUDGET: dict[str, int] = {
-<<<<<<< HEAD
-    **{"ops.triton": 2000, "data": 2126, "training": 1787},
-    **{"inference": 1091, "bench": 588, "experiments": 1439},
-=======
     **{"ops.triton": 2000, "data": 2126, "training": 1785},
-    **{"inference": 1091, "bench": 588, "experiments": 1408},
->>>>>>> 9b15c8e (Training: one kind of checkpoint, one status, fewer special cases)
+    **{"inference": 1091, "bench": 588, "experiments": 1439},
 }
 SLACK = 40  # lines that a package may have fallen below its number here before it must be brought down
 MAX_MODULE_LINES = 400

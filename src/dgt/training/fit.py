@@ -96,9 +96,7 @@ def build_state(recipe: Recipe, fabric: Fabric, data: Any, fresh: bool) -> Train
         initialize(network, recipe.model.init_from)
     if recipe.trainer.sync_batchnorm and fabric.world_size > 1:
         if fabric.device.type != "cuda":
-            raise UserError(
-                f"trainer.sync_batchnorm must be false on {fabric.device.type}: torch has it for GPUs alone"
-            )
+            raise UserError("trainer.sync_batchnorm must be false without GPUs, for which alone torch has it")
         network = convert_sync_batchnorm(network)
     if recipe.trainer.compile:
         network.compile()

@@ -211,7 +211,7 @@ def parse_recipe(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Re
     """Check the nested values of a recipe and apply the command line's changes, as `load_recipe` does."""
     task = str(values.get("task", "classify"))
     parser, changed = recipe_parser(task), override_keys(overrides)
-    _check_keys({**flatten(values), **dict.fromkeys(changed, {})}, flatten(parser.get_defaults().as_dict()))
+    _check_keys({**flatten(values), **{key: {} for key in changed}}, flatten(parser.get_defaults().as_dict()))
     if "model.name" in changed and isinstance(values.get("model"), Mapping):
         values = {**values, "model": {**values["model"], "args": {}}}
     try:
