@@ -75,6 +75,12 @@ def like_to_like_camvid() -> Cells:
 
 
 @table
+def like_to_like_coco() -> Cells:
+    """The same for COCO's masks, background and eighty categories."""
+    return _like("coco")
+
+
+@table
 def comparators() -> Cells:
     """Parameters and FLOPs of every row of Tables 2, 3 and 4 (a), beside the paper's."""
     rows = []

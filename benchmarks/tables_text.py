@@ -53,6 +53,14 @@ def single(name: str, places: str = "1") -> str:
 
 
 @number_of_text
+def objects(layer: str, measure: str) -> str:
+    """A share, %, of COCO's queries that are no background, in one layer."""
+    labels = read("like_to_like_coco")["rows"][int(layer)]["by_label"].items()
+    found = [(row["share"], row[measure]) for label, row in labels if label != "background"]
+    return number(100 * sum(share * one for share, one in found) / sum(share for share, _ in found), 1)
+
+
+@number_of_text
 def bound(case: str, label: str, busy: str = "") -> str:
     """The same on two threads as in the table of bounds, or beside a busy process."""
     rows = [row for row in read("attention_bound") if row["threads"] == 2 and bool(row["busy"]) == bool(busy)]

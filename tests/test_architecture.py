@@ -66,6 +66,7 @@ ADDED: dict[str, dict[str, int]] = {
     "dgt ablate key_choice and replacement": {"experiments": 456, "figures": 70, "app": 8},
     "weights that ship": {"weights": 218, "app": 163, "models": 26, "tasks": 3, "training": 37},
     "weights with a plan": {"weights": 23, "app": 35},
+    "weights of classes": {"models": 1, "tasks": 10},
     "annealed top_k": {"models": 27, "tasks": 8, "training": 5},
     "dgt explore --export": {"explorer": 103, "app": 7},
     "dgt profile": {"bench": 92, "app": 28},

@@ -45,6 +45,9 @@ def test_loss_is_the_mean_over_labelled_pixels() -> None:
     assert torch.allclose(segmentation_loss(logits, ignored), F.cross_entropy(logits[1:], labels[1:]))
     assert float(segmentation_loss(logits, torch.full_like(labels, 255))) == 0.0
     assert segmentation_loss(logits.half(), labels).dtype == torch.float32
+    weights = [0.5, 2.0, *[1.0] * (logits.shape[1] - 2)]
+    expected = F.cross_entropy(logits, labels, torch.tensor(weights))
+    assert torch.allclose(segmentation_loss(logits, labels, weights), expected)
 
 
 def test_a_run_is_evaluated_as_it_was_in_training(run: Path) -> None:
@@ -171,7 +174,11 @@ def test_the_papers_recipes() -> None:
         assert (recipe.data["image_size"], recipe.data["scale"]) == (512, [2048, 512])
 
 
-def test_heads_take_two_arguments() -> None:
+def test_heads_take_three_arguments() -> None:
     settings = ModelSettings("test_resnet", head={"width": 3})
-    with pytest.raises(ValueError, match=r"model.head must hold keys among channels, auxiliary_channels, got width"):
+    with pytest.raises(ValueError, match=r"keys among channels, auxiliary_channels, class_weights, got width"):
         build_segmenter(settings, 3, 32)
+    for weights in ([1, 2], [1, 2, 0], [1, 2, "3"], 3):
+        settings = ModelSettings("dgt_nano", head={"channels": 8, "class_weights": weights})
+        with pytest.raises(ValueError, match=r"model.head.class_weights must be 3 numbers above 0, got"):
+            build_segmenter(settings, 3, 32)

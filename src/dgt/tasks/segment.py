@@ -7,7 +7,7 @@ order of mmsegmentation: logits are brought to the image's size, then turned to 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -34,15 +34,17 @@ LOGITS_AT_ONCE = 2**26  # brought to an image's size at a time, 256 MiB of them
 PAPER = {"dgt_tiny": (52.5, 954.0), "dgt_small": (81.9, 1074.0), "dgt_base": (122.2, 1234.0)}  # Table 3
 
 
-def segmentation_loss(logits: Tensor, labels: Tensor) -> Tensor:
+def segmentation_loss(logits: Tensor, labels: Tensor, class_weights: Sequence[float] | None = None) -> Tensor:
     """Mean cross entropy of the labelled pixels, computed in float32; 0 where no pixel has a label.
 
     Args:
         logits: (B, classes, H, W).
         labels: int64 (B, H, W), 255 where there is none.
+        class_weights: what a pixel of each class counts; None for 1.
     """
-    total = F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
-    return total / (labels != IGNORED).sum().clamp(min=1)
+    weights = logits.new_tensor(class_weights or [1.0] * logits.shape[1], dtype=torch.float32)
+    total = F.cross_entropy(logits.float(), labels, weights, ignore_index=IGNORED, reduction="sum")
+    return total / weights[labels[labels != IGNORED]].sum().clamp(min=1e-6)
 
 
 def build_segmenter(settings: ModelSettings, num_classes: int, image_size: int) -> nn.Module:
@@ -50,17 +52,24 @@ def build_segmenter(settings: ModelSettings, num_classes: int, image_size: int) 
 
     Raises:
         UserError: timm knows no such model, it is no backbone of four stages, or it or the head does not take these
-            arguments.
+            arguments; `class_weights` of the head are no number above 0 for each class.
     """
-    settings.check_head("channels", "auxiliary_channels")
-    return build_upernet(settings.name, num_classes, image_size=image_size, **settings.head, **settings.arguments())
+    settings.check_head("channels", "auxiliary_channels", "class_weights")
+    head = {"class_weights": None, **settings.head}
+    weights = head.pop("class_weights")
+    positive = isinstance(weights, list) and all(isinstance(one, int | float) and one > 0 for one in weights)
+    if weights is not None and not (positive and len(weights) == num_classes):
+        raise UserError(f"model.head.class_weights must be {num_classes} numbers above 0, got {weights!r}")
+    network = build_upernet(settings.name, num_classes, image_size=image_size, **head, **settings.arguments())
+    network.class_weights = weights
+    return network
 
 
 def losses(network: Any, images: Tensor, targets: LabelMaps) -> Losses:
     """Cross entropy of both heads of a UperNet for padded crops (B, 3, S, S)."""
     labels = targets.labels.long()
     logits = network.forward_both(images, real_pixels(targets.sizes, (labels.shape[1], labels.shape[2])))
-    main, auxiliary = (segmentation_loss(part, labels) for part in logits)
+    main, auxiliary = (segmentation_loss(part, labels, network.class_weights) for part in logits)
     return {"loss": main + AUXILIARY_WEIGHT * auxiliary, "loss_main": main, "loss_auxiliary": auxiliary}
 
 

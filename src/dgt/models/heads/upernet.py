@@ -41,6 +41,7 @@ class UperNet(nn.Module):
     """
 
     forward_methods = ("forward_both",)  # ways through the model beside `forward`, for what shards its weights
+    class_weights: list[float] | None = None  # what a pixel of each class counts in training, where they differ
 
     def __init__(
         self, backbone: FeatureBackbone, num_classes: int, channels: int = 512, auxiliary_channels: int = 256
