@@ -33,7 +33,7 @@ from torch.utils.benchmark import timer
 
 import dgt
 from dgt.acceleration import inspect_model, search
-from dgt.acceleration.sdpa import Call, GroupedCall, exact_attention, install, watch_calls
+from dgt.acceleration.sdpa import GroupedCall, exact_attention, in_turns, install
 from dgt.bench.measures import machine, medians, milliseconds
 from dgt.utils.atomic_write import write_json
 
@@ -55,14 +55,8 @@ def whole_model(part: str, options: argparse.Namespace, todo: Callable[[dict[str
     image = torch.randn(1, 3, *size)
     with torch.device("meta"):  # whose forward is free
         twin = timm.create_model(name, img_size=size, depth=options.depth or None, num_classes=0)
-        layers, inside = inspect_model(twin, torch.empty(1, 3, *size), least_tokens=1), [0.0]
+        layers = inspect_model(twin, torch.empty(1, 3, *size), least_tokens=1)
     assert all(layer.choice == "groups" for layer in layers), layers
-
-    def timed(_: str, call: Call) -> Tensor:
-        start = timer()
-        output = F.scaled_dot_product_attention(*call[:3], scale=call.scale)
-        inside[0] += timer() - start
-        return output
 
     for groups, keys in SETTINGS:
         key = {"part": part, "groups": groups, "keys": keys, "size": list(size)}
@@ -75,15 +69,8 @@ def whole_model(part: str, options: argparse.Namespace, todo: Callable[[dict[str
                 module.dgt_groups = GroupedCall(centroids, keys, layer.prefix, 0).eval()
             else:
                 install(module, GroupedCall(centroids, keys, layer.prefix, 0).eval())
-        before, after, attention = [], [], []
-        for _ in range(options.rounds):
-            inside[0] = 0.0
-            with exact_attention(model), watch_calls(model, timed):
-                before.append(milliseconds(lambda: model(image)))
-            attention.append(1e3 * inside[0])
-            after.append(milliseconds(lambda: model(image)))
-        own, grouped = min(before), min(after)
-        bound = own / (own - attention[before.index(own)])
+        (own, inside), (grouped, _) = in_turns(model, lambda: model(image), options.rounds)
+        bound = own / (own - sum(inside.values()))
         tokens = {"model": name, "tokens": layers[0].tokens, "depth": len(layers), "rounds": options.rounds}
         save({**key, **tokens, "before_ms": own, "after_ms": grouped, "speedup": own / grouped, "bound": bound})
 

@@ -55,8 +55,7 @@ def count_prefix_tokens(model: nn.Module, name: str) -> int | None:
     while name:
         name = name.rpartition(".")[0]
         part = model.get_submodule(name)
-        count = getattr(part, "num_prefix_tokens", None)
-        if isinstance(count, int):
+        if isinstance(count := getattr(part, "num_prefix_tokens", None), int):
             return count
         places = (part, *(child for child_name, child in part.named_children() if "embed" in child_name))
         found = [tensor for place in places for own, tensor in place.named_parameters(recurse=False) if own in TOKENS]

@@ -46,8 +46,8 @@ class LayerReport:
 class Report:
     """What :func:`accelerate` found and did; errors are relative, of the model's output, speedups ratios of times.
 
-    ``predicted_error`` was measured on the images that settings were chosen by, ``measured_error`` on images kept
-    aside; ``bound`` is the speedup of the model if attention took no time at all.
+    ``predicted_error`` was measured on the images that settings were chosen by, ``measured_error`` on those kept aside,
+    each with half of its 95 % interval over images; ``bound`` is the model's speedup had attention taken no time.
     """
 
     asked_error: float
@@ -58,6 +58,8 @@ class Report:
     bound: float
     layers: list[LayerReport]
     centroids: dict[str, Tensor] = field(repr=False, default_factory=dict)
+    predicted_half: float | None = None
+    measured_half: float | None = None
 
     def __str__(self) -> str:
         width = max((len(layer.name) for layer in self.layers), default=0)
@@ -67,11 +69,12 @@ class Report:
             choice = f"{layer.groups} groups of {layer.keys} keys" if grouped else f"dense: {layer.reason}"
             times = f"{layer.error:8.1e}  {layer.ms_before:8.1f} ms {layer.ms_after:8.1f} ms" if grouped else ""
             lines.append(f"{layer.name:{width}}  {layer.tokens:6d}  {choice:24}  {times}".rstrip())
+        halves = [f" ± {half:.1g}" if half else "" for half in (self.predicted_half, self.measured_half)]
         return "\n".join([
             *lines,
             *sorted({f"note: {layer.note}" for layer in self.layers if layer.note}),
-            f"error: asked {self.asked_error:.2g}, predicted {self.predicted_error:.2g}, "
-            f"on images kept aside {self.measured_error:.2g}",
+            f"error: asked {self.asked_error:.2g}, predicted {self.predicted_error:.2g}{halves[0]}, "
+            f"on images kept aside {self.measured_error:.2g}{halves[1]}",
             f"speed: attention {self.attention_speedup:.2f} times, model {self.model_speedup:.2f} times "
             f"(no attention at all: {self.bound:.2f})",
         ])  # fmt: skip
@@ -88,11 +91,10 @@ class Report:
         figure = Figure(figsize=(10, 1.8 + 0.34 * len(self.layers)), layout="constrained")
         times, errors = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
         for place, row in enumerate(self.layers):
-            grouped = row.choice == "groups"
             times.barh(place - 0.2, row.ms_before, 0.38, color=COLOURS["before"])
-            times.barh(place + 0.2, row.ms_after, 0.38, color=COLOURS["groups" if grouped else "dense"])
+            times.barh(place + 0.2, row.ms_after, 0.38, color=COLOURS[row.choice])
             errors.barh(place, 100 * row.error, 0.6, color=COLOURS["groups"])
-            text = f"{row.groups} groups of {row.keys} keys" if grouped else row.reason
+            text = row.reason or f"{row.groups} groups of {row.keys} keys"
             times.annotate(text, (row.ms_after, place + 0.2), (4, 0), textcoords="offset points", va="center", size=7)
         for label, colour in COLOURS.items():
             times.barh(0, 0, color=colour, label=label)
@@ -113,6 +115,17 @@ class Report:
         atomic_write(Path(path), safetensors.torch.save(centroids, metadata=metadata))
 
 
+def check_model(model: nn.Module) -> None:
+    """Refuse what is no module, or cannot be accelerated any more."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, got {describe(model)}")
+    if grouped_calls(model):
+        raise UserError("model must not be accelerated already: take a fresh one, or apply_plan on one")
+    for module in model.modules():  # torch.compile(model), or model.compile() in place
+        if type(module).__name__ == "OptimizedModule" or vars(module).get("_compiled_call_impl") is not None:
+            raise UserError("model must not be compiled yet: torch.compile comes after accelerate")
+
+
 def apply_plan(model: nn.Module, path: str | Path) -> Report:
     """Accelerate a model as :func:`accelerate` did another with the same layers, from what its report saved.
 
@@ -121,8 +134,7 @@ def apply_plan(model: nn.Module, path: str | Path) -> Report:
         TypeError, ValueError: the model is no module, the file is no plan, or its layers are not the model's. The model
             is then as it was.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a module, got {describe(model)}")
+    check_model(model)
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no plan {str(path)!r}")
     try:
@@ -138,8 +150,6 @@ def apply_plan(model: nn.Module, path: str | Path) -> Report:
                 raise UserError(f"{str(path)!r} is no plan: centroids of {name!r} are {tuple(found.shape)}")
     except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as broken:
         raise UserError(f"{str(path)!r} is no plan: {broken}") from broken
-    if grouped_calls(model):
-        raise UserError("model must not be accelerated already")
     modules = dict(model.named_modules())
     for name in centroids:
         if name not in modules:

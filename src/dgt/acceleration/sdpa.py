@@ -7,6 +7,7 @@ the function around it is read instead, ``F.multi_head_attention_forward``.
 """
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,14 +26,20 @@ watched: list[nn.Module] = []  # models whose calls are being looked at
 
 
 class Call(NamedTuple):
-    """One call: its operands, (B, H, L, D), why groups cannot answer it, if they cannot, and the call itself."""
+    """One call: its operands, (B, H, L, D), why groups cannot answer it, if they cannot, and the call itself, which
+    returns None where the operands are not those of the attention."""
 
     query: Tensor
     key: Tensor
     value: Tensor
     scale: float
     reason: str | None
-    run: Callable[[], Any] | None = None
+    run: Callable[[], Any]
+
+    def first(self, count: int) -> "Call":
+        """The same of the first images."""
+        query, key, value = (part[:count] for part in self[:3])
+        return read_call(query, key, value, scale=self.scale, enable_gqa=query.shape[1] != key.shape[1])
 
 
 def why_not(reasons: dict[str, bool]) -> str | None:
@@ -86,7 +93,8 @@ def read_multi_head(
         joined = answer.permute(2, 0, 1, 3).flatten(2)
         return F.linear(joined if query.dim() == 3 else joined[:, 0], *output)
 
-    return call._replace(reason=reason or call.reason), finish
+    run = call.run if reason is None else lambda: None
+    return call._replace(reason=reason or call.reason, run=run), finish
 
 
 class Intercept(TorchFunctionMode):
@@ -113,8 +121,7 @@ class Intercept(TorchFunctionMode):
 @contextlib.contextmanager
 def watch_calls(model: nn.Module, answer: Callable[[str, Call], Tensor | None]) -> Iterator[None]:
     """While it is entered, ``answer`` is asked for every call, with the name of the innermost module that makes it."""
-    inside: list[str] = []
-    hooks = []
+    inside, hooks = list[str](), list[Any]()
 
     def leave(*_: Any) -> None:  # nothing is to be returned: it would be the module's output
         inside.pop()
@@ -138,9 +145,8 @@ def attend_in_groups(call: Call, centroids: Tensor, top_k: int, prefix: int, ste
     device = query.device.type
     if query.dtype != torch.float64 and torch.is_autocast_enabled(device):  # which casts for the function
         query, key, value = (tensor.to(torch.get_autocast_dtype(device)) for tensor in call[:3])
-    found = find_centroids(query[:, :, prefix:], centroids, steps)
-    options: dict[str, Any] = {"num_prefix_tokens": prefix, "remainder": True}
-    return dynamic_group_attention(query, key, value, found, top_k, call.scale, **options)
+    own = find_centroids(query[:, :, prefix:], centroids, steps)
+    return dynamic_group_attention(query, key, value, own, top_k, call.scale, num_prefix_tokens=prefix, remainder=True)
 
 
 class GroupedCall(CentroidState):
@@ -167,7 +173,7 @@ class GroupedCall(CentroidState):
 
     def forward(self, call: Call) -> Tensor | None:
         """The attention's output, (B, H, L, D); None where the call is to run as ever."""
-        if self.exact or call.reason is not None or call.query.shape[2] < self.least_tokens:
+        if call.reason is not None or call.query.shape[2] < self.least_tokens:
             return None
         found = attend_in_groups(call, self.unit_centroids(), self.top_k, self.num_prefix_tokens, STEPS)
         if self.training:
@@ -191,13 +197,12 @@ def install(module: nn.Module, grouped: GroupedCall) -> None:
 
 def uninstall_all(model: nn.Module) -> None:
     """Make a model what it was before any :func:`install`."""
-    for name in grouped_calls(model):
+    for name, grouped in grouped_calls(model).items():
         module = model.get_submodule(name)
-        patched = getattr(module, CHILD).patched
         delattr(module, CHILD)
         del module.forward
-        if patched is not None:
-            module.forward = patched
+        if grouped.patched is not None:
+            module.forward = grouped.patched
 
 
 def _forward_in_groups(module: Any, *arguments: Any, **named: Any) -> Any:
@@ -224,3 +229,33 @@ def exact_attention(model: nn.Module) -> Iterator[None]:
     finally:
         for call, exact in before.items():
             call.exact = exact
+
+
+def timed(work: Callable[[], Any], rounds: int = 1) -> tuple[float, Any]:
+    """How many ms it takes at least, and what it returns."""
+    from torch.utils.benchmark import timer  # waits for a GPU; only here, for it loads torch's compilers
+
+    times = []
+    for _ in range(rounds):
+        start, output = timer(), work()
+        times.append(1000 * (timer() - start))
+    return min(times), output
+
+
+def time_calls(model: nn.Module, run: Callable[[], Any], exact: bool) -> tuple[float, dict[str, float]]:
+    """Time ``run()``, which calls the model, and each layer's attention in it, its own if ``exact``, in ms."""
+    times, grouped = defaultdict[str, float](float), {} if exact else grouped_calls(model)
+
+    def answer(name: str, call: Call) -> Any:
+        spent, output = timed(partial(grouped[name], call) if name in grouped else call.run)
+        times[name] += spent
+        return output
+
+    with exact_attention(model), watch_calls(model, answer):
+        return timed(run)[0], times
+
+
+def in_turns(model: nn.Module, run: Callable[[], Any], rounds: int) -> list[tuple[float, dict[str, float]]]:
+    """The fastest of some runs with the model's own attention, and of those as it is accelerated, in turns."""
+    turns = [[time_calls(model, run, exact) for exact in (True, False)] for _ in range(rounds)]
+    return [min(runs, key=lambda run: run[0]) for runs in zip(*turns, strict=True)]

@@ -4,23 +4,23 @@ Every layer that attends globally is offered a few settings (how many groups, ho
 measured on images: its time on this machine, its error in the layer's output, and how far the layer's errors reach the
 model's output. Errors of layers add up like independent ones, so the fastest model of a given error has one price of
 squared error for all layers: every layer takes what costs least, time and error together, its own attention among the
-choices. The price is found by bisection, with the error of the model's output measured each time.
+choices. The price is found by bisection, by the error of the model's output on a few images, checked on many.
 """
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dgt.acceleration.doors import Inputs, call_model, count_images, count_prefix_tokens, take
-from dgt.acceleration.report import LayerReport, Report, install_plan
-from dgt.acceleration.sdpa import Call, GroupedCall, exact_attention, grouped_calls, uninstall_all, watch_calls, why_not
+from dgt.acceleration.report import LayerReport, Report, check_model, install_plan
+from dgt.acceleration.sdpa import Call, GroupedCall, grouped_calls, in_turns, timed, uninstall_all, watch_calls, why_not
 from dgt.ops import seed_centroids
 from dgt.ops.checks import check_count, describe
 from dgt.utils.errors import LOGGER, UserError
@@ -30,30 +30,32 @@ KEYS = (8, 32, 96, 256)
 LEAST_TOKENS = 192  # fewer are not even tried: choosing keys alone takes as long as attention there
 TOKENS_PER_GROUP = 32  # of the sample that centroids are found in
 GAIN = 0.9  # a setting must take less than this share of the layer's own time
-ERROR_IMAGES = 2  # for the error of a layer's settings, which steers; the model's is measured on all
+ERROR_IMAGES = 2  # for the error of a layer's settings, which only ranks them
+STEERING_IMAGES = 8  # for the error of the model at a price; where the bisection ends it is measured on all
+CENTROID_IMAGES = 8  # at most: all give as many queries together
 ROUNDS = 3  # the least time of so many counts
 NO_PREFIX = "nothing tells of class or register tokens: all are taken for patches (num_prefix_tokens=)"
 BISECTIONS = 24  # of the price, over PRICES
-PRICES = (-6.0, 14.0)  # powers of ten, seconds for a squared error of one
-_Choice: TypeAlias = "dict[str, _Setting]"
+CHECKS = 5  # of what bisections end at
+PRICES = (-3.0, 17.0)  # powers of ten, ms for a squared error of one
+_Choice: TypeAlias = dict[str, LayerReport]
 
 
 @torch.no_grad()
 def accelerate(model: nn.Module, images: Inputs, error: float = 0.01, num_prefix_tokens: int | None = None) -> Report:
     """Have a trained model's global attention done by groups, in place and without training.
 
-    Every attention that ends in ``F.scaled_dot_product_attention`` is looked at: those of timm, Hugging Face's with
-    ``attn_implementation="sdpa"`` (or "dgt", :func:`dgt.register_attention`), ``nn.MultiheadAttention``, and whatever
-    else calls that function. One with a mask or bias of pairs, causal, in windows, across sequences or called more
-    than once stays as it is, as does one that groups do not make faster. The weights stay the model's, under their
-    names; ``with dgt.exact_attention(model):`` has its own attention back.
+    Every attention that ends in ``F.scaled_dot_product_attention`` is looked at: timm's, Hugging Face's with
+    ``attn_implementation="sdpa"`` (or "dgt", :func:`dgt.register_attention`), ``nn.MultiheadAttention``, any other.
+    One with a mask or bias of pairs, causal, in windows, across sequences, called more than once, or not made faster by
+    groups stays as it is. The weights do; ``with dgt.exact_attention(model):`` has the model's own attention back.
 
     Args:
         model: any module called as ``model(images)``; its mode stays.
-        images: (N, ...) what the model is called with, N >= 2, of the kind and size that it will see: a dozen or
-            more. Of every four one gives centroids, one is kept aside to measure the error, by two it is chosen. Or a
-            mapping for ``model(**images)``, as a processor of Hugging Face returns it; tensors as long as its first one
-            are then an image's each, others all images'.
+        images: (N, ...) what the model is called with, N >= 2, of the kind and size that it will see, and none that it
+            was trained on: a dozen, or a hundred where their errors differ much, as a classifier's. One in four gives
+            centroids (8 at most), one is kept aside to measure the error, the others choose. Or a mapping for
+            ``model(**images)``, as Hugging Face's processors return; tensors as long as its first are an image's each.
         error: largest relative error of the model's output, ``|after - before| / |before|``, in (0, 1).
         num_prefix_tokens: class and register tokens; None asks the model, and takes 0 if it does not say.
 
@@ -64,7 +66,7 @@ def accelerate(model: nn.Module, images: Inputs, error: float = 0.01, num_prefix
         TypeError, ValueError: naming the argument, what was expected and what came; for a model that fails on the
             images, is accelerated already or has no attention. Whatever is raised, the model is as it was.
     """
-    _check_model(model)
+    check_model(model)
     count = count_images(images)
     if isinstance(images, Tensor) and images.is_meta:
         raise TypeError(f"images must hold values, got {describe(images)}")
@@ -92,20 +94,10 @@ def inspect_model(
             device, which has no values.
         least_tokens: fewer are reported as dense.
     """
-    _check_model(model)
+    check_model(model)
     with _in_evaluation(model):
-        found = _find_layers(model, images, num_prefix_tokens, least_tokens).values()
-    return [replace(one.report(None), choice="dense" if one.reason else "groups", reason=one.reason) for one in found]
-
-
-def _check_model(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a module, got {describe(model)}")
-    if grouped_calls(model):
-        raise UserError("model must not be accelerated already: take a fresh one, or apply_plan on one")
-    for module in model.modules():  # torch.compile(model), or model.compile() in place
-        if type(module).__name__ == "OptimizedModule" or vars(module).get("_compiled_call_impl") is not None:
-            raise UserError("model must not be compiled yet: torch.compile comes after accelerate")
+        layers = _find_layers(model, images, num_prefix_tokens, least_tokens).values()
+    return [replace(layer.row, choice="dense" if layer.row.reason else "groups") for layer in layers]
 
 
 @contextlib.contextmanager
@@ -123,88 +115,63 @@ def _in_evaluation(model: nn.Module) -> Iterator[None]:
 
 
 @dataclass
-class _Setting:
-    """What a layer may do: so many groups and keys, its error there and its time in seconds for an image."""
-
-    groups: int
-    keys: int
-    error: float
-    seconds: float
-
-
-@dataclass
 class _Layer:
-    """What is known of a layer: sizes, its own time for an image, the share of its error that reaches the model's
-    output, its centroids by number of groups, and its settings."""
+    """What is known of a layer: its row of the report as it is, the share of its error that reaches the model's output,
+    its centroids by number of groups, and rows of whatever else it may do, with their times for an image."""
 
-    name: str
-    reason: str = ""
-    heads: int = 0
-    tokens: int = 0
-    channels: int = 0
-    prefix: int = 0
-    seconds: float = 0.0
+    row: LayerReport
     calls: int = 0
     reach: float = 1.0
     centroids: dict[int, Tensor] = field(default_factory=dict)
-    settings: list[_Setting] = field(default_factory=list)
-    note: str = ""
+    settings: list[LayerReport] = field(default_factory=list)
 
-    def best(self, price: float) -> _Setting | None:
-        """What costs least where a squared error of one costs ``price`` seconds; None for the layer's own attention."""
-        costs = [(setting.seconds + price * (self.reach * setting.error) ** 2, setting) for setting in self.settings]
-        cost, setting = min(costs, key=lambda pair: pair[0], default=(self.seconds, None))
-        return setting if cost < self.seconds else None
-
-    def report(self, setting: _Setting | None) -> LayerReport:
-        sizes = {name: getattr(self, name) for name in ("heads", "tokens", "channels", "prefix", "note")}
-        before = 1000 * self.seconds
-        if setting is None:
-            reason = self.reason or "no setting within the error is faster"
-            return LayerReport(self.name, "dense", reason, **sizes, ms_before=before, ms_after=before)
-        chosen: dict[str, Any] = {"groups": setting.groups, "keys": setting.keys, "error": setting.error}
-        return LayerReport(self.name, "groups", **sizes, **chosen, ms_before=before, ms_after=1000 * setting.seconds)
+    def best(self, price: float) -> LayerReport | None:
+        """What costs least where a squared error of one costs ``price`` ms; None for the layer's own attention."""
+        costs = [(row.ms_after + price * (self.reach * row.error) ** 2, row) for row in self.settings]
+        cost, row = min(costs, key=lambda pair: pair[0], default=(0.0, None))
+        return row if row is not None and cost < row.ms_before else None
 
 
 def _accelerate(model: nn.Module, images: Inputs, error: float, prefix: int | None) -> Report:
-    own, aside, *others = [take(images, slice(start, None, 4)) for start in range(min(count_images(images), 4))]
-
-    def outputs() -> list[Tensor]:  # of others than centroids come from, whose own errors are smaller
-        return [tensor for part in others or [own] for tensor in _outputs(call_model(model, part))]
-
-    layers = _find_layers(model, own, prefix, LEAST_TOKENS)
-    before = outputs()
-    if not before or not all(tensor.isfinite().all() for tensor in before):
+    every = 4 * math.ceil((count := count_images(images)) / (4 * CENTROID_IMAGES))
+    own = take(images, slice(None, None, every))  # give centroids, and have smaller errors than others
+    places = sorted((at for at in range(count) if at % every or count == 2), key=lambda at: at % 4 == 1)  # aside: last
+    others, most = [take(images, slice(at, at + 1)) for at in places], sum(at % 4 != 1 for at in places)
+    layers, few = _find_layers(model, own, prefix, LEAST_TOKENS), min(STEERING_IMAGES, most)
+    before, kept = [_outputs(call_model(model, image)) for image in others], dict[Any, list[Tensor]]()
+    if not before[0] or not all(tensor.isfinite().all() for tensors in before for tensor in tensors):
         raise UserError("model must return floating point tensors, free of NaN and infinities: the error is theirs")
     _measure(model, own, layers)
 
-    def error_of(chosen: _Choice) -> float:
+    def attempt(chosen: _Choice, count: int) -> Tensor:
+        """Have the model do what is chosen; :func:`_squares` of the first of the others, (count, 2), run once."""
         uninstall_all(model)
         install_plan(model, *_plan(layers, chosen))
-        return _difference(outputs(), before)
+        found = kept.setdefault(tuple(chosen.items()), [])
+        for image, whole in zip(others[len(found) : count], before[len(found) : count], strict=True):
+            found.append(_squares(_outputs(call_model(model, image)) if chosen else whole, whole))
+        return torch.stack(found[:count])
 
     tell = _progress(len(layers))
     for name, layer in layers.items():
         tell(f"how far errors of {name} reach")
         if layer.settings:
-            probe = min(layer.settings, key=lambda setting: setting.seconds)
-            layer.reach = error_of({name: probe}) / max(probe.error, 1e-12)
-    chosen, predicted = _choose(layers, error, error_of)
-    rows, centroids = _plan(layers, chosen)
-    uninstall_all(model)
-    original = _outputs(call_model(model, aside))
-    install_plan(model, rows, centroids)
-    measured = _difference(_outputs(call_model(model, aside)), original)
-    seconds_before, seconds_after = _in_turns(model, take(aside, slice(1)))
-    if not chosen or seconds_after >= seconds_before:  # what single layers gained was lost around them
-        uninstall_all(model)
+            probe = min(layer.settings, key=lambda row: row.ms_after)
+            layer.reach = _error(attempt({name: probe}, few)) / max(probe.error, 1e-12)
+    chosen = _choose(layers, error, lambda choice, on_all: _error(attempt(choice, most if on_all else few)))
+    attempt(chosen, most)
+    (whole, own_ms), (whole_after, ms) = in_turns(model, lambda: call_model(model, others[-1]), ROUNDS)
+    if not chosen or whole_after >= whole:  # what single layers gained was lost around them
         for name in chosen:
-            layers[name].reason = "the whole model was not faster"
-        (rows, centroids), predicted, measured, seconds_after = _plan(layers, {}), 0.0, 0.0, seconds_before
-    attention = [sum(getattr(row, name) for row in rows.values()) / 1000 for name in ("ms_before", "ms_after")]
-    bound = 1 / (1 - min(attention[0] / seconds_before, 0.999))
-    speedups = (attention[0] / attention[1] if attention[1] else 1.0, seconds_before / seconds_after, bound)
-    return Report(error, predicted, measured, *speedups, list(rows.values()), centroids)
+            layers[name].row = replace(layers[name].row, reason="the whole model was not faster")
+        chosen, whole_after, ms = {}, whole, own_ms
+    squares, (rows, centroids), attention = attempt(chosen, count), _plan(layers, chosen), sum(own_ms.values())
+    return Report(
+        error, _error(squares[:most]), _error(squares[most:]), attention / sum(ms.values()) if chosen else 1.0,
+        whole / whole_after, bound=whole / max(whole - attention, 1e-9), centroids=centroids,
+        layers=[replace(row, ms_before=own_ms[name], ms_after=ms[name]) for name, row in rows.items()],
+        predicted_half=_half_interval(squares[:most]), measured_half=_half_interval(squares[most:]),
+    )  # fmt: skip
 
 
 def _find_layers(model: nn.Module, images: Inputs, prefix: int | None, least_tokens: int) -> dict[str, _Layer]:
@@ -212,21 +179,21 @@ def _find_layers(model: nn.Module, images: Inputs, prefix: int | None, least_tok
     layers, count = dict[str, _Layer](), count_images(images)
 
     def look(name: str, call: Call) -> None:
-        layer = layers.setdefault(name, _Layer(name))
+        layer = layers.setdefault(name, _Layer(LayerReport(name, "dense")))
         layer.calls += 1
-        layer.heads = call.query.shape[1] if call.query.dim() == 4 else 0
-        layer.tokens, layer.channels = call.query.shape[-2:]
+        heads, (tokens, channels) = call.query.shape[1] if call.query.dim() == 4 else 0, call.query.shape[-2:]
         found = count_prefix_tokens(model, name) if prefix is None else prefix
-        layer.prefix, layer.note = found or 0, "" if found is not None else NO_PREFIX
         windows, rest = divmod(len(call.query), count)
-        layer.reason = call.reason or why_not({
+        reason = call.reason or why_not({
             "not image by image": rest > 0,
             f"in windows, {windows} an image": windows != 1,
             "called more than once": layer.calls > 1,
-            "few tokens": layer.tokens - layer.prefix < least_tokens,
+            "few tokens": tokens - (found or 0) < least_tokens,
             "inside of nn.TransformerEncoderLayer, which passes it by in evaluation":
                 isinstance(model.get_submodule(name.rpartition(".")[0]), nn.TransformerEncoderLayer),
-        }) or layer.reason  # fmt: skip
+        }) or layer.row.reason  # fmt: skip
+        note = "" if found is not None else NO_PREFIX
+        layer.row = LayerReport(name, "dense", reason, heads, tokens, channels, found or 0, note=note)
 
     try:
         with watch_calls(model, look):
@@ -241,59 +208,61 @@ def _find_layers(model: nn.Module, images: Inputs, prefix: int | None, least_tok
         raise UserError(f"model must call F.scaled_dot_product_attention, got a {type(model).__name__} that {advice}")
     for name, layer in layers.items():  # whose groups would answer the calls within as well
         if any(other != name and f".{other}".startswith(f".{name}.".replace("..", ".")) for other in layers):
-            layer.reason = layer.reason or "other attention inside of it"
+            layer.row = replace(layer.row, reason=layer.row.reason or "other attention inside of it")
     return layers
 
 
 def _measure(model: nn.Module, images: Inputs, layers: dict[str, _Layer]) -> None:
     """Centroids, error on what a few images give it, and time on what one does, of every setting of every layer."""
-    count, tell = count_images(images), _progress(sum(layer.calls for layer in layers.values()))
+    tell = _progress(sum(layer.calls for layer in layers.values()))
 
-    def answer(name: str, call: Call) -> Tensor | None:
+    def answer(name: str, call: Call) -> None:
         tell(f"settings of {name}")
-        layer = layers[name]
-        if layer.reason:  # the call as it is, of all images
-            layer.seconds += _seconds(call.run) / count if call.run else 0.0
-            return None
-        q, k, v = (tensor[: max(1, len(tensor) // count)] for tensor in (call.query, call.key, call.value))
-        one = Call(q, k, v, call.scale, call.reason)
-        layer.seconds = _seconds(lambda: _dense(one))
-        whole = _dense(call)
-        few = call._replace(**{name: getattr(call, name)[:ERROR_IMAGES] for name in ("query", "key", "value")})
-        size = max(float(whole[:ERROR_IMAGES].float().norm()), 1e-30)
-        patches = call.query[:, :, layer.prefix :].float().transpose(0, 1).flatten(1, 2)  # (H, B L, D)
-        for groups in (number for number in GROUPS if 8 * number <= layer.tokens):
-            places = torch.arange(sample := TOKENS_PER_GROUP * groups, device=q.device) * patches.shape[1] // sample
+        layer, row = layers[name], layers[name].row
+        if row.reason:
+            return
+        layer.row = replace(row, reason="no setting within the error is faster")
+        one, few = call.first(1), call.first(ERROR_IMAGES)
+        own, whole = timed(one.run, ROUNDS)[0], few.run()
+        patches = call.query[:, :, row.prefix :].float().transpose(0, 1).flatten(1, 2)  # (H, B L, D)
+        for groups in (number for number in GROUPS if 8 * number <= row.tokens):
+            places = torch.arange(n := TOKENS_PER_GROUP * groups, device=patches.device) * patches.shape[1] // n
             centroids = layer.centroids[groups] = seed_centroids(patches[:, places], groups)
-            for keys in (number for number in KEYS if 4 * number <= layer.tokens):
-                grouped = GroupedCall(centroids, keys, layer.prefix, 0)
-                seconds = _seconds(partial(grouped, one))
-                if seconds >= GAIN * layer.seconds:
+            for keys in (number for number in KEYS if 4 * number <= row.tokens):
+                grouped = GroupedCall(centroids, keys, row.prefix, 0)
+                if (least := timed(partial(grouped, one), ROUNDS)[0]) >= GAIN * own:
                     break  # more keys only take longer
-                difference = cast(Tensor, grouped(few)) - whole[:ERROR_IMAGES]
-                layer.settings.append(_Setting(groups, keys, float(difference.float().norm()) / size, seconds))
-        return whole
+                error = _error(_squares([grouped(few).float()], [whole.float()])[None])
+                row = replace(row, choice="groups", groups=groups, keys=keys, error=error)
+                layer.settings.append(replace(row, ms_before=own, ms_after=least))
 
     with watch_calls(model, answer):
         call_model(model, images)
 
 
-def _choose(layers: dict[str, _Layer], error: float, error_of: Callable[[_Choice], float]) -> tuple[_Choice, float]:
-    """The choice at the lowest price of error whose error is at most that asked for, and its error."""
-    (low, high), known, tell = PRICES, dict[tuple[Any, ...], float](), _progress(BISECTIONS)
-    best: tuple[_Choice, float] = ({}, 0.0)
-    for _ in range(BISECTIONS):
-        tell("a choice of settings")
-        middle = (low + high) / 2
-        chosen = {name: setting for name, layer in layers.items() if (setting := layer.best(10**middle)) is not None}
-        key = tuple((name, setting.groups, setting.keys) for name, setting in chosen.items())
-        if key not in known:
-            known[key] = error_of(chosen) if chosen else 0.0
-        if known[key] <= error:
-            high, best = middle, (chosen, known[key])
-        else:
-            low = middle
-    return best
+def _choose(layers: dict[str, _Layer], error: float, error_of: Callable[[_Choice, bool], float]) -> _Choice:
+    """The choice at the lowest price of error that was found to have at most the error asked for, on all images.
+
+    A few images steer, by their error times the ratio of that of all to theirs at the choice before, since errors of
+    choices go together over images. What the bisection ends at is measured on all, until that was done before.
+    """
+    known, ratio, within, tell = dict[Any, float]({(): 0.0}), 1.0, _Choice(), _progress(CHECKS)
+    for _ in range(CHECKS):
+        tell("choices of settings")
+        (low, high), best = PRICES, _Choice()
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            found = {name: row for name, layer in layers.items() if (row := layer.best(10**middle)) is not None}
+            at = tuple(found.items())
+            if (known[at] if at in known else ratio * error_of(found, False)) <= error:
+                high, best = middle, found
+            else:
+                low = middle
+        if (key := tuple(best.items())) in known:
+            return best
+        known[key] = error_of(best, True)
+        ratio, within = known[key] / (error_of(best, False) or 1.0), best if known[key] <= error else within
+    return within
 
 
 def _progress(total: int) -> Callable[[str], None]:
@@ -311,35 +280,8 @@ def _progress(total: int) -> Callable[[str], None]:
 
 def _plan(layers: dict[str, _Layer], chosen: _Choice) -> tuple[dict[str, LayerReport], dict[str, Tensor]]:
     """The report of every layer, and the centroids of those in groups."""
-    rows = {name: layer.report(chosen.get(name)) for name, layer in layers.items()}
-    return rows, {name: layers[name].centroids[setting.groups] for name, setting in chosen.items()}
-
-
-def _dense(call: Call) -> Tensor:
-    fewer_keys = call.query.shape[1] != call.key.shape[1]
-    return F.scaled_dot_product_attention(*call[:3], scale=call.scale, enable_gqa=fewer_keys)
-
-
-def _seconds(work: Callable[[], Any], rounds: int = ROUNDS) -> float:
-    """The least time of a few rounds."""
-    from torch.utils.benchmark import timer  # waits for a GPU; only here, for it loads torch's compilers
-
-    times = []
-    for _ in range(rounds):
-        start = timer()
-        work()
-        times.append(timer() - start)
-    return min(times)
-
-
-def _in_turns(model: nn.Module, images: Inputs) -> tuple[float, float]:
-    """The least times of a model with its own attention and with groups, a turn of each at a time."""
-    before = after = float("inf")
-    for _ in range(ROUNDS):
-        with exact_attention(model):
-            before = min(before, _seconds(lambda: call_model(model, images), 1))
-        after = min(after, _seconds(lambda: call_model(model, images), 1))
-    return before, after
+    rows = {name: chosen.get(name, layer.row) for name, layer in layers.items()}
+    return rows, {name: layers[name].centroids[row.groups] for name, row in chosen.items()}
 
 
 def _outputs(output: Any) -> list[Tensor]:
@@ -350,7 +292,21 @@ def _outputs(output: Any) -> list[Tensor]:
     return [tensor for value in values for tensor in _outputs(value)]
 
 
-def _difference(after: Sequence[Tensor], before: Sequence[Tensor]) -> float:
-    """|after - before| / |before| over all tensors together."""
-    squares = sum(float((a - b).square().sum()) for a, b in zip(after, before, strict=True))
-    return float((squares / max(sum(float(b.square().sum()) for b in before), 1e-30)) ** 0.5)
+def _squares(after: Sequence[Tensor], before: Sequence[Tensor]) -> Tensor:
+    """(2,): |after - before| and |before|, squared, over all tensors together."""
+    pairs = [((a - b).square().sum(), b.square().sum()) for a, b in zip(after, before, strict=True)]
+    return torch.tensor(pairs, dtype=torch.float64).sum(0)
+
+
+def _error(squares: Tensor) -> float:
+    """|after - before| / |before| over all images together, of (images, 2) as :func:`_squares`."""
+    return float((squares[:, 0].sum() / squares[:, 1].sum().clamp(min=1e-30)).sqrt())
+
+
+def _half_interval(squares: Tensor) -> float | None:
+    """Half of that error's 95 % interval, by the jackknife over images; None where nothing tells."""
+    rest, others = squares.sum(0) - squares, len(squares) - 1
+    if not others or not squares[:, 0].any():
+        return None
+    spread = (rest[:, 0] / rest[:, 1]).sqrt().std(correction=0) * others**0.5
+    return (2 + 3 / others) * float(spread)  # about Student's t
