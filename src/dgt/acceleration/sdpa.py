@@ -177,7 +177,7 @@ class GroupedCall(CentroidState):
             return None
         found = attend_in_groups(call, self.unit_centroids(), self.top_k, self.num_prefix_tokens, STEPS)
         if self.training:
-            self.observe(call.query, found.group_ids, None, "auto")
+            self.observe(call.query, found.group_ids, "auto")
         return found.output
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:

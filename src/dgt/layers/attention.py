@@ -131,7 +131,7 @@ class DGAttention(SelfAttention, CentroidState):
             self.seed(heads[0], real)
         output, groups = attend_in_groups(heads, self.unit_centroids(), self.top_k, self.scale, real, self.backend)
         if self.training:
-            self.observe(heads[0], groups, real, self.backend)
+            self.observe(heads[0], groups, self.backend)
         return self.merge_heads(output, x)
 
     @torch.jit.ignore

@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from dgt.ops.backends import load_triton, resolve_backend
 from dgt.ops.checks import check_share
 from dgt.ops.grouping import blend_centroids, group_statistics, seed_centroids
 from dgt.utils.distributed import world_size
@@ -95,12 +94,10 @@ class CentroidState(nn.Module):
         self.seeded = True
 
     @torch.jit.unused
-    def observe(self, query: Tensor, group_ids: Tensor, key_mask: Tensor | None, backend: str) -> None:
-        """Add the statistics of (B, H, L, D) queries and their (B, H, L) groups to those of the current step."""
+    def observe(self, query: Tensor, group_ids: Tensor, backend: str) -> None:
+        """Add the statistics of (B, H, L, D) queries, by the (B, H, L) groups they attended in, to the step's."""
         with torch.no_grad():
-            on_triton = resolve_backend(backend, query) == "triton"  # index_add: slow there, and not bit-equal
-            summing = load_triton().group_statistics if on_triton else group_statistics
-            sums, counts = summing(query, group_ids, self.centroids.shape[1])
+            sums, counts = group_statistics(query, group_ids, self.centroids.shape[1], backend)
             self.group_sums.add_(sums)
             self.group_counts.add_(counts)
 

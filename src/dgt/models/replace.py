@@ -73,7 +73,7 @@ class SwappedAttention(DGAttention):
             self.seed(patches, None)
         attention = self._attend(query, key, value)
         if self.training:
-            self.observe(patches, attention.group_ids[:, :, self.num_prefix_tokens :], None, self.backend)
+            self.observe(patches, attention.group_ids[:, :, self.num_prefix_tokens :], self.backend)
         merged = self.norm(attention.output.transpose(1, 2).flatten(2))
         return self.proj_drop(self.proj(merged)).view(x.shape)
 

@@ -111,17 +111,16 @@ def _(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
     return query.new_empty(query.shape[:3], dtype=torch.int64)
 
 
-def group_statistics(query: Tensor, group_ids: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+@falls_back
+def group_statistics(query: Tensor, group_ids: Tensor, num_groups: int, backend: str = "auto") -> tuple[Tensor, Tensor]:
     """Sum the normalised queries of every group over batch and tokens, and count them (Eq. 3 in parts).
 
-    Args:
-        query: (B, H, L, D) float tensor.
-        group_ids: (B, H, L) int64; -1 (padding) is not counted.
-        num_groups: G.
-
-    Returns:
-        ``(sums, counts)``: float32 (H, G, D) and (H, G). Statistics of parts of a batch add up.
+    Returns float32 ``(sums, counts)``, (H, G, D) and (H, G), of (B, H, L, D) queries whose (B, H, L) groups are known;
+    -1 (padding) is not counted. Statistics of parts of a batch add up; ``backend`` as for the whole operator.
     """
+    if resolve_backend(backend, query) == "triton":  # PyTorch's index_add: slow there, and not bit-equal
+        found = load_triton().group_statistics(query.detach(), group_ids, num_groups)
+        return found[..., :-1], found[..., -1]
     with full_precision(query.device):
         return sum_groups(F.normalize(query.detach().float(), dim=-1), group_ids, num_groups)
 

@@ -184,7 +184,7 @@ def key_gradients(
 
 @triton.jit
 def sum_up_rest(
-    key, value, key_mask, bits, sums, counts, rest_key, rest_value, rest_bias,
+    key, value, key_mask, bits, sums, rest_key, rest_value, rest_bias,
     kb, kh, kl, vb, vh, vl, heads, keys, groups, words, parts, scale,
     D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -195,8 +195,8 @@ def sum_up_rest(
     head, first = tl.program_id(0) // parts, tl.program_id(0) % parts * T
     ids = first + tl.arange(0, T)
     exist, own = ids < groups, head.to(tl.int64) * groups + ids
-    number = tl.maximum(tl.load(counts + own, mask=exist, other=1.0), 1.0)
-    q = (load_rows(sums, own, D, exist, D, DP) / number[:, None]).to(key.dtype.element_ty)
+    number = tl.maximum(tl.load(sums + own * (D + 1) + D, mask=exist, other=1.0), 1.0)
+    q = (load_rows(sums, own, D + 1, exist, D, DP) / number[:, None]).to(key.dtype.element_ty)
     if scale < 0:
         q, scale = -q, -scale
     key_rows, value_rows = head_base(key, head, heads, kb, kh), head_base(value, head, heads, vb, vh)
@@ -255,24 +255,25 @@ def attend(
 
 
 def summarize(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, lists: Lists, scale: float, key_mask: Tensor | None
+    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, lists: Lists, scale: float, key_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sum up for every group the real keys that are not in its list.
 
     Returns float32 k' and v', (B, H, G, D), and b for exponents of two, (B, H, G), -inf where nothing was left out.
     """
     key, value, bits = rows_of(key), rows_of(value), mark(lists, key.shape[2])
-    sums, counts = sum_queries(query, segments, unit=False)
-    groups, parts = counts.shape[2], triton.cdiv(counts.shape[2], 16)
-    rest = torch.empty_like(sums), torch.empty_like(sums), torch.empty_like(counts)
+    groups = lists.ids.shape[1]
+    sums = sum_queries(query, group_ids, groups, unit=False).sum(2)
+    parts, like = triton.cdiv(groups, 16), sums[..., :-1]
+    rest = [torch.empty(shape, device=key.device) for shape in (like.shape, like.shape, like.shape[:3])]
     launch(
         sum_up_rest, key.shape[0] * key.shape[1] * parts, key, value,
-        key_mask if key_mask is None else key_mask.contiguous(), bits, sums, counts, *rest, *strides_of(key, value),
+        key_mask if key_mask is None else key_mask.contiguous(), bits, sums, *rest, *strides_of(key, value),
         *key.shape[1:3], groups, bits.shape[2], parts, base_two(scale), D=key.shape[3],
         DP=power_of_two(key.shape[3]), T=16, N=2 * block_of(key), MASKED=key_mask is not None, num_warps=4,
         num_stages=2,
     )  # fmt: skip
-    return rest
+    return rest[0], rest[1], rest[2]
 
 
 def backward(

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgt.ops.triton.common import exact_right, expand, head_base, load_rows, split_centers
+from dgt.ops.triton.common import exact, expand, head_base, load_rows, multiply, split, split_centers
 from dgt.ops.triton.launch import Launch, block_of, launch, power_of_two, rows_of, strides_of
 
 MOST_AT_ONCE = 64  # groups whose scores a program holds
@@ -69,7 +69,7 @@ def group_run(
     centers, ids = centroids + (head % heads).to(tl.int64) * groups * D, tl.arange(0, GP)
     narrow: tl.constexpr = query.dtype.element_ty
     if not GIVEN:
-        first, second, third = split_centers(centers, ids, groups, narrow, D, DP)
+        center = split_centers(centers, ids, groups, narrow, D, DP)
     total, row_of_counts = tl.zeros([GP], tl.int32), (head.to(tl.int64) * runs + nth) * (groups + 1)
     pack, half = packers(T), tl.arange(0, 16)[None, :]
     for start in range(nth * run, tl.minimum(nth * run + run, tokens), T):
@@ -84,8 +84,9 @@ def group_run(
             best, group = tl.full([T], float("-inf"), tl.float32), tl.full([T], FAR, tl.int32)
             for begin in range(0, 1 if ONE else groups, GP):
                 if not ONE:
-                    first, second, third = split_centers(centers, begin + ids, groups, narrow, D, DP)
-                top, which = nearest(exact_right(tile, tl.trans(first), tl.trans(second), tl.trans(third)), begin + ids)
+                    center = split_centers(centers, begin + ids, groups, narrow, D, DP)
+                across = tl.trans(center[0]), tl.trans(center[1]), tl.trans(center[2])
+                top, which = nearest(exact((tile, tile, tile), across), begin + ids)
                 group, best = tl.where(top > best, which, group), tl.maximum(best, top)
             group = tl.minimum(group, groups - 1)
             if MASKED:
@@ -207,36 +208,49 @@ def count_slots(queries: int, groups: int, size: int) -> int | torch.SymInt:
 
 
 @triton.jit
-def sum_members(
-    query, order, ends, sums, counts, qb, qh, ql, heads, queries, groups,
-    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, UNIT: tl.constexpr,
+def sum_run(
+    query, group_ids, sums, qb, qh, ql, heads, tokens, groups, runs, run,
+    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, GP: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Sum the queries of one group of a head, in their order and cut to unit length if so told, and count them."""
-    head, group = tl.program_id(0) // groups, tl.program_id(0) % groups
-    begin, end = find_segment(ends, head, group, groups)
-    rows = head_base(query, head, heads, qb, qh)
-    total = tl.zeros([N, DP], tl.float32)
-    for start in range(begin, end, N):
-        place = start + tl.arange(0, N)
-        ids = tl.load(order + head.to(tl.int64) * queries + place, mask=place < end, other=0)
-        wide = load_rows(rows, ids, ql, place < end, D, DP).to(tl.float32)
-        total += wide / tl.maximum(tl.sqrt(tl.sum(wide * wide, 1)), 1e-12)[:, None] if UNIT else wide
-    channel = tl.arange(0, DP)
-    tl.store(sums + tl.program_id(0).to(tl.int64) * D + channel, tl.sum(total, 0), mask=channel < D)
-    tl.store(counts + tl.program_id(0), (end - begin).to(tl.float32))
+    """Sum the tokens of every group in a run of a head, and count them in column D: one-hot rows times tokens.
+
+    UNIT: every token is cut to unit length. Products with zeros and ones are exact, and sums have a fixed order.
+    """
+    head = tl.program_id(0) // runs
+    first = tl.program_id(0) % runs * run
+    rows, channel = head_base(query, head, heads, qb, qh), tl.arange(0, DP)[None, :]
+    for begin in range(0, groups, GP):
+        ids = begin + tl.arange(0, GP)
+        total, number = tl.zeros([GP, DP], tl.float32), tl.zeros([GP, T], tl.int32)
+        for start in range(first, tl.minimum(first + run, tokens), T):
+            place = start + tl.arange(0, T)
+            group = tl.load(group_ids + head.to(tl.int64) * tokens + place, mask=place < tokens, other=-1)
+            member = ids[:, None] == group.to(tl.int32)[None, :]
+            number += member.to(tl.int32)
+            tile = load_rows(rows, place, ql, place < tokens, D, DP)
+            one_hot = member.to(tile.dtype)
+            if UNIT:
+                wide = tile.to(tl.float32)
+                wide *= (1.0 / tl.maximum(tl.sqrt(tl.sum(wide * wide, 1)), 1e-12))[:, None]
+                total += exact((one_hot, one_hot, one_hot), split(wide, tile.dtype))
+            else:
+                total += multiply(one_hot, tile)
+        row = sums + (tl.program_id(0).to(tl.int64) * groups + ids)[:, None] * (D + 1)
+        tl.store(row + channel, total, mask=(ids < groups)[:, None] & (channel < D))
+        tl.store(row + D, tl.sum(number, 1).to(tl.float32)[:, None], mask=(ids < groups)[:, None])
 
 
-def sum_queries(query: Tensor, segments: Segments, unit: bool) -> tuple[Tensor, Tensor]:
-    """Sum the queries of every group, each of unit length or as it is, and count: float32 (B, H, G, D), (B, H, G)."""
+def sum_queries(query: Tensor, group_ids: Tensor, groups: int, unit: bool) -> Tensor:
+    """Sum the queries of every group, each of unit length or as it is, and count: float32 (B, H, runs, G, D + 1)."""
     query = rows_of(query)
-    batch, heads, queries, channels = query.shape
-    groups = segments.ends.shape[1] - 1
-    sums = torch.empty((batch, heads, groups, channels), dtype=torch.float32, device=query.device)
-    counts = torch.empty((batch, heads, groups), dtype=torch.float32, device=query.device)
-    padded = power_of_two(channels)
+    batch, heads, tokens, channels = query.shape
+    size = min(32, block_of(query))
+    run = min(512, triton.cdiv(tokens, size) * size)
+    runs = triton.cdiv(tokens, run)
+    sums = torch.empty((batch, heads, runs, groups, channels + 1), dtype=torch.float32, device=query.device)
     launch(
-        sum_members, batch * heads * groups, query, segments.order, segments.ends, sums, counts, *strides_of(query),
-        heads, queries, groups, D=channels, DP=padded, N=max(16, 1024 // padded), UNIT=unit,
-        num_warps=1,
+        sum_run, batch * heads * runs, query, group_ids.contiguous(), sums, *strides_of(query), heads, tokens, groups,
+        runs, run, D=channels, DP=power_of_two(channels), T=size, GP=min(2 * size, power_of_two(groups)), UNIT=unit,
+        num_warps=4, num_stages=1,
     )  # fmt: skip
-    return sums, counts
+    return sums

@@ -34,17 +34,15 @@ group_queries.register_fake(lambda query, *_: query.new_empty(query.shape[:3], d
 
 
 @torch.library.custom_op("dgt::triton_group_statistics", mutates_args=())
-def group_statistics(query: Tensor, group_ids: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Of every group the sum of its unit queries and their number (Eq. 3): float32 (H, G, D) and (H, G)."""
+def group_statistics(query: Tensor, group_ids: Tensor, groups: int) -> Tensor:
+    """Of every group the sum of its unit queries and, last, their number (Eq. 3): float32 (H, G, D + 1)."""
     check_runnable("query", query)
-    sums, counts = grouping.sum_queries(query, sort_queries(group_ids, groups), unit=True)
-    return sums.sum(0), counts.sum(0)
+    return grouping.sum_queries(query, group_ids, groups, unit=True).sum((0, 2))
 
 
 @group_statistics.register_fake
-def _(query: Tensor, group_ids: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    sums = query.new_empty((query.shape[1], groups, query.shape[3]), dtype=torch.float32)
-    return sums, sums.new_empty((query.shape[1], groups))
+def _(query: Tensor, group_ids: Tensor, groups: int) -> Tensor:
+    return query.new_empty((query.shape[1], groups, query.shape[3] + 1), dtype=torch.float32)
 
 
 @torch.library.custom_op("dgt::triton_select_keys", mutates_args=())
@@ -123,7 +121,7 @@ def attention(
     if segments is None:
         found = dense.attend(query, key, value, group_ids, lists.ids, scale)
         return (*found, group_ids, key_ids, *_only(lists.ids))  # type: ignore[return-value]
-    rest = gathered.summarize(query, keys, values, segments, lists, scale, key_mask) if remainder else None
+    rest = gathered.summarize(query, keys, values, group_ids, lists, scale, key_mask) if remainder else None
     lists = with_prefix(lists, key_ids.shape[3], prefix) if prefix else lists
     found = gathered.attend(query, key, value, segments, lists, scale, None, rest)
     return (*found, group_ids, key_ids, *segments, *lists)  # type: ignore[return-value]

@@ -14,45 +14,137 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgt.ops.triton.common import (
-    GUESSES,
-    LOWEST,
-    choose_row,
-    count_reaching,
-    divide,
-    exact_left,
-    expand,
-    extremes,
-    fill,
-    find_threshold,
-    halve,
-    head_base,
-    load_rows,
-    narrow_down,
-    pack_columns,
-    popcount,
-    rank_of,
-    score_of,
-    split_centers,
-    store_ids,
-)
+from dgt.ops.triton.common import LOWEST, exact, expand, head_base, load_rows, popcount, split_centers
 from dgt.ops.triton.inverse import PAD, Lists
 from dgt.ops.triton.launch import Launch, block_of, launch, power_of_two, strides_of
 
 LEAST_BLOCKS = 256  # so that few tokens have one for each
 LOWEST_RANK = tl.constexpr(-2139095040)  # of the least finite score
+GUESSES: tl.constexpr = tl.constexpr(8)  # in proportion; from then on intervals are halved
 MOST_BLOCKS = 4096  # block maxima of a row, which a program holds to find the bound
 
 
 @triton.jit
+def rank_of(score):
+    """Map float32 scores, but for NaN, to int32 ranks of the same order."""
+    bits = score.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def score_of(rank):
+    """The float32 score that has this rank."""
+    return (rank ^ ((rank >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def pack_columns(flags, R: tl.constexpr, N: tl.constexpr):
+    """(R, N / 32) int32 words of (R, N) flags: bit ``c % 32`` of word ``c // 32`` is column ``c``."""
+    bits = tl.where(flags, (1 << (tl.arange(0, N) % 32))[None, :], 0)
+    return tl.sum(tl.reshape(bits, [R, N // 32, 32]), 2)
+
+
+@triton.jit
+def count_reaching(score, least):
+    """How many scores, of which none is NaN, reach a finite number: by signs of differences, never an overflow's."""
+    below = (score - least).to(tl.uint32, bitcast=True) >> 31
+    return -tl.sum(below.to(tl.int32), 0) + score.shape[0]
+
+
+@triton.jit
+def extremes(score):
+    """How many scores are real, the lowest of them, and a number just above the highest; NaN and -inf are not real."""
+    low = tl.min(tl.where(score > float("-inf"), score, float("inf")), 0)
+    return count_reaching(score, LOWEST), low, score_of(rank_of(tl.max(score, 0)) + 1)
+
+
+@triton.jit
+def halve(low, high):
+    """The number in the middle of all that lie from ``low`` to ``high``; ``low`` itself where none is left between."""
+    one, two = rank_of(low), rank_of(high)
+    return score_of((one & two) + ((one ^ two) >> 1))  # the mean without overflow
+
+
+@triton.jit
+def divide(low, high, least, most, count):
+    """A number that about ``count`` scores reach, of which ``most`` reach ``low`` and ``least`` reach ``high``.
+
+    It lies between the two, or is ``low`` where rounding leaves none.
+    """
+    middle = low + (high - low) * ((most - count) / (most - least).to(tl.float32))
+    return tl.where((middle > low) & (middle < high), middle, low)
+
+
+@triton.jit
+def narrow_down(low, high, least, most, middle, reach, count):
+    """The interval of :func:`divide` when ``reach`` scores turn out to reach ``middle``."""
+    enough = reach >= count
+    return (
+        tl.where(enough, middle, low), tl.where(enough, high, middle),
+        tl.where(enough, least, reach), tl.where(enough, reach, most),
+    )  # fmt: skip
+
+
+@triton.jit
+def find_threshold(score, count):
+    """``(low, high, least, most)``: ``most`` >= ``count`` scores reach ``low``, or all; more only if they are level.
+
+    The others reach ``high``: ``least``, fewer than ``count``. First by proportion, and if that takes long by halves.
+    """
+    most, low, high = extremes(score)
+    least, step = 0, 0
+    while (most > count) & (step < GUESSES):
+        middle = divide(low, high, least, most, count)
+        low, high, least, most = narrow_down(low, high, least, most, middle, count_reaching(score, middle), count)
+        step += 1
+    middle = halve(low, high)
+    while (most > count) & (middle > low):
+        low, high, least, most = narrow_down(low, high, least, most, middle, count_reaching(score, middle), count)
+        middle = halve(low, high)
+    return low, high, least, most
+
+
+@triton.jit
+def choose_row(score, count):
+    """Which of the scores of a row are the ``count`` largest, ties to the lowest place; all that are real, if fewer."""
+    low, high, _, most = find_threshold(score, count)
+    chosen, first, last = score >= low, 0, score.shape[0]
+    while most > count:  # many are level: where among them to end
+        middle = (first + last) // 2
+        ahead = chosen & ((score >= high) | (tl.arange(0, score.shape[0]) < middle))
+        reach = tl.sum(ahead.to(tl.int32), 0)
+        if reach < count:
+            first = middle
+        else:
+            chosen, last, most = ahead, middle, reach
+    return chosen
+
+
+@triton.jit
+def store_ids(key_ids, lists, ids, chosen, place):
+    """Write the ids that are chosen to their places."""
+    tl.store(key_ids + place, ids.to(tl.int64), mask=chosen)
+    tl.store(lists + place, ids.to(tl.int32), mask=chosen)
+
+
+@triton.jit
+def fill(target, begin, end, value):
+    """Write a number to the places from ``begin`` on and before ``end``."""
+    for first in range(begin, end, 32):
+        place = first + tl.arange(0, 32)
+        tl.store(target + place, tl.zeros([32], target.dtype.element_ty) + value, mask=place < end)
+
+
+@triton.jit
 def score_keys(
-    first, second, third, rows, key_mask, head, heads, begin, stride, tokens,
+    center, rows, key_mask, head, heads, begin, stride, tokens,
     D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """(GP, T) scores of keys ``begin`` and on, and which of these are real; TAIL: some may lie beyond the last."""
     place = begin + tl.arange(0, T)
     inside = place < tokens if TAIL else place >= 0
-    score = exact_left(first, second, third, tl.trans(load_rows(rows, place, stride, inside, D, DP)))
+    across = tl.trans(load_rows(rows, place, stride, inside, D, DP))
+    score = exact(center, (across, across, across))
     if MASKED:
         inside &= tl.load(key_mask + (head // heads).to(tl.int64) * tokens + place, mask=inside, other=0) != 0
     return score, inside
@@ -67,14 +159,14 @@ def best_of_blocks(
     head, part, piece = pid // slices // parts, pid // slices % parts, pid % slices
     ids = part * GP + tl.arange(0, GP)
     centers = centroids + (head % heads).to(tl.int64) * groups * D
-    first, second, third = split_centers(centers, ids, groups, key.dtype.element_ty, D, DP)
+    center = split_centers(centers, ids, groups, key.dtype.element_ty, D, DP)
     rows = head_base(key, head, heads, kb, kh)
     result = tl.full([GP, T], float("-inf"), tl.float32)
     full = tl.maximum(tokens - piece * T - T + N, 0) // N  # passes without an end in them
     for TAIL in tl.static_range(2):
         for nth in tl.range(full * TAIL, full + TAIL, num_stages=1 if TAIL else None):
             score, inside = score_keys(
-                first, second, third, rows, key_mask, head, heads, nth * N + piece * T, kl, tokens,
+                center, rows, key_mask, head, heads, nth * N + piece * T, kl, tokens,
                 D, DP, T, TAIL == 1, MASKED,
             )  # fmt: skip
             result = tl.maximum(result, tl.where(inside[None, :], score, float("-inf")) if MASKED or TAIL else score)
@@ -104,13 +196,13 @@ def mark_candidates(
     head, part, piece = pid // slices // parts, pid // slices % parts, pid % slices
     ids = part * GP + tl.arange(0, GP)
     centers = centroids + (head % heads).to(tl.int64) * groups * D
-    first, second, third = split_centers(centers, ids, groups, key.dtype.element_ty, D, DP)
+    center = split_centers(centers, ids, groups, key.dtype.element_ty, D, DP)
     rows = head_base(key, head, heads, kb, kh)
     row = head.to(tl.int64) * groups + ids
     least = tl.load(bound + row, mask=ids < groups, other=float("inf"))[:, None]
     for begin in range(piece * span, tl.minimum(piece * span + span, tokens), T):
         score, inside = score_keys(
-            first, second, third, rows, key_mask, head, heads, begin, kl, tokens, D, DP, T, True, MASKED
+            center, rows, key_mask, head, heads, begin, kl, tokens, D, DP, T, True, MASKED
         )  # fmt: skip
         real = tl.sum(tl.reshape(tl.where(inside, 1 << (tl.arange(0, T) % 32), 0), [T // 32, 32]), 1)
         word = pack_columns(score >= least, GP, T) & real[None, :]
