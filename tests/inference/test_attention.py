@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dgt
-import dgt.inference.attention as one_operator
+import dgt.inference.form as one_operator
 
 
 @settings(max_examples=60, derandomize=True, deadline=None)
@@ -33,7 +33,7 @@ def test_equals_the_three_steps(seed, batch, heads, tokens, groups, top_k, ties,
     steps = dgt.dynamic_group_attention(*qkv, centroids, top_k, 0.3, mask, backend="reference").output
     before, one_operator.CHUNK_ELEMENTS = one_operator.CHUNK_ELEMENTS, part
     try:
-        whole = one_operator.attention(qkv, centroids, top_k, 0.3, mask)
+        whole = torch.ops.dgt.attention(qkv, centroids, top_k, 0.3, mask)
     finally:
         one_operator.CHUNK_ELEMENTS = before
     torch.testing.assert_close(whole, steps.transpose(1, 2).flatten(2), rtol=1e-5, atol=1e-6)
@@ -44,7 +44,7 @@ def test_nan_is_refused(what) -> None:
     qkv = torch.randn(3, 1, 1, 20, 8)
     qkv[what, 0, 0, 3, 2] = torch.nan
     with pytest.raises(ValueError, match="must be free of NaN"):
-        one_operator.attention(qkv, torch.randn(1, 4, 8), 5, 0.3, None)
+        torch.ops.dgt.attention(qkv, torch.randn(1, 4, 8), 5, 0.3, None)
 
 
 def test_the_operator_passes_the_checks_of_pytorch() -> None:

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dgt.inference.form import TokenLinear, inference_form
-from dgt.inference.fuse_bn import FoldedConv, fold_after, fold_before
+from dgt.inference.form import FoldedConv, TokenLinear, fold_after, fold_before, inference_form
 from dgt.layers import Block, ConvStem, DGAttention, GlobalAttention, Head, InvertedResidualFFN
 
 

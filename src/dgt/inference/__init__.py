@@ -1,8 +1,7 @@
 """Trained models at work: the form that only predicts, and files for other programs (:mod:`dgt.export`).
 
-- ``form``: what `optimize_for_inference` makes, of ``fuse_bn`` and ``attention``.
-- ``export``: what of a trained run, and the file that equals it; ``formats`` of files, ``onnx_operators`` in them,
-  ``onnx_tokens`` in those for one size.
+- ``form``: what `optimize_for_inference` makes.
+- ``export``: what of a trained run, and the file that equals it; ``formats`` of files, ``onnx_operators`` in them.
 """
 
 from dgt.inference.form import optimize_for_inference

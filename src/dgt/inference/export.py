@@ -11,7 +11,8 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from dgt.inference.formats import Runner, Source, check_libraries, encode_onnx, encode_program, open_onnx, open_program
+from dgt.inference import formats
+from dgt.inference.formats import Runner, Source, as_list
 from dgt.layers.baselines.cswin import StripeAttention
 from dgt.layers.baselines.swin import WindowAttention
 from dgt.tasks import TASKS
@@ -21,8 +22,8 @@ from dgt.utils.atomic_write import atomic_write
 from dgt.utils.errors import Disagreement, UserError
 
 FORMATS: dict[str, tuple[Callable[[Source], bytes], Callable[[bytes], Runner]]] = {
-    ".onnx": (encode_onnx, open_onnx),
-    ".pt2": (encode_program, open_program),
+    ".onnx": (formats.encode_onnx, formats.open_onnx),
+    ".pt2": (formats.encode_program, formats.open_program),
 }
 FURTHER_SIZES = ((160, 224), (97, 65))  # many tokens in the first stages; odd, with fewer tokens than keys
 LARGEST_SIDE = 512  # of the images that a file is checked with
@@ -35,10 +36,8 @@ TOLERANCE = 1e-4
 class Verification:
     """How an exported file and its source agreed.
 
-    Args:
-        images: how many images both got, one by one and in batches.
-        equal: for how many of them all outputs were within `TOLERANCE`, and the largest of the logits the same.
-        difference: the largest difference of all, relative to the largest output or 1.
+    Of so many ``images``, one by one and in batches, all outputs were within `TOLERANCE` and the largest of the logits
+    the same for ``equal``; the largest ``difference`` of all is relative to the largest output or 1.
     """
 
     images: int
@@ -51,13 +50,7 @@ class Verification:
 
 @dataclass(frozen=True)
 class Export:
-    """An exported model.
-
-    Args:
-        path: the file, or the folder.
-        size: bytes of the file, or of the weights in the folder.
-        verification: how it agreed with its source.
-    """
+    """An exported model: the file or the folder, bytes of it or of the weights in it, how it agreed with its source."""
 
     path: Path
     size: int
@@ -85,10 +78,9 @@ def export(
         batch: how many images it then takes at a time; 1 by default.
 
     Raises:
-        FileNotFoundError, ValueError: as `load_run` and :func:`source_of_run` do; for an unknown ending, a missing
-            library, and a model that the format cannot hold.
-        OSError: `out` cannot be written.
-        RuntimeError: what was exported is not equal to its source; nothing is written then.
+        UserError, OSError: as `load_run` and :func:`source_of_run`; an unknown ending, a missing library, a model that
+            the format cannot hold; `out` cannot be written.
+        Disagreement: what was exported is not equal to its source; nothing is written then.
     """
     path = Path(out)
     _check_place(path, features)
@@ -106,7 +98,7 @@ def _check_place(path: Path, features: bool) -> None:
     if path.suffix and path.suffix not in FORMATS:
         raise UserError(f"OUT must end in {endings}, or have no ending and name a folder for timm, got {str(path)!r}")
     if path.suffix == ".onnx":
-        check_libraries()
+        formats.check_libraries()
     if path.suffix and path.is_dir():
         raise IsADirectoryError(f"{path} is a folder: name a file in it")
     if not path.suffix and features:
@@ -164,15 +156,10 @@ class FeatureMaps(nn.Module):
 
 
 def source_of_run(run: LoadedRun, features: bool = False) -> Source:
-    """Return what to export of a trained run.
+    """Return what to export of a trained run: what its task predicts, or the feature maps of its backbone.
 
-    Args:
-        run: the trained run.
-        features: the feature maps of the backbone instead of what the task predicts.
-
-    Raises:
-        UserError: for a task whose outputs are no tensors of one shape, a model without maps, and windows (of Swin and
-            CSWin) under the head of a task, which take images of any size.
+    UserError for a task whose outputs are no tensors of one shape, a model without maps, and windows (of Swin and
+    CSWin) under the head of a task, which take images of any size.
     """
     task, data, name = TASKS[run.recipe.task], run.recipe.data, run.recipe.model.name
     backbone = getattr(run.network, "backbone", None)  # under a task's head; a classifier is timm's model itself
@@ -198,12 +185,8 @@ def source_of_run(run: LoadedRun, features: bool = False) -> Source:
 
 def _sizes(run: LoadedRun, source: Source) -> list[tuple[int, int]]:
     """Heights and widths to check: the recipe's, and others where the model takes any."""
-    if source.fixed is not None:
-        return [source.fixed[1:]]
-    if source.size is not None:
-        return [(source.size, source.size)]
-    side = min(max(run.recipe.data["image_size"], 33), LARGEST_SIDE)
-    return [(side, side), *FURTHER_SIZES]
+    side = source.size or min(max(run.recipe.data["image_size"], 33), LARGEST_SIDE)
+    return [source.fixed[1:]] if source.fixed else [(side, side), *(() if source.size else FURTHER_SIZES)]
 
 
 @torch.inference_mode()
@@ -215,7 +198,7 @@ def verify(
     least: float = 0.5,
     batch: int | None = None,
 ) -> Verification:
-    """Compare an exported file with its source on random images, in batches of three and one by one.
+    """Compare an exported file with its source on random images.
 
     Where two groups (or keys) are as near to a query (a centroid) as float32 can tell, rounding decides, and runtimes
     round differently: such an image may differ in some places. It is counted, and does not make the file wrong; a wrong
@@ -225,14 +208,11 @@ def verify(
         module, run: the source and the exported file.
         sizes: heights and widths of images in pixels.
         seed: of the images.
-        least: share of the images of every size whose outputs must be equal.
+        least: share of the images of every size whose outputs must be equal, else Disagreement is raised.
         batch: images in each of three batches; by default three in one, and the same one by one.
-
-    Raises:
-        RuntimeError: they are equal for less, or the file cannot be run.
     """
     generator = torch.Generator().manual_seed(seed)
-    results = []
+    count, equal, largest = 0, 0, 0.0
     for height, width in sizes:
         images = torch.randn(BATCH * (batch or 1), 3, height, width, generator=generator)
         parts = images.split(batch) if batch else (images, *images.split(1))
@@ -241,15 +221,13 @@ def verify(
         if same.float().mean() < least:
             what = f"images of {height} x {width} pixels differ by up to {difference.max():.1e}"
             raise Disagreement(f"the exported model is not equal to its source: {what}; nothing was written")
-        results.append((same, difference))
-    same, difference = (torch.cat(parts) for parts in zip(*results, strict=True))
-    return Verification(len(same), int(same.sum()), float(difference.max()))
+        count, equal, largest = count + len(same), equal + int(same.sum()), max(largest, float(difference.max()))
+    return Verification(count, equal, largest)
 
 
 def _compare(module: nn.Module, run: Runner, images: Tensor) -> tuple[Tensor, Tensor]:
     """For each image of a batch: whether the outputs are equal, and their largest relative difference."""
-    expected = module(images)
-    expected = [expected] if isinstance(expected, Tensor) else list(expected)
+    expected = as_list(module(images))
     try:
         found = run(images)
     except Exception as error:  # of many kinds: whatever the other runtime raises

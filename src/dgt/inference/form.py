@@ -1,10 +1,15 @@
 """The form of a model that only predicts: the same outputs from fewer and larger steps.
 
-Normalisations move into convolutions (:mod:`dgt.inference.fuse_bn`); the attention is one operator
-(:mod:`dgt.inference.attention`), its centroids are brought to unit norm once and for all. Linears are 1x1 convolutions,
-which oneDNN runs on channels-last tokens without copies, and about twice as fast as the matrix product of linears on
-processors that the vendor's BLAS does not favour. Packing of weights is a compiler's or another runtime's
+Every BatchNorm of the network stands between a GELU and a convolution. Its affine map moves into that convolution; with
+zero padding this is exact inside the image, and at its borders once the part of the shift that would come from outside
+is taken off again. ``x + depthwise(x)`` is one depthwise convolution whose centre tap is one larger. Linears are 1x1
+convolutions, which oneDNN runs on channels-last tokens without copies, and about twice as fast as the matrix product of
+linears on processors that the vendor's BLAS does not favour. Packing of weights is a compiler's or another runtime's
 (docs/export.md).
+
+Centroids are brought to unit norm once and for all, and the attention is one operator, without ids and gradients:
+groups and keys are those of :func:`dgt.group_queries` and :func:`dgt.select_keys`, ties included, but with few tokens
+the comparison that finds a group's keys is the mask of its queries. With many tokens the three steps run in turn.
 """
 
 import copy
@@ -15,31 +20,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dgt.inference.attention import attention
-from dgt.inference.fuse_bn import FoldedConv, PredictsOnly, affine, fold_after, fold_before
 from dgt.layers.attention import DGAttention, GlobalAttention
 from dgt.layers.convolution import ConvStem, InvertedResidualFFN
 from dgt.layers.head import Head
 from dgt.layers.scripting import check_layer_input
 from dgt.ops.backends import resolve_backend
+from dgt.ops.checks import full_precision
+from dgt.ops.eager import HIDDEN, is_dense_masked, rows_of_groups
+from dgt.ops.grouping import nearest_group
+from dgt.ops.selection import mark_unselected
 from dgt.utils.errors import UserError
+
+CHUNK_ELEMENTS = 1 << 22  # of the masks of a part; they are read once, so larger parts than for gathered tiles pay
+ENDS, INNER = slice(None, None, 2), slice(1, 2)  # of three rows or columns
 
 
 def optimize_for_inference(model: nn.Module) -> nn.Module:
     """Return a copy of a model in the form that only predicts: faster, equal outputs up to rounding.
 
-    The model itself, which is what to train, save and export, stays as it is.
+    The model itself, which is what to train, save and export, stays as it is. The copy is in evaluation mode and cannot
+    be trained.
 
     Args:
         model: any module that contains parts of this package: a model of :func:`timm.create_model`, a backbone, a
             detector around one. Everything else in it stays as it is.
 
-    Returns:
-        The copy, in evaluation mode, without gradients; it cannot be trained.
-
     Raises:
-        TypeError: if ``model`` is no module.
-        ValueError: if it contains nothing that has such a form.
+        TypeError, ValueError: ``model`` is no module, or contains nothing that has such a form.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, got {type(model).__name__}")
@@ -67,6 +74,94 @@ def takes_gradients(x: Tensor) -> bool:
 def _gelu(x: Tensor) -> Tensor:
     """GELU of a tensor that nobody else holds: in place, unless gradients ask for it."""
     return F.gelu(x) if takes_gradients(x) else torch.ops.aten.gelu_(x)
+
+
+def affine(norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
+    """Return scale and shift, float64 (C,), of a BatchNorm in evaluation mode."""
+    if norm.running_mean is None or norm.running_var is None:
+        raise UserError("BatchNorm must track running statistics to be folded, got track_running_stats=False")
+    scale = (norm.running_var.double() + norm.eps).rsqrt() * norm.weight.double()
+    return scale, norm.bias.double() - norm.running_mean.double() * scale
+
+
+def fold_after(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> nn.Conv2d:
+    """Return ``norm(conv(x))`` as one convolution: exact for any kernel and padding."""
+    scale, shift = affine(norm)
+    return _conv_like(conv, conv.weight.double() * scale[:, None, None, None], _bias(conv) * scale + shift)
+
+
+def fold_before(norm: nn.BatchNorm2d, conv: nn.Conv2d) -> nn.Conv2d:
+    """Return ``conv(norm(x))`` as one convolution, for a 1x1 convolution: exact because it has no padding."""
+    (scale, shift), weight = affine(norm), conv.weight.double()
+    return _conv_like(conv, weight * scale[:, None, None], _bias(conv) + weight[..., 0, 0] @ shift)
+
+
+def _bias(conv: nn.Conv2d) -> Tensor:
+    return conv.weight.new_zeros(conv.out_channels).double() if conv.bias is None else conv.bias.double()
+
+
+def _conv_like(conv: nn.Conv2d, weight: Tensor, bias: Tensor) -> nn.Conv2d:
+    """A convolution of the same geometry and type with this weight and bias."""
+    like = copy.deepcopy(conv)
+    like.weight = nn.Parameter(weight.detach().to(conv.weight.dtype))
+    like.bias = nn.Parameter(bias.detach().to(conv.weight.dtype))
+    return like
+
+
+class PredictsOnly(nn.Module):
+    """A part that cannot be trained."""
+
+    def train(self, mode: bool = True) -> "PredictsOnly":
+        """Stay in evaluation mode; RuntimeError when asked to train."""
+        if mode:
+            raise RuntimeError("the inference form of a model cannot be trained: train the model it was made from")
+        return super().train(False)
+
+
+class FoldedConv(PredictsOnly):
+    """``conv(norm(x))``, or ``y + conv(y)`` with ``y = norm(x)``, as one convolution with exact borders.
+
+    ``conv`` is 3x3, stride 1, padding 1, dense or depthwise. Zero padding stands *behind* the normalisation: what is
+    outside has no shift. The folded bias holds the shift of all nine taps, so at the borders the taps outside are taken
+    off again. Under a mask the same holds for every padded place, and the shift becomes a convolution of the mask.
+    """
+
+    inner_bias: Tensor
+    taps: Tensor  # (C', 1, 3, 3): what the shift contributes through every tap
+    edges: Tensor  # (1, C', 3, 3): what it would contribute from outside to an image of 3 x 3, which tell all sizes
+
+    def __init__(self, conv: nn.Conv2d, norm: nn.BatchNorm2d, residual: bool = False) -> None:
+        super().__init__()
+        weight, bias = conv.weight.double().clone(), _bias(conv)
+        scale, shift = (value[:, None, None] for value in affine(norm))
+        depthwise = conv.groups > 1
+        if residual:
+            weight[range(len(weight)), 0 if depthwise else range(len(weight)), 1, 1] += 1
+        if depthwise:
+            scale, shift = scale[:, None], shift[:, None]
+        taps = (weight * shift).sum(1, keepdim=True)
+        self.conv = _conv_like(conv, weight * scale, bias + taps.sum((1, 2, 3)))
+        edges = taps.sum((2, 3)).view(1, -1, 1, 1) - F.conv2d(taps.new_ones(1, 1, 3, 3), taps, padding=1)
+        for name, value in (("inner_bias", bias), ("taps", taps), ("edges", edges)):
+            self.register_buffer(name, value.detach().to(conv.weight.dtype))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Map (B, C, H, W) to (B, C', H, W); ``mask`` is bool (B, H, W), True where a token is real."""
+        height, width = x.shape[2:]
+        if mask is not None or min(height, width) < 3:
+            real = x.new_ones(1, 1, height, width) if mask is None else mask.unsqueeze(1).to(x.dtype)
+            x = F.conv2d(x * real, self.conv.weight, self.inner_bias, padding=1, groups=self.conv.groups)
+            return x + F.conv2d(real, self.taps, padding=1)
+        x = self.conv(x)
+        if torch.compiler.is_compiling():
+            down, across = (torch.arange(size, device=x.device) for size in (height, width))
+            down, across = ((p > 0).long() + (p == len(p) - 1) for p in (down, across))
+            return x - self.edges[:, :, down[:, None], across]
+        rows, columns, corners = (self.edges[:, :, i, j] for i, j in ((ENDS, INNER), (INNER, ENDS), (ENDS, ENDS)))
+        x[:, :, :: height - 1] -= rows
+        x[..., :: width - 1] -= columns
+        x[:, :, :: height - 1, :: width - 1] += rows + columns - corners
+        return x
 
 
 class FoldedStem(PredictsOnly):
@@ -123,6 +218,59 @@ class TokenLinear(PredictsOnly):
         return tokens if x.dim() == 4 else tokens.reshape(*x.shape[:-1], self.out_features)
 
 
+# Not torch.library.custom_op: without gradients the bare registration does, at a tenth of the cost of a call.
+torch.library.define(
+    "dgt::attention", "(Tensor qkv, Tensor centroids, SymInt top_k, float scale, Tensor? key_mask) -> Tensor"
+)
+
+
+@torch.library.register_fake("dgt::attention")
+def _(qkv: Tensor, centroids: Tensor, top_k: int, scale: float, key_mask: Tensor | None) -> Tensor:
+    _, batch, heads, tokens, channels = qkv.shape
+    return qkv.new_empty(batch, tokens, heads * channels)
+
+
+@torch.library.impl("dgt::attention", "CPU")
+def _attention(qkv: Tensor, centroids: Tensor, top_k: int, scale: float, key_mask: Tensor | None) -> Tensor:
+    """Attend from every query to the keys of its group (Eqs. 1-2), without gradients, contiguous operands.
+
+    Maps (3, B, H, L, D) to (B, L, H D); ``centroids`` (H, G, D) have unit norm; ``key_mask`` (B, L) is True
+    where a token is real, the rest becomes zero. ValueError for NaN in query or key where k < L.
+    """
+    _, batch, heads, tokens, channels = qkv.shape
+    groups, count = centroids.shape[1], min(top_k, tokens)
+    step = max(1, CHUNK_ELEMENTS // (heads * tokens * max(tokens, groups)))
+    output = qkv.new_empty(batch, tokens, heads, channels)
+    with full_precision(qkv.device):
+        if not is_dense_masked(tokens, groups, count):
+            query, key, value = qkv.unbind(0)
+            ids = torch.ops.dgt.group_queries(query, centroids, key_mask)
+            keys = torch.ops.dgt.select_keys(centroids, key, top_k, key_mask)
+            attended: Tensor = torch.ops.dgt.attend(query, key, value, ids, keys, scale)
+            return attended.transpose(1, 2).flatten(2)
+        for start in range(0, batch, step):
+            part = slice(start, start + step)
+            mask = None if key_mask is None else key_mask[part]
+            output[part] = _attend_dense_masked(qkv[:, part], centroids, count, scale, mask).transpose(1, 2)
+    return output.flatten(2)
+
+
+def _attend_dense_masked(qkv: Tensor, centroids: Tensor, count: int, scale: float, mask: Tensor | None) -> Tensor:
+    """Few tokens: attention over all keys of a head, under the mask of each query's group."""
+    query, key, value = qkv.unbind(0)
+    if mask is None and count == key.shape[2]:  # every group has every key
+        return F.scaled_dot_product_attention(query, key, value, scale=scale)
+    scores = torch.matmul(centroids.float(), qkv[:2].float().transpose(-1, -2))
+    of_queries, of_keys = scores.unbind(0)  # (B, H, G, L)
+    if mask is not None:
+        of_keys.masked_fill_(~mask[:, None, None], -torch.inf)
+    groups = nearest_group(of_queries)
+    hidden = mark_unselected(of_keys, count).mul_(HIDDEN).to(query.dtype)
+    bias = rows_of_groups(hidden.flatten(0, 1), groups.flatten(0, 1)).view(*groups.shape, -1)
+    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
+    return attended if mask is None else attended.masked_fill(~mask[:, None, :, None], 0.0)
+
+
 class InferenceDGAttention(DGAttention):
     """A :class:`DGAttention` that only predicts: unit centroids once and for all, the whole attention one operator."""
 
@@ -144,7 +292,8 @@ class InferenceDGAttention(DGAttention):
         qkv = qkv.permute(2, 0, 3, 1, 4).contiguous()  # (3, B, H, L, D)
         qkv = torch.stack([*self.comparable(qkv[0], qkv[1]), qkv[2]]) if self.cosine else qkv
         real = None if mask is None else mask.flatten(1)
-        projected: Tensor = self.proj(attention(qkv, self.centroids, self.top_k, self.scale, real).view(x.shape))
+        attended = torch.ops.dgt.attention.default(qkv, self.centroids, self.top_k, self.scale, real)
+        projected: Tensor = self.proj(attended.view(x.shape))
         return projected
 
 

@@ -7,7 +7,6 @@ a process that loads the file imports dgt first.
 
 import importlib.util
 import io
-import logging
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +46,11 @@ class Source:
     fixed: tuple[int, int, int] | None = None
 
 
+def as_list(outputs: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    """What a module returns, as a list."""
+    return [outputs] if isinstance(outputs, Tensor) else list(outputs)
+
+
 def _reason(error: BaseException) -> str:
     """Return the first line of the first error of a chain."""
     while error.__cause__ is not None:
@@ -55,20 +59,16 @@ def _reason(error: BaseException) -> str:
 
 
 def trace(source: Source) -> ExportedProgram:
-    """Record a module as a graph.
+    """Record a module as a graph of `images`, of any batch, height and width unless it is built or meant for one size.
 
-    Its input is called `images`, which may have any batch, height and width unless it is built or meant for one size.
-
-    Raises:
-        ValueError: the module is not float32, or depends on sizes in a way that a graph cannot follow.
+    Raises UserError where it is not float32, or depends on sizes in a way that a graph cannot follow.
     """
     kinds = {p.dtype for p in source.module.parameters() if p.is_floating_point()}
     if kinds != {torch.float32}:
         raise UserError(f"the model must be float32, got {', '.join(sorted(map(str, kinds))) or 'no parameters'}")
     batch, height, width = source.fixed or (EXAMPLE[0], *((source.size,) * 2 if source.size else EXAMPLE[2:]))
-    free: dict[int, Any] = {} if source.fixed else {0: Dim("batch", min=1)}
-    if not source.fixed and source.size is None:
-        free |= {2: Dim.DYNAMIC, 3: Dim.DYNAMIC}  # of at least what leaves the last map more than one token
+    sides = {2: Dim.DYNAMIC, 3: Dim.DYNAMIC}  # of at least what leaves the last map more than one token
+    free: dict[int, Any] = {} if source.fixed else {0: Dim("batch", min=1), **({} if source.size else sides)}
     try:
         with torch.no_grad():
             return torch.export.export(source.module, (torch.zeros(batch, 3, height, width),), dynamic_shapes=(free,))
@@ -91,12 +91,7 @@ def encode_program(source: Source) -> bytes:
 def open_program(content: bytes) -> Runner:
     """Return a function that runs a `.pt2` file."""
     module = torch.export.load(io.BytesIO(content)).module()
-
-    def run(images: Tensor) -> list[Tensor]:
-        result = module(images)
-        return [result] if isinstance(result, Tensor) else list(result)
-
-    return run
+    return lambda images: as_list(module(images))
 
 
 def check_libraries(what: str = "ONNX", libraries: Sequence[str] = LIBRARIES, extra: str = "export") -> None:
@@ -111,24 +106,20 @@ def encode_onnx(source: Source) -> bytes:
     """Return the ONNX file of a module: input `images`, outputs as the source names them.
 
     For fixed sizes all shapes are constants, and all that depends on them alone is decided here: no `If` is left.
-
-    Raises:
-        ValueError: as :func:`trace` does; for operators that ONNX lacks, and for more than 2 GiB.
+    UserError as of :func:`trace`, for operators that ONNX lacks, and for more than 2 GiB.
     """
     import onnx_ir
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass, InlinePass, RemoveUnusedNodesPass
     from onnxscript.optimizer import optimize_ir
 
-    from dgt.inference.onnx_operators import FUNCTIONS, TRANSLATIONS
-    from dgt.inference.onnx_tokens import flatten_tokens
+    from dgt.inference.onnx_operators import FUNCTIONS, TRANSLATIONS, flatten_tokens
 
     size = sum(tensor.nbytes for tensor in source.module.state_dict().values()) / 2**30
     if size > LARGEST:
         raise UserError(f"one ONNX file holds at most 2 GiB, the weights alone take {size:.1f} GiB")
     model = _translate(source, TRANSLATIONS)
-    for function in FUNCTIONS:
-        body = onnx_ir.serde.from_proto(function.to_function_proto())
-        model.functions[body.identifier()] = body
+    bodies = [onnx_ir.serde.from_proto(function.to_function_proto()) for function in FUNCTIONS]
+    model.functions.update({body.identifier(): body for body in bodies})
     InlinePass()(model)
     if source.fixed:
         optimize_ir(model)
@@ -138,10 +129,7 @@ def encode_onnx(source: Source) -> bytes:
     model.opset_imports.pop("dgt", None)  # all functions are inlined
     model.metadata_props.update(source.about)
     file = onnx_ir.to_proto(model)
-    weights = {tensor.name for tensor in file.graph.initializer}
-    shapes = [value for value in file.graph.value_info if value.name not in weights]
-    del file.graph.value_info[:]  # of weights they say nothing new, and confuse onnxruntime's quantisation
-    file.graph.value_info.extend(shapes)
+    del file.graph.value_info[:]  # whoever reads it infers shapes; those of weights confuse onnxruntime's quantisation
     content: bytes = file.SerializeToString()
     return content
 
@@ -150,26 +138,14 @@ def _translate(source: Source, translations: dict[Any, Any]) -> Any:
     """Return the module as a model of onnx_ir, in which the functions that translations call have no bodies yet."""
     program = trace(source)
     free = {} if source.fixed else {0: "batch"} if source.size else {0: "batch", 2: "height", 3: "width"}
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    try:
-        logger.setLevel(logging.ERROR)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about names and versions inside the exporter: nothing a user could mend
-            exported = torch.onnx.export(
-                program,
-                dynamo=True,
-                opset_version=OPSET,
-                custom_translation_table=translations,
-                dynamic_shapes=(free,),
-                input_names=["images"],
-                output_names=list(source.outputs),
-                verbose=False,
-            )
-    except torch.onnx.errors.OnnxExporterError as error:
-        raise UserError(f"a {type(source.module).__name__} cannot be written as ONNX: {_reason(error)}") from error
-    finally:
-        logger.setLevel(level)
+    names: dict[str, Any] = {"input_names": ["images"], "output_names": list(source.outputs), "verbose": False}
+    options: dict[str, Any] = {"opset_version": OPSET, "custom_translation_table": translations, **names}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about names and versions inside the exporter: nothing a user could mend
+        try:
+            exported = torch.onnx.export(program, dynamo=True, dynamic_shapes=(free,), **options)
+        except torch.onnx.errors.OnnxExporterError as error:
+            raise UserError(f"a {type(source.module).__name__} cannot be written as ONNX: {_reason(error)}") from error
     return exported.model  # type: ignore[union-attr]
 
 

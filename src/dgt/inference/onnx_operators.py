@@ -6,22 +6,25 @@
                     gathered: queries sorted by group into tiles, each with the gathered keys of its group
 
 The shapes, and so which way `attend` goes, are known only where the graph runs: both ways are in it, under an `If`, by
-the rule of :func:`dgt.ops.eager.is_dense_masked`. Masks of padding are no part of an exported model.
+the rule of :func:`dgt.ops.eager.is_dense_masked`; a graph of known sizes keeps one. Masks of padding are no part of it.
 
 The functions are written in ONNX Script: what looks like Python is read as a graph, names are edges, operators on them
-are nodes, and ``/`` of integers rounds down. Letters as in :mod:`dgt.ops`, and S for B H G, the lists of keys.
+are nodes, and ``/`` of integers rounds down. Letters as in :mod:`dgt.ops`.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import onnx_ir
 import torch
 from onnxscript import FLOAT, INT64, script
 from onnxscript import opset18 as op
 from onnxscript.values import Opset
 
 DOMAIN = Opset("dgt", 1)
+TO_TOKENS, TO_IMAGE = [0, 2, 3, 1], [0, 3, 1, 2]
+TOKENWISE = ("Add", "Sub", "Mul", "LayerNormalization", "MatMul")  # of three dimensions as of four
 
 
 @script(DOMAIN)
@@ -56,65 +59,43 @@ def _attend_dense_masked(
 
 
 @script(DOMAIN)
-def _cut_into_tiles(
-    group: INT64[...], groups: INT64[...], size: INT64[...]
-) -> tuple[INT64[...], INT64[...], INT64[...]]:
-    """Cut queries, sorted by ``group`` (B H, L), into tiles of ``size`` that straddle no two groups.
-
-    As many tiles as there could be at most, T = L // size + G, so that shapes do not depend on values. Returns the
-    group of every tile (B H, T), the sorted queries in its slots (B H, T size), those of a neighbour in empty ones,
-    and the slot of every sorted query (B H, L).
-    """
-    zero = op.Constant(value_int=0)
-    one = op.Constant(value_int=1)
-    last = op.Constant(value_ints=[-1])
-    heads, tokens = op.Shape(group, start=0, end=1), op.Shape(group, start=1, end=2)
-    token = op.Range(zero, op.Squeeze(tokens), one)
-    none = op.Expand(zero, op.Concat(heads, groups, axis=0))
-    lengths = op.ScatterElements(none, group, op.Expand(one, op.Shape(group)), axis=-1, reduction="add")
-    tiles = (lengths + size - one) / size
-    ends = op.CumSum(tiles, one)
-    starts, first = ends - tiles, op.CumSum(lengths, one, exclusive=1)
-    tile = op.Range(zero, op.Squeeze(tokens / size + groups), one)
-    # A tile's group is the number of groups whose tiles have ended before it.
-    ended = op.Cast(op.LessOrEqual(op.Unsqueeze(ends, last), tile), to=INT64.dtype)
-    owner = op.Min(op.ReduceSum(ended, op.Constant(value_ints=[1]), keepdims=0), groups - one)
-    corner = op.GatherElements(first, owner, axis=-1) + (tile - op.GatherElements(starts, owner, axis=-1)) * size
-    slots = op.Unsqueeze(corner, last) + op.Range(zero, op.Squeeze(size), one)
-    slots = op.Reshape(op.Min(slots, tokens - one), op.Concat(heads, last, axis=0))
-    nth = token - op.GatherElements(first, group, axis=-1)
-    return owner, slots, op.GatherElements(starts, group, axis=-1) * size + nth
-
-
-@script(DOMAIN)
 def _attend_gathered(
     query: FLOAT[...], key: FLOAT[...], value: FLOAT[...], group_ids: INT64[...], key_ids: INT64[...]
 ) -> FLOAT[...]:
-    """Tiles of queries of one group, each with the selected keys of that group, gathered."""
-    last = op.Constant(value_ints=[-1])
+    """Tiles of 32 queries of one group, each with the selected keys of that group, gathered.
+
+    As many tiles as there could be at most, T = L // 32 + G, so that shapes do not depend on values: what stands in
+    empty places is computed, and read by nobody.
+    """
+    zero, one, last = op.Constant(value_int=0), op.Constant(value_int=1), op.Constant(value_ints=[-1])
     size = op.Constant(value_ints=[32])
-    shape = op.Shape(query, start=2, end=4)
-    rows = op.Concat(last, shape, axis=0)
     tokens, channels = op.Shape(query, start=2, end=3), op.Shape(query, start=3, end=4)
-    groups = op.Shape(key_ids, start=2, end=3)
-    # One integer for group and token: no two are equal, and the sorted values alone tell both.
-    token = op.Range(op.Constant(value_int=0), op.Squeeze(tokens), op.Constant(value_int=1))
+    groups, rows = op.Shape(key_ids, start=2, end=3), op.Concat(last, tokens, channels, axis=0)
+    # Sorted by one integer for group and token: no two are equal, and the values alone tell both.
+    token = op.Range(zero, op.Squeeze(tokens), one)
     mixed = op.Reshape(group_ids * tokens + token, op.Concat(last, tokens, axis=0))
     mixed, _ = op.TopK(mixed, tokens, axis=-1, largest=0, sorted=1)
-    group = mixed / tokens
+    group = mixed / tokens  # (B H, L)
     order = mixed - group * tokens
-    owner, slots, places = _cut_into_tiles(group, groups, size)
-    owner = op.Unsqueeze(owner, last)
-    queries = op.Unsqueeze(op.GatherElements(order, slots, axis=-1), last)
+    heads, tiles = op.Shape(group, start=0, end=1), tokens / size + groups
+    # A tile begins where a group does, and after every 32 of its queries.
+    none = op.Expand(zero, op.Concat(heads, groups, axis=0))
+    lengths = op.ScatterElements(none, group, op.Expand(one, op.Shape(group)), axis=-1, reduction="add")
+    nth = op.Mod(token - op.GatherElements(op.CumSum(lengths, one, exclusive=1), group, axis=-1), size)
+    tile = op.CumSum(op.Cast(nth == zero, to=INT64.dtype), one) - one
+    place = tile * size + nth
+    empty = op.Expand(zero, op.Concat(heads, tiles * size, axis=0))
+    queries = op.Unsqueeze(op.ScatterElements(empty, place, order, axis=-1), last)
+    empty = op.Expand(zero, op.Concat(heads, tiles, axis=0))
+    owner = op.Unsqueeze(op.ScatterElements(empty, tile, group, axis=-1, reduction="max"), last)
     keys = op.Reshape(key_ids, op.Concat(last, op.Shape(key_ids, start=2, end=4), op.Constant(value_ints=[1]), axis=0))
-    tiles = op.Concat(op.Shape(owner, start=0, end=2), size, channels, axis=0)
-    q = op.Reshape(op.GatherND(op.Reshape(query, rows), queries, batch_dims=1), tiles)
+    q = op.GatherND(op.Reshape(query, rows), queries, batch_dims=1)
+    q = op.Reshape(q, op.Concat(heads, tiles, size, channels, axis=0))
     k = op.GatherND(op.GatherND(op.Reshape(key, rows), keys, batch_dims=1), owner, batch_dims=1)
     v = op.GatherND(op.GatherND(op.Reshape(value, rows), keys, batch_dims=1), owner, batch_dims=1)
     score = op.MatMul(q, op.Transpose(k, perm=[0, 1, 3, 2]))
-    attended = op.MatMul(op.Softmax(score, axis=-1), v)
-    attended = op.Reshape(attended, op.Concat(op.Shape(owner, start=0, end=1), last, channels, axis=0))
-    back = op.Unsqueeze(op.ScatterElements(order, order, places, axis=-1), last)
+    attended = op.Reshape(op.MatMul(op.Softmax(score, axis=-1), v), op.Concat(heads, last, channels, axis=0))
+    back = op.Unsqueeze(op.ScatterElements(order, order, place, axis=-1), last)
     return op.Reshape(op.GatherND(attended, back, batch_dims=1), op.Shape(query))
 
 
@@ -133,7 +114,7 @@ def attend(
     return output
 
 
-FUNCTIONS = (_attend_dense_masked, _attend_gathered, _cut_into_tiles)
+FUNCTIONS = (_attend_dense_masked, _attend_gathered)
 """What the translations call: the graph needs their bodies too."""
 
 
@@ -153,14 +134,11 @@ def adaptive_avg_pool2d(x: FLOAT[...], output_size: Sequence[int]) -> FLOAT[...]
 
 
 def _windows(size: INT64[...], count: int) -> FLOAT[...]:
-    """Weights (count, size) of averages over ``count`` windows of ``size`` places, as PyTorch lays them."""
+    """Weights (count, size) of means over windows, i of places p: i size < (p + 1) count, p count < (i + 1) size."""
     windows, axis = op.Constant(value_ints=[count]), op.Constant(value_ints=[1])
-    begin = op.Div(op.Mul(size, op.Constant(value_ints=list(range(count)))), windows)
-    end = op.Mul(size, op.Constant(value_ints=list(range(1, count + 1))))
-    first = op.Unsqueeze(begin, axis)
-    last = op.Unsqueeze(op.Div(op.Sub(end, op.Constant(value_ints=[1])), windows), axis)
-    place = op.Range(op.Constant(value_int=0), op.Squeeze(size), op.Constant(value_int=1))
-    inside = op.And(op.GreaterOrEqual(place, first), op.LessOrEqual(place, last))
+    begin = op.Unsqueeze(op.Mul(size, op.Constant(value_ints=list(range(count)))), axis)
+    place = op.Mul(op.Range(op.Constant(value_int=0), op.Squeeze(size), op.Constant(value_int=1)), windows)
+    inside = op.And(op.Less(begin, op.Add(place, windows)), op.Less(place, op.Add(begin, size)))
     weights = op.Cast(inside, to=FLOAT.dtype)
     return op.Div(weights, op.ReduceSum(weights, axis, keepdims=1))
 
@@ -172,3 +150,64 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.aten.gelu.default: gelu,
     torch.ops.aten.adaptive_avg_pool2d.default: adaptive_avg_pool2d,
 }
+
+
+def flatten_tokens(graph: Any) -> None:
+    """Make the tokens between convolutions (B, H W, C) in a graph of known sizes, in place, unless something needs H.
+
+    OpenVINO takes four dimensions for an image, keeps what a convolution yields with its second one innermost, and
+    carries that through additions and norms to the next convolution: tokens as (B, H, W, C) are brought from one layout
+    to the other, slowly, several times a block. Of three dimensions they need no copy, and nothing else changes.
+    """
+    tokens = {value: tuple(value.shape) for value in _tokens(graph)}
+    for node in list(graph):
+        if _order(node) == TO_IMAGE and node.inputs[0] in tokens:
+            value = node.inputs[0]
+            node.replace_input_with(0, _reshape(graph, node, value, tokens[value]))
+    for value, (batch, height, width, channels) in tokens.items():
+        node, flat = value.producer(), (batch, height * width, channels)
+        if node.op_type == "Transpose":
+            uses = value.uses()
+            reshaped = _reshape(graph, uses[0].node, value, flat)
+            for use in uses:
+                use.node.replace_input_with(use.idx, reshaped)
+        else:
+            value.shape = onnx_ir.Shape(flat)
+        if node.op_type == "Reshape":
+            node.replace_input_with(1, _constant(graph, node, flat))
+
+
+def _tokens(graph: Any) -> list[Any]:
+    """All values that are tokens as (B, H, W, C), in order; none if one is used in a way that needs all four."""
+    tokens: list[Any] = []
+    for node in graph:
+        value, used = node.outputs[0], [taken in tokens for taken in node.inputs]
+        if not any(used):
+            like = node.op_type == "Reshape" and value.shape in [token.shape for token in tokens]
+            tokens += [value] if like or _order(node) == TO_TOKENS else []
+        elif node.op_type in TOKENWISE:
+            others = [taken.shape for taken, token in zip(node.inputs, used, strict=True) if not token]
+            if (node.op_type == "MatMul" and not used[0]) or any(len(shape) > 2 for shape in others):
+                return []
+            tokens.append(value)
+        elif node.op_type != "Reshape" and _order(node) != TO_IMAGE:
+            return []
+    return [] if any(output in tokens for output in graph.outputs) else tokens
+
+
+def _order(node: Any) -> Any:
+    return list(node.attributes["perm"].as_ints()) if node.op_type == "Transpose" else None
+
+
+def _constant(graph: Any, node: Any, numbers: tuple[int, ...]) -> Any:
+    constant = onnx_ir.node("Constant", [], {"value_ints": numbers})
+    graph.insert_before(node, constant)
+    return constant.outputs[0]
+
+
+def _reshape(graph: Any, node: Any, value: Any, shape: tuple[int, ...]) -> Any:
+    """``value`` in another shape, computed before ``node``."""
+    reshape = onnx_ir.node("Reshape", [value, _constant(graph, node, shape)])
+    graph.insert_before(node, reshape)
+    reshape.outputs[0].shape, reshape.outputs[0].dtype = onnx_ir.Shape(shape), value.dtype
+    return reshape.outputs[0]
