@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from dgt.data.label_maps import MappedImage
+from dgt.data.image_io import BrokenImage
 from dgt.figures import save_figure
 from dgt.figures.label_map import figure_comparison
 from dgt.tasks.segment import predict
@@ -33,11 +33,11 @@ def draw_images(run_path: str, out: str, items: list[int], overrides: list[str])
     for item in items:
         dataset = data.datasets["val"]
         sample = dataset.reader[dataset.indices[item]]
-        if not isinstance(sample, MappedImage):
+        if isinstance(sample, BrokenImage):
             raise ValueError(f"{sample.path} cannot be read: {sample.reason}")
-        pixels = np.array(sample.image)
+        pixels = np.array(sample[0])
         found = predict(run, torch.from_numpy(pixels).permute(2, 0, 1), 0).found
-        rows.append((pixels, sample.labels, found))
+        rows.append((pixels, sample[1], found))
     save_figure(figure_comparison(rows, run.class_names), out, dpi=100)
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from dgt.data.dataset import Key
 from dgt.data.detection import DetectionData
 from dgt.data.image_io import BrokenImagesError
+from dgt.data.loader import Key
 
 from .coco_files import crowd, entry, write_coco
 
@@ -53,10 +53,10 @@ def test_evaluation_sees_every_image_and_keeps_every_annotation(tmp_path: Path) 
     data = open_data(write_coco(tmp_path))
     seen = [int(target["image_id"]) for _, targets in data.val_dataloader() for target in targets]
     assert seen == [1, 2, 3, 4]
-    truth = data.ground_truth()
+    truth = data.datasets["val"].reader.ground_truth()
     assert [item["id"] for item in truth["annotations"]] == [1, 2, 3, 4, 5, 6]
     assert data.class_names == ("cat", "dog")
-    assert data.category_ids == (3, 7)
+    assert data.reader.category_ids == (3, 7)
 
 
 def test_a_flip_moves_pixels_boxes_and_masks_alike(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_scenes_have_boxes_tight_around_their_masks() -> None:
             assert 1 <= target["labels"].min() <= target["labels"].max() <= 8
             for (x0, y0, x1, y1), mask in zip(target["boxes"].int().tolist(), target["masks"], strict=True):
                 assert mask[y0:y1, x0:x1].sum() == mask.sum() > 0
-    truth = data.ground_truth()
+    truth = data.datasets["val"].reader.ground_truth()
     assert len(truth["images"]) == 5
     assert {item["image_id"] for item in truth["annotations"]} == {0, 1, 2, 3, 4}
     assert [category["name"] for category in truth["categories"]] == list(data.class_names)
@@ -105,18 +105,18 @@ class TestBadData:
         with pytest.raises(BrokenImagesError, match="3 of the 9 annotations of split 'train' cannot be used") as raised:
             open_data(root)
         for reason in (
-            "annotation 70: is of image 99",
-            "annotation 71: has category 50",
+            "annotation 70: must have as its image_id one that the file lists, got 99",
+            "annotation 71: must have as its category_id one that the file lists, got 50",
             "annotation 72: has a polygon",
         ):
             assert reason in str(raised.value)
-        with pytest.warns(UserWarning, match=r"3 of 9 annotations in .*val2017\.json cannot be used and are left out"):
+        with pytest.warns(UserWarning, match=r"3 of 9 annotations cannot .*val2017\.json: annotation 70: must"):
             data = open_data(root, max_broken_share=0.5)
         assert len(data.broken_images["train annotations"]) == 3
         assert len(data.datasets["train"][Key(0, 0, 0)][1]["boxes"]) == 2
-        assert len(data.ground_truth()["annotations"]) == 6
+        assert len(data.datasets["val"].reader.ground_truth()["annotations"]) == 6
         assert data.write_broken_images(tmp_path / "broken.txt") == 6
-        assert "annotation 72\thas a polygon of 2 points, fewer than 3" in (tmp_path / "broken.txt").read_text()
+        assert "annotation 72\thas a polygon that is no list of x and y" in (tmp_path / "broken.txt").read_text()
 
     def test_unreadable_images_stop_the_run_or_are_left_out_and_listed(self, tmp_path: Path) -> None:
         root = write_coco(tmp_path)
@@ -174,7 +174,7 @@ class TestBadData:
             DetectionData(**{"root": "images", **options})
 
     def test_places_that_are_not_there_are_named(self, tmp_path: Path) -> None:
-        with pytest.raises(FileNotFoundError, match="there is no annotation file"):
+        with pytest.raises(FileNotFoundError, match="there is no folder of images"):
             open_data(tmp_path)
         root = write_coco(tmp_path)
         with pytest.raises(FileNotFoundError, match="there is no folder of images"):
@@ -199,8 +199,8 @@ def test_paths_are_free(tmp_path: Path) -> None:
 def test_real_annotations(shared_data: Path) -> None:
     data = open_data(shared_data / "coco-mini", image_size=64, train_size=8, val_size=4)
     assert data.num_classes == 80
-    assert data.category_ids[-1] == 90
-    assert sum(item["iscrowd"] for item in data.ground_truth()["annotations"]) == 21
+    assert data.reader.category_ids[-1] == 90
+    assert sum(item["iscrowd"] for item in data.datasets["val"].reader.ground_truth()["annotations"]) == 21
     for images, targets in data.train_dataloader():
         for image, target in zip(images, targets, strict=True):
             assert target["masks"].shape == (len(target["boxes"]), *image.shape[1:])

@@ -1,7 +1,6 @@
 """Readers of labelled images, and what they say about bad folders and files."""
 
 import io
-import pickle
 from pathlib import Path
 
 import numpy as np
@@ -106,29 +105,14 @@ class TestDecoding:
             decode_image(content)
 
 
-class TestCifarLayout:
-    def test_found_at_root_or_by_its_own_name_and_must_be_whole(self, tmp_path):
-        (tmp_path / "cifar-10-batches-py").mkdir()
-        for root in (tmp_path, tmp_path / "cifar-10-batches-py"):
-            assert available_splits(root) == ("test", "train")
-            with pytest.raises(ValueError, match="not a whole copy of CIFAR-10"):
-                open_images(root, "train")
-
-    def test_unknown_split(self, tmp_path):
-        (tmp_path / "cifar-10-batches-py").mkdir()
-        with pytest.raises(ValueError, match="'train' and 'test', got 'val'"):
-            open_images(tmp_path, "val")
-
-    def test_images_and_labels(self, tmp_path, monkeypatch):
-        folder = tmp_path / "cifar-10-batches-py"
-        folder.mkdir()
-        (folder / "test_batch").write_bytes(pickle.dumps({"data": np.full((2, 3072), 7, np.uint8), "labels": [3, 1]}))
-        (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": ["a", "b", "c", "d"]}))
-        monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
-        images = open_images(folder, "test")
-        assert (len(images), images.class_names) == (2, ("a", "b", "c", "d"))
-        assert images[0][0].getpixel((0, 0)) == (7, 7, 7)
-        assert images[1][1] == 1
+@pytest.mark.parametrize("inside", [True, False])
+def test_the_python_layout_of_cifar_10_is_refused_and_told_where_to_go(tmp_path, inside):
+    (tmp_path / "cifar-10-batches-py").mkdir()
+    (tmp_path / "cifar-10-batches-py" / "data_batch_1").touch()
+    root = tmp_path / "cifar-10-batches-py" if inside else tmp_path
+    for use in (available_splits, lambda place: open_images(place, "train")):
+        with pytest.raises(ValueError, match=r"root: .* no longer read: .* of CIFAR-10 give the parquet files, --data"):
+            use(root)
 
 
 def test_nothing_at_root(tmp_path):
@@ -156,7 +140,3 @@ class TestLedger:
         assert data.write_broken_images(tmp_path / "broken.txt") == 2
         assert (tmp_path / "broken.txt").read_text() == "train\ta.jpg\tcut\ntrain\tb.jpg\ttwo lines\n"
         assert [path.name for path in tmp_path.iterdir()] == ["broken.txt"]
-
-    def test_share_must_be_a_share(self):
-        with pytest.raises(ValueError, match="max_broken_share"):
-            BrokenImages("train", 10, 1.5)

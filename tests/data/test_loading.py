@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dgt.data.classification import ClassificationData
-from dgt.data.dataset import Key
+from dgt.data.loader import Key
 from dgt.data.transforms import Augmentation
 
 # Something holds on to the batches until the interpreter ends, as the traceback of an error does.

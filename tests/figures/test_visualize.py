@@ -15,7 +15,7 @@ from PIL import Image
 
 import dgt
 from dgt.app.visualize import draw_training, visualize
-from dgt.data.dataset import Key
+from dgt.data.loader import Key
 from dgt.data.scenes import KINDS
 from dgt.tasks.network import build_classifier
 from dgt.training import LoadedRun, fit, load_recipe

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from PIL import Image
 from timm.data.mixup import FastCollateMixup, mixup_target
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
+from torch.utils.data import default_collate
 
-from dgt.data.dataset import Key, Reader
+from dgt.data.loader import Key
 from dgt.data.module import NormalizedData
-from dgt.data.readers import ImageFolder, SceneImages, available_splits, open_images
+from dgt.data.readers import HubImages, ImageFolder, SceneImages, available_splits, open_images
 from dgt.data.transforms import Augmentation, evaluation_transform, training_transform
 from dgt.utils.errors import UserError
 from dgt.utils.seeding import seeded
@@ -25,11 +25,11 @@ from dgt.utils.seeding import seeded
 
 @dataclass(eq=False)
 class ClassificationData(NormalizedData):
-    """Images and labels for training and validation.
+    """Images and labels for training and validation; raises as `ImageData`.
 
     Args:
-        root: folder of images in train/CLASS/ and val/CLASS/, of a Hugging Face data set (`save_to_disk`, or parquet
-            files), or of CIFAR-10; or the name of a set on the Hugging Face hub. Left out for the built-in scenes.
+        root: folder of images in train/CLASS/ and val/CLASS/, or of a Hugging Face data set (`save_to_disk`, or parquet
+            files), or the name of one on the hub. Left out for the built-in scenes.
         dataset: "auto" to see what lies at `root`, or "scenes".
         batch_size: images per batch and process; even where mixup or cutmix is on.
         crop_ratio: in validation, side of the centre crop over the shorter side of the image.
@@ -37,8 +37,6 @@ class ClassificationData(NormalizedData):
         cache: decode every image once, into memory: for small sets.
         image_column: column of a Hugging Face data set with the images; null to find it.
         label_column: its column with the class labels; null to find it.
-
-    Raises UserError for a value out of its range, and where nothing says which data set is meant.
     """
 
     crop_ratio: float = 0.875
@@ -47,10 +45,7 @@ class ClassificationData(NormalizedData):
     image_column: str | None = None
     label_column: str | None = None
 
-    root_holds = (
-        "a folder with train/CLASS/ and val/CLASS/ folders of images, a Hugging Face data set (its folder, or its name "
-        "on the hub), or the folder of CIFAR-10"
-    )
+    root_holds = "a folder with train/CLASS/ and val/CLASS/ of images, or a Hugging Face data set (its folder or name)"
     scenes = SceneImages
 
     def __post_init__(self) -> None:
@@ -63,7 +58,7 @@ class ClassificationData(NormalizedData):
         training = training_transform(self.image_size, augmentation, self.mean)
         self.transforms = {"train": partial(_transformed, training), "val": partial(_transformed, evaluation)}
 
-    def open_root(self, root: str, part: str) -> tuple[str, Reader]:
+    def open_root(self, root: str, part: str) -> tuple[str, HubImages | ImageFolder]:
         """As of all tasks. Raises UserError, too, for a class folder without an image to train on."""
         found = available_splits(root)
         split, train = self.choose_split(part, found), self.choose_split("train", found)
@@ -73,10 +68,7 @@ class ClassificationData(NormalizedData):
         return split, reader
 
     def collate(self, part: str, key: Key, samples: list[Any]) -> tuple[Any, Any]:
-        """Images uint8 (B, 3, S, S) and labels; in training mixed and smoothed as the augmentation says.
-
-        Mixing drops the last of an odd number, which only an unreadable image makes.
-        """
+        """Images uint8 (B, 3, S, S) and targets, mixed and smoothed in training; mixing drops an odd last image."""
         augmentation, training = self.augmentation, part == "train"
         mixes = training and augmentation.mixes
         samples = samples[: len(samples) // 2 * 2] if mixes else samples
@@ -93,7 +85,7 @@ class ClassificationData(NormalizedData):
             with seeded("mixup", self.seed, *key):
                 images, targets = mixup(samples)
             return images, targets
-        images, targets = torch.stack([image for image, _ in samples]), torch.tensor([label for _, label in samples])
+        images, targets = default_collate(samples)
         if training and augmentation.smoothing:
             targets = mixup_target(targets, self.num_classes, smoothing=augmentation.smoothing)
         return images, targets

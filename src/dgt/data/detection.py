@@ -1,30 +1,201 @@
 """The data module of detection: COCO files, or the built-in scenes, as images with boxes and masks.
 
 Batches are `(images, targets)`: a list of float images (3, H, W) in 0 to 1, each of its own size (the network resizes
-them), and a list of dicts. In training these hold `boxes` float32 (N, 4) x0 y0 x1 y1, `labels` int64 (N,) from 1 on
-(0 is background) and `masks` uint8 (N, H, W); in validation `image_id`, since what counts there is the ground truth of
-`DetectionData.ground_truth`, as COCO's evaluation defines it, with its crowd regions.
+them), and a list of dicts. In training these hold `Objects`; in validation `image_id`, since what counts there is the
+reader's `ground_truth`, as COCO's evaluation defines it: with crowd regions, boxes without area and images without any,
+which only training has no use for. An annotation that contradicts its file, such as by a category that it does not list
+or by a polygon of two points, which COCO's own code would read as a box, is set aside with its reason.
 """
 
+import json
+import math
+import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from faster_coco_eval.core import mask as coco_mask
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from dgt.data.coco import CocoImages, Entry, Objects, Sample, encode_masks
-from dgt.data.dataset import Key
-from dgt.data.image_io import BrokenImages
+from dgt.data.image_io import BrokenImage, BrokenImages, StrPath, try_decode
+from dgt.data.loader import Key
 from dgt.data.module import ImageData
 from dgt.data.scenes import Scenes
 from dgt.utils.errors import UserError, check_range
+
+Entry = dict[str, Any]
+Objects = dict[str, Tensor]
+"""What to train on: `boxes` float32 (N, 4) x0 y0 x1 y1; `labels` int64 (N,) from 1 on; `masks` uint8 (N, H, W)."""
+Sample = tuple[Image.Image, int, Callable[[], Objects]]
+"""An image, its id, and a function for its objects, which only training needs."""
+
+
+def _is_id(value: Any) -> bool:
+    """An integer as NumPy and COCO's code hold it."""
+    return type(value) is int and -(2**63) <= value < 2**63
+
+
+def _numbers(values: Any) -> bool:
+    """A list of finite numbers."""
+    return isinstance(values, list) and all(type(value) in (int, float) and math.isfinite(value) for value in values)
+
+
+ID = ("a 64-bit integer", _is_id)
+TEXT = ("a text", lambda value: isinstance(value, str) and value != "")
+SIDE = ("an integer above 0", lambda value: _is_id(value) and value > 0)
+# The lists of a file, the keys that their entries must have, and what these hold.
+SECTIONS: dict[str, dict[str, tuple[str, Callable[[Any], bool]]]] = {
+    "images": {"id": ID, "file_name": TEXT, "width": SIDE, "height": SIDE},
+    "annotations": {"id": ID},
+    "categories": {"id": ID, "name": TEXT},
+}
+
+
+class CocoImages:
+    """Images of a COCO file of instances: JSON with the lists `images`, `annotations` and `categories`.
+
+    `images` in the file's order; `categories` by rising id, which is the order of classes and labels; `by_image` the
+    usable annotations of each image id, crowd among them; `bad` the others, each with its reason; `total` all of them.
+    Label l is category `category_ids[l - 1]`. The images lie in `folder`.
+
+    Raises:
+        FileNotFoundError: no such file or folder.
+        UserError: not JSON, a list is missing, an entry lacks what `SECTIONS` tells, two of a list have one id or two
+            categories one name. An annotation that cannot be used raises nothing: it is listed in `bad`.
+    """
+
+    def __init__(self, path: StrPath, folder: StrPath = ".") -> None:
+        if not os.path.isdir(folder):
+            raise FileNotFoundError(f"there is no folder of images {str(folder)!r}")
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise UserError(f"{path} is not JSON: {error}") from error
+        self.folder = folder
+        self.images, annotations, categories = (_section(content, name, path) for name in SECTIONS)
+        self.categories = sorted(categories, key=lambda entry: entry["id"])
+        self.class_names = tuple(str(entry["name"]) for entry in self.categories)
+        self.category_ids = tuple(int(entry["id"]) for entry in self.categories)
+        images, known = {entry["id"]: entry for entry in self.images}, set(self.category_ids)
+        self.by_image: dict[int, list[Entry]] = {number: [] for number in images}
+        self.bad, self.total = list[BrokenImage](), len(annotations)
+        for entry in annotations:
+            problem = annotation_problem(entry, images, known)
+            if problem is None:
+                self.by_image[entry["image_id"]].append({"iscrowd": 0, **entry})
+            else:
+                self.bad.append(BrokenImage(f"{path}: annotation {entry['id']}", problem))
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Sample | BrokenImage:
+        """One image, upright as its annotations are; of another size than annotated it is broken."""
+        entry = self.images[index]
+        path = os.path.join(self.folder, entry["file_name"])
+        found = try_decode(path, path, entry["id"])
+        if isinstance(found, BrokenImage):
+            return found
+        width, height = found[0].size
+        if (width, height) != (entry["width"], entry["height"]):
+            return BrokenImage(path, f"is {width} x {height}, annotated as {entry['width']} x {entry['height']}")
+        return *found, partial(self.objects, index)
+
+    def objects(self, index: int) -> Objects:
+        """What of one image can be trained on: neither crowd regions nor boxes without area."""
+        image, entries = self.images[index], self._trainable(index)
+        boxes = torch.tensor([entry["bbox"] for entry in entries], dtype=torch.float32).reshape(-1, 4)
+        boxes[:, 2:] += boxes[:, :2]
+        labels = [1 + self.category_ids.index(entry["category_id"]) for entry in entries]
+        masks = draw_masks(entries, image["height"], image["width"])
+        return {"boxes": boxes, "labels": torch.tensor(labels, dtype=torch.int64), "masks": torch.from_numpy(masks)}
+
+    def with_objects(self) -> list[int]:
+        """Indices of the images that hold anything to train on."""
+        return [index for index in range(len(self)) if self._trainable(index)]
+
+    def ground_truth(self) -> dict[str, list[Entry]]:
+        """The file again, without the annotations that cannot be used: what detections are compared with."""
+        annotations = [entry for entries in self.by_image.values() for entry in entries]
+        return {"images": self.images, "annotations": annotations, "categories": self.categories}
+
+    def _trainable(self, index: int) -> list[Entry]:
+        entries = self.by_image[self.images[index]["id"]]
+        return [entry for entry in entries if not entry["iscrowd"] and min(entry["bbox"][2:]) > 0]
+
+
+def _section(content: Any, name: str, path: StrPath) -> list[Entry]:
+    """One of the file's lists, checked by `SECTIONS`; no two ids or names are the same, metrics are told by them."""
+    found = content.get(name) if isinstance(content, dict) else None
+    if not isinstance(found, list) or not (found or name == "annotations"):
+        raise UserError(f"{path} is not in COCO's format: it has no list {name!r}, or an empty one")
+    for place, entry in enumerate(found):
+        for key, (kind, fits) in SECTIONS[name].items():
+            value = entry.get(key) if isinstance(entry, dict) else None
+            if not fits(value):
+                raise UserError(f"{path}: {name}[{place}] must have {kind} as its {key}, got {value!r}")
+    for key in {"id", "name"}.intersection(SECTIONS[name]):
+        for value, times in Counter(entry[key] for entry in found).most_common(1):
+            if times > 1:
+                raise UserError(f"{path}: two entries of {name!r} have the {key} {value!r}")
+    return found
+
+
+def annotation_problem(entry: Entry, images: Mapping[int, Entry], categories: set[int]) -> str | None:
+    """Why an annotation cannot be used, or None where it can, by the file's images by id and its category ids."""
+    given: list[Any] = [entry.get(key) for key in ("image_id", "category_id", "bbox")]
+    image, category, box = given
+    checks = {
+        "image_id": ("one that the file lists", _is_id(image) and image in images),
+        "category_id": ("one that the file lists", _is_id(category) and category in categories),
+        "bbox": ("x, y, width, height as finite numbers", _numbers(box) and len(box) == 4 and min(box[2:]) >= 0),
+        "area": ("a finite number", _numbers([entry.get("area")])),
+        "iscrowd": ("0 or 1", entry.get("iscrowd", 0) in (0, 1)),
+    }
+    for key, (wanted, fits) in checks.items():
+        if not fits:
+            return f"must have as its {key} {wanted}, got {entry.get(key)!r}"
+    return _mask_problem(entry.get("segmentation"), images[image]["height"], images[image]["width"])
+
+
+def _mask_problem(mask: Any, height: int, width: int) -> str | None:
+    """Why a mask cannot be drawn in an image of this size, or None where it can."""
+    if isinstance(mask, dict):
+        if mask.get("size") != [height, width]:
+            return f"has a run-length code of size {mask.get('size')!r} in an image of {[height, width]}"
+        try:
+            coco_mask.decode(coco_mask.segmToRle(mask, width, height))
+        except (KeyError, TypeError, ValueError, RuntimeError):
+            return "has a run-length code whose counts are not integers of at least 0 that fill the image"
+        return None
+    if not isinstance(mask, list) or not mask:
+        return "has neither polygons nor a run-length code"
+    right = all(_numbers(polygon) and len(polygon) >= 6 and len(polygon) % 2 == 0 for polygon in mask)
+    return None if right else "has a polygon that is no list of x and y, finite, of at least 3 points"
+
+
+def draw_masks(entries: Sequence[Entry], height: int, width: int) -> NDArray[np.uint8]:
+    """uint8 (N, height, width), 1 inside: masks of polygons or run-length codes, as COCO's own code draws them."""
+    if not entries:
+        return np.zeros((0, height, width), dtype=np.uint8)
+    codes = [coco_mask.segmToRle(entry["segmentation"], width, height) for entry in entries]
+    return np.ascontiguousarray(coco_mask.decode(codes).transpose(2, 0, 1))
+
+
+def encode_masks(masks: NDArray[np.uint8]) -> list[Entry]:
+    """Masks (N, H, W) of 0 and 1 as compressed run-length codes that JSON can hold: `size` and `counts`."""
+    codes = coco_mask.encode(np.asfortranarray(masks.transpose(1, 2, 0)))
+    return [{"size": [int(side) for side in code["size"]], "counts": str(code["counts"], "ascii")} for code in codes]
 
 
 class SceneObjects(Scenes):
@@ -82,7 +253,7 @@ def _trained(flip: float, image: Image.Image, image_id: int, objects: Callable[[
 
 @dataclass(eq=False)
 class DetectionData(ImageData):
-    """Images with boxes and masks for training and validation.
+    """Images with boxes and masks for training and validation; raises as `ImageData`.
 
     Args:
         root: folder that the four paths below start from; left out for the built-in scenes.
@@ -97,8 +268,6 @@ class DetectionData(ImageData):
         train_annotations: their COCO file.
         val_images: folder of the validation images.
         val_annotations: their COCO file.
-
-    Raises UserError for a value out of its range, and where nothing says which data set is meant.
     """
 
     dataset: str = "coco"
@@ -124,15 +293,14 @@ class DetectionData(ImageData):
         """As of all tasks; warns of annotations that cannot be used, and raises BrokenImagesError for too many."""
         folder, file = (Path(root, getattr(self, f"{part}_{what}")) for what in ("images", "annotations"))
         reader = CocoImages(file, folder)
-        if self.datasets and (self.class_names, self.category_ids) != (reader.class_names, reader.category_ids):
+        if self.datasets and (self.class_names, self.reader.category_ids) != (reader.class_names, reader.category_ids):
             raise UserError(f"{file} has other categories than the training split's file")
         report = BrokenImages(part, reader.total, self.max_broken_share, "annotations", "cannot be used")
         self.broken_images[f"{part} annotations"] = report
         report.record(reader.bad)
         if reader.bad:
-            count, (first, reason) = f"{len(reader.bad)} of {reader.total}", reader.bad[0]
-            told = f"{count} annotations in {file} cannot be used and are left out; the first: {Path(first).name}"
-            warnings.warn(f"{told}: {reason}", stacklevel=2)
+            told = f"{len(reader.bad)} of {reader.total} annotations cannot be used and are left out"
+            warnings.warn(f"{told}; the first: {': '.join(reader.bad[0])}", stacklevel=2)
         return part, reader
 
     def choose(self, part: str, split: str, reader: Any, indices: Sequence[int] = ()) -> Sequence[int]:
@@ -150,13 +318,3 @@ class DetectionData(ImageData):
     def finish(self, part: str, key: Key, images: list[Tensor], targets: Any) -> tuple[list[Tensor], Any]:
         """Bytes to 0 to 1."""
         return [v2.functional.to_dtype(image, torch.float32, scale=True) for image in images], targets
-
-    @property
-    def category_ids(self) -> tuple[int, ...]:
-        """The data set's category numbers; label l is number l - 1 of them. After `setup`."""
-        return tuple(self.reader.category_ids)
-
-    def ground_truth(self) -> dict[str, list[Entry]]:
-        """What the validation's detections are compared with, in COCO's format; after `setup`."""
-        reader: Any = self.datasets["val"].reader
-        return dict(reader.ground_truth())

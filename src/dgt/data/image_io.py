@@ -1,7 +1,7 @@
 """From bytes to an upright RGB image, and the report of the files that would not decode.
 
-An unreadable image is never replaced by another one in silence: the reader hands on a `BrokenImage`, the batch leaves
-it out, and `BrokenImages` of the main process counts and lists it, and stops the run above a share that the user sets.
+An unreadable image is never replaced by another one: the reader hands on a `BrokenImage`, the batch leaves it out, and
+`BrokenImages` of the main process counts and lists it, and stops the run above a share that the user sets.
 """
 
 import io
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from dgt.utils.errors import UserError, check_range
+from dgt.utils.errors import UserError
 
 StrPath = str | os.PathLike[str]
 Source = bytes | StrPath
@@ -62,8 +62,7 @@ def decode_oriented(source: Source) -> tuple[Image.Image, int]:
 def decode_image(source: Source) -> Image.Image:
     """Decode a file, or its bytes, to an upright RGB image; UserError where that fails, saying why.
 
-    EXIF orientation is applied; transparent pixels are laid on white; palettes and CMYK are converted; 16-bit grey is
-    scaled to 8 bits.
+    EXIF orientation is applied, transparent pixels are laid on white, 16-bit grey is scaled to 8 bits.
     """
     return decode_oriented(source)[0]
 
@@ -96,8 +95,7 @@ class BrokenImages:
     """The broken-image report of one split: which of its `total` images could not be read, and why.
 
     Each image counts once, however often it is tried. The run stops as soon as the broken ones exceed `max_share`, 0 to
-    1, of the images of the split, so that a few bad files met early in an epoch do not stop it. `things` and `fault`
-    tell in messages what is counted, images or annotations, and what is wrong with them.
+    1, of all. `things` and `fault` tell in messages what is counted, images or annotations, and what is wrong.
     """
 
     split: str
@@ -107,27 +105,17 @@ class BrokenImages:
     fault: str = "cannot be read"
     broken: dict[str, str] = field(default_factory=dict, init=False)
 
-    def __post_init__(self) -> None:
-        check_range(0, 1, max_broken_share=self.max_share)
-
     def __len__(self) -> int:
         return len(self.broken)
 
     def record(self, broken: Iterable[BrokenImage]) -> None:
-        """Add broken images.
-
-        Raises:
-            BrokenImagesError: their share is now above the limit.
-            UserError: wrong labels are among them; naming the file.
-        """
+        """Add broken images; BrokenImagesError for too large a share by now, UserError for wrong labels among them."""
         for item in broken:
             if isinstance(item, WrongLabels):
                 raise UserError(f"{item.path}: {item.reason}")
             self.broken.setdefault(item.path, item.reason)
         if len(self) > self.max_share * self.total:
-            first = "\n".join(f"  {path}: {reason}" for path, reason in list(self.broken.items())[:5])
-            raise BrokenImagesError(
-                f"{len(self)} of the {self.total} {self.things} of split {self.split!r} {self.fault} "
-                f"({len(self) / max(self.total, 1):.2%}, above max_broken_share = {self.max_share:.2%}); "
-                f"the first:\n{first}"
-            )
+            first = "".join(f"\n  {path}: {reason}" for path, reason in list(self.broken.items())[:5])
+            count = f"{len(self)} of the {self.total} {self.things} of split {self.split!r} {self.fault}"
+            share = f"{len(self) / max(self.total, 1):.2%}, above max_broken_share = {self.max_share:.2%}"
+            raise BrokenImagesError(f"{count} ({share}); the first:{first}")

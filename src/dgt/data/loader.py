@@ -1,37 +1,85 @@
 """The loader of all tasks: which images make which batch, worker processes that prepare them, and their last step.
 
 The sampler hands out keys (epoch, batch, item), so that workers, even persistent ones, know which epoch they augment
-for, and a run resumes in the middle of an epoch without decoding what it has seen. Workers send bytes; what turns them
-into floats happens on the loader's device.
+for, and a run resumes in the middle of an epoch without decoding what it has seen: every random choice is a function of
+(seed, epoch, index). Workers send bytes; what turns them into floats happens on the loader's device.
 """
 
 import math
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
-from dgt.data.dataset import Drawn, Key
-from dgt.data.image_io import BrokenImagesError
+from dgt.data.image_io import BrokenImage, BrokenImagesError
 from dgt.utils.distributed import rank, world_size
-from dgt.utils.seeding import generator
+from dgt.utils.seeding import generator, reseed, seeded
+
+
+class Key(NamedTuple):
+    """Which image, in which batch of which epoch."""
+
+    epoch: int
+    batch: int
+    item: int
+
+
+class Drawn(NamedTuple):
+    """One batch: its first key, the samples that could be read, which the loader collates, and what could not."""
+
+    key: Key
+    samples: Any
+    broken: list[BrokenImage]
+
+
+class SeededDataset(Dataset[Any]):
+    """The samples at some `indices` of a reader, tuples or `BrokenImage` by index, through a transform of their parts.
+
+    The transform may draw from the global random generators: what it draws is a function of (seed, epoch, item).
+    With `cache`, every sample is read once, into memory.
+    """
+
+    def __init__(
+        self, reader: Any, transform: Callable[..., Any], seed: int, indices: Sequence[int], cache: bool = False
+    ) -> None:
+        self.reader, self.transform, self.seed, self.indices = reader, transform, seed, indices
+        self.cached = [reader[index] for index in indices] if cache else None
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, key: Key) -> Any:
+        drawn = self.__getitems__([key])
+        return (drawn.samples or drawn.broken)[0]
+
+    def __getitems__(self, keys: Sequence[Key]) -> Drawn:
+        """The samples of a batch."""
+        drawn = Drawn(keys[0], [], [])
+        with seeded("augment", self.seed):
+            for key in keys:
+                sample = self.cached[key.item] if self.cached else self.reader[self.indices[key.item]]
+                if isinstance(sample, BrokenImage):
+                    drawn.broken.append(sample)
+                else:
+                    reseed("augment", self.seed, key.epoch, key.item)
+                    drawn.samples.append(self.transform(*sample))
+        return drawn
 
 
 class EpochBatches(Sampler[list[Key]]):
     """The batches of one process, epoch after epoch.
 
-    In training, the order is a permutation drawn from (seed, epoch), the same in every process; batch b of
-    all processes together is its b-th stretch of `world_size * batch_size` images, of which each process takes its own
-    stretch, and what does not fill a last batch is left out.
-    In evaluation, the order is that of the data, each image is seen by one process, and the last batch may be smaller.
-    Every pass moves on to the next epoch; `epoch` and `first_batch` say where it starts.
+    In training, the order is a permutation drawn from (seed, epoch), the same in every process; batch b of all of them
+    together is its b-th stretch of `world_size * batch_size` images, each process's batch a stretch of that; what does
+    not fill a last batch is left out. In evaluation, the order is that of the data, each image is seen by one process,
+    and the last batch may be smaller. Every pass moves on to the next epoch; `epoch` and `first_batch` say its start.
     """
 
     def __init__(
@@ -85,16 +133,14 @@ def _collated(collate: Callable[[Key, list[Any]], tuple[Any, Any]], drawn: Drawn
 class Loader:
     """Iterates batches `(images, targets)`, finished on `device`, and keeps the report of broken images.
 
-    `len()` is the number of batches of a whole epoch. `state_dict` tells the place in the epoch; after
-    `load_state_dict`, the loader's next pass gives the batches that were still to come. The processes of a distributed
-    run share the work.
+    `len()` is the number of batches of a whole epoch, which the processes of a distributed run share. `state_dict`
+    tells the place in it; after `load_state_dict`, the next pass gives the batches that were still to come.
 
     Args:
         data: a data module, set up: its `collate` runs in the workers and must pickle, its `finish` in this process.
         part: "train" for shuffled, full batches, or "val".
 
-    Raises (while iterating):
-        BrokenImagesError: too many images are unreadable, or all those of a training batch.
+    Iterating raises BrokenImagesError for too many unreadable images, or where a training batch has no others.
     """
 
     def __init__(self, data: Any, part: str) -> None:

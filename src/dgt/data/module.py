@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dgt.data.dataset import Key, SeededDataset
 from dgt.data.image_io import BrokenImages, StrPath
-from dgt.data.loader import Loader
+from dgt.data.loader import Key, Loader, SeededDataset
 from dgt.data.scenes import Scenes
 from dgt.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize, Triple
 from dgt.utils.atomic_write import atomic_write
@@ -30,11 +29,9 @@ class ImageData(ABC):
         image_size: side in pixels, at least 32.
         batch_size: images per batch and process.
         num_workers: processes that prepare images; 0 for none beside the main one. Changes nothing but the speed.
-        seed: order and augmentation are functions of it. Which images the subsets hold is not, so that runs with other
-            seeds compare.
-        train_size: number of training images: the first of one fixed permutation. Default all; 5000 for scenes, 4000
-            with boxes.
-        val_size: the same for validation. Default all; 1000 for scenes, 500 with boxes.
+        seed: order and augmentation are functions of it; which images the subsets hold is not.
+        train_size: number of training images, the first of one fixed permutation. Default all, of scenes 5000 or 4000.
+        val_size: the same for validation. Default all, of scenes 1000, or 500 with boxes.
         max_broken_share: share of unreadable images, of those in a split, above which the run stops.
 
     Raises UserError for a value out of its range, and where nothing says which data set is meant.
@@ -65,8 +62,8 @@ class ImageData(ABC):
         if self.dataset != "scenes" and self.root is None:
             raise UserError(f"root: expected {self.root_holds}, got none (only 'scenes' needs none)")
         if self.dataset == "scenes" and self.root is not None:
-            hint = f"for a folder set --data.dataset {reads}"
-            raise UserError(f"root must be left out for dataset 'scenes', got {self.root!r}; {hint}")
+            told = f"root must be left out for dataset 'scenes', got {self.root!r}"
+            raise UserError(f"{told}; for a folder set --data.dataset {reads}")
         check_range(32, image_size=self.image_size)
         check_range(1, batch_size=self.batch_size, train_size=self.train_size, val_size=self.val_size)
         check_range(0, num_workers=self.num_workers, seed=self.seed)
@@ -74,11 +71,7 @@ class ImageData(ABC):
 
     @abstractmethod
     def open_root(self, root: str, part: str) -> tuple[str, Any]:
-        """Open "train" or "val" of what `root` names: the name of its split for messages, and its reader.
-
-        Raises:
-            FileNotFoundError, UserError: nothing readable there, or splits at odds.
-        """
+        """Open "train" or "val" of `root`: its split's name, its reader. FileNotFoundError, UserError if it fails."""
 
     def collate(self, part: str, key: Key, samples: list[Any]) -> tuple[Any, Any]:
         """Make 8-bit images and their targets of a batch's samples, in a worker; no images where these are too few."""

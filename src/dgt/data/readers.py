@@ -1,4 +1,4 @@
-"""Readers of labelled images: class folders, Hugging Face `datasets`, CIFAR-10 as torchvision keeps it, the scenes.
+"""Readers of labelled images: class folders, Hugging Face `datasets`, the built-in scenes.
 
 Every reader is a plain sequence with `class_names`, whose items are an RGB image and its label, or a `BrokenImage`.
 """
@@ -11,7 +11,6 @@ from typing import Any
 
 from PIL import Image
 
-from dgt.data.dataset import Reader
 from dgt.data.image_io import BrokenImage, StrPath, try_decode
 from dgt.data.scenes import Scenes
 from dgt.utils.errors import UserError
@@ -19,9 +18,10 @@ from dgt.utils.errors import UserError
 Labelled = tuple[Image.Image, int]
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm")
-CIFAR_FOLDER = "cifar-10-batches-py"
+LOOKED_FOR = f"(looked for {', '.join(SUFFIXES)})"
 SAVED = ("dataset_dict.json", "state.json")  # what `save_to_disk` writes
-OLD = ("*.npz", "shards.json", "*-[0-9][0-9][0-9][0-9][0-9][0-9].index")  # of earlier versions
+CIFAR_FOLDER = "cifar-10-batches-py"
+OLD = re.compile(rf".+\.npz|shards\.json|.+-\d{{6}}\.index|{CIFAR_FOLDER}|data_batch_1")  # no longer read
 # Names that decide where the types of a data set's columns do not.
 USUAL_COLUMNS = {"image": ("image", "img", "jpg", "jpeg", "png"), "label": ("label", "labels", "class", "cls")}
 
@@ -56,14 +56,10 @@ def split_folder(parent: StrPath, split: str) -> Path:
 
 
 class ImageFolder:
-    """Images in `<root>/<split>/<class>/`, at any depth below the class; the classes are the sorted folder names.
+    """Images in `<root>/<split>/<class>/`, at any depth below the class.
 
-    Another split may have fixed the classes already, as `class_names` in the order of their labels: this one may lack
-    some of them, and may not have others.
-
-    Raises:
-        FileNotFoundError: the root or the split does not exist.
-        UserError: no class folders, unknown ones, or no image in any.
+    The classes are the sorted folder names, or the `class_names` of another split, of which this one may lack some.
+    FileNotFoundError for a split that is not there, UserError for no class folders, unknown ones, or no image in any.
     """
 
     def __init__(self, root: StrPath, split: str = "train", class_names: Sequence[str] | None = None) -> None:
@@ -77,14 +73,13 @@ class ImageFolder:
         labelled = enumerate(self.class_names)
         self.samples = [(path, label) for label, name in labelled for path in image_files(self.folder / name)]
         if not self.samples:
-            where = f"any of the {len(found)} class folders of {self.folder}"
-            raise UserError(f"no image in {where} (looked for {', '.join(SUFFIXES)})")
+            raise UserError(f"no image in any of the {len(found)} class folders of {self.folder} {LOOKED_FOR}")
 
     def check_classes(self) -> None:
         """Raise UserError for classes without an image: stray folders, or a download that broke off."""
         if empty := sorted(set(self.class_names) - {self.class_names[label] for _, label in self.samples}):
-            told = f"{some(empty)} (looked for {', '.join(SUFFIXES)}); fill or remove them"
-            raise UserError(f"class folders of {self.folder} without an image: {told}")
+            told = f"class folders of {self.folder} without an image"
+            raise UserError(f"{told}: {some(empty)} {LOOKED_FOR}; fill or remove them")
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -103,9 +98,7 @@ class HubImages:
         class_names: the training split's classes, to hold this one to the same labels.
         columns: `image_column` and `label_column`; None for the only one whose type or name tells that it is.
 
-    Raises:
-        UserError: nothing readable there, no such split or column, more than one to choose from, other classes, or
-            labels outside the classes.
+    UserError for no such split or column or several, other classes, labels outside the classes, and what is unreadable.
     """
 
     def __init__(
@@ -127,7 +120,7 @@ class HubImages:
         self.labels = found.cast("int64").fill_null(-1).to_numpy()
         low, high = self.labels.min(), self.labels.max()
         named = getattr(table.features[label], "names", class_names)  # else the numbers themselves are the classes
-        self.class_names = tuple(named or (str(number) for number in range(high + 1)))
+        self.class_names = tuple(named or map(str, range(high + 1)))
         if class_names is not None and self.class_names != tuple(class_names):
             raise UserError(f"{self.place}] has other classes than the training split: {some(self.class_names)}")
         if low < 0 or high >= len(self.class_names):
@@ -175,25 +168,6 @@ def _open_hub(root: StrPath) -> dict[str, Any]:
     return dict(opened) if isinstance(opened, dict) else {str(opened.split or "train"): opened}
 
 
-def open_cifar(root: StrPath, split: str) -> Reader:
-    """CIFAR-10 in the python layout, a folder that is or holds `cifar-10-batches-py`; splits "train" and "test".
-
-    UserError for another split, or files that torchvision finds missing or corrupted.
-    """
-    from torchvision.datasets import CIFAR10  # slow to import, and rarely needed
-
-    parent = Path(root).parent if Path(root).name == CIFAR_FOLDER else Path(root)
-    if split not in ("train", "test"):
-        raise UserError(f"split: CIFAR-10 has 'train' and 'test', got {split!r}")
-    try:
-        images: Any = CIFAR10(str(parent), train=split == "train", download=False)
-    except RuntimeError as error:
-        raise UserError(f"root: {parent / CIFAR_FOLDER} is not a whole copy of CIFAR-10 ({error})") from error
-    images.class_names = tuple(images.classes)
-    reader: Reader = images
-    return reader
-
-
 class SceneImages(Scenes):
     """The built-in scenes as labelled images, without the maps, boxes and masks."""
 
@@ -202,34 +176,35 @@ class SceneImages(Scenes):
         return scene.to_pil(), scene.label
 
 
-def _format(root: Path) -> str:
-    """What lies at `root`: "hub" (`save_to_disk`, parquet files, or a name on the hub), "cifar" or "folders"."""
+def _is_hub(root: Path) -> bool:
+    """Whether `root` is a Hugging Face data set (`save_to_disk`, parquet files, a name on the hub), or class folders.
+
+    FileNotFoundError where nothing is there, UserError for a format that is no longer read.
+    """
     if root.is_dir() and any(next(root.glob(mark), None) for mark in (*SAVED, "*.parquet", "*/*.parquet")):
-        return "hub"
+        return True
     if not root.exists() and re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(root)):
-        return "hub"
-    old = [root] if root.suffix == ".npz" and root.is_file() else []
-    if not folder_names(root):
-        old += [found for mark in OLD for found in root.glob(mark)]
-    if old:
-        what = "is a packed .npz file" if old[0].suffix == ".npz" else "belongs to shards of `dgt shard`"
-        hint = "unpack it to folders SPLIT/CLASS/ by the lines of docs/scaling.md, or give those that it was made of"
-        raise UserError(f"root: {old[0]} {what}, a format no longer read: {hint}")
+        return True
+    if folder_names(root) in ((), (CIFAR_FOLDER,)):  # beside folders of images such a file is a stray one
+        names = [root.name] if root.is_file() else [found.name for found in root.glob("*")]
+        if old := next(filter(OLD.fullmatch, names), None):
+            hint = "packed .npz files and shards are unpacked to folders SPLIT/CLASS/ by the lines of docs/scaling.md"
+            cifar = "of CIFAR-10 give the parquet files, --data.root uoft-cs/cifar10 where the hub can be reached"
+            raise UserError(f"root: {root} holds {old}, of a format no longer read: {hint}; {cifar}")
     if not root.is_dir():
         raise FileNotFoundError(f"root: there is no folder {root}")
-    return "cifar" if root.name == CIFAR_FOLDER or (root / CIFAR_FOLDER).is_dir() else "folders"
+    return False
 
 
 def available_splits(root: StrPath) -> tuple[str, ...]:
     """Names of the splits found at `root`, whatever its format. Raises as `open_images`."""
-    found = _format(Path(root))
-    if found == "hub":
-        return tuple(sorted(_open_hub(root)))
-    return ("test", "train") if found == "cifar" else folder_names(root)
+    return tuple(sorted(_open_hub(root))) if _is_hub(Path(root)) else folder_names(root)
 
 
-def open_images(root: StrPath, split: str, train_split: str | None = None, **columns: str | None) -> Reader:
-    """The reader for what lies at `root`: a Hugging Face data set, CIFAR-10, or class folders.
+def open_images(
+    root: StrPath, split: str, train_split: str | None = None, **columns: str | None
+) -> HubImages | ImageFolder:
+    """The reader for what lies at `root`: a Hugging Face data set, or class folders.
 
     Args:
         root: folder, or name of a set on the hub.
@@ -237,14 +212,10 @@ def open_images(root: StrPath, split: str, train_split: str | None = None, **col
         train_split: the split whose classes another split is held to, if it is there.
         columns: `image_column` and `label_column` of a Hugging Face data set; None to find them.
 
-    Raises:
-        FileNotFoundError: nothing is there.
-        UserError: a format of earlier versions; as the readers do.
+    Raises as the readers; FileNotFoundError where nothing is there, UserError for a format no longer read.
     """
-    found, classes = _format(Path(root)), None
-    if found == "cifar":
-        return open_cifar(root, split)
+    hub, classes = _is_hub(Path(root)), None
     if train_split not in (None, split) and train_split in available_splits(root):
         train = str(train_split)
-        classes = HubImages(root, train, **columns).class_names if found == "hub" else folder_names(Path(root, train))
-    return HubImages(root, split, classes, **columns) if found == "hub" else ImageFolder(root, split, classes)
+        classes = HubImages(root, train, **columns).class_names if hub else folder_names(Path(root, train))
+    return HubImages(root, split, classes, **columns) if hub else ImageFolder(root, split, classes)

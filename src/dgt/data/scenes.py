@@ -3,11 +3,8 @@
 One image serves three tasks. Each holds one large object, whose kind is the class label (it covers more pixels than
 any other), and a few small ones of any kind; objects hide one another. Colour, place, size, rotation and background say
 nothing about the kind. A scene is a pure function of (seed, split, index, size): any process, worker or machine draws
-the same one, and the same scene at another size is the same image at another resolution.
-
-Shapes are signed distances, negative inside, zero on the outline; all are drawn at equal area, so that "the largest
-object" means the same for a thin star as for a disc. Backgrounds are noise in octaves, stripes, checks and gradients
-between two muted colours.
+the same one, and at another size it is the same image at another resolution. Shapes are signed distances, negative
+inside, drawn at equal area. Backgrounds are noise, stripes, checks and gradients between two muted colours.
 """
 
 import colorsys
@@ -22,7 +19,6 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import Dataset
 from torchvision.ops import masks_to_boxes
 
 from dgt.utils.errors import UserError, check_range
@@ -47,6 +43,7 @@ def _fold(x: Field, y: Field, sides: int) -> tuple[Field, Field]:
 
 
 def _star(x: Field, y: Field) -> Field:
+    """Distance to a star of five points, the inner corners at 0.45."""
     along, across = _fold(x, y, 5)
     inner_x, inner_y = 0.45 * math.cos(math.pi / 5), 0.45 * math.sin(math.pi / 5)
     length = math.hypot(inner_y, 1 - inner_x)
@@ -137,8 +134,7 @@ def _background(rng: np.random.Generator, size: int) -> tuple[Field, Field]:
     step = rng.uniform(0.12, 0.22) * (1 if value < 0.6 else -1)
     first = muted(hue, value)
     second = muted(hue + rng.uniform(-0.12, 0.12), value + step)
-    image = first + _pattern(rng, size)[..., None] * (second - first)
-    return image, (first + second) / 2
+    return first + _pattern(rng, size)[..., None] * (second - first), (first + second) / 2
 
 
 @dataclass(frozen=True)
@@ -165,7 +161,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class _Object:
-    """A shape in units of the image side; `size` is the radius of the disc of the same area."""
+    """A shape in units of the image side: `size` is the radius of the disc of its area, `reach` of all of it."""
 
     kind: str
     size: float
@@ -173,10 +169,7 @@ class _Object:
     y: float
     angle: float
     colour: Field
-
-    @property
-    def reach(self) -> float:
-        return self.size * RADIUS[self.kind]
+    reach: float
 
 
 def _vivid_colour(rng: np.random.Generator, avoid: Field) -> Field:
@@ -193,7 +186,7 @@ def _random_object(rng: np.random.Generator, sizes: tuple[float, float], avoid: 
     size, angle = rng.uniform(*sizes), rng.uniform(0, 2 * math.pi)
     margin = min(0.8 * size * RADIUS[kind], 0.45)
     x, y = rng.uniform(margin, 1 - margin, 2)
-    return _Object(kind, size, x, y, angle, _vivid_colour(rng, avoid))
+    return _Object(kind, size, x, y, angle, _vivid_colour(rng, avoid), size * RADIUS[kind])
 
 
 def _compose(rng: np.random.Generator, avoid: Field) -> tuple[str, list[_Object]]:
@@ -256,17 +249,12 @@ def draw_scene(index: int, split: str = "train", image_size: int = 64, seed: int
     kinds = np.array([KINDS.index(item.kind) for item in objects] + [-1])
     visible = np.flatnonzero(np.bincount(owner[owner >= 0].ravel(), minlength=len(objects)))
     masks = torch.from_numpy(owner == visible[:, None, None])
-    return Scene(
-        image=torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1))),
-        label=KINDS.index(label),
-        label_map=torch.from_numpy(kinds[owner] + 1),
-        boxes=masks_to_boxes(masks).float() + torch.tensor([0.0, 0.0, 1.0, 1.0]),
-        masks=masks,
-        categories=torch.from_numpy(kinds[visible]),
-    )
+    boxes = masks_to_boxes(masks).float() + torch.tensor([0.0, 0.0, 1.0, 1.0])
+    drawn, label_map = torch.from_numpy(pixels.transpose(2, 0, 1).copy()), torch.from_numpy(kinds[owner] + 1)
+    return Scene(drawn, KINDS.index(label), label_map, boxes, masks, torch.from_numpy(kinds[visible]))
 
 
-class Scenes(Dataset[Any]):
+class Scenes:
     """`length` scenes of a split; item i is `draw_scene(i, ...)`. The splits share no scene.
 
     Raises UserError as `draw_scene`, and for a length under 1.

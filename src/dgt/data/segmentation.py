@@ -1,37 +1,183 @@
 """The data module of semantic segmentation: images with label maps in folders, or the built-in scenes.
 
+```
+ROOT/images/<split>/NAME.jpg  ROOT/annotations/<split>/NAME.png     ADE20K: label 0 is ignored, c + 1 is class c
+ROOT/images/<split>/NAME.jpg  ROOT/labels/<split>/NAME.png          plain: label c is class c
+```
+
+A label map is an 8-bit image of one channel (grey or palette), of its image's size; 255 is ignored in both layouts. It
+is of the image as EXIF data turn it upright; where sizes cannot show that it is (a half turn, a mirror, a square), it
+is refused. What cannot be decoded is a `BrokenImage`, left out and counted; a label map that can be read but is wrong
+would teach the model something wrong, so it stops the run: a `WrongLabels`, which names the file.
+
 Training follows Swin's recipe for ADE20K: rescale to fit a frame (2048 x 512) times a random ratio, crop a square in
 which no class has more than 75 %, flip, distort the colours. Its batches are `(images, LabelMaps)`: normalised crops
 (B, 3, S, S), padded with zeros on the right and below where an image is smaller. Validation batches are lists of whole
-images (3, H, W) and of label maps (H, W) of their own size, so that metrics are those of the labels as they were drawn;
-scaling, windows and test-time augmentation are the business of `dgt.tasks.segment`.
+images (3, H, W) and of label maps (H, W), of their own size: `dgt.tasks.segment` scales them.
 """
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageFile
 from torch import Tensor
 from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional as F
 
-from dgt.data.dataset import Key
-from dgt.data.label_maps import IGNORED, LabelMapFolder, SceneMaps, label_folder, read_class_names
-from dgt.data.loader import Loader
+from dgt.data.image_io import BrokenImage, StrPath, WrongLabels, decode_oriented, decoding
+from dgt.data.loader import Key, Loader
 from dgt.data.module import NormalizedData
-from dgt.data.readers import folder_names
+from dgt.data.readers import folder_names, image_files, some, split_folder
+from dgt.data.scenes import Scenes
 from dgt.utils.errors import UserError, check_range
 
+IGNORED = 255
+CLASS_FILES = ("classes.txt", "objectInfo150.txt")
+LABEL_FOLDERS = {"annotations": True, "labels": False}  # of label maps -> whether label 0 is ignored there
 SMALLEST = 32  # pixels a side that an image is scaled to: what the backbones take
 CROP_TRIES = 10
+
+Mapped = tuple[Image.Image, NDArray[np.uint8]]
+"""An RGB image and its label map (H, W): class numbers from 0, `IGNORED` where there is none."""
+
+
+class LabelMapFolder:
+    """Images and label maps of the same names in one of the two layouts, also in sub-folders.
+
+    `class_names`, 255 at most, are in the order of their labels; `zero_is_ignored` says whether label 0 means "none of
+    the classes" and label c + 1 class c; None: in `annotations/`. FileNotFoundError for a root, folder or split that is
+    not there; UserError for no images, files without their partner, two files or classes of one name.
+    """
+
+    def __init__(
+        self, root: StrPath, split: str, class_names: Sequence[str], zero_is_ignored: bool | None = None
+    ) -> None:
+        if not 1 <= len(set(class_names)) == len(class_names) <= IGNORED:
+            twice = some(sorted({name for name in class_names if list(class_names).count(name) > 1}))
+            raise UserError(
+                f"classes must be 1 to {IGNORED} different names, got {len(class_names)}, repeated: {twice}"
+            )
+        maps = label_folder(root)
+        self.class_names = tuple(class_names)
+        self.zero_is_ignored = LABEL_FOLDERS[maps.name] if zero_is_ignored is None else zero_is_ignored
+        self.samples = _pairs(split_folder(Path(root, "images"), split), split_folder(maps, split))
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Mapped | BrokenImage:
+        path, map_path = self.samples[index]
+        name = path
+        try:
+            image, orientation = decode_oriented(path)
+            name = map_path
+            with decoding(map_path) as opened:
+                fault = _kind_fault(opened) or _size_fault(opened.size, path, image.size, orientation)
+                stored = np.array([] if fault else opened, dtype=np.uint8)
+        except UserError as error:
+            return BrokenImage(name, str(error))
+        labels = np.where(stored == IGNORED, stored, stored - np.uint8(self.zero_is_ignored))  # 0 becomes 255
+        largest = labels[labels != IGNORED].max(initial=0)
+        if largest >= len(self.class_names):
+            first, none = (1, "0 and 255") if self.zero_is_ignored else (0, "255")
+            last = first + len(self.class_names) - 1
+            fault = f"expected labels {first} to {last}, {none} for none, got {largest + first}"
+        return WrongLabels(map_path, fault) if fault else (image, labels)
+
+
+class SceneMaps(Scenes):
+    """The built-in scenes with their label maps: background, and the kinds of shapes."""
+
+    class_names = ("background", *Scenes.class_names)
+
+    def __getitem__(self, index: int) -> Mapped:
+        scene = super().__getitem__(index)
+        return scene.to_pil(), scene.label_map.numpy().astype(np.uint8)
+
+
+def label_folder(root: StrPath) -> Path:
+    """The folder with the label maps of all splits; FileNotFoundError where there is not just one, beside `images`."""
+    folders = folder_names(root)
+    found = [name for name in LABEL_FOLDERS if name in folders]
+    if len(found) != 1 or "images" not in folders:
+        expected = f"images and one of {' and '.join(LABEL_FOLDERS)}"
+        raise FileNotFoundError(f"root: expected the folders {expected} in {root}, found {some(folders)}")
+    return Path(root, found[0])
+
+
+def read_class_names(root: StrPath) -> tuple[str, ...]:
+    """The classes that a file beside the images lists: `classes.txt`, a name a line, or ADE20K's `objectInfo150.txt`.
+
+    FileNotFoundError where there is neither, UserError for a file without names or not in UTF-8.
+    """
+    path = next((path for path in (Path(root, name) for name in CLASS_FILES) if path.is_file()), None)
+    if path is None:
+        hint = f"name them in data.classes, or in {root}/{CLASS_FILES[0]}, one a line"
+        raise FileNotFoundError(f"the classes of {root} are not known: {hint}")
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not a text in UTF-8: {error}") from error
+    if path.name != CLASS_FILES[0]:  # a table whose last column holds synonyms, the usual one first
+        lines = [line.split("\t")[-1].split(",")[0].strip() for line in lines[1:]]
+    if not lines:
+        raise UserError(f"{path} lists no classes")
+    return tuple(lines)
+
+
+def _pairs(images: Path, maps: Path) -> list[tuple[str, str]]:
+    """Image and label map of each name, in the order of names."""
+    paths, labels = _by_name(images), _by_name(maps)
+    if alone := sorted(paths.keys() ^ labels.keys()):
+        files = some([paths.get(name) or labels[name] for name in alone], 3)
+        raise UserError(f"{len(alone)} files without a partner of their name among {images} and {maps}: {files}")
+    if not paths:
+        raise UserError(f"no image in {images}")
+    return [(paths[name], labels[name]) for name in sorted(paths)]
+
+
+def _by_name(folder: Path) -> dict[str, str]:
+    """Image files below a folder by their path in it without suffix."""
+    found: dict[str, str] = {}
+    for path in image_files(folder):
+        first = found.setdefault(os.path.splitext(os.path.relpath(path, folder))[0], path)
+        if first != path:
+            raise UserError(f"two files of one name: {first} and {path}")
+    return found
+
+
+def _kind_fault(opened: Image.Image) -> str:
+    """Why a file cannot hold a label map; empty where it can."""
+    if opened.mode not in ("L", "P"):
+        kind = "16-bit" if opened.mode.startswith("I") else opened.mode
+        return f"expected a label map of one 8-bit channel (grey or palette), got {kind}"
+    stored_as = opened.tile[0][3] if isinstance(opened, ImageFile.ImageFile) and opened.tile else ""
+    if opened.mode == "L" and stored_as in ("L;2", "L;4"):
+        return f"expected 8 bits a label, got {str(stored_as)[-1]} bits of grey, which decoding stretches"
+    return "expected a lossless label map such as PNG, got JPEG, which blurs labels" if opened.format == "JPEG" else ""
+
+
+def _size_fault(stored: tuple[int, int], image: str, size: tuple[int, int], orientation: int) -> str:
+    """Why a label map of width and height `stored` cannot be that of the upright image, now of `size`, or need not be;
+    empty where it is: an EXIF `orientation` above 4 has exchanged the sides.
+    """
+    if stored == size and (orientation == 1 or (orientation > 4 and size[0] != size[1])):
+        return ""
+    has, image_has = ("{} x {}".format(*pair) for pair in (stored, size))
+    turned = f" upright by its EXIF orientation {orientation}, store it as its label map is, without one"
+    return f"the label map has {has} pixels, its image {image} has {image_has}{'' if orientation == 1 else turned}"
 
 
 @dataclass(frozen=True)
 class SegmentationAugmentation:
-    """Training augmentation; the defaults are the paper's for ADE20K.
+    """Training augmentation; the defaults are the paper's for ADE20K. UserError for a value out of its range.
 
     Args:
         min_ratio: smallest factor on `data.scale`.
@@ -39,8 +185,6 @@ class SegmentationAugmentation:
         max_class_share: largest share that one class may have in a crop, unless ten tries find none better.
         flip: probability of a horizontal flip.
         distortion: probability of each of four changes of colour: brightness, contrast, saturation, hue.
-
-    Raises UserError for a value out of its range.
     """
 
     min_ratio: float = 0.5
@@ -57,15 +201,13 @@ class SegmentationAugmentation:
 
 @dataclass(frozen=True)
 class SegmentationTest:
-    """How a label map is predicted, in validation, evaluation and prediction.
+    """How a label map is predicted, in validation and afterwards. UserError for a value out of its range.
 
     Args:
         scales: factors on `data.scale`; the probabilities of all are averaged.
         flip: average with those of the mirrored image, at every scale.
         window: side in pixels of a window that slides over the scaled image; null for the whole image at once.
         stride: pixels between two windows; null for two thirds of the window.
-
-    Raises UserError for a value out of its range.
     """
 
     scales: tuple[float, ...] = (1.0,)
@@ -163,7 +305,7 @@ class LabelMaps(NamedTuple):
 
 @dataclass(eq=False)
 class SegmentationData(NormalizedData):
-    """Images and label maps for training and validation.
+    """Images and label maps for training and validation; raises as `ImageData`, and for a size below 32 in `scale`.
 
     Args:
         root: folder with `images/` and `labels/` or, as in ADE20K, `annotations/`; left out for the built-in scenes.
@@ -176,8 +318,6 @@ class SegmentationData(NormalizedData):
             the scales of the test.
         augmentation: training augmentation.
         test: how label maps are predicted.
-
-    Raises UserError for a value out of its range.
     """
 
     image_size: int = 512
@@ -224,15 +364,12 @@ class SegmentationData(NormalizedData):
         if part == "val":
             return [self.normalize(image) for image in images], targets
         images = self.normalize(images)
-        rows, columns = (torch.arange(side, device=images.device) for side in images.shape[-2:])
-        real = (rows[:, None] < targets.sizes[:, 0, None, None]) & (columns < targets.sizes[:, 1, None, None])
-        return images.mul_(real[:, None]), targets
+        pixel, (height, width) = torch.arange(self.image_size, device=images.device), targets.sizes.T[:, :, None]
+        real = (pixel < height)[:, None, :, None] & (pixel < width)[:, None, None]
+        return images.mul_(real), targets
 
     def train_dataloader(self) -> Loader:
-        """As of all tasks. Raises UserError, too, for batches of one image."""
+        """As of all tasks; UserError, too, for batches of one image, of which the head's BatchNorm sees one value."""
         if self.batch_size < 2:
-            raise UserError(
-                f"batch_size must be at least 2 in training, got {self.batch_size}: the head's BatchNorm after pooling "
-                "sees one value of each image"
-            )
+            raise UserError(f"batch_size must be at least 2 in training (BatchNorm's need), got {self.batch_size}")
         return super().train_dataloader()

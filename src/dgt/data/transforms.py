@@ -1,9 +1,8 @@
 """What happens to an image on its way into the network: the paper's training augmentation, and its evaluation crop.
 
 The augmentation is that of Swin and CSWin, from timm: random resized crop, flip, rand-augment or colour jitter for each
-8-bit image; mixup and cutmix over the batch of them; normalisation and random erasing of the float images, on whatever
-device they are. Small images may be padded, cropped and flipped instead of resized. All of it draws from the global
-random generators; the callers seed these.
+8-bit image; mixup and cutmix over the batch of them; normalisation and random erasing on the device. Small images may
+be padded, cropped and flipped instead of resized. All of it draws from the global generators; the callers seed these.
 """
 
 import re
@@ -50,7 +49,7 @@ class Normalize:
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Training augmentation; the defaults are the paper's for ImageNet.
+    """Training augmentation; the defaults are the paper's for ImageNet. UserError for a value out of its range.
 
     Args:
         rand_augment: rand-augment in timm's notation, or null for none.
@@ -64,8 +63,6 @@ class Augmentation:
         flip: probability of a horizontal flip.
         pad_crop: pad by so many pixels and crop at random, in place of the random resized crop; 0 for not.
         interpolation: "nearest", "bilinear", "bicubic" or "lanczos".
-
-    Raises UserError for a value out of its range.
     """
 
     rand_augment: str | None = "rand-m9-mstd0.5-inc1"
@@ -114,7 +111,7 @@ def _posterize(image: Image.Image, bits: int, **options: Any) -> Any:
 def crop_long(image: Image.Image) -> Image.Image:
     """Cut an image longer than `MAX_ASPECT` times its width (or height) down to that, around its middle.
 
-    Of such a strip a centre crop shows a small part, which stays; resizing its shorter side would first make gigabytes.
+    Resizing such a strip's shorter side would make gigabytes, of which a centre crop shows a small part.
     """
     width, height = (min(side, MAX_ASPECT * min(image.size)) for side in image.size)
     return image if (width, height) == image.size else center_crop(image, [height, width])
@@ -139,11 +136,10 @@ def training_transform(
         separate=True,
     )
     allow_zero_bits(colour)
-    padding = augmentation.pad_crop
-    if padding or augmentation.min_scale == 1:
+    if augmentation.pad_crop or augmentation.min_scale == 1:
         resize = transforms.Resize(image_size, transforms.InterpolationMode(augmentation.interpolation))
-        moved = transforms.RandomCrop(image_size, padding=padding, padding_mode="reflect")
-        placed = moved if padding else transforms.CenterCrop(image_size)
+        moved = transforms.RandomCrop(image_size, padding=augmentation.pad_crop, padding_mode="reflect")
+        placed = moved if augmentation.pad_crop else transforms.CenterCrop(image_size)
         crop = transforms.Compose([crop_long, resize, placed, transforms.RandomHorizontalFlip(augmentation.flip)])
     return transforms.Compose([crop, colour, transforms.PILToTensor()])
 
@@ -151,13 +147,11 @@ def training_transform(
 def evaluation_transform(
     image_size: int, crop_ratio: float = 0.875, interpolation: str = "bicubic"
 ) -> Callable[[Image.Image], Tensor]:
-    """From a PIL image to uint8 (3, image_size, image_size).
+    """From a PIL image to uint8 (3, image_size, image_size): resized to 1 / `crop_ratio` of that, its centre cropped.
 
-    The shorter side is resized to `image_size / crop_ratio` (256 for 224 and 0.875) and the centre is cropped. Raises
     UserError for a `crop_ratio` outside (0, 1].
     """
     if not 0 < crop_ratio <= 1:
         raise UserError(f"crop_ratio must lie in (0, 1], got {crop_ratio}")
-    settings: dict[str, Any] = {"crop_pct": crop_ratio, "crop_mode": "center", "interpolation": interpolation}
-    *crop, _, _ = create_transform(image_size, **settings).transforms
-    return transforms.Compose([crop_long, *crop, transforms.PILToTensor()])
+    resize = transforms.Resize(int(image_size / crop_ratio), transforms.InterpolationMode(interpolation))
+    return transforms.Compose([crop_long, resize, transforms.CenterCrop(image_size), transforms.PILToTensor()])

@@ -14,8 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from dgt.data.coco import Entry, encode_masks
-from dgt.data.detection import DetectionData
+from dgt.data.detection import DetectionData, Entry, encode_masks
 from dgt.figures import png
 from dgt.figures.detections import Detections, draw_detections
 from dgt.models.heads.mask_rcnn import build_mask_rcnn, mask_rcnn_cost
@@ -68,13 +67,13 @@ class DetectionMetrics(Metrics):
         """Add the detections in one batch of images (3, H, W) of several sizes."""
         numbers = [int(target["image_id"]) for target in targets]
         self.image_ids += numbers
-        self.results += coco_results(network(images), numbers, self.data.category_ids)
+        self.results += coco_results(network(images), numbers, self.data.reader.category_ids)
 
     def compute(self) -> dict[str, float]:
         """Average precision over the images of all processes."""
         found, seen = zip(*gather_objects((self.results, self.image_ids)), strict=True)
         self.results, self.image_ids = [*chain(*found)], [*chain(*seen)]
-        return average_precision(self.data.ground_truth(), self.results, self.image_ids)
+        return average_precision(self.data.datasets["val"].reader.ground_truth(), self.results, self.image_ids)
 
 
 def average_precision(

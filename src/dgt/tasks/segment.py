@@ -17,8 +17,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassConfusionMatrix
 
-from dgt.data.label_maps import IGNORED
-from dgt.data.segmentation import LabelMaps, SegmentationData, SegmentationTest, fitting_size
+from dgt.data.segmentation import IGNORED, LabelMaps, SegmentationData, SegmentationTest, fitting_size
 from dgt.data.transforms import Normalize
 from dgt.figures import png, raster
 from dgt.figures.label_map import figure_label_map, label_png

@@ -21,8 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dgt.data.dataset import Key
 from dgt.data.image_io import BrokenImage
+from dgt.data.loader import Key
 from dgt.models.annealing import TopKAnnealing
 from dgt.tasks import TASKS, Losses
 from dgt.tasks.base import LoadedRun
