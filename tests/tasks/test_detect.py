@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -161,7 +162,7 @@ def test_bad_settings_are_one_sentence(settings: ModelSettings, sentence: str) -
 
 def test_detections_of_all_processes_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     scenes = SceneObjects("val", 2, 64)
-    metrics = DetectionMetrics(scenes)
+    metrics = DetectionMetrics(SimpleNamespace(reader=scenes, datasets={"val": SimpleNamespace(reader=scenes)}))
     metrics.image_ids = [0]
     entry = {"image_id": 1, "category_id": 1, "bbox": [0, 0, 4, 4], "score": 0.5}
     theirs = ([{**entry, "segmentation": {"size": [64, 64], "counts": "PP4"}}], [1])

@@ -24,7 +24,7 @@ from torch import Tensor
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from dgt.data.coco import CocoImages, draw_masks
+from dgt.data.detection import CocoImages, draw_masks
 from dgt.data.image_io import BrokenImage
 from dgt.data.scenes import Scenes
 from dgt.data.segmentation import fitting_size
