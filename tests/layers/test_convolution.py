@@ -19,6 +19,11 @@ def results(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return [output.detach(), x.grad, *(p.grad for p in module.parameters()), *module.buffers()]
 
 
+def plainly(x, act, norm, then=nn.Identity(), *rest):
+    """What :func:`activate_and_norm` computes."""
+    return then(norm(act(x)), *rest)
+
+
 @pytest.mark.parametrize(
     ("build", "shape"), [(lambda: ConvStem(3, 6), (2, 3, 9, 12)), (lambda: InvertedResidualFFN(6), (2, 4, 5, 6))]
 )
@@ -26,7 +31,7 @@ def test_training_is_the_same_bit_for_bit(build, shape, monkeypatch) -> None:
     torch.manual_seed(0)
     module, x = build(), torch.randn(shape)
     economical = results(module, x)
-    monkeypatch.setattr(convolution, "activate_and_norm", lambda x, act, norm: norm(act(x)))
+    monkeypatch.setattr(convolution, "activate_and_norm", plainly)
     for same, plain in zip(economical, results(module, x), strict=True):
         assert torch.equal(same, plain)
 
@@ -68,3 +73,13 @@ def test_checkpointing_around_it_gives_the_same() -> None:
     again = torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False)
     (recomputed,) = torch.autograd.grad(again.square().sum(), x)
     assert torch.equal(plain, recomputed)
+
+
+def test_no_input_of_the_expanded_width_is_kept() -> None:
+    """Of a convolution or a normalisation: only those of the activations are."""
+    nodes = [InvertedResidualFFN(6).train()(torch.randn(2, 4, 5, 6, requires_grad=True)).grad_fn]
+    for node in nodes:  # grows as it goes
+        nodes += [following for following, _ in node.next_functions if following is not None]
+    inputs = [node._raw_saved_input.data for node in nodes if hasattr(node, "_raw_saved_input")]
+    assert sum(x is None for x in inputs) >= 4
+    assert {x.numel() for x in inputs if x is not None} == {2 * 4 * 5 * 6}

@@ -6,9 +6,11 @@ see the same memory as channels-last NCHW. A ``mask`` (B, H, W), True where a to
 spatial convolution, so that a padded image gives what it gives alone.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from timm.layers import LayerNorm
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -43,31 +45,48 @@ class _Kept(torch.autograd.Function):
         return grad
 
 
-def activate_and_norm(x: Tensor, act: nn.Module, norm: nn.Module) -> Tensor:
-    """Return ``norm(act(x))``; in training, what lies between the two is computed again and not kept.
+def activate_and_norm(
+    x: Tensor, act: nn.Module, norm: nn.Module, then: Callable[..., Tensor] = nn.Identity(), *rest: Any
+) -> Tensor:
+    """Return ``then(norm(act(x)), *rest)``; in training, what lies between is computed again and not kept.
 
-    A normalisation keeps its input for the backward pass, as large as what the activation keeps, of which it is one
-    cheap function: that function is kept in its place. Outputs and gradients stay the same bit for bit.
+    A normalisation keeps its input for the backward pass, and the convolution after it (``then``) its own, each as
+    large as what the activation keeps, of which both are cheap functions: those are kept in their place. Outputs and
+    gradients stay the same bit for bit.
     """
     traced = isinstance(x, Proxy) or torch.compiler.is_compiling()  # a compiler sees to the memory itself
     if traced or not (torch.is_grad_enabled() and x.requires_grad):
-        return norm(act(x))
+        return then(norm(act(x)), *rest)
     kept = _Kept.apply(x)
-    activated = act(kept)
-    node, place = kept.grad_fn, activated.data_ptr()
+    activated, node = act(kept), kept.grad_fn
+    found: list[Tensor] = []  # the backward pass asks for what was normed, then for what was activated
 
-    def pack(tensor: Tensor) -> Tensor | None:
-        return None if tensor.data_ptr() == place and tensor.shape == x.shape else tensor
-
-    def unpack(packed: Tensor | None) -> Tensor:
-        if packed is not None:
-            return packed
+    def activate_again() -> Tensor:
         with torch.no_grad():
-            return act(node.saved_tensors[0])
+            return found.pop() if found else act(node.saved_tensors[0])
 
-    with saved_tensors_hooks(pack, unpack):
+    def norm_again() -> Tensor:
+        found[:] = [activate_again()]
+        with torch.no_grad():
+            return F.batch_norm(found[0], None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
+
+    with _in_place_of(activated, activate_again):
         normed: Tensor = norm(activated)
-    return normed
+    del activated
+    if type(norm) is not nn.BatchNorm2d or not norm.training:
+        return then(normed, *rest)
+    with _in_place_of(normed, norm_again):
+        return then(normed, *rest)
+
+
+def _in_place_of(tensor: Tensor, again: Callable[[], Tensor]) -> saved_tensors_hooks:
+    """Where this context would keep ``tensor`` for the backward pass, keep how to compute it ``again``."""
+    place, shape = tensor.data_ptr(), tensor.shape
+
+    def pack(saved: Tensor) -> Tensor | None:
+        return None if saved.data_ptr() == place and saved.shape == shape else saved
+
+    return saved_tensors_hooks(pack, lambda saved: again() if saved is None else saved)
 
 
 class ConvStem(nn.Module):
@@ -140,14 +159,14 @@ class InvertedResidualFFN(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, H, W, C) to (B, H, W, C)."""
         x = self.expand(_nchw(x))
-        if scripting():  # noqa: SIM108
-            x = self.norm1(self.act(x))
+        if scripting():
+            x = self.project(self.norm2(self.act(self.mix(self.norm1(self.act(x)), mask))))
         else:
-            x = activate_and_norm(x, self.act, self.norm1)
+            x = activate_and_norm(x, self.act, self.norm1, self.mix, mask)
+            x = activate_and_norm(x, self.act, self.norm2, self.project)
+        return _nhwc(self.drop(self.norm3(x)))
+
+    def mix(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Add to (B, hidden, H, W) its depthwise convolution, between neighbours."""
         x = x if mask is None else x * mask.unsqueeze(1)
-        x = x + self.depthwise(x)
-        if scripting():  # noqa: SIM108
-            x = self.norm2(self.act(x))
-        else:
-            x = activate_and_norm(x, self.act, self.norm2)
-        return _nhwc(self.drop(self.norm3(self.project(x))))
+        return x + self.depthwise(x)

@@ -231,14 +231,15 @@ def _gradients(
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    *tensors, ctx.scale, key_bias = inputs
-    ctx.save_for_backward(*tensors, key_bias)
+    *tensors, key_ids, ctx.scale, key_bias = inputs
+    small = torch.int16 if tensors[1].shape[2] <= 1 << 15 else torch.int32  # many groups have as many ids as features
+    ctx.save_for_backward(*tensors, key_ids.to(small), key_bias)
 
 
 def _backward(ctx, grad, grad_sums=None):  # type: ignore[no-untyped-def]
-    saved = ctx.saved_tensors  # once: gradient checkpointing unpacks what it recomputed a single time
-    *grads, grad_bias = torch.ops.dgt.attend_backward(grad, grad_sums, *saved, ctx.scale)
-    return (*grads, None, None, None, None if saved[5] is None else grad_bias)
+    *tensors, key_ids, key_bias = ctx.saved_tensors  # once: checkpointing unpacks what it recomputed a single time
+    *grads, grad_bias = torch.ops.dgt.attend_backward(grad, grad_sums, *tensors, key_ids.long(), key_bias, ctx.scale)
+    return (*grads, None, None, None, None if key_bias is None else grad_bias)
 
 
 attend.register_autograd(_backward, setup_context=_save)
