@@ -49,7 +49,7 @@ IDENTITY = nn.Identity()
 
 
 def activate_and_norm(
-    x: Tensor, act: nn.Module, norm: nn.Module, then: Callable[..., Tensor] = IDENTITY, *rest: Any
+    x: Tensor, act: nn.Module, norm: Any, then: Callable[..., Tensor] = IDENTITY, *rest: Any
 ) -> Tensor:
     """Return ``then(norm(act(x)), *rest)``; in training, what lies between is computed again and not kept.
 
