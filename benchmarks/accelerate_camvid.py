@@ -6,6 +6,8 @@
     python benchmarks/accelerate_camvid.py heads --data DIR --weights camvid_vit.pt --out accelerate_heads.json
 
 DIR holds `images/{train,val}` and `labels/{train,val}`. Whole images, 360 x 480, are 2,700 tokens of 8 x 8 pixels.
+`measure` and `predict` choose settings by validation images other than those that they measure on: of the same drive,
+seconds away; the model was trained on neither.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from torch import Tensor, nn
 
 import dgt
 from dgt.acceleration.sdpa import Call, attend_in_groups, watch_calls
+from dgt.acceleration.search import half_interval, relative_error
 from dgt.bench.measures import machine
 from dgt.ops import seed_centroids
 from dgt.utils.atomic_write import write_json
@@ -89,9 +92,9 @@ def train(options: argparse.Namespace) -> None:
 def measure(options: argparse.Namespace) -> None:
     """For every error asked for: the error found on the validation images, agreement, mIoU, speed."""
     images, labels = load(options.data, "val")
+    others = other_images(images, options.every)
+    calibration = others[torch.linspace(0, len(others) - 1, options.images).long()]
     images, labels = images[:: options.every], labels[:: options.every]
-    calibration = load(options.data, "train")[0]
-    calibration = calibration[torch.linspace(0, len(calibration) - 1, 2 * options.images).long()]
     original = open_model(options.weights)
     whole = torch.cat([original(image) for image in images.split(1)])
     rows = [{"error": 0.0, "miou": mean_iou(whole, labels)}]
@@ -100,40 +103,41 @@ def measure(options: argparse.Namespace) -> None:
         report = dgt.accelerate(model, calibration, error)
         logits = torch.cat([model(image) for image in images.split(1)])
         row = {name: value for name, value in report.to_json().items() if name != "layers"}
-        row |= {"error": error, "unseen_error": float((logits - whole).norm() / whole.norm())}
+        row |= {"error": error, **unseen(logits, whole)}
         row |= {"agreement": float((logits.argmax(1) == whole.argmax(1)).float().mean())}
         rows.append(row | {"miou": mean_iou(logits, labels), "layers": report.to_json()["layers"]})
         print({name: value for name, value in rows[-1].items() if name != "layers"}, report, sep="\n", flush=True)
-    command = f"python benchmarks/accelerate_camvid.py measure --every {options.every} --images {options.images}"
-    write_json(Path(options.out), {**machine(), "command": command, "images": len(images), "rows": rows})
+    counts = {"calibration_images": options.images, "images": len(images)}
+    write_json(Path(options.out), {**machine(), **counts, "rows": rows})
 
 
 @torch.no_grad()
 def predict(options: argparse.Namespace) -> None:
-    """Errors that reports predict beside those of the validation images, draw after draw of training images.
+    """Errors that reports predict beside those of validation images, draw after draw of others of these.
 
     Rows are kept in the file as they are done, and not measured again.
     """
-    images, train_images = load(options.data, "val")[0][:: options.every], load(options.data, "train")[0]
+    images = load(options.data, "val")[0]
+    others, images = other_images(images, options.every), images[:: options.every]
     original = open_model(options.weights)
     whole = torch.cat([original(image) for image in images.split(1)])
     out = Path(options.out)
     rows = json.loads(out.read_text())["rows"] if out.exists() else []
     for draw in range(options.draws):
-        chosen = torch.randperm(len(train_images), generator=torch.Generator().manual_seed(draw))[: 2 * options.images]
+        chosen = torch.randperm(len(others), generator=torch.Generator().manual_seed(draw))[: options.images]
         for error in (0.05, 0.01, 0.001):
             if any((row["draw"], row["asked_error"]) == (draw, error) for row in rows):
                 continue
             model = open_model(options.weights)
-            report = dgt.accelerate(model, train_images[chosen], error)
+            report = dgt.accelerate(model, others[chosen], error)
             logits = torch.cat([model(image) for image in images.split(1)])
             errors = ((logits - whole).flatten(1).norm(dim=1) / whole.flatten(1).norm(dim=1)).tolist()
-            row = {name: value for name, value in report.to_json().items() if name.endswith("error")}
-            row |= {"draw": draw, "unseen_error": float((logits - whole).norm() / whole.norm()), "each": errors}
+            row = {name: value for name, value in report.to_json().items() if name.endswith(("error", "half"))}
+            row |= {"draw": draw, **unseen(logits, whole), "each": errors}
             row["layers"] = [[layer.groups, layer.keys] for layer in report.layers]
             rows.append(row)
             print(row, flush=True)
-            counts = {"images": 2 * options.images, "unseen_images": len(images)}
+            counts = {"images": options.images, "unseen_images": len(images)}
             write_json(out, {**machine(), **counts, "rows": rows})
 
 
@@ -198,6 +202,17 @@ def free_heads(rows: list[dict], error: float) -> float:
     return cheapest(False) / cheapest(True)
 
 
+def other_images(images: Tensor, every: int) -> Tensor:
+    """All images but every n-th."""
+    return images[[place for place in range(len(images)) if place % every]]
+
+
+def unseen(after: Tensor, before: Tensor) -> dict[str, float | None]:
+    """The relative error of some images' logits, and half of its 95 % interval over images."""
+    squares = torch.stack([(after - before).flatten(1).square().sum(1), before.flatten(1).square().sum(1)], dim=1)
+    return {"unseen_error": relative_error(squares), "unseen_half": half_interval(squares)}
+
+
 def open_model(weights: Path) -> Segmenter:
     """The trained model, in evaluation mode."""
     model = Segmenter().eval()
@@ -222,9 +237,9 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=600, help="train: steps on crops; a quarter as many on images")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--every", type=int, default=4, help="every n-th validation image")
-    parser.add_argument("--images", type=int, default=6, help="half as many training images as are looked at")
-    parser.add_argument("--draws", type=int, default=3, help="predict: draws of training images")
+    parser.add_argument("--every", type=int, default=4, help="measure on every n-th validation image")
+    parser.add_argument("--images", type=int, default=32, help="images to choose settings by; heads: half as many")
+    parser.add_argument("--draws", type=int, default=3, help="predict: draws of images")
     parser.add_argument("--out", default="accelerate_camvid.json")
     options = parser.parse_args()
     {"train": train, "measure": measure, "predict": predict, "heads": heads}[options.what](options)

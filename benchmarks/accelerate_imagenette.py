@@ -1,69 +1,193 @@
-"""What `dgt.accelerate` costs a classifier: top-1 of a trained run with its own attention, and accelerated.
+"""What `dgt.accelerate` costs a classifier: answers of a trained run with its own attention and accelerated.
 
     tools/make_weights.sh DATA OUT vit
-    python benchmarks/accelerate_imagenette.py --run OUT/runs/vit256 --data.root DATA/imagenette128 \
-        --errors 0.05 0.1 0.2 --out benchmarks/results/accelerate_imagenette.json
+    python benchmarks/accelerate_imagenette.py --run OUT/runs/vit256 --data.root DATA/imagenette128 --threads 1 \
+        --errors 0.001 0.01 0.02 0.05 0.1 --out accelerate_imagenette.json
 
-Settings are chosen by training images, without training; top-1 is on validation images, the same for all rows.
+Settings are chosen, without training, by `--calibrate` validation images, drawn by seed: the model was trained on none
+of them. Then in one pass over `--images` others, each is answered by the model's own attention and by every plan, in
+turns, and timed. What there is stands beside the JSON, in a folder of its name: plans, and the logits of every image.
+Run it again to go on; nothing is measured twice, and more errors or images may be asked for then.
+
+    python benchmarks/accelerate_imagenette.py --run OUT/runs/vit256 --data.root DATA/imagenette128 \
+        --spread plan.safetensors --images 48 --out accelerate_spread.json
+
+The other way: errors of single images under one plan, of training images as they are augmented and of validation.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import dgt
+from dgt.acceleration.report import Report
+from dgt.acceleration.sdpa import timed
+from dgt.acceleration.search import half_interval, relative_error
 from dgt.bench.measures import machine
 from dgt.training import load_run
 from dgt.training.recipe import build_data, parse_recipe
-from dgt.utils.atomic_write import write_json
+from dgt.utils.atomic_write import replacing, write_json
+
+OWN = "own"  # the model's attention, among the plans
+KEPT = 50  # images between two writes
+
+
+class Images:
+    """The run's validation images in an order drawn by seed: one at a time, (1, 3, H, W) and its label."""
+
+    def __init__(self, run: Any, root: str) -> None:
+        keys = [f"--data.root={root}", "--data.batch_size=1", "--data.num_workers=0", "--data.val_size=null"]
+        self.data = build_data(parse_recipe(run.recipe.to_dict(), keys))
+        self.data.setup("validate")
+        self.places = torch.randperm(
+            len(self.data.datasets["val"]), generator=torch.Generator().manual_seed(0)
+        ).tolist()
+
+    def part(self, first: int, last: int) -> Iterator[tuple[Tensor, int]]:
+        """Those from one place of the order to another."""
+        self.data.datasets["val"].indices = self.places[first:last]
+        loader = self.data.val_dataloader()
+        loader.device = torch.device("cpu")
+        return ((image, int(label)) for image, label in loader)
+
+
+def plan(error: float, options: argparse.Namespace, images: Images, folder: Path) -> tuple[nn.Module, Report]:
+    """The run accelerated within an error, and its report: by the plan of an earlier time, if there is one."""
+    network, path = load_run(options.run).network.eval(), folder / f"plan-{error:g}.safetensors"
+    if path.exists():
+        return network, dgt.apply_plan(network, path)
+    report = dgt.accelerate(network, torch.cat([image for image, _ in images.part(0, options.calibrate)]), error)
+    report.save(path)
+    print(report, flush=True)
+    return network, report
 
 
 @torch.inference_mode()
-def classes(network: torch.nn.Module, loader: Any) -> tuple[Tensor, Tensor]:
-    """The most probable class of every image, and its label."""
-    loader.device = torch.device("cpu")
-    found = [(network(images).argmax(1), labels) for images, labels in loader]
-    answers, labels = zip(*found, strict=True)
-    return torch.cat(answers), torch.cat(labels)
+def answer(
+    networks: dict[str, nn.Module],
+    images: Images,
+    first: int,
+    last: int,
+    found: dict[str, Any],
+    go_on: Callable[[], bool],
+) -> Iterator[None]:
+    """Have every image answered that is not yet; yields now and then, when there is something to be kept."""
+    names = [name for name in networks if len(found["logits"].setdefault(name, [])) < last - first]
+    done = min((len(found["logits"][name]) for name in names), default=last - first)
+    for place, (image, label) in enumerate(images.part(first + done, last), done):
+        if not go_on():
+            break
+        found["labels"][place : place + 1] = [label]
+        for name in names:
+            if len(found["logits"][name]) == place:
+                spent, logits = timed(lambda name=name, image=image: networks[name](image)[0])
+                found["logits"][name].append(logits.tolist())
+                found["ms"].setdefault(name, []).append(spent)
+        if place % KEPT == KEPT - 1:
+            yield
+    yield
 
 
-def share(hits: Tensor) -> float:
-    """Hits of all."""
-    return float(hits.float().mean())
+def row(report: Report, name: str, found: dict[str, Any]) -> dict[str, Any]:
+    """What a plan does to the images that it and the model's own attention have answered."""
+    count = min(len(found["logits"][OWN]), len(found["logits"][name]))
+    own, after = (torch.tensor(found["logits"][key][:count], dtype=torch.float64) for key in (OWN, name))
+    squares = torch.stack([(after - own).square().sum(1), own.square().sum(1)], dim=1)
+    labels = torch.tensor(found["labels"][:count])
+    right = [(logits.argmax(1) == labels).double() for logits in (own, after)]
+    error, times = relative_error(squares), [statistics.median(found["ms"][key][:count]) for key in (OWN, name)]
+    return report.to_json() | {
+        "unseen_images": count,
+        "unseen_error": error,
+        "unseen_half": half_interval(squares),
+        "predicted_by_unseen": report.predicted_error / error if error else None,
+        "top1_before": float(right[0].mean()),
+        "top1": float(right[1].mean()),
+        "top1_gain": float((right[1] - right[0]).mean()),
+        "top1_gain_half": 1.96 * float((right[1] - right[0]).std()) / count**0.5,
+        "agreement": float((own.argmax(1) == after.argmax(1)).double().mean()),
+        "image_ms_before": times[0],
+        "image_ms_after": times[1],
+    }
+
+
+@torch.inference_mode()
+def spread(options: argparse.Namespace) -> None:
+    """Write how errors of single images differ, and those of the two halves of the data."""
+    run, plan_of = load_run(options.run), load_run(options.run).network
+    sizes = [f"--data.{part}_size={options.images}" for part in ("train", "val")]
+    keys = [f"--data.root={options.root}", "--data.batch_size=1", "--data.num_workers=0", *sizes]
+    data = build_data(parse_recipe(run.recipe.to_dict(), keys))
+    data.setup()
+    dgt.apply_plan(plan_of, options.spread)
+    content = machine()
+    for part, loader in (("train", data.train_dataloader()), ("val", data.val_dataloader())):
+        loader.device = torch.device("cpu")
+        pairs = [(run.network(image)[0].double(), plan_of(image)[0].double()) for image, _ in loader]
+        squares = torch.stack([torch.stack([(after - own).square().sum(), own.square().sum()]) for own, after in pairs])
+        content[part] = told(squares)
+    write_json(options.out, content)
+
+
+def told(squares: Tensor) -> dict[str, Any]:
+    """The error of some images, how much squared errors of single ones vary, and how many tell it to 20 %."""
+    error, each = relative_error(squares), (squares[:, 0] / squares[:, 1]).sqrt()
+    varies = float((squares[:, 0] - error**2 * squares[:, 1]).std() / squares[:, 0].mean())
+    images = math.ceil((1.96 * varies / 2 / 0.2) ** 2)  # whose mean squared error is within 40 %
+    found = {"images": len(squares), "error": error, "half": half_interval(squares), "varies": varies}
+    return found | {"needed": images, "least": float(each.min()), "most": float(each.max()), "each": each.tolist()}
 
 
 def main() -> None:
-    """Measure, and write the rows as they are done."""
+    """Choose, measure, and write the rows as they are done."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--data.root", dest="root", required=True)
-    parser.add_argument("--images", type=int, default=1000, help="validation images (default: 1000)")
-    parser.add_argument("--count", type=int, default=32, help="training images to choose by (default: 32)")
-    parser.add_argument("--errors", type=float, nargs="+", default=[0.05])
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--calibrate", type=int, default=96, help="validation images to choose by (default: 96)")
+    parser.add_argument("--images", type=int, help="other validation images to measure on (default: all)")
+    parser.add_argument("--errors", type=float, nargs="+", default=[0.001, 0.01, 0.02, 0.05, 0.1])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=1e9, help="no plan or image is begun later (default: no end)")
+    parser.add_argument("--out", type=Path, default=Path("accelerate_imagenette.json"))
+    parser.add_argument("--spread", type=Path, metavar="PLAN", help="errors of single images under a plan instead")
     options = parser.parse_args()
-    run = load_run(options.run)
-    sizes = [f"--data.val_size={options.images}", f"--data.train_size={options.count}", "--data.batch_size=8"]
-    data = build_data(parse_recipe(run.recipe.to_dict(), [f"--data.root={options.root}", *sizes]))
-    data.setup()
-    loader = data.train_dataloader()
-    loader.device = torch.device("cpu")
-    seen = torch.cat([images for images, _ in loader])
-    own, labels = classes(run.network, data.val_dataloader())
-    rows: list[dict[str, Any]] = []
-    content = {**machine(), "images": options.images, "top1": share(own == labels), "rows": rows}
+    torch.set_num_threads(options.threads)
+    if options.spread:
+        return spread(options)
+    start, folder = time.monotonic(), options.out.with_suffix("")
+    folder.mkdir(parents=True, exist_ok=True)
+    kept, images = folder / "answers.json", Images(load_run(options.run), options.root)
+    found = json.loads(kept.read_text()) if kept.exists() else {"labels": [], "logits": {}, "ms": {}}
+    if found.setdefault("calibrate", options.calibrate) != options.calibrate:
+        parser.error(f"--calibrate: {folder} has plans by {found['calibrate']} images")
+    networks, reports = {OWN: load_run(options.run).network.eval()}, dict[str, Report]()
     for error in options.errors:
-        report = dgt.accelerate(run.network, seen, error=error)
-        answers, _ = classes(run.network, data.val_dataloader())
-        rows.append(report.to_json() | {"top1": share(answers == labels), "agreement": share(answers == own)})
-        write_json(options.out, content)
-        print(report, f"top-1 {100 * content['top1']:.2f} % -> {100 * rows[-1]['top1']:.2f} %", sep="\n", flush=True)
-        run = load_run(options.run)
+        if time.monotonic() - start < options.seconds:
+            network, reports[f"{error:g}"] = plan(error, options, images, folder)
+            if reports[f"{error:g}"].centroids:
+                networks[f"{error:g}"] = network
+    last = min(len(images.places), options.calibrate + options.images if options.images else len(images.places))
+    for _ in answer(
+        networks, images, options.calibrate, last, found, lambda: time.monotonic() - start < options.seconds
+    ):
+        with replacing(kept) as partial:
+            partial.write_text(json.dumps(found))
+        if found["logits"][OWN]:
+            rows = [row(report, name if name in networks else OWN, found) for name, report in reports.items()]
+            content = {**machine(), "calibrate": options.calibrate, "images": len(found["logits"][OWN])}
+            write_json(options.out, content | {"top1": rows[0]["top1_before"], "rows": rows})
+    for one in rows:
+        print({name: value for name, value in one.items() if name != "layers"}, flush=True)
 
 
 if __name__ == "__main__":

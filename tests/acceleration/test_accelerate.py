@@ -122,14 +122,14 @@ def test_the_interval_of_an_error_holds_it() -> None:
         torch.rand(400, 40, generator=draws, dtype=torch.float64)
     )
     found = [torch.stack([ratio * size, size], dim=1) for ratio, size in zip(ratios, sizes, strict=True)]
-    errors, halves = zip(*((search._error(one), search._half_interval(one)) for one in found), strict=True)
+    errors, halves = zip(*((search.relative_error(one), search.half_interval(one)) for one in found), strict=True)
     held = [abs(error - 0.05) <= half for error, half in zip(errors, halves, strict=True)]
     assert 0.85 < sum(held) / 400 < 0.98
     assert sum(halves) / 400 == pytest.approx(0.05 * 1.96 * 1.5 / 2 / 40**0.5, rel=0.2)
     one = found[0]
-    assert search._half_interval(one[:1]) is None
-    assert search._half_interval(one * torch.tensor([0.0, 1.0])) is None
-    assert search._half_interval(one[:2].repeat(20, 1)) < search._half_interval(one[:2].repeat(3, 1))
+    assert search.half_interval(one[:1]) is None
+    assert search.half_interval(one * torch.tensor([0.0, 1.0])) is None
+    assert search.half_interval(one[:2].repeat(20, 1)) < search.half_interval(one[:2].repeat(3, 1))
 
 
 def smooth_images(count: int, seed: int = 0) -> Tensor:

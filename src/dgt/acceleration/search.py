@@ -157,8 +157,8 @@ def _accelerate(model: nn.Module, images: Inputs, error: float, prefix: int | No
         tell(f"how far errors of {name} reach")
         if layer.settings:
             probe = min(layer.settings, key=lambda row: row.ms_after)
-            layer.reach = _error(attempt({name: probe}, few)) / max(probe.error, 1e-12)
-    chosen = _choose(layers, error, lambda choice, on_all: _error(attempt(choice, most if on_all else few)))
+            layer.reach = relative_error(attempt({name: probe}, few)) / max(probe.error, 1e-12)
+    chosen = _choose(layers, error, lambda choice, on_all: relative_error(attempt(choice, most if on_all else few)))
     attempt(chosen, most)
     (whole, own_ms), (whole_after, ms) = in_turns(model, lambda: call_model(model, others[-1]), ROUNDS)
     if not chosen or whole_after >= whole:  # what single layers gained was lost around them
@@ -166,11 +166,11 @@ def _accelerate(model: nn.Module, images: Inputs, error: float, prefix: int | No
             layers[name].row = replace(layers[name].row, reason="the whole model was not faster")
         chosen, whole_after, ms = {}, whole, own_ms
     squares, (rows, centroids), attention = attempt(chosen, count), _plan(layers, chosen), sum(own_ms.values())
+    layers_of = [replace(row, ms_before=own_ms[name], ms_after=ms[name]) for name, row in rows.items()]
+    parts, speedup = (squares[:most], squares[most:]), attention / sum(ms.values()) if chosen else 1.0
     return Report(
-        error, _error(squares[:most]), _error(squares[most:]), attention / sum(ms.values()) if chosen else 1.0,
-        whole / whole_after, bound=whole / max(whole - attention, 1e-9), centroids=centroids,
-        layers=[replace(row, ms_before=own_ms[name], ms_after=ms[name]) for name, row in rows.items()],
-        predicted_half=_half_interval(squares[:most]), measured_half=_half_interval(squares[most:]),
+        error, relative_error(parts[0]), relative_error(parts[1]), speedup, whole / whole_after,
+        whole / max(whole - attention, 1e-9), layers_of, centroids, half_interval(parts[0]), half_interval(parts[1]),
     )  # fmt: skip
 
 
@@ -232,7 +232,7 @@ def _measure(model: nn.Module, images: Inputs, layers: dict[str, _Layer]) -> Non
                 grouped = GroupedCall(centroids, keys, row.prefix, 0)
                 if (least := timed(partial(grouped, one), ROUNDS)[0]) >= GAIN * own:
                     break  # more keys only take longer
-                error = _error(_squares([grouped(few).float()], [whole.float()])[None])
+                error = relative_error(_squares([grouped(few).float()], [whole.float()])[None])
                 row = replace(row, choice="groups", groups=groups, keys=keys, error=error)
                 layer.settings.append(replace(row, ms_before=own, ms_after=least))
 
@@ -298,12 +298,12 @@ def _squares(after: Sequence[Tensor], before: Sequence[Tensor]) -> Tensor:
     return torch.tensor(pairs, dtype=torch.float64).sum(0)
 
 
-def _error(squares: Tensor) -> float:
+def relative_error(squares: Tensor) -> float:
     """|after - before| / |before| over all images together, of (images, 2) as :func:`_squares`."""
     return float((squares[:, 0].sum() / squares[:, 1].sum().clamp(min=1e-30)).sqrt())
 
 
-def _half_interval(squares: Tensor) -> float | None:
+def half_interval(squares: Tensor) -> float | None:
     """Half of that error's 95 % interval, by the jackknife over images; None where nothing tells."""
     rest, others = squares.sum(0) - squares, len(squares) - 1
     if not others or not squares[:, 0].any():
