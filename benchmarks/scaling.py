@@ -20,8 +20,8 @@ import timm
 import torch
 
 import dgt
-from dgt.experiments.report import markdown_table
 from dgt.layers.centroids import CentroidState
+from dgt.utils.records import markdown_table
 
 IMAGES, VAL_IMAGES, PIXELS = 1_281_167, 50_000, 3 * 224 * 224
 MODELS = ("dgt_tiny", "dgt_small", "dgt_base")

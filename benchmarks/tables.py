@@ -31,7 +31,7 @@ import tables_speed  # noqa: F401
 import tables_text
 from tables_shared import NUMBERS, ROOT, TABLES
 
-from dgt.experiments.report import markdown_table
+from dgt.utils.records import markdown_table
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),

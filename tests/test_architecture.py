@@ -48,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 # Lines of all `.py` files of a package: 14,000 in all for what reproduces the paper.
 BUDGETS = {
-    **{"utils": 190, "ops": 1450, "ops.triton": 1750, "layers": 1090, "models": 1590, "data": 1940, "tasks": 930},
+    **{"utils": 224, "ops": 1450, "ops.triton": 1750, "layers": 1090, "models": 1590, "data": 1940, "tasks": 930},
     **{"training": 1250, "experiments": 280, "figures": 740, "inference": 960, "explorer": 583, "bench": 330},
     **{"app": 762, "export": 20, "__init__": 70, "__main__": 10},
 }
@@ -77,7 +77,7 @@ ADDED: dict[str, dict[str, int]] = {
 # Packages that are above both together, with the lines that they have: a number here may only fall.
 OVER_BUDGET: dict[str, int] = {
     **{"ops.triton": 1982, "training": 1785},
-    **{"bench": 588, "experiments": 1439},
+    **{"experiments": 1439},
 }
 SLACK = 40  # lines that a package may have fallen below its number here before it must be brought down
 MAX_MODULE_LINES = 400

@@ -9,8 +9,9 @@ import pytest
 
 from dgt import bench
 from dgt.bench import Candidate, attention, models
-from dgt.bench.measures import processor, table
+from dgt.bench.measures import table
 from dgt.utils.errors import LostProcess
+from dgt.utils.records import processor
 from dgt_command import main
 
 

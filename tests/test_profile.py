@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dgt.bench import profile
+from dgt.bench import attention
 from dgt.utils.errors import UserError
 from dgt_command import main
 
@@ -35,8 +35,8 @@ def own_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("own_process")
 def test_every_way_is_a_row_beside_pytorchs_own() -> None:
-    found = profile.profile_attention(CASE, rounds=1)
-    assert [row["way"] for row in found] == [profile.GLOBAL, "eager", "eager, remainder"]
+    found = attention.time_ways(CASE, rounds=1)
+    assert [row["way"] for row in found] == [attention.GLOBAL, "eager", "eager, remainder"]
     assert {row["case"] for row in found} == {"B1 H2 L96 D8 G4 k8"}
     for row in found:
         assert row["ratio"] == found[0]["ms"] / row["ms"]
@@ -53,19 +53,19 @@ def test_every_way_is_a_row_beside_pytorchs_own() -> None:
     ],
 )
 def test_the_sentence_follows_from_the_rows(ratios: tuple[float, float], sentence: str) -> None:
-    assert profile.advice(rows(eager=ratios)) == sentence
+    assert attention.advice(rows(eager=ratios)) == sentence
 
 
 def test_sizes_in_a_model_of_ours_and_in_a_plain_one() -> None:
-    ours = profile.cases_of_model("dgt_nano", 64, 1, 1)
+    ours = attention.cases_of_model("dgt_nano", 64, 1, 1)
     assert ours[0] == ((1, 1, 256, 32), 16, 32)
     assert len(ours) == len(set(ours))
-    assert profile.cases_of_model("test_vit", 160, 12, 5) == [((1, 2, 101, 32), 12, 5)]
+    assert attention.cases_of_model("test_vit", 160, 12, 5) == [((1, 2, 101, 32), 12, 5)]
 
 
 def test_a_model_that_attends_nowhere_is_refused() -> None:
     with pytest.raises(UserError, match=r"'test_resnet' attends nowhere .* give --shape"):
-        profile.cases_of_model("test_resnet", 64, 1, 1)
+        attention.cases_of_model("test_resnet", 64, 1, 1)
 
 
 @pytest.mark.parametrize(

@@ -224,16 +224,16 @@ def run_bench(options: argparse.Namespace, _: list[str]) -> None:
 
 def run_profile(options: argparse.Namespace, _: list[str]) -> None:
     """`dgt profile`: prints a row for each way of attending, and a sentence on what to take."""
-    from dgt.bench import profile
+    from dgt.bench import attention
     from dgt.bench.measures import machine, table
 
     if (options.model is None) == (options.shape is None):
         raise UserError("name a timm model, or give --shape B,H,L,D: one of both")
     given = (options.shape, options.groups, options.top_k)
-    cases = [given] if options.shape else profile.cases_of_model(options.model, options.size, *given[1:])
-    rows = [profile.profile_attention(case, options.device, options.rounds) for case in cases]
+    cases = [given] if options.shape else attention.cases_of_model(options.model, options.size, *given[1:])
+    rows = [attention.time_ways(case, options.device, options.rounds) for case in cases]
     flat = [row for each in rows for row in each]
-    text = "\n".join([table(flat, profile.COLUMNS), "", *map(profile.advice, rows)])
+    text = "\n".join([table(flat, attention.COLUMNS_OF_WAYS), *map(attention.advice, rows)])
     print(json.dumps({"machine": machine(), "rows": flat}, indent=2) if options.json else text)
 
 

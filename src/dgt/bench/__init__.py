@@ -18,19 +18,15 @@ __all__ = ["Candidate", "bench_attention", "bench_models", "machine", "report"]
 
 
 def report(flags: Namespace) -> str:
-    """Run the benchmark that the flags of ``dgt bench`` ask for: its table, or machine and rows as JSON.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as the benchmarks do.
-    """
-    turns: dict[str, Any] = {"device": flags.device, "rounds": flags.rounds}
-    task = {**turns, "names": tuple(flags.models or MODELS), "image_size": flags.size, "batch_size": flags.batch}
+    """Run the benchmark that the flags of ``dgt bench`` ask for: its table, or machine and rows as JSON."""
+    task: dict[str, Any] = {"device": flags.device, "rounds": flags.rounds}
     if flags.what == "attention":
-        columns, rows, notes = attention.COLUMNS, bench_attention(**turns), []
+        columns, rows, notes = attention.COLUMNS, bench_attention(**task), []
     else:
+        task |= {"names": tuple(flags.models or MODELS), "image_size": flags.size, "batch_size": flags.batch}
         task |= {"runtimes": tuple(flags.runtime), "training": flags.train, "memory": flags.memory}
         rows, refused = bench_models(**task)
         columns, notes = models.COLUMNS, [*summary(rows), *refused]
     if flags.json:
         return json.dumps({"machine": machine(), "rows": rows, "notes": notes}, indent=2)
-    return "\n".join([table(rows, columns), "", *notes]).rstrip()
+    return "\n".join([table(rows, columns), *notes]).rstrip()

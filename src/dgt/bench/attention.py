@@ -1,16 +1,22 @@
-"""The attention alone, against PyTorch's own over all keys, side by side; each case is first checked for its result."""
+"""The attention alone, against PyTorch's own over all keys, side by side; each case is first checked for its result.
+
+And for ``dgt profile``: which way of attending pays at one size on this machine.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
+import timm
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dgt.bench.measures import QUIET_ALLOCATOR, medians, memory_peak, milliseconds, own_process
+from dgt.models import DynamicGroupTransformer, capture
 from dgt.ops import attend, dynamic_group_attention, group_queries, select_keys
-from dgt.utils.errors import Disagreement
+from dgt.utils.errors import Disagreement, UserError
 
 Case = tuple[tuple[int, ...], int, int]  # (B, H, L, D), G and k
 GLOBAL = "PyTorch, all keys"
@@ -26,6 +32,11 @@ COLUMNS = {
     "group, select, attend ms": "{steps_ms[group]:.2f}, {steps_ms[select]:.2f}, {steps_ms[attend]:.2f}",
     "peak extra MiB (L x L mask)": "{peak_mib:.1f} ({bool_mask_mib:.1f})",
 }
+COLUMNS_OF_WAYS = {
+    **{"attention": "{case}", "way": "{way}", "forward ms": "{ms:.2f}", "times as fast": "**{ratio:.2f}**"},
+    **{"with backward ms": "{backward_ms:.2f}", "so many times": "**{ratio_backward:.2f}**"},
+    "peak extra MiB": "{peak_mib:.1f}",
+}
 
 
 def bench_attention(
@@ -37,6 +48,8 @@ def bench_attention(
 ) -> list[dict[str, Any]]:
     """Time the whole operator (grouping, selection, attention) against global attention, forward and with backward.
 
+    Disagreement is raised where its result is not what the reference gives.
+
     Args:
         cases: (batch, heads, tokens, top_k) each.
         device: where to run.
@@ -44,12 +57,9 @@ def bench_attention(
         groups, channels: G and D.
 
     Returns:
-        One row a case: times in milliseconds of ``F.scaled_dot_product_attention`` over all keys and of DG-Attention,
-        their ratio (above 1: DG-Attention is faster), the same with backward, and the time of each of the three steps;
-        the MiB that a forward adds to memory (None where nothing tells) and those of a mask of all pairs.
-
-    Raises:
-        RuntimeError: if the result is not what the reference gives.
+        One row a case: milliseconds of PyTorch's attention over all keys and of DG-Attention, their ratio (above 1:
+        DG-Attention is faster), the same with backward, and the time of each of the three steps; the MiB that a forward
+        adds to memory (None where nothing tells) and those of a mask of all pairs.
     """
     rows = []
     for batch, heads, tokens, top_k in cases:
@@ -57,13 +67,10 @@ def bench_attention(
         q, k, v, centroids = inputs = make_inputs(*case[:2], device)
         _check(inputs, top_k)
         ids = group_queries(q, centroids), select_keys(centroids, k, top_k)
-        steps: dict[str, Callable[[], object]] = {
-            "group": partial(group_queries, q, centroids),
-            "select": partial(select_keys, centroids, k, top_k),
-            "attend": partial(attend, q, k, v, *ids),
-        }
-        steps_ms = medians(rounds, {name: partial(milliseconds, step) for name, step in steps.items()})
-        whole, ours = time_ways(case, (GLOBAL, "auto"), device, rounds)
+        steps = {"group": partial(milliseconds, partial(group_queries, q, centroids))}
+        steps["select"] = partial(milliseconds, partial(select_keys, centroids, k, top_k))
+        steps_ms = medians(rounds, {**steps, "attend": partial(milliseconds, partial(attend, q, k, v, *ids))})
+        whole, ours = time_ways(case, device, rounds, (GLOBAL, "auto"))
         row: dict[str, Any] = {"case": f"B{batch} H{heads} L{tokens} k{top_k} G{groups} D{channels} float32"}
         row |= {"sdpa_ms": whole["ms"], "dgt_ms": ours["ms"], "sdpa_backward_ms": whole["backward_ms"]}
         row |= {"dgt_backward_ms": ours["backward_ms"], "steps_ms": steps_ms, "peak_mib": ours["peak_mib"]}
@@ -72,8 +79,9 @@ def bench_attention(
     return rows
 
 
-def time_ways(case: Case, ways: Sequence[str], device: str = "cpu", rounds: int = 7) -> list[dict[str, Any]]:
-    """One row a way of attending: times in turns, ratios to the first way, MiB that a forward adds."""
+def time_ways(case: Case, device: str = "cpu", rounds: int = 7, ways: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """One row a way of attending (none: all, PyTorch's first): times, ratios to the first, MiB that a forward adds."""
+    ways = ways or [GLOBAL, *(way for way in WAYS if way != "triton" or device == "cuda")]
     *inputs, centroids = make_inputs(*case[:2], device)
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     ms = medians(rounds, {way: _way(way, inputs, centroids, case[2]) for way in ways})
@@ -118,8 +126,37 @@ def _check(inputs: tuple[Tensor, ...], top_k: int) -> None:
     """Compare one head of the first image with the dense reference, on as many tokens as that can hold."""
     q, k, v, centroids = (t[:1, :1, :4096] if t.dim() == 4 else t[:1] for t in inputs)
     ours = dynamic_group_attention(q, k, v, centroids, top_k).output
-    q, k, v = q.double(), k.double(), v.double()
-    truth = dynamic_group_attention(q, k, v, centroids, top_k, backend="reference").output
+    exact = q.double(), k.double(), v.double()
+    truth = dynamic_group_attention(*exact, centroids, top_k, backend="reference").output
     error = (ours.double() - truth).abs().max().item()
     if not error < 1e-5:
         raise Disagreement(f"DG-Attention differs from the reference by {error:.1e} (limit 1e-05): not timed")
+
+
+def advice(rows: list[dict[str, Any]]) -> str:
+    """One sentence on the rows of one case: what to take for predicting, and for training."""
+    words = []
+    for purpose, ratio in (("predict", "ratio"), ("train", "ratio_backward")):
+        best = max(rows, key=lambda row: row[ratio])
+        taken = f"take {best['way']}, {best[ratio]:.1f} times as fast"
+        words.append(f"to {purpose} {taken if best[ratio] > 1.05 else 'keep all keys'}")
+    return f"{rows[0]['case']}: {'; '.join(words)}."
+
+
+def cases_of_model(name: str, size: int, groups: int, top_k: int) -> list[Case]:
+    """The sizes of attention in a timm model on one image, in a DGT those of groups; UserError where there are none."""
+    if not timm.is_model(name):
+        raise UserError(f"{name!r} is no model of timm: give a name, or --shape B,H,L,D")
+    model, images = timm.create_model(name).eval(), torch.zeros(1, 3, size, size)
+    if isinstance(model, DynamicGroupTransformer):
+        parts = capture(model, images, lambda seen: (seen.layer, seen.x.shape[1] * seen.x.shape[2], seen.x.shape[3]))[0]
+        found = [((1, of.num_heads, n, c // of.num_heads), of.centroids.shape[1], of.top_k) for of, n, c in parts]
+    else:
+        attend = F.scaled_dot_product_attention
+        with torch.inference_mode(), patch.object(F, attend.__name__, wraps=attend) as seen:
+            model(images)
+        shapes = [[tuple(tensor.shape) for tensor in call.args[:2]] for call in seen.call_args_list]
+        found = [(query, groups, top_k) for query, key in shapes if query == key]
+    if not found:
+        raise UserError(f"{name!r} attends nowhere through PyTorch's function with a query for each key: give --shape")
+    return list(dict.fromkeys(found))

@@ -4,9 +4,7 @@ import datetime
 import os
 import platform
 import re
-import shlex
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -20,33 +18,19 @@ import torch
 from torch.utils.benchmark import timer  # waits for a GPU, if there is one
 
 from dgt.utils.errors import LostProcess
+from dgt.utils.records import command_line, markdown_table, processor
 
 # An allocator under which freed memory goes back to the system at once, so that peaks add up.
 QUIET_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_TOP_PAD_": "0"}
 Name = TypeVar("Name")
 
 
-def processor() -> str:
-    """Name the GPU, or else the processor, with the family and model by which generations of one name differ."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    info = Path("/proc/cpuinfo")
-    text = info.read_text() if info.exists() else ""
-    found = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)", text, re.M))
-    if "cpu family" not in found:
-        return found.get("model name", platform.processor())
-    return f"{found['model name']} (family {found['cpu family']}, model {found['model']})"
-
-
 def machine() -> dict[str, Any]:
     """Describe where and with what a benchmark ran: date, processor or GPU, threads, versions, command."""
-    program = Path(sys.argv[0])
     return {
-        "date": datetime.date.today().isoformat(),
-        "processor": processor(),
-        "threads": torch.get_num_threads(),
+        **{"date": datetime.date.today().isoformat(), "processor": processor(), "threads": torch.get_num_threads()},
         **{"python": platform.python_version(), "torch": torch.__version__, "timm": timm.__version__},
-        "command": shlex.join([*(["python", str(program)] if program.suffix == ".py" else ["dgt"]), *sys.argv[1:]]),
+        "command": command_line(),
     }
 
 
@@ -102,6 +86,4 @@ def table(rows: list[dict[str, Any]], columns: dict[str, str]) -> str:
     """Lay rows out as a Markdown table of columns, title and format each, without memory where it was not measured."""
     if any(row.get("peak_mib", 0) is None for row in rows):
         columns = {title: text for title, text in columns.items() if "peak_mib" not in text}
-    lines = [list(columns), ["---", *["---:"] * (len(columns) - 1)]]
-    lines += [[text.format(**row) for text in columns.values()] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(list(columns), [[text.format(**row) for text in columns.values()] for row in rows])

@@ -4,36 +4,34 @@ Every model runs in every runtime that takes it: eager PyTorch, `torch.compile` 
 inductor then packs), and as an ONNX file for images of that one size in onnxruntime and OpenVINO, checked first.
 """
 
+import io
+import itertools
 import re
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import timm
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
-from dgt.bench.measures import QUIET_ALLOCATOR, medians, memory_peak, milliseconds, own_process, processor
-from dgt.bench.runtimes import OPENERS, check_runtime
+from dgt.bench.measures import QUIET_ALLOCATOR, medians, memory_peak, milliseconds, own_process
 from dgt.inference import optimize_for_inference
 from dgt.inference.export import verify
-from dgt.inference.formats import Source, encode_onnx
+from dgt.inference.formats import Runner, Source, check_libraries, check_size, encode_onnx, open_onnx
 from dgt.layers import DGAttention
 from dgt.models.cost import attention_share, cost
 from dgt.ops.checks import check_count
 from dgt.utils.errors import LostProcess, UserError
+from dgt.utils.records import processor
 
 BASELINE = "swin_tiny_patch4_window7_224"
 MODELS = ("dgt_tiny", BASELINE, "convnext_tiny", "deit_small_patch16_224", "dgt_tiny+inference")
 FORMS = ("inference", "global", "checkpointing")
-RUNTIMES = ("eager", "compile", *OPENERS)
+OPENVINO = ("OpenVINO", ("openvino",), "openvino")
 FREEZING = {"TORCHINDUCTOR_FREEZING": "1"}
-BESIDE_GLOBAL = (
-    "{model} at {image_size} px in {runtime}: {time_of_global:.2f} of its time with global attention, "
-    "{work_of_global:.2f} of its multiply-adds; by Eq. 7 of the attention's by stage:"
-)
 COLUMNS = {
     **{"model": "{model}", "runtime": "{runtime}", "px": "{image_size}", "ms per image": "{ms_per_image:.1f}"},
     **{"images/s": "{images_per_second:.1f}", "relative time": "**{relative_time:.2f}**", "peak MiB": "{peak_mib:.0f}"},
@@ -120,71 +118,71 @@ def bench_models(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Time the inference, or with ``training`` the training step, of whole models in several runtimes, in turns.
 
+    TypeError or ValueError for a name that cannot be read, a size or batch out of range and a runtime that cannot be;
+    LostProcess where the process of a model failed, with the reason.
+
     Args:
         names: as :class:`Candidate` reads them; times are relative to plain Swin-T in the same runtime if it is among
             them, else to the first model.
         image_size: pixels a side, where a name does not tell.
         rounds: how often the candidates take turns; medians of a step a turn are reported.
-        runtimes: of `RUNTIMES`, each with as many threads.
+        runtimes: "eager", "compile", "onnxruntime" or "openvino", each with as many threads.
         memory: measure peaks of memory as well (Linux, CPU): weights, and whatever the step adds to them.
 
     Returns:
         One row a model and runtime: its name, size, times, the settings, the processor, peak memory in MiB (None where
-        not measured), and :func:`_beside_global`. And a line for each runtime that does not take a model.
-
-    Raises:
-        TypeError, ValueError: for a name that cannot be read, a size or batch out of range, a runtime that cannot be.
-        RuntimeError: where the process of a model failed; with the reason.
+        not measured), and what it saves beside global attention. And a line for each runtime that takes no such model.
     """
     check_count("batch_size", batch_size)
     candidates = {name: Candidate.parse(name, image_size) for name in names}
     for runtime in set(runtimes).intersection(OPENERS):
-        check_runtime(runtime, training, device)
-    task, refused = {"batch_size": batch_size, "training": training}, []
+        if training or device != "cpu":
+            raise UserError(f"{runtime} runs inference on a CPU: leave out --train and --device, or {runtime}")
+        check_libraries()
+        if runtime == "openvino":
+            check_libraries(*OPENVINO)
+    refused, timed = [], {}
     with ExitStack() as stack:
-        asks = {}
-        for name, runtime in ((name, runtime) for name in names for runtime in runtimes):
+        for name, runtime in itertools.product(names, runtimes):
             frozen = FREEZING if runtime == "compile" and not training else None
             ask = stack.enter_context(own_process(f"{name} in {runtime}", frozen))
+            time = partial(ask, _time, candidates[name], batch_size, device, training, runtime)
             try:
-                ask(_prepare, candidates[name], device, {**task, "runtime": runtime})
-                asks[name, runtime] = ask
+                time()
+                timed[name, runtime] = time
             except LostProcess as error:
                 if runtime == "eager" or not isinstance(error.__cause__, UserError):
                     raise
                 refused.append(f"{runtime} does not take {name}: {error.__cause__}")
-        median = medians(rounds, {pair: partial(ask, _time, *pair) for pair, ask in asks.items()})
+        median = medians(rounds, timed)
     rows = []
     for (name, runtime), ms in median.items():
         peak = None
         if memory and device == "cpu":
             with own_process(name, QUIET_ALLOCATOR | FREEZING) as ask:
-                peak = ask(_peak, candidates[name], {**task, "runtime": runtime})
+                peak = ask(_peak, candidates[name], batch_size, device, training, runtime)
         peers = {peer: peer_ms for (peer, where), peer_ms in median.items() if where == runtime}
         row = {"model": name, "ms_per_image": ms / batch_size, "images_per_second": 1e3 * batch_size / ms}
-        row |= {"relative_time": ms / peers.get(BASELINE, next(iter(peers.values()))), "peak_mib": peak, **task}
-        row |= {"image_size": candidates[name].size, "runtime": runtime, "processor": processor()}
-        rows.append(row | _beside_global(candidates[name], ms, peers))
+        row |= {"relative_time": ms / peers.get(BASELINE, next(iter(peers.values()))), "peak_mib": peak}
+        row |= {"batch_size": batch_size, "training": training, "image_size": candidates[name].size}
+        row |= {"runtime": runtime, "processor": processor()}
+        if whole := peers.get(f"{name}+global"):
+            row |= {"time_of_global": ms / whole, **_beside_global(candidates[name])}
+        rows.append(row)
     return rows, refused
 
 
-def _beside_global(candidate: Candidate, ms: float, peers: dict[str, float]) -> dict[str, Any]:
-    """Beside the model with global attention, if it was timed: the share of its time, of its multiply-adds, and Eq. 7.
-
-    The last is the share that Eq. 7 gives to the attention of each stage that attends in groups.
-    """
-    if (twin := f"{candidate.text}+global") not in peers:
-        return {}
-    plain, whole = (candidate._replace(forms=forms).build() for forms in ((), ("global",)))
-    size = (candidate.size, candidate.size)
-    parts: Any = plain
+def _beside_global(candidate: Candidate) -> dict[str, Any]:
+    """Beside the model with global attention: the share of its multiply-adds, and by Eq. 7 of each grouped stage's."""
+    model: Any = candidate._replace(forms=()).build()
+    pair = (model, candidate._replace(forms=("global",)).build())
+    plain, whole = (cost(each, (candidate.size, candidate.size)).flops for each in pair)
     shares = []
-    for stage, stride in zip(parts.stages, parts.strides[1:], strict=True):
+    for stage, stride in zip(model.stages, model.strides[1:], strict=True):
         layer, tokens = stage.blocks[0].attn, (-(-candidate.size // stride)) ** 2
         if isinstance(layer, DGAttention):
             shares.append(attention_share(tokens, layer.qkv.in_features, layer.top_k, layer.centroids.shape[1]))
-    work = cost(plain, size).flops / cost(whole, size).flops
-    return {"time_of_global": ms / peers[twin], "work_of_global": work, "eq7_by_stage": shares}
+    return {"work_of_global": plain / whole, "eq7_by_stage": shares}
 
 
 def summary(rows: list[dict[str, Any]]) -> list[str]:
@@ -193,32 +191,47 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
     for row in sorted(rows, key=lambda row: float(row["ms_per_image"])):
         best.setdefault("{model} at {image_size} px".format(**row), row)
     lines = [f"best of {name}: {row['runtime']}, {row['ms_per_image']:.1f} ms" for name, row in best.items()]
-    for row in rows:
-        if "time_of_global" in row:
-            shares = ", ".join(f"{share:.2f}" for share in row["eq7_by_stage"])
-            lines.append(f"{BESIDE_GLOBAL.format(**row)} {shares}")
-    return lines
+    beside = "{model} at {image_size} px in {runtime}: {time_of_global:.2f} of its time with global attention, "
+    beside += "{work_of_global:.2f} of its multiply-adds; by Eq. 7 of the attention's by stage: "
+    grouped = [(row, ", ".join(map("{:.2f}".format, row["eq7_by_stage"]))) for row in rows if "time_of_global" in row]
+    return lines + [beside.format(**row) + shares for row, shares in grouped]
 
 
-# What runs in the process of a candidate, which keeps its step here.
-_steps: dict[tuple[str, str], Callable[[], object]] = {}
+def open_openvino(content: bytes, threads: int | None = None) -> Runner:
+    """Return a function that runs an ONNX file in OpenVINO, on the CPU, in float32."""
+    check_libraries(*OPENVINO)
+    import openvino
+
+    core = openvino.Core()
+    options = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads or 0}
+    compiled = core.compile_model(core.read_model(io.BytesIO(content)), "CPU", options)
+    request, shape = compiled.create_infer_request(), compiled.input(0).partial_shape
+    sizes = [side.get_length() if side.is_static else None for side in shape]
+
+    def run(images: Tensor) -> list[Tensor]:
+        check_size(images, sizes)
+        found = request.infer([images.numpy()], share_inputs=True)
+        return [torch.from_numpy(found[output].copy()) for output in compiled.outputs]
+
+    return run
 
 
-def _prepare(candidate: Candidate, device: str, task: dict[str, Any]) -> None:
-    step = _steps[candidate.text, task["runtime"]] = candidate.step(device=device, **task)
-    step()
+OPENERS: dict[str, Callable[[bytes, int | None], Runner]] = {"onnxruntime": open_onnx, "openvino": open_openvino}
 
 
-def _time(name: str, runtime: str) -> float:
-    _steps[name, runtime]()  # brings the model back into the caches, which the others have used since
-    return milliseconds(_steps[name, runtime])
+_kept_step = cache(Candidate.step)  # in the process of a candidate
 
 
-def _peak(candidate: Candidate, task: dict[str, Any]) -> float | None:
-    Candidate.parse("test_resnet", 64).step(1, training=task["training"])()  # loads code and starts threads
+def _time(candidate: Candidate, *task: Any) -> float:
+    _kept_step(candidate, *task)()  # brings the model back into the caches, which the others have used since
+    return milliseconds(_kept_step(candidate, *task))
+
+
+def _peak(candidate: Candidate, batch_size: int, device: str, training: bool, runtime: str) -> float | None:
+    Candidate.parse("test_resnet", 64).step(1, training=training)()  # loads code and starts threads
 
     def run() -> None:
-        step = candidate.step(**task)
+        step = candidate.step(batch_size, device, training, runtime)
         step()
         step()
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from dgt.acceleration.sdpa import Call, watch_calls
 from dgt.experiments.choices import CHOICES, Operands, attend_by
-from dgt.experiments.report import alone, interval, markdown_table, number, read_words, stored
+from dgt.experiments.report import alone, interval, number, read_words, stored
 from dgt.layers import DGAttention
 from dgt.models.inspect import attention_layers
 from dgt.ops import find_centroids, seed_centroids
@@ -36,6 +36,7 @@ from dgt.training.recipe import Recipe, build_data, load_recipe, parse_recipe
 from dgt.training.run import environment
 from dgt.utils.atomic_write import atomic_write, write_json
 from dgt.utils.errors import LOGGER, UserError, check_range
+from dgt.utils.records import markdown_table
 from dgt.utils.seeding import seeded
 
 Answer = Callable[[Operands], Tensor]

@@ -31,12 +31,13 @@ from dgt.data.segmentation import fitting_size
 from dgt.data.transforms import Normalize
 from dgt.experiments.choices import nearest
 from dgt.experiments.fixed_weights import open_data
-from dgt.experiments.report import alone, markdown_table, number, read_words, stored
+from dgt.experiments.report import alone, number, read_words, stored
 from dgt.models.inspect import LayerInput, capture
 from dgt.training import load_run
 from dgt.training.run import environment
 from dgt.utils.atomic_write import atomic_write, write_json
 from dgt.utils.errors import UserError, check_range
+from dgt.utils.records import markdown_table
 
 NAME = "like_to_like"
 SHARES = {  # of queries, or of their keys: heads of the table

@@ -19,6 +19,7 @@ from dgt.training.recipe import load_recipe
 from dgt.training.run import RESULTS, read_json
 from dgt.utils.atomic_write import atomic_write, write_json
 from dgt.utils.errors import UserError
+from dgt.utils.records import markdown_table
 
 DIAGNOSIS = "diagnosis.json"
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # half of a 95 % interval, by degrees of freedom
@@ -86,12 +87,6 @@ def read_words(words: Sequence[str], **options: Any) -> tuple[dict[str, Any], li
                 f"expected {known} or --data.KEY, each with its value, got {word} {value}".rstrip()
             ) from error
     return options, keys
-
-
-def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown, its first column to the left, the others to the right."""
-    lines = ["| " + " | ".join(cells) + " |" for cells in (heads, *rows)]
-    return "\n".join([lines[0], "| --- |" + " ---: |" * (len(heads) - 1), *lines[1:]]) + "\n"
 
 
 def number(value: float | None, digits: int, factor: float = 1.0) -> str:

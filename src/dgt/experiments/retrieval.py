@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dgt.experiments.report import alone, interval, markdown_table, read_words, stored
+from dgt.experiments.report import alone, interval, read_words, stored
 from dgt.layers import Block, DGAttention, GlobalAttention
 from dgt.layers.baselines.cmt import ReducedAttention
 from dgt.layers.baselines.cswin import StripeAttention
@@ -35,6 +35,7 @@ from dgt.models.annealing import annealed_top_k
 from dgt.training.run import environment
 from dgt.utils.atomic_write import atomic_write, write_json
 from dgt.utils.errors import LOGGER, UserError, check_range
+from dgt.utils.records import markdown_table
 from dgt.utils.seeding import seeded
 
 CODE = 16  # channels of a code and of a value; two more tell sources and probes

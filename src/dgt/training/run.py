@@ -19,9 +19,6 @@ from __future__ import annotations
 
 import json
 import platform
-import re
-import shlex
-import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -46,6 +43,7 @@ from dgt.training.recipe import Recipe, flatten, load_recipe, parse_recipe
 from dgt.training.state import RECORD_KEY, read_checkpoint
 from dgt.utils.atomic_write import atomic_write, write_json
 from dgt.utils.errors import UserError
+from dgt.utils.records import command_line, processor
 from dgt.weights import check_sums
 from dgt.weights.folder import SUMS
 
@@ -167,16 +165,12 @@ def _timm_config(network: nn.Module, record: dict[str, Any]) -> dict[str, Any]:
 
 def environment() -> dict[str, Any]:
     """Versions, device and the command that started this process, as one would type it again, for `results.json`."""
-    program, info = Path(sys.argv[0]), Path("/proc/cpuinfo")
-    script = program.suffix == ".py" and program.name != "__main__.py"
-    named = re.search(r"model name\s*: (.*)", info.read_text(encoding="utf-8") if info.is_file() else "")
-    processor = named[1] if named else platform.processor() or platform.machine()
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    threads = "" if torch.cuda.is_available() else f", {torch.get_num_threads()} threads"
     versions = {library.__name__: str(library.__version__) for library in (torch, torchvision, timm, lightning)}
     return {
         "versions": {"python": platform.python_version(), "dynamic-group-transformer": __version__, **versions},
-        "device": gpu or f"cpu, {torch.get_num_threads()} threads ({processor})",
-        "command": shlex.join([*(["python", str(program)] if script else ["dgt"]), *sys.argv[1:]]),
+        "device": processor() + threads,
+        "command": command_line(),
     }
 
 
