@@ -5,7 +5,7 @@ import os
 import platform
 import re
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
@@ -41,7 +41,7 @@ def milliseconds(run: Callable[[], object]) -> float:
     return 1e3 * (timer() - start)
 
 
-def medians(rounds: int, candidates: dict[Name, Callable[[], float]]) -> dict[Name, float]:
+def medians(rounds: int, candidates: Mapping[Name, Callable[[], float]]) -> dict[Name, float]:
     """Let the candidates take turns, of which the first warms up, and return the median of what each returned."""
     turns = [{name: run() for name, run in candidates.items()} for _ in range(rounds + 1)][1:]
     return {name: statistics.median(turn[name] for turn in turns) for name in candidates}

@@ -30,7 +30,7 @@ from dgt.utils.records import processor
 BASELINE = "swin_tiny_patch4_window7_224"
 MODELS = ("dgt_tiny", BASELINE, "convnext_tiny", "deit_small_patch16_224", "dgt_tiny+inference")
 FORMS = ("inference", "global", "checkpointing")
-OPENVINO = ("OpenVINO", ("openvino",), "openvino")
+OPENVINO = ("OpenVINO", ("onnx", "onnxscript", "openvino"), "openvino")
 FREEZING = {"TORCHINDUCTOR_FREEZING": "1"}
 COLUMNS = {
     **{"model": "{model}", "runtime": "{runtime}", "px": "{image_size}", "ms per image": "{ms_per_image:.1f}"},
@@ -118,12 +118,10 @@ def bench_models(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Time the inference, or with ``training`` the training step, of whole models in several runtimes, in turns.
 
-    TypeError or ValueError for a name that cannot be read, a size or batch out of range and a runtime that cannot be;
-    LostProcess where the process of a model failed, with the reason.
+    TypeError, ValueError for what cannot be timed; LostProcess, with the reason, where the process of a model failed.
 
     Args:
-        names: as :class:`Candidate` reads them; times are relative to plain Swin-T in the same runtime if it is among
-            them, else to the first model.
+        names: as `Candidate` reads them; times are relative to plain Swin-T in the same runtime, else to the first.
         image_size: pixels a side, where a name does not tell.
         rounds: how often the candidates take turns; medians of a step a turn are reported.
         runtimes: "eager", "compile", "onnxruntime" or "openvino", each with as many threads.
@@ -138,14 +136,11 @@ def bench_models(
     for runtime in set(runtimes).intersection(OPENERS):
         if training or device != "cpu":
             raise UserError(f"{runtime} runs inference on a CPU: leave out --train and --device, or {runtime}")
-        check_libraries()
-        if runtime == "openvino":
-            check_libraries(*OPENVINO)
+        check_libraries(*(OPENVINO if runtime == "openvino" else ()))
     refused, timed = [], {}
     with ExitStack() as stack:
         for name, runtime in itertools.product(names, runtimes):
-            frozen = FREEZING if runtime == "compile" and not training else None
-            ask = stack.enter_context(own_process(f"{name} in {runtime}", frozen))
+            ask = stack.enter_context(own_process(f"{name} in {runtime}", None if training else FREEZING))
             time = partial(ask, _time, candidates[name], batch_size, device, training, runtime)
             try:
                 time()
