@@ -225,7 +225,7 @@ def test_a_table_with_mistakes(tmp_path: Path, text: str, message: str) -> None:
 def test_a_table_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no table 'block': did you mean blocks"):
         load_table("block")
-    with pytest.raises(FileNotFoundError, match="no table file"):
+    with pytest.raises(FileNotFoundError, match="is the path of a YAML file"):
         load_table(tmp_path / "none.yaml")
 
 
