@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import hypothesis
 import numpy as np
@@ -21,8 +22,10 @@ if not torch.cuda.is_available():  # before anything imports Triton: its kernels
 ROOT = Path(__file__).resolve().parents[1]
 SHARED_DATA = ROOT.parent / "shared" / "data"
 
-hypothesis.settings.register_profile("local", deadline=None)
-hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+# A busy machine is slow, which says nothing about a test: neither one example nor all of them have a limit of time.
+PATIENT: dict[str, Any] = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("local", **PATIENT)
+hypothesis.settings.register_profile("ci", **PATIENT, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 

@@ -21,7 +21,9 @@ def test_the_tour_runs_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     tour = nbformat.read(NOTEBOOK, as_version=4)
-    NotebookClient(tour, timeout=120, kernel_name="tour", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    NotebookClient(
+        tour, timeout=600, startup_timeout=300, kernel_name="tour", resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
     outputs = [output for cell in tour.cells for output in cell.get("outputs", [])]
     images = [output for output in outputs if "image/png" in output.get("data", {})]
     assert len(images) == 7

@@ -59,7 +59,7 @@ class Browser:
     def _stop(self) -> None:
         self.process.terminate()
         try:
-            self.process.wait(10)
+            self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -67,7 +67,7 @@ class Browser:
 
     def _address(self) -> str:
         told = Path(self.profile) / "DevToolsActivePort"
-        for _ in range(300):
+        for _ in range(1200):
             if told.exists() and told.read_text().count("\n"):
                 port = told.read_text().split()[0]
                 with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list") as answer:
@@ -75,14 +75,14 @@ class Browser:
                 if pages:
                     return str(pages[0]["webSocketDebuggerUrl"])
             time.sleep(0.1)
-        raise RuntimeError("the browser did not start within 30 seconds")
+        raise RuntimeError("the browser did not start within two minutes")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """One command of the protocol, and its result."""
         self._number += 1
         self._socket.send(json.dumps({"id": self._number, "method": method, "params": parameters}))
         while True:
-            message = json.loads(self._socket.recv(timeout=60))
+            message = json.loads(self._socket.recv(timeout=200))
             if message.get("id") == self._number:
                 if "error" in message:
                     raise RuntimeError(f"{method}: {message['error']['message']}")

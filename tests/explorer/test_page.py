@@ -203,7 +203,7 @@ def test_a_dropped_image_is_shown_and_a_bad_one_told(page: Any, tmp_path: Path) 
 def test_a_view_is_saved_as_png(page: Any, tmp_path: Path) -> None:
     page.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
     page.run("document.getElementById('save').click()")
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not (found := list(tmp_path.glob("*.png"))) and time.monotonic() < end:
         time.sleep(0.05)
     with Image.open(found[0]) as saved:

@@ -37,7 +37,7 @@ def states(tmp_path_factory) -> list[State]:
     running = [start(folder, 0, 1), start(folder, 0, 2), start(folder, 1, 2)]
     try:
         for process, _ in running:
-            _, errors = process.communicate(timeout=240)
+            _, errors = process.communicate(timeout=800)
             assert process.returncode == 0, errors
     finally:
         for process, _ in running:

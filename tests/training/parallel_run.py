@@ -3,11 +3,14 @@
 Arguments: the folder with the recipes, then their names; each one's run goes to the folder NAME in it. Where the
 environment is that of torchrun, all its processes train together. At the end they join their reports of broken images.
 BatchNorm counts over the batches of all processes, as torch's SyncBatchNorm, which is for GPUs alone, does it.
+Where the environment has DIES_AFTER, the process kills itself at the beginning of the step after that one.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -19,7 +22,7 @@ from torch import Tensor, nn
 
 from dgt.data.image_io import BrokenImage, BrokenImages
 from dgt.training import fit, load_recipe
-from dgt.training.loop import Objective
+from dgt.training.loop import Objective, Training
 from dgt.training.parallel import join_broken_images
 from dgt.utils.distributed import rank, world_size
 
@@ -70,11 +73,23 @@ class SummedObjective(Objective):
         super().__init__(network, losses)
 
 
+class MortalTraining(Training):
+    """A training whose process kills itself before a step."""
+
+    def train_step(self, *arguments: Any, **keys: Any) -> Any:
+        """The next step, if it is not the last one's."""
+        if self.progress.step == int(os.environ["DIES_AFTER"]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().train_step(*arguments, **keys)
+
+
 def main() -> None:
     """Train every recipe named."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    importlib.import_module("dgt.training.fit").Objective = SummedObjective  # type: ignore[attr-defined]
+    fitting: Any = importlib.import_module("dgt.training.fit")
+    fitting.Objective = SummedObjective
+    fitting.Training = MortalTraining if "DIES_AFTER" in os.environ else Training
     folder = Path(sys.argv[1])
     for name in sys.argv[2:]:
         fit(load_recipe(folder / f"{name}.yaml", [f"--out={folder / name}"]), resume=True)

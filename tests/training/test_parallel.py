@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +29,7 @@ from dgt.training.state import step_checkpoints
 SCRIPT = Path(__file__).with_name("parallel_run.py")
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 STEPS = 20
+WAIT = 800  # seconds, for a machine with much else to do
 SHORT = {"steps": 12}
 RECIPE = {
     "model": {"name": "dgt_nano", "args": {"depths": [1, 1, 1, 1], "num_groups": 8, "top_k": 16, "head_width": 64}},
@@ -55,13 +55,16 @@ def write_recipe(folder: Path, name: str, **changes: dict[str, object]) -> None:
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
 
 
-def start(folder: Path, names: list[str], rank: int = 0, ranks: int = 1, port: int = 0) -> subprocess.Popen[str]:
-    """One process, in the environment that torchrun would give it."""
+def start(
+    folder: Path, names: list[str], rank: int = 0, ranks: int = 1, port: int = 0, dies: bool = False
+) -> subprocess.Popen[str]:
+    """One process, in the environment that torchrun would give it; one that `dies` kills itself in its sixth step."""
     torchrun = {
         **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)},
         **{"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"},
     }
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environment |= {"DIES_AFTER": "5"} if dies else {}
     command = [sys.executable, str(SCRIPT), str(folder), *names]
     return subprocess.Popen(
         command,
@@ -72,12 +75,12 @@ def start(folder: Path, names: list[str], rank: int = 0, ranks: int = 1, port: i
     )
 
 
-def start_two(folder: Path, names: list[str]) -> list[subprocess.Popen[str]]:
+def start_two(folder: Path, names: list[str], second_dies: bool = False) -> list[subprocess.Popen[str]]:
     """Both processes of a training."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    return [start(folder, names, rank, 2, port) for rank in range(2)]
+    return [start(folder, names, rank, 2, port, dies=second_dies and rank == 1) for rank in range(2)]
 
 
 def weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
@@ -104,7 +107,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     processes = [*start_two(folder, ["both", "ddp", "fsdp2"]), start(alone, ["alone"])]
     try:
         for process in processes:
-            _, errors = process.communicate(timeout=280)
+            _, errors = process.communicate(timeout=WAIT)
             assert process.returncode == 0, errors
     finally:
         for process in processes:
@@ -142,21 +145,17 @@ class TestTwoProcesses:
 def test_a_lost_process_ends_the_training_and_it_goes_on(runs: Path, strategy: str) -> None:
     changes = {"checkpoint": {"every_steps": 2}, "trainer": {"strategy": strategy}}
     write_recipe(runs, f"killed-{strategy}", schedule=SHORT, **changes)
-    first, second = start_two(runs, [f"killed-{strategy}"])
+    first, second = start_two(runs, [f"killed-{strategy}"], second_dies=True)
     again: list[subprocess.Popen[str]] = []
     try:
-        deadline = time.monotonic() + 200
-        while not list((runs / f"killed-{strategy}" / "checkpoints").glob("step-*4.ckpt")):
-            assert first.poll() is None, first.communicate()[1]
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        second.send_signal(signal.SIGKILL)
-        _, errors = first.communicate(timeout=60)
+        _, errors = first.communicate(timeout=WAIT)
         assert first.returncode != 0
         assert "process 0 of 2 lost another one" in errors
+        assert second.wait(WAIT) == -signal.SIGKILL
+        assert (runs / f"killed-{strategy}" / "checkpoints" / "step-00000004.ckpt").exists()
         again = start_two(runs, [f"killed-{strategy}"])
         for process in again:
-            _, errors = process.communicate(timeout=200)
+            _, errors = process.communicate(timeout=WAIT)
             assert process.returncode == 0, errors
     finally:
         for process in (first, second, *again):

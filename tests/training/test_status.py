@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +18,18 @@ from dgt.training import Result
 from dgt.training.log import duration, run_status, status_text
 from dgt_command import main
 
+NOW = 1.8e9  # seconds since 1970
+
+
+@pytest.fixture(autouse=True)
+def _the_clock_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ages are those from `NOW`, however long a test waits for its turn."""
+    monkeypatch.setattr("dgt.training.log.time", SimpleNamespace(time=lambda: NOW, perf_counter=time.perf_counter))
+
 
 def a_run(folder: Path, **changes: Any) -> Path:
     """A run's folder with a status."""
-    status = {"state": "training", "error": None, "time": time.time(), "pid": os.getpid(), "host": socket.gethostname()}
+    status = {"state": "training", "error": None, "time": NOW, "pid": os.getpid(), "host": socket.gethostname()}
     status |= {"epoch": 2, "epochs": 5, "step": 120, "steps": 300, "loss": 0.5, "metrics": {"top1": 0.75}}
     status |= {"images_per_second": 31.5, "memory_bytes": 2**30, "seconds": 75.0, "seconds_left": 7260.0}
     (folder / "recipe.yaml").write_text("name: mine\n")
@@ -50,7 +59,7 @@ def test_a_process_that_is_gone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"host": "elsewhere", "time": time.time() - 7200, "pid": -1}, "training: 2:00:"),
+        ({"host": "elsewhere", "time": NOW - 7200, "pid": -1}, "training: 2:00:00 ago"),
         ({"state": "stopped"}, "stopped: 0:00:00 ago; the same command with `--resume auto` resumes"),
         ({"state": "failed", "error": "disk on fire"}, "failed: disk on fire"),
     ],
@@ -68,7 +77,7 @@ def test_a_finished_run(finished: Result) -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", str(a_run(tmp_path))]) == 0
-    assert capsys.readouterr().out.startswith(f"{tmp_path}: training: 0:00:0")
+    assert capsys.readouterr().out.startswith(f"{tmp_path}: training: 0:00:00 ago\n")
     assert main(["status", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step"] == 120
     assert main(["status", str(tmp_path / "nowhere")]) == 2
