@@ -143,3 +143,15 @@ def test_inputs_that_do_not_fit(x, error, layer) -> None:
     for attention in (layer(), dgt.GlobalAttention(16, 2)):
         with pytest.raises(error, match=r"x must be a \(B, H, W, 16\) or \(B, L, 16\) floating point tensor, got"):
             attention(x)
+
+
+@pytest.mark.parametrize("options", [{}, {"cosine": True}, {"dtype": torch.float64}, {"top_k": 99}])
+@pytest.mark.parametrize("side", [4, 9])  # few tokens, and many
+def test_prediction_without_gradients_equals_that_with_them(options, side) -> None:
+    layer = dgt.DGAttention(8, 2, **{"num_groups": 4, "top_k": 7, **options}).eval()
+    x, mask = torch.randn(2, side, side, 8, dtype=options.get("dtype")), torch.rand(2, side, side) < 0.7
+    for real in (None, mask):
+        expected = layer(x.clone().requires_grad_(), real)
+        with torch.no_grad():
+            assert layer.only_predicts(layer.split_heads(x)[0])
+            torch.testing.assert_close(layer(x, real), expected.detach())

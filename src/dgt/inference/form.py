@@ -7,9 +7,8 @@ convolutions, which oneDNN runs on channels-last tokens without copies, and abou
 linears on processors that the vendor's BLAS does not favour. Packing of weights is a compiler's or another runtime's
 (docs/export.md).
 
-Centroids are brought to unit norm once and for all, and the attention is one operator, without ids and gradients:
-groups and keys are those of :func:`dgt.group_queries` and :func:`dgt.select_keys`, ties included, but with few tokens
-the comparison that finds a group's keys is the mask of its queries. With many tokens the three steps run in turn.
+Centroids are brought to unit norm once and for all, and the attention is one operator (:mod:`dgt.ops.predict`), also
+where a compiler traces it.
 """
 
 import copy
@@ -24,14 +23,10 @@ from dgt.layers.attention import DGAttention, GlobalAttention
 from dgt.layers.convolution import ConvStem, InvertedResidualFFN
 from dgt.layers.head import Head
 from dgt.layers.scripting import check_layer_input
+from dgt.ops import predict
 from dgt.ops.backends import resolve_backend
-from dgt.ops.checks import full_precision
-from dgt.ops.eager import HIDDEN, is_dense_masked, rows_of_groups
-from dgt.ops.grouping import nearest_group
-from dgt.ops.selection import mark_unselected
 from dgt.utils.errors import UserError
 
-CHUNK_ELEMENTS = 1 << 22  # of the masks of a part; they are read once, so larger parts than for gathered tiles pay
 ENDS, INNER = slice(None, None, 2), slice(1, 2)  # of three rows or columns
 
 
@@ -218,59 +213,6 @@ class TokenLinear(PredictsOnly):
         return tokens if x.dim() == 4 else tokens.reshape(*x.shape[:-1], self.out_features)
 
 
-# Not torch.library.custom_op: without gradients the bare registration does, at a tenth of the cost of a call.
-torch.library.define(
-    "dgt::attention", "(Tensor qkv, Tensor centroids, SymInt top_k, float scale, Tensor? key_mask) -> Tensor"
-)
-
-
-@torch.library.register_fake("dgt::attention")
-def _(qkv: Tensor, centroids: Tensor, top_k: int, scale: float, key_mask: Tensor | None) -> Tensor:
-    _, batch, heads, tokens, channels = qkv.shape
-    return qkv.new_empty(batch, tokens, heads * channels)
-
-
-@torch.library.impl("dgt::attention", "CPU")
-def _attention(qkv: Tensor, centroids: Tensor, top_k: int, scale: float, key_mask: Tensor | None) -> Tensor:
-    """Attend from every query to the keys of its group (Eqs. 1-2), without gradients, contiguous operands.
-
-    Maps (3, B, H, L, D) to (B, L, H D); ``centroids`` (H, G, D) have unit norm; ``key_mask`` (B, L) is True
-    where a token is real, the rest becomes zero. ValueError for NaN in query or key where k < L.
-    """
-    _, batch, heads, tokens, channels = qkv.shape
-    groups, count = centroids.shape[1], min(top_k, tokens)
-    step = max(1, CHUNK_ELEMENTS // (heads * tokens * max(tokens, groups)))
-    output = qkv.new_empty(batch, tokens, heads, channels)
-    with full_precision(qkv.device):
-        if not is_dense_masked(tokens, groups, count):
-            query, key, value = qkv.unbind(0)
-            ids = torch.ops.dgt.group_queries(query, centroids, key_mask)
-            keys = torch.ops.dgt.select_keys(centroids, key, top_k, key_mask)
-            attended: Tensor = torch.ops.dgt.attend(query, key, value, ids, keys, scale)
-            return attended.transpose(1, 2).flatten(2)
-        for start in range(0, batch, step):
-            part = slice(start, start + step)
-            mask = None if key_mask is None else key_mask[part]
-            output[part] = _attend_dense_masked(qkv[:, part], centroids, count, scale, mask).transpose(1, 2)
-    return output.flatten(2)
-
-
-def _attend_dense_masked(qkv: Tensor, centroids: Tensor, count: int, scale: float, mask: Tensor | None) -> Tensor:
-    """Few tokens: attention over all keys of a head, under the mask of each query's group."""
-    query, key, value = qkv.unbind(0)
-    if mask is None and count == key.shape[2]:  # every group has every key
-        return F.scaled_dot_product_attention(query, key, value, scale=scale)
-    scores = torch.matmul(centroids.float(), qkv[:2].float().transpose(-1, -2))
-    of_queries, of_keys = scores.unbind(0)  # (B, H, G, L)
-    if mask is not None:
-        of_keys.masked_fill_(~mask[:, None, None], -torch.inf)
-    groups = nearest_group(of_queries)
-    hidden = mark_unselected(of_keys, count).mul_(HIDDEN).to(query.dtype)
-    bias = rows_of_groups(hidden.flatten(0, 1), groups.flatten(0, 1)).view(*groups.shape, -1)
-    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
-    return attended if mask is None else attended.masked_fill(~mask[:, None, :, None], 0.0)
-
-
 class InferenceDGAttention(DGAttention):
     """A :class:`DGAttention` that only predicts: unit centroids once and for all, the whole attention one operator."""
 
@@ -292,7 +234,7 @@ class InferenceDGAttention(DGAttention):
         qkv = qkv.permute(2, 0, 3, 1, 4).contiguous()  # (3, B, H, L, D)
         qkv = torch.stack([*self.comparable(qkv[0], qkv[1]), qkv[2]]) if self.cosine else qkv
         real = None if mask is None else mask.flatten(1)
-        attended = torch.ops.dgt.attention.default(qkv, self.centroids, self.top_k, self.scale, real)
+        attended = predict.attention(qkv, self.centroids, self.top_k, self.scale, real)
         projected: Tensor = self.proj(attended.view(x.shape))
         return projected
 

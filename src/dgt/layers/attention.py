@@ -13,8 +13,8 @@ from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from dgt.layers.centroids import CentroidState
-from dgt.layers.scripting import attend_in_groups, check_layer_input
-from dgt.ops import DynamicGroupAttentionOutput, dynamic_group_attention
+from dgt.layers.scripting import attend_in_groups, check_layer_input, scripting
+from dgt.ops import DynamicGroupAttentionOutput, dynamic_group_attention, predict
 from dgt.ops.backends import resolve_backend
 from dgt.ops.checks import check_count
 
@@ -129,10 +129,21 @@ class DGAttention(SelfAttention, CentroidState):
         real = None if mask is None else mask.flatten(1)
         if self.training and not self.seeded:
             self.seed(heads[0], real)
+        if not scripting() and self.only_predicts(heads[0]):
+            args = self.unit_centroids(), self.top_k, self.scale, real
+            attended = predict.attention(torch.stack(heads), *args)
+            return self.proj(attended.view(x.shape))
         output, groups = attend_in_groups(heads, self.unit_centroids(), self.top_k, self.scale, real, self.backend)
         if self.training:
             self.observe(heads[0], groups, self.backend)
         return self.merge_heads(output, x)
+
+    @torch.jit.ignore
+    def only_predicts(self, query: Tensor) -> bool:
+        """Tell whether these (B, H, L, D) queries get attention alone, on a CPU, untraced: no ids, no gradients."""
+        traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # exports show the three steps
+        plain = query.device.type == "cpu" and not (self.training or query.requires_grad or traced)
+        return plain and resolve_backend(self.backend, query) == "eager"
 
     @torch.jit.ignore
     def inspect(self, x: Tensor, mask: Tensor | None = None) -> DynamicGroupAttentionOutput:

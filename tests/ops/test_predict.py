@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dgt
-import dgt.inference.form as one_operator
+from dgt.ops import predict as one_operator
 
 
 @settings(max_examples=60, derandomize=True, deadline=None)
