@@ -72,7 +72,7 @@ ADDED: dict[str, dict[str, int]] = {
     "dgt profile": {"bench": 92, "app": 28},
     "doors of dgt.accelerate": {"acceleration": 219, "app": 41},
     "less memory for training": {"layers": 19},
-    "a layer that predicts, in one operator": {"layers": 12, "ops": 74},
+    "a layer that predicts, in one operator": {"layers": 12, "ops": 80},
     "remainder in Triton": {"ops.triton": 59, "ops": 1},
 }
 # Packages that are above both together, with the lines that they have: a number here may only fall.
