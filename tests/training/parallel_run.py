@@ -3,11 +3,13 @@
 Arguments: the folder with the recipes, then their names; each one's run goes to the folder NAME in it. Where the
 environment is that of torchrun, all its processes train together. At the end they join their reports of broken images.
 BatchNorm counts over the batches of all processes, as torch's SyncBatchNorm, which is for GPUs alone, does it.
-Where the environment has DIES_AFTER, the process kills itself at the beginning of the step after that one.
+Where the environment has DIES_AFTER, the process kills itself at the beginning of the step after that one. A training
+named NAME-stopped is stopped after its sixth step, as by SIGTERM, and resumed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import signal
@@ -22,8 +24,7 @@ from torch import Tensor, nn
 
 from dgt.data.image_io import BrokenImage, BrokenImages
 from dgt.training import fit, load_recipe
-from dgt.training.loop import Objective, Training
-from dgt.training.parallel import join_broken_images
+from dgt.training.loop import Objective, Preempted, Training, join_broken_images
 from dgt.utils.distributed import rank, world_size
 
 
@@ -83,16 +84,30 @@ class MortalTraining(Training):
         return super().train_step(*arguments, **keys)
 
 
+class StoppedTraining(Training):
+    """A training that gets a signal, in every process, in its sixth step."""
+
+    def train_step(self, *arguments: Any, **keys: Any) -> Any:
+        """The next step."""
+        self.stops += [signal.SIGTERM] * (self.progress.step == 5)
+        return super().train_step(*arguments, **keys)
+
+
 def main() -> None:
     """Train every recipe named."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     fitting: Any = importlib.import_module("dgt.training.fit")
     fitting.Objective = SummedObjective
-    fitting.Training = MortalTraining if "DIES_AFTER" in os.environ else Training
     folder = Path(sys.argv[1])
     for name in sys.argv[2:]:
-        fit(load_recipe(folder / f"{name}.yaml", [f"--out={folder / name}"]), resume=True)
+        recipe = load_recipe(folder / f"{name}.yaml", [f"--out={folder / name}"])
+        if name.endswith("-stopped"):
+            fitting.Training = StoppedTraining
+            with contextlib.suppress(Preempted):
+                fit(recipe)
+        fitting.Training = MortalTraining if "DIES_AFTER" in os.environ else Training
+        fit(recipe, resume=True)
     number = rank()
     report = BrokenImages("train", 10, 1.0)
     report.record([BrokenImage(f"met by {number}", "why")])

@@ -78,12 +78,11 @@ def test_rows_go_on_when_there_is_room(
     assert [row["step"] for row in read_metrics(tmp_path)] == [0, 3, 4]
 
 
-def test_resuming_takes_back_what_lies_beyond(tmp_path: Path) -> None:
-    rows = [{"step": 2, "loss": 3.0}, {"step": 4, "epoch": 1, "mean": 2.0}, {"step": 4, "epoch": 2}, {"step": 6}]
-    whole = "".join(json.dumps(row) + "\n" for row in rows)
+def test_of_a_step_that_was_trained_again_the_later_row_counts(tmp_path: Path) -> None:
+    rows = [{"step": 2, "loss": 3.0}, {"step": 4, "epoch": 1, "mean": 2.0}, {"step": 4, "loss": 2.5}]
+    whole = "".join(json.dumps(row) + "\n" for row in [*rows, {"step": 2, "loss": 1.0}])
     (tmp_path / "metrics.jsonl").write_bytes(whole.encode() + b'{"step": 8, "lo\xff')
-    with begun(tmp_path, step=4, epoch=1):
-        assert read_metrics(tmp_path) == rows[:2]
+    assert read_metrics(tmp_path) == [{"step": 2, "loss": 1.0}, *rows[1:]]
 
 
 def test_curves_that_cannot_be_written_are_told(

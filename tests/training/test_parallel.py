@@ -19,9 +19,9 @@ from torch import distributed
 
 from dgt.data.image_io import BrokenImage, BrokenImages
 from dgt.tasks import TASKS
-from dgt.training.fit import build_state
+from dgt.training.fit import build_fabric, build_state, explaining
 from dgt.training.log import read_metrics
-from dgt.training.parallel import build_fabric, join_broken_images, lost_process
+from dgt.training.loop import join_broken_images
 from dgt.training.recipe import TrainerSettings, parse_recipe
 from dgt.training.run import load_run
 from dgt.training.state import step_checkpoints
@@ -104,7 +104,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_recipe(folder, "fsdp2", schedule=SHORT, trainer={"strategy": "fsdp2"})
     alone = tmp_path_factory.mktemp("alone")
     write_recipe(alone, "alone", data={"batch_size": 16}, trainer=one)
-    processes = [*start_two(folder, ["both", "ddp", "fsdp2"]), start(alone, ["alone"])]
+    write_recipe(folder, "fsdp2-stopped", schedule=SHORT, trainer={"strategy": "fsdp2"})
+    processes = [*start_two(folder, ["both", "ddp", "fsdp2", "fsdp2-stopped"]), start(alone, ["alone"])]
     try:
         for process in processes:
             _, errors = process.communicate(timeout=WAIT)
@@ -132,6 +133,11 @@ class TestTwoProcesses:
         for name, expected in whole.items():
             torch.testing.assert_close(shared[name], expected, rtol=0, atol=1e-4, msg=f"{name} differs")
 
+    def test_shared_out_weights_resume_to_the_bit(self, runs: Path) -> None:
+        assert "stopped by SIGTERM after step 6" in (runs / "fsdp2-stopped" / "log.txt").read_text()
+        whole, resumed = weights(runs, "fsdp2"), weights(runs, "fsdp2-stopped")
+        assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+
     def test_a_sharded_checkpoint_is_whole_weights_in_one_file(self, runs: Path) -> None:
         newest, whole = step_checkpoints(runs / "fsdp2")[0], weights(runs, "fsdp2")
         stored = load_run(newest).network.state_dict()
@@ -141,28 +147,26 @@ class TestTwoProcesses:
         assert [(runs / f"broken-{rank}.txt").read_text() for rank in range(2)] == ["met by 0, met by 1"] * 2
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_a_lost_process_ends_the_training_and_it_goes_on(runs: Path, strategy: str) -> None:
-    changes = {"checkpoint": {"every_steps": 2}, "trainer": {"strategy": strategy}}
-    write_recipe(runs, f"killed-{strategy}", schedule=SHORT, **changes)
-    first, second = start_two(runs, [f"killed-{strategy}"], second_dies=True)
+def test_a_lost_process_ends_the_training_and_it_goes_on(runs: Path) -> None:
+    write_recipe(runs, "killed", schedule=SHORT, checkpoint={"every_steps": 2})
+    first, second = start_two(runs, ["killed"], second_dies=True)
     again: list[subprocess.Popen[str]] = []
     try:
         _, errors = first.communicate(timeout=WAIT)
         assert first.returncode != 0
         assert "process 0 of 2 lost another one" in errors
         assert second.wait(WAIT) == -signal.SIGKILL
-        assert (runs / f"killed-{strategy}" / "checkpoints" / "step-00000004.ckpt").exists()
-        again = start_two(runs, [f"killed-{strategy}"])
+        assert (runs / "killed" / "checkpoints" / "step-00000004.ckpt").exists()
+        again = start_two(runs, ["killed"])
         for process in again:
             _, errors = process.communicate(timeout=WAIT)
             assert process.returncode == 0, errors
     finally:
         for process in (first, second, *again):
             process.kill()
-    expected = weights(runs, strategy)
-    assert all(torch.equal(value, expected[name]) for name, value in weights(runs, f"killed-{strategy}").items())
-    assert epoch_losses(runs, f"killed-{strategy}") == pytest.approx(epoch_losses(runs, strategy), rel=1e-5)
+    expected = weights(runs, "ddp")
+    assert all(torch.equal(value, expected[name]) for name, value in weights(runs, "killed").items())
+    assert epoch_losses(runs, "killed") == pytest.approx(epoch_losses(runs, "ddp"), rel=1e-5)
 
 
 def test_batchnorm_over_all_processes_needs_gpus() -> None:
@@ -185,7 +189,8 @@ def test_one_process_keeps_its_broken_images() -> None:
 
 
 def test_other_errors_are_left_alone() -> None:
-    assert lost_process(RuntimeError("gloo is down")) is None
+    with pytest.raises(RuntimeError, match=r"^gloo is down$"), explaining(Path(), None):
+        raise RuntimeError("gloo is down")
 
 
 @pytest.mark.parametrize("settings", [{"devices": "many"}, {"accelerator": "gpu"}])

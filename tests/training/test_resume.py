@@ -173,7 +173,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
 
     with pytest.raises(KeyboardInterrupt):  # of which the command makes status 130
         train(tmp_path / "run", poke=[Poke("after backward", lambda _: True, twice)], monkeypatch=monkeypatch)
-    assert "interrupted at once" in (tmp_path / "run" / "log.txt").read_text()
+    assert "stopped: KeyboardInterrupt" in (tmp_path / "run" / "log.txt").read_text()
 
 
 def test_an_error_is_in_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +262,7 @@ def test_resuming_begins_where_nothing_is_and_leaves_alone_what_is_finished(
     [
         (
             "--optimizer.lr=0.5",
-            r"was begun with optimizer\.lr 0\.002, now 0\.5 is asked for: give the same",
+            r"was begun with optimizer\.lr 0\.002, now 0\.5 is asked for: give another folder",
         ),
         ("--seed=3", "was begun with seed 0, now 3 is asked for"),
         ("--model.drop_path_rate=0.1", r"was begun with model\.drop_path_rate 0\.3"),

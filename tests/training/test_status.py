@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dgt.training import Result
-from dgt.training.log import duration, run_status, status_text
+from dgt.training.log import run_status, status_text
 from dgt_command import main
 
 NOW = 1.8e9  # seconds since 1970
@@ -31,21 +31,18 @@ def a_run(folder: Path, **changes: Any) -> Path:
     """A run's folder with a status."""
     status = {"state": "training", "error": None, "time": NOW, "pid": os.getpid(), "host": socket.gethostname()}
     status |= {"epoch": 2, "epochs": 5, "step": 120, "steps": 300, "loss": 0.5, "metrics": {"top1": 0.75}}
-    status |= {"images_per_second": 31.5, "memory_bytes": 2**30, "seconds": 75.0, "seconds_left": 7260.0}
+    status |= {"images_per_second": 31.5, "seconds": 75.0, "seconds_left": 7260.0}
     (folder / "recipe.yaml").write_text("name: mine\n")
     (folder / "status.json").write_text(json.dumps({**status, **changes}))
     return folder
 
 
 def test_a_training_that_goes_on(tmp_path: Path) -> None:
-    text = status_text(run_status(a_run(tmp_path)))
-    assert text.splitlines() == [
-        f"{tmp_path}: training: 0:00:00 ago",
-        "  epochs complete 2/5, step 120/300, loss 0.5, 32 images/s",
-        "  trained for 0:01:15, 2:01:00 left",
-        "  top1 0.7500",
-        "  checkpoints none yet",
-    ]
+    lines = [line.split(maxsplit=1) for line in status_text(run_status(a_run(tmp_path))).splitlines()]
+    told = dict(lines)
+    assert (told["state"], told["step"], told["steps"], told["loss"]) == ("training", "120", "300", "0.5")
+    assert (told["seconds"], told["seconds_left"], told["metrics"]) == ("0:01:15", "2:01:00", "{'top1': 0.75}")
+    assert not {"error", "checkpoints"} & set(told)
 
 
 def test_a_process_that_is_gone(tmp_path: Path) -> None:
@@ -53,19 +50,17 @@ def test_a_process_that_is_gone(tmp_path: Path) -> None:
     process.wait()
     status = run_status(a_run(tmp_path, pid=process.pid))
     assert status["state"] == "killed"
-    assert "--resume auto" in status_text(status)
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"host": "elsewhere", "time": NOW - 7200, "pid": -1}, "training: 2:00:00 ago"),
-        ({"state": "stopped"}, "stopped: 0:00:00 ago; the same command with `--resume auto` resumes"),
-        ({"state": "failed", "error": "disk on fire"}, "failed: disk on fire"),
-    ],
-)
-def test_other_states(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
-    assert sentence in status_text(run_status(a_run(tmp_path, **changes)))
+def test_one_of_another_machine_says_how_old_it_is(tmp_path: Path) -> None:
+    status = run_status(a_run(tmp_path, host="elsewhere", time=NOW - 187200, pid=-1))
+    assert status["state"] == "training"
+    assert "\nage                 2 days, 4:00:00" in status_text(status)
+
+
+def test_a_failure_says_why(tmp_path: Path) -> None:
+    status = run_status(a_run(tmp_path, state="failed", error="disk on fire"))
+    assert status_text(status).startswith("state               failed\nerror               disk on fire\n")
 
 
 def test_a_finished_run(finished: Result) -> None:
@@ -77,14 +72,14 @@ def test_a_finished_run(finished: Result) -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", str(a_run(tmp_path))]) == 0
-    assert capsys.readouterr().out.startswith(f"{tmp_path}: training: 0:00:00 ago\n")
+    assert capsys.readouterr().out.startswith("state               training\n")
     assert main(["status", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step"] == 120
     assert main(["status", str(tmp_path / "nowhere")]) == 2
     assert "is not the folder of a run" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("content", ["{", "[1]", '{"state": "training"}'])
+@pytest.mark.parametrize("content", ["{", "[1]"])
 def test_a_damaged_status_is_told(tmp_path: Path, content: str) -> None:
     (a_run(tmp_path) / "status.json").write_text(content)
     with pytest.raises(ValueError, match=r"status\.json is damaged"):
@@ -97,7 +92,3 @@ def test_what_is_not_a_run(tmp_path: Path) -> None:
     (a_run(tmp_path) / "status.json").write_text("{")
     with pytest.raises(ValueError, match=r"status\.json is damaged"):
         run_status(tmp_path)
-
-
-def test_lengths_of_time() -> None:
-    assert [duration(each) for each in (42.2, 11100, 187200)] == ["0:00:42", "3:05:00", "2 days, 4:00:00"]

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from lightning.fabric import Fabric
-from torch import nn
-
 from dgt.tasks import TASKS
 from dgt.tasks.base import LoadedRun, Prediction
-from dgt.training.parallel import build_fabric
+from dgt.training.fit import build_fabric
+from dgt.training.loop import measure
 from dgt.training.recipe import build_data, override_keys, parse_recipe
 from dgt.training.run import load_run
 from dgt.utils.atomic_write import write_json
@@ -35,9 +32,8 @@ def evaluate(
         parts: tell also `left_out`, the metrics without each of so many parts of the batches; 0 for none.
 
     Returns the task's metrics (for classification `loss`, `top1`, `top5`; shares in [0, 1]), the number of `images` and
-    of `broken_images`. Raises as `load_run` and the data do; UserError where the data has other classes, the machine
-    lacks what `trainer` asks for, or an override is of another key; for `predictions` of a model of another task, and
-    for fewer batches than `parts`.
+    of `broken_images`. Raises as `load_run` and the data do; UserError for data of other classes, a machine that lacks
+    what `trainer` asks for, an override of another key, `predictions` of another task, fewer batches than `parts`.
     """
     for key in sorted(override_keys(overrides)):
         if key.partition(".")[0] != "data" and key not in TRAINER_KEYS:
@@ -63,9 +59,10 @@ def evaluate(
     found: dict[str, Any] = metrics.compute()
     if predictions is not None:
         write_json(Path(predictions), metrics.results)
+    if parts:
+        found["left_out"] = [part.compute() for part in without]
     report = data.broken_images["val"]
-    left_out = {"left_out": [part.compute() for part in without]} if parts else {}
-    return {**found, **left_out, "images": report.total - len(report), "broken_images": len(report)}
+    return {**found, "images": report.total - len(report), "broken_images": len(report)}
 
 
 class LeftOut:
@@ -88,25 +85,6 @@ class LeftOut:
                 left = iter(outputs)
                 part.update(lambda _, left=left: next(left), images, targets)
         self.batches += 1
-
-
-def measure(
-    fabric: Fabric, metrics: Any, network: nn.Module, loader: Any, between: Callable[[], None] = lambda: None
-) -> None:
-    """Run one validation, with `between` called before every batch; leaves the network in evaluation mode."""
-    network.eval()
-    loader.device = fabric.device
-    with torch.no_grad():
-        for images, targets in loader:
-            between()
-            with fabric.autocast():
-                metrics.update(network, to_precision(fabric, images), targets)
-
-
-def to_precision(fabric: Fabric, images: Any) -> Any:
-    """Images in the type of the weights; under a mixed precision they stay as they are."""
-    precision = fabric.strategy.precision
-    return images if precision.precision.endswith("mixed") else precision.convert_input(images)
 
 
 def predict(path: str | Path | LoadedRun, images: Sequence[str | Path], top_k: int = 5) -> list[Prediction]:

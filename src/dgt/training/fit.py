@@ -1,28 +1,43 @@
-"""From a recipe to a trained model: build the parts, hand them to the loop, write down what came out."""
+"""From a recipe to a trained model: build the parts, hand them to the loop, write down what came out.
+
+Processes are started by Fabric itself, torchrun or Slurm. Under "ddp" each holds the whole network, under "fsdp2" a
+share of the weights, gradients and optimizer's moments.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
+import torch.distributed as dist
 from lightning.fabric import Fabric, seed_everything
+from lightning.fabric.strategies import ModelParallelStrategy
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from timm.layers import convert_sync_batchnorm
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from dgt.data.image_io import BrokenImagesError
-from dgt.tasks import TASKS
+from dgt.tasks import TASKS, Task
 from dgt.tasks.optim import batch_scale, build_optimizer
 from dgt.training.log import Report
-from dgt.training.loop import Draw, Objective, Preempted, Training
-from dgt.training.parallel import build_fabric, lost_process
-from dgt.training.recipe import Recipe, build_data
+from dgt.training.loop import ADVICE, Draw, Objective, Training
+from dgt.training.recipe import Recipe, TrainerSettings, build_data
 from dgt.training.run import RESULTS, environment, export_model, finished_results, initialize, make_record, run_folder
 from dgt.training.state import Checkpoints, TrainingState, WeightAverage, latest_checkpoint
 from dgt.utils.atomic_write import atomic_write, remove_leftovers, write_json
-from dgt.utils.errors import LOGGER, NonFiniteInput, UserError
+from dgt.utils.distributed import rank, world_size
+from dgt.utils.errors import LOGGER, LostProcess, NonFiniteInput, UserError
 
+# What gloo, NCCL and the store say of a process that is no longer there: plain RuntimeErrors, some of them.
+LOST = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|remote process|TCPStore|heartbeat", re.I)
 BROKEN_IMAGES = "broken_images.txt"
 
 
@@ -62,29 +77,59 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
     fabric = build_fabric(recipe.trainer, TASKS[recipe.task])
     fabric.launch()  # from here on every process of the training is here; nothing was written before
     folder = fabric.broadcast(folder)
-    with Report(folder if fabric.is_global_zero else None) as report:
+    with Report(folder if fabric.is_global_zero else None) as report, explaining(folder, data):
         if fabric.is_global_zero:
             atomic_write(folder / "recipe.yaml", recipe.to_yaml())
             report.write_status("begun")
             remove_leftovers(folder / "checkpoints")
             (folder / BROKEN_IMAGES).unlink(missing_ok=True)  # of an earlier try
-        with _noting_failure(folder, report, data):
-            state = build_state(recipe, fabric, data, fresh=checkpoint is None)
-            if checkpoint is not None:
-                state.load(*checkpoint)
-                place = f"step {state.progress.step} (epochs complete: {state.progress.epoch})"
-                LOGGER.info(f"resumed after {place} from {checkpoint[0].name}")
-            checkpoints = Checkpoints(folder, recipe.checkpoint, make_record(recipe, data.class_names))
-            training = Training(recipe, state, checkpoints, report, draw)
-            training.run()
-            weights = state.state_dict()["state_dict"]
-            if fabric.is_global_zero:
-                export_model(folder / "model", state.evaluated, checkpoints.record, weights)
-                write_json(folder / RESULTS, _results(recipe, training))
-                if any(data.broken_images.values()):
-                    data.write_broken_images(folder / BROKEN_IMAGES)
-                report.write_status("finished")
+        state = build_state(recipe, fabric, data, fresh=checkpoint is None)
+        if checkpoint is not None:
+            state.load(*checkpoint)
+            place = f"step {state.progress.step} (epochs complete: {state.progress.epoch})"
+            LOGGER.info(f"resumed after {place} from {checkpoint[0].name}")
+        checkpoints = Checkpoints(folder, recipe.checkpoint, make_record(recipe, data.class_names))
+        Training(recipe, state, checkpoints, report, draw).run()
+        weights = state.state_dict()["state_dict"]
+        if fabric.is_global_zero:
+            export_model(folder / "model", state.evaluated, checkpoints.record, weights)
+            write_json(folder / RESULTS, _results(recipe, state))
+            if any(data.broken_images.values()):
+                data.write_broken_images(folder / BROKEN_IMAGES)
     return Result(folder, state.progress.metrics, state.progress.epoch, state.progress.seconds)
+
+
+def build_fabric(settings: TrainerSettings, task: Task) -> Fabric:
+    """Fabric with the recipe's devices and precision, not yet launched; UserError where machine or task lacks them."""
+    precision: Any = settings.precision
+    if precision == task.refused_precision:
+        mixed = precision.replace("true", "mixed")
+        raise UserError(f"trainer.precision must not be {precision!r} for task {task.name!r}; {mixed!r} is possible")
+    if precision == "auto":
+        on_gpu = settings.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+        precision = "bf16-mixed" if on_gpu and torch.cuda.is_bf16_supported() else "32-true"
+    if settings.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(settings.deterministic)
+    torch.backends.cudnn.benchmark = not settings.deterministic
+    strategy: Any = ModelParallelStrategy(_shard) if settings.strategy == "fsdp2" else settings.strategy
+    try:
+        places: dict[str, Any] = {"devices": settings.devices, "num_nodes": settings.num_nodes}
+        return Fabric(accelerator=settings.accelerator, strategy=strategy, precision=precision, **places)
+    except (ValueError, TypeError, RuntimeError, MisconfigurationException) as error:
+        raise UserError(f"recipe section 'trainer' does not fit this machine: {error}") from error
+
+
+def _shard(objective: nn.Module, _: Any) -> nn.Module:
+    """Shard every block of the network, and what is left as one; its `forward_methods` gather weights as well."""
+    network = cast(nn.Module, objective.network)
+    device = "cuda" if torch.cuda.is_available() and dist.get_backend() == "nccl" else "cpu"
+    mesh = init_device_mesh(device, (world_size(),))
+    for module in [*(each for each in network.modules() if "Block" in type(each).__name__), network]:
+        fully_shard(module, mesh=mesh)
+    for name in getattr(network, "forward_methods", ()):
+        register_fsdp_forward_method(network, name)
+    return objective
 
 
 def build_state(recipe: Recipe, fabric: Fabric, data: Any, fresh: bool) -> TrainingState:
@@ -112,36 +157,29 @@ def build_state(recipe: Recipe, fabric: Fabric, data: Any, fresh: bool) -> Train
 
 
 @contextmanager
-def _noting_failure(folder: Path, report: Report, data: Any) -> Iterator[None]:
-    """Note in the log and the status what ends a training early: a stop, or an error, which whoever called shows.
-
-    Raises FloatingPointError in place of the attention's refusal of NaN, which here comes of the weights, LostProcess
-    in place of what a collective says when another process has gone.
-    """
+def explaining(folder: Path, data: Any) -> Iterator[None]:
+    """Say what an error means here: the attention's NaN comes of the weights, a collective's of a lost process."""
     try:
         yield
-    except (Preempted, KeyboardInterrupt) as stop:
-        if isinstance(stop, KeyboardInterrupt):
-            LOGGER.info("interrupted at once; `--resume auto` resumes from the last checkpoint, where there is one")
-        report.write_status("stopped")
+    except BrokenImagesError:
+        data.write_broken_images(folder / BROKEN_IMAGES)
         raise
+    except NonFiniteInput as error:
+        raise FloatingPointError(f"the training diverged, the attention met NaN: {ADVICE}") from error
     except Exception as error:
-        told: Exception = lost_process(error) or error
-        if isinstance(error, NonFiniteInput):
-            advice = "lower optimizer.lr or set optimizer.clip_grad"
-            told = FloatingPointError(f"the training diverged, the attention met NaN: {advice}")
-        if isinstance(error, BrokenImagesError):
-            data.write_broken_images(folder / BROKEN_IMAGES)
-        LOGGER.debug(f"failed: {str(told).partition(chr(10))[0] or type(told).__name__}")  # whoever called shows it
-        report.write_status("failed", str(told))
-        if told is error:
+        told = " ".join(str(error).split())
+        lost = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and LOST.search(told))
+        if world_size() == 1 or not lost:
             raise
-        raise told from error
+        raise LostProcess(
+            f"process {rank()} of {world_size()} lost another one, whose own output says why it ended; started again "
+            f"with `--resume auto` the run resumes from its last checkpoint ({told[:200]})"
+        ) from error
 
 
-def _results(recipe: Recipe, training: Training) -> dict[str, Any]:
+def _results(recipe: Recipe, state: TrainingState) -> dict[str, Any]:
     """What `results.json` says."""
-    state, progress = training.state, training.progress
+    progress = state.progress
     return {
         **{"recipe": recipe.name, "task": recipe.task, "model": recipe.model.name, "seed": recipe.seed},
         **{"metrics": progress.metrics, "best": progress.best, "epochs": progress.epoch, "steps": progress.step},

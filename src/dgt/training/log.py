@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import resource
 import socket
 import sys
 import time
@@ -27,29 +26,28 @@ from tqdm import tqdm
 from dgt.tasks import Losses
 from dgt.training.run import read_json
 from dgt.training.state import Progress, step_checkpoints
-from dgt.utils.atomic_write import atomic_write, write_json
+from dgt.utils.atomic_write import write_json
 from dgt.utils.errors import LOGGER
 
 LOG, METRICS, STATUS = "log.txt", "metrics.jsonl", "status.json"
 SECONDS_BETWEEN = 10.0  # two writings of the status
-NEEDED = (
-    *("state", "error", "time", "pid", "host", "epoch", "epochs", "step", "steps", "loss", "metrics"),
-    *("images_per_second", "seconds", "seconds_left"),
-)
+FIRST = {
+    **{"state": "unknown", "error": None, **asdict(Progress()), "epochs": 0, "steps": 0, "seconds_left": None},
+    **{"loss": None, "images_per_second": 0.0, "time": 0.0, "pid": 0, "host": ""},
+}
 
 
 class Report(logging.Handler):
     """Tells how a training goes: log lines, `metrics.jsonl`, TensorBoard, `status.json`, and a bar in a terminal.
 
     Inside its `with` block it prints what the package's logger gets, and adds it to the log of the run in `folder`;
-    None is for a process that only trains along: it prints warnings and writes nothing. What cannot be written is told
-    once, and costs no more than its numbers.
+    None is for a process that only trains along: it prints warnings and writes nothing.
     """
 
     def __init__(self, folder: Path | None) -> None:
         super().__init__(logging.DEBUG if folder is not None else logging.WARNING)
         self.folder, self.progress, self.start = folder, Progress(), time.perf_counter()
-        self.status: dict[str, Any] = {"state": "", "epochs": 0, "steps": 0, "loss": None, "images_per_second": 0.0}
+        self.status: dict[str, Any] = dict(FIRST)
         self.told: set[str] = set()
         self.board: Any = None
         self.bar = tqdm(disable=True)
@@ -61,7 +59,13 @@ class Report(logging.Handler):
         LOGGER.addHandler(self)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        """Note in the log and the status how it ended; an error is shown by whoever called."""
+        stopped = isinstance(error, SystemExit | KeyboardInterrupt)
+        state = "finished" if error is None else "stopped" if stopped else "failed"
+        if kind is not None and not isinstance(error, SystemExit):
+            LOGGER.debug(f"{state}: {str(error).partition(chr(10))[0] or kind.__name__}")
+        self.write_status(state, str(error) if state == "failed" else None)
         self.bar.close()
         with self._tolerating("events"):
             if self.board is not None:
@@ -82,7 +86,7 @@ class Report(logging.Handler):
                 log.write(f"{datetime.now().astimezone().isoformat(' ', 'seconds')}  {text}\n")
 
     def begin(self, progress: Progress, steps: int, epochs: int, images: int) -> None:
-        """Report on a training of so many steps of so many images from here on; rows that lie beyond are taken back."""
+        """Report on a training of so many steps of so many images from here on."""
         self.progress, self.images = progress, images
         self.start = time.perf_counter() - progress.seconds
         self.status |= {"epochs": epochs, "steps": steps}
@@ -90,10 +94,6 @@ class Report(logging.Handler):
             from torch.utils.tensorboard import SummaryWriter
 
             self.bar = tqdm(total=steps, initial=progress.step, disable=None, dynamic_ncols=True)
-            now = (progress.step, progress.epoch)
-            rows = [row for row in read_metrics(self.folder) if (row["step"], row.get("epoch", 0)) <= now]
-            with self._tolerating("metrics"):
-                atomic_write(self.folder / METRICS, "".join(json.dumps(row) + "\n" for row in rows))
             with self._tolerating("events"):
                 self.board = SummaryWriter(str(self.folder), purge_step=progress.step + 1 if progress.step else None)
         self.write_status("training")
@@ -149,12 +149,13 @@ class Report(logging.Handler):
             return
         left = progress.seconds / progress.step * (self.status["steps"] - progress.step) if progress.step else None
         self.status |= {**asdict(progress), "state": state, "error": error, "time": now, "seconds_left": left}
-        self.status |= {"pid": os.getpid(), "host": socket.gethostname(), "memory_bytes": memory_in_use()}
+        self.status |= {"pid": os.getpid(), "host": socket.gethostname()}
         with self._tolerating("the status"):
             write_json(self.folder / STATUS, self.status)
 
     def _speed(self) -> str:
-        return f"{self.status['images_per_second']:.0f} images/s  {memory_in_use() / 2**30:.2f} GiB"
+        memory = f"  {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB" if torch.cuda.is_available() else ""
+        return f"{self.status['images_per_second']:.0f} images/s{memory}"
 
     @contextmanager
     def _tolerating(self, what: str) -> Iterator[None]:
@@ -167,29 +168,20 @@ class Report(logging.Handler):
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The rows of a run's metrics, none before the first; a line that a kill or a full disk cut off is left out."""
-    rows, path = [], folder / METRICS
+    """The rows of a run's metrics, none before the first; a line that a kill or a full disk cut off is left out.
+
+    Of a step that was trained again, after a kill, the later row counts.
+    """
+    rows, path = {}, folder / METRICS
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
         with suppress(json.JSONDecodeError):
-            rows.append(json.loads(line))
-    return rows
-
-
-def memory_in_use() -> int:
-    """Bytes: the most that was allocated on the GPU, or without one the most that this process held in memory."""
-    if torch.cuda.is_available():
-        return int(torch.cuda.max_memory_allocated())
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
-
-
-def duration(seconds: float) -> str:
-    """A human-readable length of time: `0:12:05`, `2 days, 4:00:00`."""
-    return str(timedelta(seconds=round(seconds)))
+            row = json.loads(line)
+            rows[row["step"], row.get("epoch")] = row
+    return list(rows.values())
 
 
 def run_status(folder: str | Path) -> dict[str, Any]:
-    """What is known of a run: what `status.json` holds, and `folder`, `age` in seconds and `checkpoints`, newest first.
+    """What `status.json` of a run holds, and `folder`, `age` in seconds and `checkpoints`, newest first.
 
     `state` is "begun", "training", "validating", "finished", "stopped" (asked to), "failed" (see `error`) or "killed"
     (its process is gone). FileNotFoundError for what is not the folder of a run, UserError for a damaged status.
@@ -197,7 +189,7 @@ def run_status(folder: str | Path) -> dict[str, Any]:
     folder = Path(folder)
     if not (folder / STATUS).is_file():
         raise FileNotFoundError(f"{str(folder)!r} is not the folder of a run: it has no {STATUS}")
-    status = read_json(folder / STATUS, NEEDED)
+    status = {**FIRST, **read_json(folder / STATUS)}
     status |= {"folder": str(folder), "age": time.time() - status["time"]}
     status["checkpoints"] = [path.name for path in step_checkpoints(folder)]
     if status["state"] in ("begun", "training", "validating") and status["host"] == socket.gethostname():
@@ -211,12 +203,6 @@ def run_status(folder: str | Path) -> dict[str, Any]:
 
 
 def status_text(status: dict[str, Any]) -> str:
-    """`run_status` in human-readable lines."""
-    more = "; the same command with `--resume auto` resumes" if status["state"] in ("stopped", "killed") else ""
-    told = status["error"] or f"{duration(status['age'])} ago{more}"
-    place = f"epochs complete {status['epoch']}/{status['epochs']}, step {status['step']}/{status['steps']}"
-    speed = f"loss {status['loss']}, {status['images_per_second']:.0f} images/s"
-    times = f"trained for {duration(status['seconds'])}, {duration(status['seconds_left'] or 0.0)} left"
-    metrics = [f"{name} {value:.4f}" for name, value in status["metrics"].items()]
-    last = f"checkpoints {', '.join(status['checkpoints']) or 'none yet'}"
-    return "\n  ".join([f"{status['folder']}: {status['state']}: {told}", f"{place}, {speed}", times, *metrics, last])
+    """`run_status` in human-readable lines, times as `0:12:05` or `2 days, 4:00:00`."""
+    times = {key: timedelta(seconds=round(status[key] or 0)) for key in ("age", "seconds", "seconds_left")}
+    return "\n".join(f"{key:<20}{value}" for key, value in {**status, **times}.items() if value not in (None, {}, []))

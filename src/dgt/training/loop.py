@@ -18,27 +18,28 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from lightning.fabric import Fabric
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dgt.data.image_io import BrokenImage
+from dgt.data.image_io import BrokenImage, BrokenImages
 from dgt.data.loader import Key
 from dgt.models.annealing import TopKAnnealing
 from dgt.tasks import TASKS, Losses
 from dgt.tasks.base import LoadedRun
 from dgt.tasks.optim import batch_scale, learning_rate
-from dgt.training.evaluate import measure, to_precision
 from dgt.training.log import Report
 from dgt.training.nonfinite import all_finite, nan_debug, undoing
-from dgt.training.parallel import any_process, join_broken_images
 from dgt.training.recipe import Recipe
 from dgt.training.state import Checkpoints, TrainingState
+from dgt.utils.distributed import gather_objects
 from dgt.utils.errors import LOGGER, NonFiniteInput
 from dgt.utils.seeding import reseed
 
 Draw = Callable[[LoadedRun, list[Tensor]], dict[str, NDArray[np.uint8]]]
 """A copy of the network, on the CPU, and uint8 images (3, H, W) as it gets them -> images (H, W, 3) by name."""
 
+ADVICE = "lower optimizer.lr or set optimizer.clip_grad"
 DRAWN_IMAGES = 4
 LOG_EVERY = 20  # steps between two rows of numbers
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
@@ -53,10 +54,7 @@ class Preempted(SystemExit):
 
 @contextmanager
 def listening(stops: list[signal.Signals]) -> Iterator[None]:
-    """Inside, a signal that asks this process to stop is added to `stops`; a second Ctrl-C is Python's own, at once.
-
-    Signals reach the main thread alone; in another nothing is changed.
-    """
+    """Inside, a signal that asks this process to stop is added to `stops`; a second Ctrl-C is Python's own, at once."""
 
     def remember(number: int, _: Any) -> None:
         if number == signal.SIGINT and signal.SIGINT in stops:
@@ -65,7 +63,7 @@ def listening(stops: list[signal.Signals]) -> Iterator[None]:
         hint = " (Ctrl-C again: at once)" if number == signal.SIGINT else ""
         LOGGER.warning(f"{stops[-1].name}: saving after this step{hint}")
 
-    here = threading.current_thread() is threading.main_thread()
+    here = threading.current_thread() is threading.main_thread()  # which alone signals reach
     usual = {number: signal.signal(number, remember) for number in SIGNALS if here}
     try:
         yield
@@ -150,9 +148,8 @@ class Training:
             losses = self.backward(batches)
             self.fabric.strategy.precision.unscale_gradients(optimizer)
             gradients = [weight.grad for weight in network.parameters() if weight.grad is not None]
-            finite = self.settings.max_skipped is None or not any_process(
-                self.fabric, not all_finite([losses["loss"], *gradients, *self.statistics])
-            )
+            watched = [losses["loss"], *gradients, *self.statistics]
+            finite = self.settings.max_skipped is None or not self.any_process(not all_finite(watched))
             self.in_optimizer = True
             if finite:
                 if (limit := self.recipe.optimizer.clip_grad) is not None:
@@ -187,38 +184,43 @@ class Training:
 
     def skip(self, batches: Sequence[Batch], losses: Losses) -> None:
         """Count a step that is not finite, and tell; FloatingPointError for too many in a row, or a whole epoch's."""
-        progress, loss = self.progress, float(losses["loss"])
+        progress, finite_loss = self.progress, math.isfinite(losses["loss"])
         scaler = getattr(self.fabric.strategy.precision, "scaler", None)
         progress.skipped += 1
-        if scaler is None or scaler.get_scale() <= 1 or not math.isfinite(loss):
+        if scaler is None or scaler.get_scale() <= 1 or not finite_loss:
             progress.skipped_in_a_row += 1
         if scaler is not None:
             scaler.update()  # lowers the scale
         place = f"step {progress.step} (epoch {progress.epoch + 1}, batch {progress.batch})"
         if self.fabric.is_global_zero:
-            kind = "gradient, or a running statistic," if math.isfinite(loss) else "loss"
+            kind = "gradient, or a running statistic," if finite_loss else "loss"
             LOGGER.warning(f"{place} was skipped, its {kind} is not finite")
         whole_epoch = max(1, len(self.loader) // self.settings.accumulate - 1)
         if progress.skipped_in_a_row > min(self.settings.max_skipped or 0, whole_epoch):
             traced = (nan_debug(self.state.objective, self.state.network, batch) for batch in batches)
-            first = next((each for each in traced if each is not None), "nothing in the last batch, run again")
+            first = next(filter(None, traced), "nothing in the last batch, run again")
             raise FloatingPointError(
                 f"{progress.skipped_in_a_row} steps in a row had a loss or gradient that is not finite, up to {place}, "
-                f"the training diverged: lower optimizer.lr or set optimizer.clip_grad. The first not finite: {first}"
+                f"the training diverged: {ADVICE}. The first not finite: {first}"
             )
+
+    def any_process(self, decision: bool) -> bool:
+        """Whether any process decides so; all must ask at the same place."""
+        votes = torch.tensor(float(decision), device=self.fabric.device)
+        return bool(self.fabric.all_reduce(votes, reduce_op="sum")) if self.fabric.world_size > 1 else decision
 
     def between_steps(self, due: bool) -> None:
         """Save where it is time; where a signal asked any process to stop, save and raise Preempted."""
-        if not any_process(self.fabric, due or bool(self.stops)):
+        if not self.any_process(due or bool(self.stops)):
             return
         self.save()
-        if not any_process(self.fabric, bool(self.stops)):
+        if not self.any_process(bool(self.stops)):
             return
-        failed = any_process(self.fabric, self.checkpoints.failure is not None)
-        place = f"after step {self.progress.step} (epoch {min(self.progress.epoch + 1, self.epochs)})"
+        failed = self.any_process(self.checkpoints.failure is not None)
+        by = self.stops[-1].name if self.stops else "another process"
         kept = "its state could NOT be saved" if failed else f"saved in {self.checkpoints.folder}"
-        what = f"stopped by {self.stops[-1].name if self.stops else 'another process'} {place}, {kept}"
-        LOGGER.info(f"{what}; `--resume auto` resumes from the last checkpoint")
+        place = f"step {self.progress.step} (epoch {min(self.progress.epoch + 1, self.epochs)})"
+        LOGGER.info(f"stopped by {by} after {place}, {kept}; `--resume auto` resumes from the last checkpoint")
         raise Preempted(1 if failed else 130 if signal.SIGINT in self.stops else 0)
 
     def save(self) -> None:
@@ -231,25 +233,21 @@ class Training:
 
         Raises FloatingPointError where none of the epoch's images, in any process, had a finite loss.
         """
-        validated = epoch == self.epochs or epoch % self.settings.check_val_every == 0
-        if validated:
-            self.progress.metrics = self.validate(epoch)
+        metrics: dict[str, float] = {}
+        if epoch == self.epochs or epoch % self.settings.check_val_every == 0:
+            metrics = self.progress.metrics = self.validate(epoch)
         join_broken_images(self.data.broken_images)
         total, count = cast(Tensor, self.fabric.all_reduce(self.state.loss_sums.clone(), reduce_op="sum")).tolist()
         loss = total / count if count else math.nan
         if not math.isfinite(loss):
-            advice = "lower optimizer.lr or set optimizer.clip_grad"
-            raise FloatingPointError(f"the training loss became {loss} in epoch {epoch}: {advice}")
+            raise FloatingPointError(f"the training loss became {loss} in epoch {epoch}: {ADVICE}")
         self.progress.epoch, self.progress.batch = epoch, 0
         self.state.loss_sums.zero_()
-        metrics = self.progress.metrics if validated else {}
-        rate = self.state.optimizer.param_groups[0]["lr"]
-        self.report.epoch(loss, rate, metrics, self.task.summary(metrics))
-        if validated:
-            score = metrics[next(iter(self.task.headline))]
-            if self.progress.best is None or score > self.progress.best:
-                self.progress.best = score
-                self.checkpoints.write(self.state, self.checkpoints.folder / "best.ckpt")
+        self.report.epoch(loss, self.state.optimizer.param_groups[0]["lr"], metrics, self.task.summary(metrics))
+        score, best = metrics.get(next(iter(self.task.headline))), self.progress.best
+        if score is not None and (best is None or score > best):
+            self.progress.best = score
+            self.checkpoints.write(self.state, self.checkpoints.folder / "best.ckpt")
         if epoch == self.epochs:
             self.save()
         else:
@@ -288,3 +286,29 @@ class Training:
                 self.report.write_image(name, image)
         except Exception as error:  # whatever a drawing library raises
             LOGGER.warning(f"no images were drawn: {error!r}")
+
+
+def measure(
+    fabric: Fabric, metrics: Any, network: nn.Module, loader: Any, between: Callable[[], None] = lambda: None
+) -> None:
+    """Run one validation, with `between` called before every batch; leaves the network in evaluation mode."""
+    network.eval()
+    loader.device = fabric.device
+    with torch.no_grad():
+        for images, targets in loader:
+            between()
+            with fabric.autocast():
+                metrics.update(network, to_precision(fabric, images), targets)
+
+
+def to_precision(fabric: Fabric, images: Any) -> Any:
+    """Images in the type of the weights; under a mixed precision they stay as they are."""
+    precision = fabric.strategy.precision
+    return images if precision.precision.endswith("mixed") else precision.convert_input(images)
+
+
+def join_broken_images(reports: dict[str, BrokenImages]) -> None:
+    """Put the broken images that any process met into the reports of all; BrokenImagesError where they are too many."""
+    for of_one in gather_objects({part: report.broken for part, report in reports.items()}):
+        for part, report in reports.items():
+            report.record(BrokenImage(*each) for each in of_one[part].items())

@@ -1,7 +1,4 @@
-"""Steps that are not finite: how one is recognised, undone without a trace, and followed to the layer where it begins.
-
-What must be finite is the loss, the gradient, and what BatchNorm keeps of the batch.
-"""
+"""Steps that are not finite: how one is recognised, undone without a trace, and followed to where it begins."""
 
 from __future__ import annotations
 
@@ -18,10 +15,7 @@ from dgt.layers.centroids import CentroidState
 
 
 def all_finite(tensors: Iterable[Any]) -> bool:
-    """Whether every number of the floating tensors (of a sharded one, its share here) is finite; waits for the device.
-
-    Anything else among them is left alone.
-    """
+    """Whether every number of the floating tensors (of a sharded one, its share here) is finite."""
     local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors if isinstance(each, Tensor)]
     numbers = [each.detach() for each in local if each.is_floating_point() and each.numel()]
     # The largest number lets NaN and infinity through; a sum could overflow.
@@ -30,10 +24,7 @@ def all_finite(tensors: Iterable[Any]) -> bool:
 
 @contextmanager
 def undoing(network: nn.Module) -> Iterator[Callable[[], None]]:
-    """Gives a function that undoes what a step's forward did: buffers are as before, centroids were told nothing.
-
-    Where the block fails, it is called.
-    """
+    """Gives a function that undoes what a step's forward did to buffers and centroids; called where the block fails."""
     before = [buffer.clone() for buffer in network.buffers()]
 
     def undo() -> None:
@@ -54,10 +45,9 @@ def undoing(network: nn.Module) -> Iterator[Callable[[], None]]:
 
 
 def nan_debug(objective: nn.Module, network: nn.Module, batch: Any) -> str | None:
-    """Name what is the first to be not finite in a step, whose gradients are still there; runs its forward again.
+    """Name the first that is not finite in a step, whose gradients are still there; runs its forward again.
 
-    Returns:
-        The batch, a layer's output, the loss, a buffer, or the gradient of a weight; None where all is finite.
+    It is the batch, a layer's output, the loss, a buffer, or the gradient of a weight; None where all is finite.
     """
     found: list[str] = []
 
@@ -65,12 +55,13 @@ def nan_debug(objective: nn.Module, network: nn.Module, batch: Any) -> str | Non
         if not all_finite(tree_leaves(values)):
             found.append(what)
 
-    def watch(name: str) -> Any:
-        return lambda layer, arguments, output: look(f"the output of network.{name}", output)
-
     look("the batch itself", [batch.images, batch.targets])
-    layers = [(name, layer) for name, layer in network.named_modules() if not any(layer.children())]
-    handles = [layer.register_forward_hook(watch(name)) for name, layer in layers]
+    layers = [(f"the output of network.{name}", layer) for name, layer in network.named_modules()]
+    handles = [
+        layer.register_forward_hook(lambda _, arguments, output, name=name: look(name, output))
+        for name, layer in layers
+        if not any(layer.children())
+    ]
     look("the loss", objective(batch)["loss"])
     for handle in handles:
         handle.remove()

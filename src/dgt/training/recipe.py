@@ -25,7 +25,6 @@ from dgt.tasks.network import ModelSettings
 from dgt.tasks.optim import OptimizerSettings, ScheduleSettings
 from dgt.utils.errors import UserError
 
-Precision = Literal["auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true"]
 RECIPES = Path(__file__).parents[1] / "recipes"
 
 
@@ -62,7 +61,7 @@ class TrainerSettings:
     accelerator: str = "auto"
     devices: int | str = "auto"
     num_nodes: PositiveInt = 1
-    precision: Precision = "auto"
+    precision: Literal["auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true"] = "auto"
     strategy: str = "auto"
     sync_batchnorm: bool = False
     accumulate: PositiveInt = 1
@@ -99,13 +98,7 @@ class Recipe:
         task: classify, segment or detect.
         seed: every random choice follows from it.
         out: folder of the run; null for runs/NAME, or the first of runs/NAME-2, runs/NAME-3, ... that is free.
-        model: which model.
         data: arguments of the task's data module, as plain values.
-        optimizer: AdamW.
-        schedule: length and learning rates.
-        ema: average of the weights.
-        trainer: devices and precision.
-        checkpoint: how often the training is saved.
     """
 
     name: str = "recipe"

@@ -11,14 +11,14 @@ RUN/broken_images.txt     images that could not be read, if there were any
 RUN/results.json          metrics, epochs, seconds, seed, versions and the command
 ```
 
-Weights are read without unpickling code (`weights_only=True`, safetensors). Everything that can be wrong with a file is
-told in a sentence that names the file: missing, cut off, not of this package, weights of another model.
+Weights are read without unpickling code; whatever is wrong with a file is told in a sentence that names it.
 """
 
 from __future__ import annotations
 
 import json
 import platform
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -50,42 +50,36 @@ from dgt.weights.folder import SUMS
 RECORD_FORMAT = 1
 RESULTS = "results.json"
 WEIGHT_FILES = ("model/model.safetensors", "model.safetensors", "checkpoints/step-*.ckpt", "checkpoints/best.ckpt")
-WRAPPER = "timm_model."  # transformers' name for the model inside its own
 
-# What may change between a stop and its resumption: places, speed, and how much is tolerated or looked at.
-# A change of the number of processes is found when the checkpoint is opened.
-FREE = (
-    *("name", "out", "checkpoint", "data.root", "data.num_workers", "data.cache", "data.max_broken_share"),
-    *("trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.strategy", "trainer.check_val_every"),
-    *("trainer.max_skipped", "trainer.pictures_every", "trainer.compile"),
+# What may change between a stop and its resumption; a change of the number of processes is found in the checkpoint.
+FREE = re.compile(
+    r"name|out|checkpoint\..*|data\.(root|num_workers|cache|max_broken_share)"
+    r"|trainer\.(accelerator|devices|num_nodes|strategy|check_val_every|max_skipped|pictures_every|compile)"
 )
 
 
 def run_folder(recipe: Recipe, resume: bool = False) -> Path:
     """The folder that a recipe's run goes to, or with `resume` goes on in: `out`, or runs/NAME.
 
-    Without `resume` and `out`, the first of runs/NAME, runs/NAME-2, ... that is free. Raises FileExistsError where it
-    holds files of something else, or a run that got as far as a checkpoint (with `resume`: one of another recipe), and
-    NotADirectoryError as `check_folder`.
+    Without both, the first of runs/NAME, runs/NAME-2, ... that is free. Raises FileExistsError where it holds files of
+    something else, or a checkpoint (with `resume`: of another recipe), and NotADirectoryError as `check_folder`.
     """
     if recipe.out is None and not resume:
         names = (recipe.name + (f"-{number}" if number > 1 else "") for number in count(1))
         return next(folder for name in names if not (folder := Path("runs") / name).exists())
     folder = Path(recipe.out or f"runs/{recipe.name}")
     check_folder(folder)
+    found = None
     if folder.exists() and any(folder.iterdir()) and not is_run(folder):
-        raise FileExistsError(f"{folder} holds files that are not a run's: give another folder with --out")
-    if not any((folder / "checkpoints").glob("*.ckpt")) and not (folder / RESULTS).exists():
-        return folder
-    if not resume:
-        raise FileExistsError(f"{folder} holds a run already: give another folder with --out")
-    there, asked = (flatten(each.to_dict()) for each in (load_recipe(folder / "recipe.yaml"), recipe))
-    for key in sorted({*there, *asked}):
-        if there.get(key) != asked.get(key) and not f"{key}.".startswith(tuple(f"{free}." for free in FREE)):
-            raise FileExistsError(
-                f"{folder} was begun with {key} {there.get(key)!r}, now {asked.get(key)!r} is asked for: give the "
-                "same, or another folder with --out"
-            )
+        found = "holds files that are not a run's"
+    elif any((folder / "checkpoints").glob("*.ckpt")) or (folder / RESULTS).exists():
+        there, asked = (flatten(each.to_dict()) for each in (load_recipe(folder / "recipe.yaml"), recipe))
+        found = None if resume else "holds a run already"
+        for key in {**there, **asked} if resume else ():
+            if there.get(key) != asked.get(key) and not FREE.fullmatch(key):
+                found = f"was begun with {key} {there.get(key)!r}, now {asked.get(key)!r} is asked for"
+    if found is not None:
+        raise FileExistsError(f"{folder} {found}: give another folder with --out")
     return folder
 
 
@@ -103,7 +97,7 @@ def is_run(folder: Path, name: str = "") -> bool:
 
 
 def finished_results(folder: Path) -> dict[str, Any] | None:
-    """What `results.json` of a run says; None where the run is not finished. Raises UserError where it is damaged."""
+    """What `results.json` of a run says; None where the run is not finished. Raises as `read_json`."""
     return read_json(folder / RESULTS) if (folder / RESULTS).is_file() else None
 
 
@@ -111,26 +105,25 @@ def read_json(path: Path, needed: Sequence[str] = ()) -> dict[str, Any]:
     """A JSON object from a run's folder; UserError where the file is damaged or lacks a key that is `needed`."""
     try:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        return {**content, **{key: content[key] for key in needed}}
+    except (ValueError, TypeError) as error:
         raise UserError(f"{path} is damaged: {error}") from error
-    lacking = [key for key in needed if key not in content] if isinstance(content, dict) else ["an object"]
-    if lacking:
-        raise UserError(f"{path} is damaged: it lacks {', '.join(lacking)}")
-    return dict(content)
+    except KeyError as error:
+        raise UserError(f"{path} is damaged: it lacks {error}") from error
 
 
 def make_record(recipe: Recipe, class_names: Sequence[str]) -> dict[str, Any]:
-    """What a checkpoint must hold, beside its weights, to be rebuilt: plain values; names in the logits' order."""
+    """What a checkpoint must hold, beside its weights, to be rebuilt; names in the logits' order."""
     return {"format": RECORD_FORMAT, "recipe": recipe.to_dict(), "class_names": list(class_names)}
 
 
 def export_model(
     folder: Path, network: nn.Module, record: dict[str, Any], weights: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Write a trained network as `model.safetensors` and `config.json` into a folder.
+    """Write a trained network, with its `make_record`, as `model.safetensors` and `config.json` into a folder.
 
-    timm opens that of a classifier: `create_model("local-dir:FOLDER", pretrained=True)`. `record`, from `make_record`,
-    is kept under "dgt"; `weights` is the network's whole state, where it holds other weights or a share of them.
+    timm opens a classifier's: `create_model("local-dir:FOLDER", pretrained=True)`. `weights` are written in place of
+    the network's own.
     """
     config = {**({} if hasattr(network, "backbone") else _timm_config(network, record)), "dgt": record}
     tensors = {key: value.detach().cpu().contiguous() for key, value in (weights or network.state_dict()).items()}
@@ -140,26 +133,19 @@ def export_model(
 
 def _timm_config(network: nn.Module, record: dict[str, Any]) -> dict[str, Any]:
     """What timm's `config.json` says of a classifier."""
-    settings, data = ModelSettings(**record["recipe"]["model"]), record["recipe"]["data"]
-    training_only = ("drop_path_rate", "pretrained")
-    arguments = model_arguments(settings, data["image_size"])
-    known = dict(getattr(network, "pretrained_cfg", None) or {})
-    kept = {key: known[key] for key in ("first_conv", "classifier", "fixed_input_size") if known.get(key) is not None}
+    settings, data, names = ModelSettings(**record["recipe"]["model"]), record["recipe"]["data"], record["class_names"]
+    size, known = data["image_size"], dict(getattr(network, "pretrained_cfg", None) or {})
+    prepared = {key: known[key] for key in ("first_conv", "classifier", "fixed_input_size") if known.get(key)}
+    prepared |= {"num_classes": len(names), "input_size": [3, size, size], "crop_pct": data["crop_ratio"]}
+    prepared |= {"interpolation": data["augmentation"]["interpolation"], "mean": data["mean"], "std": data["std"]}
+    arguments = model_arguments(settings, size)
     return {
         "architecture": settings.name.partition(".")[0],
-        "num_classes": len(record["class_names"]),
+        "num_classes": len(names),
         "num_features": getattr(network, "num_features", None),
-        "label_names": record["class_names"],
-        "model_args": {key: value for key, value in arguments.items() if key not in training_only},
-        "pretrained_cfg": {
-            **kept,
-            "num_classes": len(record["class_names"]),
-            "input_size": [3, data["image_size"], data["image_size"]],
-            "interpolation": data["augmentation"]["interpolation"],
-            "crop_pct": data["crop_ratio"],
-            "mean": data["mean"],
-            "std": data["std"],
-        },
+        "label_names": names,
+        "model_args": {key: arguments[key] for key in arguments.keys() - {"drop_path_rate", "pretrained"}},
+        "pretrained_cfg": prepared,
     }
 
 
@@ -181,22 +167,16 @@ def load_run(path: str | Path) -> LoadedRun:
         path: a `.ckpt` of a training, its run folder (whose finished model is taken, else its last checkpoint), or a
             model folder with `config.json` and `model.safetensors`, ours or any that timm or transformers wrote.
 
-    Raises:
-        FileNotFoundError: nothing there, or a folder that holds neither.
-        UserError: a file that is cut off, was not written by this package, or holds another model's weights; one of a
-            folder with SHA256SUMS whose checksum is another.
+    Raises FileNotFoundError where nothing is there; UserError for a file that is cut off, not of this package, of
+    another model's weights, or, in a folder with SHA256SUMS, of another checksum.
     """
     source, weights, record = _read(path)
-    if record.get("format") != RECORD_FORMAT:
-        raise UserError(f"{source} has record format {record.get('format')!r}, this version reads {RECORD_FORMAT}")
-    if not isinstance(record.get("recipe"), dict) or not record.get("class_names"):
-        raise UserError(f"{source} is cut off or damaged: its record lacks the recipe or the names of the classes")
-    recipe = parse_recipe(record["recipe"])
+    recipe, names = parse_recipe(record["recipe"]), record["class_names"]
     arguments = {key: value for key, value in recipe.model.args.items() if key != "pretrained"}
     settings = replace(recipe.model, args=arguments)
-    network = TASKS[recipe.task].build(settings, len(record["class_names"]), recipe.data["image_size"])
+    network = TASKS[recipe.task].build(settings, len(names), recipe.data["image_size"])
     _load_weights(network, weights, f"model {recipe.model.name!r}", str(source))
-    return LoadedRun(network.eval(), recipe, record["class_names"], source)
+    return LoadedRun(network.eval(), recipe, names, source)
 
 
 def initialize(network: nn.Module, path: str | Path) -> None:
@@ -210,8 +190,8 @@ def initialize(network: nn.Module, path: str | Path) -> None:
     if isinstance(backbone, FeatureBackbone) and not any(key.startswith("backbone.") for key in weights):
         network, name = backbone.model, "the recipe's backbone"
         weights = {key: weights[key] for key in network.state_dict() if key in weights}  # it has no classifier
-    names = (getattr(network, "pretrained_cfg", None) or {}).get("classifier") or "head"
-    classifier = tuple(f"{name}." for name in ([names] if isinstance(names, str) else names))
+    heads = (getattr(network, "pretrained_cfg", None) or {}).get("classifier") or "head"
+    classifier = tuple(f"{head}." for head in ([heads] if isinstance(heads, str) else heads))
     for key, value in network.state_dict().items():
         if key.startswith(classifier) and key in weights and weights[key].shape != value.shape:
             weights[key] = value
@@ -228,38 +208,46 @@ def _load_weights(network: nn.Module, weights: Mapping[str, Tensor], name: str, 
 
 
 def _read(path: str | Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
-    """File, weights and record of a checkpoint, a run folder or a model folder."""
-    source = path = Path(path)
-    if path.is_dir():
-        found = [file for place in WEIGHT_FILES for file in sorted(path.glob(place), reverse=True)]
-        if not found:
-            places = ", ".join(WEIGHT_FILES)
-            raise FileNotFoundError(f"the folder {str(path)!r} holds no model: expected one of {places} in it")
-        source = found[0]
-    elif not path.exists():
-        raise FileNotFoundError(f"there is no checkpoint, run folder or model folder {str(path)!r}")
+    """File, weights and record of a checkpoint, a run folder or a model folder. Raises as `load_run`."""
+    weights: Any
+    source = _weight_file(Path(path))
     config = source.with_name("config.json")
-    if source.suffix not in (".safetensors", ".json"):
+    if source.suffix != ".safetensors":
         stored = read_checkpoint(source)
-        if not isinstance(stored.get(RECORD_KEY), dict):
-            raise UserError(f"{source} was not written by `dgt train`: it has no entry 'dgt' with the recipe")
-        if not isinstance(stored.get("state_dict"), dict):
-            raise UserError(f"{source} is cut off or damaged: it holds no weights")
-        return source, stored["state_dict"], stored[RECORD_KEY]
-    source = source.with_name("model.safetensors") if source == config else source
-    if not config.is_file():
+        weights, record = stored.get("state_dict"), stored.get(RECORD_KEY) or {}
+    elif not config.is_file():
         raise FileNotFoundError(f"{source} has no config.json beside it, which says what model it is")
-    if (source.parent / SUMS).is_file():
-        check_sums(source.parent, (source.name, config.name))
-    description = read_json(config)
-    try:
-        weights = safetensors.torch.load_file(source)
-    except SafetensorError as error:
-        raise UserError(f"{source} is cut off or damaged ({source.stat().st_size} bytes): {error}") from error
-    if isinstance(description.get(RECORD_KEY), dict):
-        return source, weights, description[RECORD_KEY]
-    weights = {key.removeprefix(WRAPPER): value for key, value in weights.items()}
-    return source, weights, _record_of_timm(config, description)
+    else:
+        if (source.parent / SUMS).is_file():
+            check_sums(source.parent, (source.name, config.name))
+        description = read_json(config)
+        try:
+            weights = safetensors.torch.load_file(source)
+        except SafetensorError as error:
+            raise UserError(f"{source} is cut off or damaged ({source.stat().st_size} bytes): {error}") from error
+        record = description.get(RECORD_KEY)
+        if record is None:  # of timm, or of transformers, which has timm's model inside its own
+            weights = {key.removeprefix("timm_model."): value for key, value in weights.items()}
+            record = _record_of_timm(config, description)
+    whole = isinstance(record, dict) and {"format", "recipe", "class_names"} <= record.keys() and weights is not None
+    if not whole or record["format"] != RECORD_FORMAT:
+        raise UserError(f"{source} is cut off or damaged, or was not written by `dgt train` of this version")
+    return source, weights, record
+
+
+def _weight_file(path: Path) -> Path:
+    """The file with the weights: `path` itself, or that of the folder or `config.json` that it is."""
+    if not path.exists():
+        raise FileNotFoundError(f"there is no checkpoint, run folder or model folder {str(path)!r}")
+    if path.name == "config.json":
+        return path.with_name("model.safetensors")
+    if not path.is_dir():
+        return path
+    for place in WEIGHT_FILES:
+        for found in sorted(path.glob(place), reverse=True):
+            return found
+    places = ", ".join(WEIGHT_FILES)
+    raise FileNotFoundError(f"the folder {str(path)!r} holds no model: expected one of {places} in it")
 
 
 def _record_of_timm(path: Path, config: dict[str, Any]) -> dict[str, Any]:
@@ -280,6 +268,9 @@ def _record_of_timm(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     arguments = {key: value for key, value in (config.get("model_args") or {}).items() if key != "num_classes"}
     labels = config.get("label_names")
     labels = labels if isinstance(labels, list) and len(labels) == count else list(map(str, range(count)))
-    model = {"name": architecture, "args": arguments}
-    recipe = {"name": path.parent.name or architecture, "model": model, "data": data}
+    recipe = {
+        "name": path.parent.name or architecture,
+        "model": {"name": architecture, "args": arguments},
+        "data": data,
+    }
     return {"format": RECORD_FORMAT, "recipe": recipe, "class_names": labels}

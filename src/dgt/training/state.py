@@ -49,10 +49,9 @@ class Progress:
 
 
 class WeightAverage(ModelEmaV3):
-    """timm's moving average of weights and floating buffers, with centroids that stay on the unit sphere.
+    """timm's moving average of weights and floating buffers of a network, with centroids that stay on the unit sphere.
 
-    Of a `network`, which is copied, `decay` is the share kept at each optimizer step of 1024 images; steps of so many
-    `images` forget as fast, image for image. Begins with the weights after the first step.
+    `decay` is the share kept at a step of 1024 images; steps of so many `images` forget as fast, image for image.
     """
 
     def __init__(self, network: nn.Module, decay: float, images: int = 1024) -> None:
@@ -184,17 +183,14 @@ def step_checkpoints(folder: Path) -> list[Path]:
 
 
 def latest_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The newest whole checkpoint in a run's folder, and what it holds; None where there is none yet.
-
-    Damaged ones are told and left alone; UserError where all are, or of another version.
-    """
+    """The newest whole checkpoint of a run, and what it holds; None where there is none, UserError if none is whole."""
     paths = step_checkpoints(folder)
     for path in paths:
         try:
             stored = read_checkpoint(path)
-            if stored.get("format") == FORMAT:
-                return path, stored
-            LOGGER.warning(f"{path.name} is of another version: format {stored.get('format')}, {FORMAT} is read here")
+            if stored.get("format") != FORMAT:
+                raise UserError(f"it has format {stored.get('format')}, this version reads {FORMAT}")
+            return path, stored
         except (UserError, OSError) as error:
             LOGGER.warning(f"{path.name} cannot be used, trying the one before: {error}")
     if paths:
