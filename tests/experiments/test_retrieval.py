@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dgt.experiments import retrieval as module
+from dgt.experiments.report import alone
 from dgt.experiments.retrieval import (
     CODE,
     ROWS,
@@ -195,5 +196,5 @@ def test_wrong_folders_are_one_sentence(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "retrieval.json").write_text('{"runs": [', encoding="utf-8")
     with pytest.raises(UserError, match="does not hold results"):
         retrieval(WORDS, 1, tmp_path)
-    with module.alone(tmp_path), pytest.raises(FileExistsError, match="another process"):
+    with alone(tmp_path), pytest.raises(FileExistsError, match="another process"):
         retrieval(WORDS, 1, tmp_path)

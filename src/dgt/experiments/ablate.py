@@ -12,27 +12,40 @@ the unfinished one and ends with the same table.
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from dgt.experiments.report import DIAGNOSIS, alone, write_table
+from dgt.experiments.report import alone, number
 from dgt.experiments.tables import Row, Table, load_table
-from dgt.models import diagnose
+from dgt.models import cost, diagnose
 from dgt.tasks import TASKS
 from dgt.training import fit, load_run
 from dgt.training.recipe import Recipe, build_data, load_recipe, override_keys
-from dgt.training.run import RESULTS, check_folder, is_run, run_folder
-from dgt.utils.atomic_write import write_json
+from dgt.training.run import RESULTS, check_folder, is_run, read_json, run_folder
+from dgt.utils.atomic_write import atomic_write, write_json
 from dgt.utils.errors import UserError, check_range
+from dgt.utils.records import markdown_table
 
-DIVERGED = "diverged.json"
+DIVERGED, DIAGNOSIS = "diverged.json", "diagnosis.json"
 DIAGNOSED_IMAGES = 256
+MEASURES = {  # of `diagnose`, means over the blocks where k is below the number of tokens
+    "selected": "mass on selected keys",
+    "random": "on random keys",
+    "window": "on a window",
+    "best_for_all": "best k for all",
+    "best_for_group": "best k of the group",
+    "best_for_query": "best k of the query",
+    "perplexity": "perplexity of groups",
+}
 CHOSEN_HERE = {"seed": "--seeds chooses the seeds", "out": "--out is the table's folder", "name": "the rows name them"}
 
 
@@ -64,19 +77,12 @@ def ablate(
         table: name of a shipped table, or path of a YAML file.
         overrides: changes of the recipe for all rows, as on the command line: `["--data.root", "images"]`.
         seeds: number of seeds, from 0 on.
-        out: the table's folder; None for runs/ablate-TABLE-SIZE.
+        out: the table's folder, which is returned; None for runs/ablate-TABLE-SIZE.
         size: which of the table's sizes; None for its first.
 
-    Returns:
-        The table's folder.
-
     Raises:
-        FileNotFoundError: no such table, or the data is not there.
-        FileExistsError: the folder holds runs with other settings, or files of something else, or another process is
-            at work in it.
-        NotADirectoryError: the folder is a file.
         UserError: a number of seeds below 1, a key that the table sets, or what `load_table` and `fit` refuse.
-        BrokenImagesError: as `fit`.
+        OSError: no such table or data; a folder with other runs or files, or another process at work in it.
     """
     check_range(1, seeds=seeds)
     chosen = load_table(table, size)
@@ -89,22 +95,18 @@ def ablate(
         if is_run(run.folder):
             run_folder(run.recipe, resume=True)  # raises where other settings began it
     with alone(folder / "runs"):
-        for number, run in enumerate(runs, 1):
+        for nth, run in enumerate(runs, 1):
             if not run.finished:
-                print(f"[{number}/{len(runs)}] {run.row.name}, seed {run.recipe.seed}", flush=True)
+                print(f"[{nth}/{len(runs)}] {run.row.name}, seed {run.recipe.seed}", flush=True)
                 _train(run)
-            if chosen.diagnose and not (run.folder / DIVERGED).exists():
+            if chosen.diagnose and not any((run.folder / name).exists() for name in (DIVERGED, DIAGNOSIS)):
                 _diagnose(run.folder)
             write_table(folder, chosen, [(each.row, each.folder) for each in runs if each.finished])
     return folder
 
 
 def _plan(table: Table, overrides: Sequence[str], seeds: int, folder: Path) -> list[PlannedRun]:
-    """The runs of a table in their order; every model is built once, to see that it can.
-
-    Raises:
-        UserError: a key that the table, or this command, sets itself.
-    """
+    """The runs of a table in their order, every model built once; UserError for a key that is not free."""
     own = {key for row in table.rows for key in (*table.common, *row.changes)}
     for key in sorted(override_keys(overrides)):
         if key in CHOSEN_HERE:
@@ -133,12 +135,91 @@ def _train(run: PlannedRun) -> None:
 
 
 def _diagnose(folder: Path) -> None:
-    """Measure groups and selection of a finished run on its first validation images, unless that is done."""
-    if (folder / DIAGNOSIS).is_file():
-        return
+    """Measure groups and selection of a finished run on its first validation images."""
     run = load_run(folder)
     data = build_data(run.recipe)
     data.setup("validate")
     batches = islice(data.val_dataloader(), -(-DIAGNOSED_IMAGES // data.batch_size))
     blocks = diagnose(run.network, torch.cat([batch[0] for batch in batches])[:DIAGNOSED_IMAGES])
     write_json(folder / DIAGNOSIS, [block._asdict() for block in blocks])
+
+
+def write_table(folder: Path, table: Table, runs: Sequence[tuple[Row, Path]]) -> None:
+    """Write `table.json` and `table.md`, each whole, of the finished runs: row and folder, in any order."""
+    recipe = load_recipe(runs[0][1] / "recipe.yaml")
+    metric, label = next(iter(TASKS[recipe.task].headline.items()))
+    folders = {row.name: [place for other, place in runs if other == row] for row in table.rows}
+    content = {
+        **{"table": table.name, "title": table.title, "size": table.size, "recipe": table.recipe, "metric": metric},
+        **{"paper": table.paper, "column": table.column},
+        "rows": [_row(table, row, folders[row.name], metric) for row in table.rows if folders[row.name]],
+    }
+    write_json(folder / "table.json", content)
+    atomic_write(folder / "table.md", markdown(content, label))
+
+
+def _row(table: Table, row: Row, folders: Sequence[Path], metric: str) -> dict[str, Any]:
+    """One row: its settings, one entry a seed, mean and spread over those that did not diverge."""
+    done = [place for place in folders if (place / RESULTS).is_file()]
+    results = [read_json(place / RESULTS) for place in done]
+    values = [result["metrics"][metric] for result in results]
+    return {
+        **{"name": row.name, "model": load_recipe(folders[0] / "recipe.yaml").model.name},
+        **{"changes": row.changes, "paper": row.paper},
+        "parameters": results[0]["parameters"] if results else None,
+        "flops": _flops(done[0]) if results else None,
+        "mean": statistics.fmean(values) if values else None,
+        "spread": statistics.stdev(values) if len(values) > 1 else None,
+        "seconds": statistics.fmean(result["seconds"] for result in results) if results else None,
+        "diverged": len(folders) - len(done),
+        "measures": _measures(done) if table.diagnose else None,
+        "runs": results,
+    }
+
+
+@cache
+def _flops(run: Path) -> int | None:
+    """FLOPs of a finished run's network; None for one with a head on its backbone."""
+    loaded = load_run(run)
+    side = loaded.recipe.data["image_size"]
+    return None if hasattr(loaded.network, "backbone") else cost(loaded.network, (side, side)).flops
+
+
+def _measures(folders: Sequence[Path]) -> dict[str, float] | None:
+    """Means of the measures over seeds and over blocks whose k leaves some keys out; None without such blocks."""
+    files = [place / DIAGNOSIS for place in folders if (place / DIAGNOSIS).is_file()]
+    blocks = [block for file in files for block in json.loads(file.read_bytes()) if block["top_k"] < block["tokens"]]
+    found = {name: [block.get(name) for block in blocks] for name in MEASURES}
+    return {name: statistics.fmean(values) for name, values in found.items() if None not in values} if blocks else None
+
+
+def markdown(content: Mapping[str, Any], label: str) -> str:
+    """The content of `table.json` as a page of Markdown; `label` is the metric's human-readable name."""
+    measured = [name for name in MEASURES if any(name in (row["measures"] or {}) for row in content["rows"])]
+    heads = ["", "parameters, M", "GFLOPs", f"{label}, %", "seeds", "minutes", *(MEASURES[name] for name in measured)]
+    heads += [f"{content['column']}, %"] if content["paper"] else []
+    rows = []
+    for row in content["rows"]:
+        cells = [row["name"], number(row["parameters"], 3, 1e-6), number(row["flops"], 3, 1e-9), _score(row)]
+        cells += [str(len(row["runs"]) + row["diverged"]), number(row["seconds"], 1, 1 / 60)]
+        cells += [number((row["measures"] or {}).get(name), 1 if name == "perplexity" else 3) for name in measured]
+        rows.append(cells + ([number(row["paper"], 1)] if content["paper"] else []))
+    return f"# {content['title']}\n\n{_caption(content)}\n\n{markdown_table(heads, rows)}"
+
+
+def _caption(content: Mapping[str, Any]) -> str:
+    """What was trained, on what, and what the paper's numbers are."""
+    text = f"Recipe `{content['recipe']}`, size {content['size']}; mean ± standard deviation over seeds."
+    for run in [run for row in content["rows"] for run in row["runs"]][:1]:
+        versions = ", ".join(f"{name} {run['versions'][name]}" for name in ("torch", "timm"))
+        text += f" {run['epochs']} epochs, {run['steps']} steps; {run['device']}; {versions}."
+        text += f"\nCommand: `{run['command']}`."
+    if content["paper"]:
+        text += f"\nThe column {content['column']}: {content['paper']}; other trainings than these."
+    return text
+
+
+def _score(row: Mapping[str, Any]) -> str:
+    diverged = f"{row['diverged']} diverged" if row["diverged"] else ""
+    score = number(row["mean"], 2, 100, row["spread"])
+    return score if not diverged else diverged if row["mean"] is None else f"{score} ({diverged})"

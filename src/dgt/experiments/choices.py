@@ -50,8 +50,7 @@ def attend_by(choice: str, top_k: int, given: Operands) -> Tensor:
 
 
 def _groups(given: Operands, top_k: int, remainder: bool = False) -> Tensor:
-    operands = given.query, given.key, given.value, given.centroids
-    return dynamic_group_attention(*operands, top_k, given.scale, remainder=remainder).output
+    return dynamic_group_attention(*given[1:4], given.centroids, top_k, given.scale, remainder=remainder).output
 
 
 def _random_with_remainder(given: Operands, top_k: int) -> Tensor:

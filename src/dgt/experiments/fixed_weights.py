@@ -2,21 +2,21 @@
 
 Measured on the same images: the task's headline metric, and beside the model with all keys (k = L) the share of labels
 that agree, the KL divergence and the relative error of the logits, with 95 % intervals over images. Two subjects:
-
-`key_choice`: a trained DGT, whose layers get k keys by their groups or by another choice.
-`replacement`: the global ViT of `benchmarks/accelerate_camvid.py train`, 4 blocks of 4 heads over the 2,700 tokens of
-CamVid's whole images. Its groups have the centroids that `dgt.accelerate` finds: k-means over queries of training
-images, moved by one step to the image at hand.
+`key_choice`, a trained DGT, whose layers get k keys by their groups or by another choice; and `replacement`, the global
+ViT of `benchmarks/accelerate_camvid.py train`, 4 blocks of 4 heads over the 2,700 tokens of CamVid's whole images. Its
+groups have the centroids that `dgt.accelerate` finds: k-means over queries of training images, moved by one step to the
+image at hand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, NamedTuple, cast
+from unittest.mock import patch
 
 import timm
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from dgt.acceleration.sdpa import Call, watch_calls
 from dgt.experiments.choices import CHOICES, Operands, attend_by
-from dgt.experiments.report import alone, interval, number, read_words, stored
+from dgt.experiments.report import interval, number, read_words, write_results
 from dgt.layers import DGAttention
 from dgt.models.inspect import attention_layers
 from dgt.ops import find_centroids, seed_centroids
@@ -33,8 +33,6 @@ from dgt.tasks import TASKS
 from dgt.tasks.base import Task
 from dgt.training import load_run
 from dgt.training.recipe import Recipe, build_data, load_recipe, parse_recipe
-from dgt.training.run import environment
-from dgt.utils.atomic_write import atomic_write, write_json
 from dgt.utils.errors import LOGGER, UserError, check_range
 from dgt.utils.records import markdown_table
 from dgt.utils.seeding import seeded
@@ -93,24 +91,22 @@ def study(
 ) -> Path:
     """Measure what is missing of all choices, k by k, and write `NAME.json` and `NAME.md` of the folder.
 
-    Random choices are drawn ``seeds`` times. Raises UserError for numbers below 1, and as :func:`stored`.
+    Random choices are drawn ``seeds`` times. UserError for numbers below 1, and as :func:`write_results`.
     """
     check_range(1, seeds=seeds, top_k=min(counts))
-    name = settings["experiment"]
-    with alone(folder):
-        content = stored(folder / f"{name}.json", settings) or {"settings": settings, "rows": []}
-        todo = [top_k for top_k in counts if top_k not in {row["top_k"] for row in content["rows"]}]
-        if todo:
-            tokens: dict[str, int] = {}
+    tokens: dict[str, int] = {}
 
-            def all_keys(given: Operands) -> Tensor:
-                tokens[given.name] = given.query.shape[2]
-                return attend_by("groups", given.query.shape[2], given)
+    def all_keys(given: Operands) -> Tensor:
+        tokens[given.name] = given.query.shape[2]
+        return attend_by("groups", given.query.shape[2], given)
 
+    def find(content: dict[str, Any]) -> Iterator[None]:
+        rows = content.setdefault("rows", [])
+        if todo := [top_k for top_k in counts if top_k not in {row["top_k"] for row in rows}]:
             with subject.swap(all_keys):
                 score, wanted = measure(subject)
             about = {"metric": next(iter(subject.task.headline.values())), "score": score, "tokens": tokens}
-            content = {**environment(), **content, **about, "images": sum(map(len, wanted))}
+            content |= {**about, "images": sum(map(len, wanted))}
         for top_k in todo:
             for choice in choices:
                 scores, draws = [], []
@@ -122,11 +118,11 @@ def study(
                 row: dict[str, Any] = {"choice": choice, "top_k": top_k, "score": sum(scores) / len(scores)}
                 for key, values in zip(list(MEASURES)[1:], torch.stack(draws).mean(0), strict=True):
                     row[key], row[f"{key}_half"] = interval(values.tolist())
-                content["rows"].append(row)
+                rows.append(row)
                 LOGGER.info("k %d, %s: %.1f %%", top_k, choice, 100 * row["score"])
-            write_json(folder / f"{name}.json", content)
-        atomic_write(folder / f"{name}.md", markdown(content))
-    return folder
+            yield
+
+    return write_results(folder / f"{settings['experiment']}.json", settings, find, markdown)
 
 
 def open_data(recipe: Recipe, keys: Sequence[str], images: int) -> Any:
@@ -149,12 +145,8 @@ def markdown(content: dict[str, Any]) -> str:
     for measure, (heading, factor, digits) in MEASURES.items():
         table = []
         for choice in dict.fromkeys(row["choice"] for row in rows):
-            cells = [choice]
-            for row in (found[choice, k] for k in counts):
-                half = row.get(f"{measure}_half")
-                half = f" ± {number(half, digits, factor)}" if half is not None else ""
-                cells.append(number(row[measure], digits, factor) + half)
-            table.append(cells)
+            of_k = [found[choice, k] for k in counts]
+            table.append([choice, *(number(r[measure], digits, factor, r.get(f"{measure}_half")) for r in of_k)])
         heads = [heading.format(metric=content["metric"]), *(f"k {k}" for k in counts)]
         parts.append(markdown_table(heads, table))
     return "\n".join(parts)
@@ -167,11 +159,10 @@ def key_choice(words: Sequence[str] = (), seeds: int = 3, out: str | Path | None
         words: `--run RUN`, a classifier or segmenter of `dgt train`; `--images N`, of its validation at most (300);
             `--top_k 1,4,16`; `--data.KEY VALUE` of its recipe.
         seeds: how often random keys are drawn.
-        out: the folder; None for runs/ablate-key_choice. A k that it has is not measured again.
+        out: the folder; None for runs/ablate-key_choice.
 
     Raises:
-        UserError: wrong words, a run without DG-Attention or of another task, other settings than the folder's.
-        OSError: no run or no data there; another process is at work in the folder.
+        UserError, OSError: wrong words, no run or data there, a run of another kind; and as :func:`write_results`.
     """
     options, keys = read_words(words, run="", images=300, top_k=(1, 2, 4, 8, 16, 32, 64, 128, 256))
     if not options["run"]:
@@ -182,8 +173,7 @@ def key_choice(words: Sequence[str] = (), seeds: int = 3, out: str | Path | None
     if task.outputs != ("logits",):
         raise UserError(f"--run must be a classifier or a segmenter, {run.source} is of task {task.name!r}")
     counts = options.pop("top_k")
-    data = open_data(run.recipe, keys, options["images"])
-    subject = Subject(run.network, task, data, partial(swapped, run.network))
+    subject = Subject(run.network, task, open_data(run.recipe, keys, options["images"]), partial(swapped, run.network))
     settings = {"experiment": "key_choice", **options, "keys": keys, "seeds": seeds}
     return study(Path(out or "runs/ablate-key_choice"), settings, subject, FOR_DGT, counts, seeds)
 
@@ -195,20 +185,14 @@ def swapped(network: nn.Module, answer: Answer) -> Iterator[None]:
     def forward(name: str, layer: DGAttention, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if x.dim() != 4 or mask is not None:
             raise UserError(f"layer {name!r} must get a map (B, H, W, C) without padding, got {tuple(x.shape)}")
-        query, key, value = layer.split_heads(x)
         grid = (x.shape[1], x.shape[2])
-        return layer.merge_heads(
-            answer(Operands(name, query, key, value, layer.scale, grid, layer.unit_centroids())), x
-        )
+        given = Operands(name, *layer.split_heads(x), layer.scale, grid, layer.unit_centroids())
+        return layer.merge_heads(answer(given), x)
 
-    layers = attention_layers(network)
-    for name, layer in layers.items():
-        layer.forward = partial(forward, name, layer)  # type: ignore[method-assign]
-    try:
+    with ExitStack() as stack:
+        for name, layer in attention_layers(network).items():
+            stack.enter_context(patch.object(layer, "forward", partial(forward, name, layer)))
         yield
-    finally:
-        for layer in layers.values():
-            del layer.forward
 
 
 def replacement(words: Sequence[str] = (), seeds: int = 3, out: str | Path | None = None) -> Path:

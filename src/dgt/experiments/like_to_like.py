@@ -31,65 +31,59 @@ from dgt.data.segmentation import fitting_size
 from dgt.data.transforms import Normalize
 from dgt.experiments.choices import nearest
 from dgt.experiments.fixed_weights import open_data
-from dgt.experiments.report import alone, number, read_words, stored
+from dgt.experiments.report import number, read_words, write_results
 from dgt.models.inspect import LayerInput, capture
 from dgt.training import load_run
-from dgt.training.run import environment
-from dgt.utils.atomic_write import atomic_write, write_json
 from dgt.utils.errors import UserError, check_range
 from dgt.utils.records import markdown_table
 
 NAME = "like_to_like"
+AT_ONCE = 512  # queries whose attention to all tokens is in memory at a time
+Labelled = tuple[list[str], Iterator[tuple[Tensor, Tensor]]]
 SHARES = {  # of queries, or of their keys: heads of the table
     **{"pure": "pure groups, %", "random_pure": "drawn groups", "like": "like among the group's keys, %"},
     **{"window": "in a window", "attention": "by global attention", "random": "at random"},
 }
-AT_ONCE = 512  # queries whose attention to all tokens is in memory at a time
 
 
 def like_to_like(words: Sequence[str] = (), seeds: int = 3, out: str | Path | None = None) -> Path:
     """Measure, unless the folder has it, and write `like_to_like.json` and `like_to_like.md`.
 
     Args:
-        words: `--run RUN`, a classifier of scenes, a segmenter, or with `--coco DIR` any classifier, which then looks
-            at COCO's validation images, cut to squares of `--size` pixels (224), by their masks; `--images N` at most
-            (256); `--data.KEY VALUE` of its recipe.
+        words: `--run RUN`, a classifier of scenes, a segmenter, or with `--coco DIR` any classifier, on COCO's
+            validation images cut to `--size` pixels (224); `--images N` at most (256); `--data.KEY VALUE`.
         seeds: how often groups of random queries are drawn.
-        out: the folder; None for runs/ablate-like_to_like.
-
-    Returns:
-        The folder.
+        out: the folder, which is returned; None for runs/ablate-like_to_like.
 
     Raises:
-        UserError: wrong words, a run without DG-Attention or whose images have no label maps, or another's folder; and
-            as `CocoImages`.
-        OSError: no run or no data there; another process is at work in the folder.
+        UserError, OSError: wrong words, no run or data there, a run without DG-Attention or whose images have no label
+            maps; and as `CocoImages` and :func:`write_results`.
     """
     options, keys = read_words(words, run="", images=256, coco="", size=224)
     if not options["run"]:
         raise UserError(f"{NAME} needs a trained model: give --run RUN")
     check_range(1, seeds=seeds, images=options["images"], size=options["size"])
-    folder, settings = Path(out or f"runs/ablate-{NAME}"), {"experiment": NAME, **options, "keys": keys, "seeds": seeds}
-    with alone(folder):
-        content = stored(folder / f"{NAME}.json", settings)
-        if content is None:
-            run = load_run(options["run"])
-            find = partial(_coco, options["coco"], options["size"]) if options["coco"] else _labelled
-            names, pairs = find(run.recipe, keys, options["images"])
-            layers: dict[str, dict[str, Any]] = {}
-            for image, labels in pairs:
-                look = partial(measure, labels=labels, count=len(names), seeds=seeds)
-                for name, found in capture(run.network, image, look)[0]:
-                    sums = layers.setdefault(name, {})
-                    sums |= {k: sums.get(k, 0) + v if isinstance(v, Tensor) else v for k, v in found.items()}
-            rows = [_row(name, sums, names) for name, sums in layers.items()]
-            content = {**environment(), "settings": settings, "rows": rows}
-            write_json(folder / f"{NAME}.json", content)
-        atomic_write(folder / f"{NAME}.md", markdown(content))
-    return folder
+
+    def find(content: dict[str, Any]) -> Iterator[None]:
+        if "rows" in content:
+            return
+        run = load_run(options["run"])
+        open_images = partial(_coco, options["coco"], options["size"]) if options["coco"] else _labelled
+        names, pairs = open_images(run.recipe, keys, options["images"])
+        layers: dict[str, dict[str, Any]] = {}
+        for image, labels in pairs:
+            look = partial(measure, labels=labels, count=len(names), seeds=seeds)
+            for name, found in capture(run.network, image, look)[0]:
+                sums = layers.setdefault(name, {})
+                sums |= {k: sums.get(k, 0) + v if isinstance(v, Tensor) else v for k, v in found.items()}
+        content["rows"] = [_row(name, sums, names) for name, sums in layers.items()]
+        yield
+
+    path, settings = Path(out or f"runs/ablate-{NAME}", f"{NAME}.json"), {"keys": keys, "seeds": seeds}
+    return write_results(path, {"experiment": NAME, **options, **settings}, find, markdown)
 
 
-def _labelled(recipe: Any, keys: Sequence[str], images: int) -> tuple[list[str], Iterator[tuple[Tensor, Tensor]]]:
+def _labelled(recipe: Any, keys: Sequence[str], images: int) -> Labelled:
     """Names of labels, and normalised images (1, 3, H, W) with label maps (H', W'), 255 where there is no label."""
     data = recipe.data
     if "crop_ratio" in data and data["dataset"] == "scenes":  # a classifier's, which has no label maps of its own
@@ -110,9 +104,7 @@ def _labelled(recipe: Any, keys: Sequence[str], images: int) -> tuple[list[str],
     return list(module.class_names), pairs()
 
 
-def _coco(
-    root: str, size: int, recipe: Any, keys: Sequence[str], images: int
-) -> tuple[list[str], Iterator[tuple[Tensor, Tensor]]]:
+def _coco(root: str, size: int, recipe: Any, keys: Sequence[str], images: int) -> Labelled:
     """The same of COCO's validation images, cut to squares: a pixel has the category of the smallest object there."""
     if "crop_ratio" not in recipe.data or keys:
         raise UserError(f"--coco is for a classifier, and takes no --data keys; got task {recipe.task!r}, keys {keys}")
@@ -153,9 +145,8 @@ def measure(seen: LayerInput, labels: Tensor, count: int, seeds: int) -> tuple[s
     sums["random_pure"] = torch.stack([_pure(token, ids) for ids in mixed]).mean(0)
     sums["random"] = token.mean(0) / token.mean(0).sum().clamp(min=1e-9) * sums["queries"]
     sums["window"] = heads * (_shares(token, nearest(seen.grid, key_ids.shape[2])) * token).sum(0)
-    parts = [slice(start, start + AT_ONCE) for start in range(0, tokens, AT_ONCE)]
-    weights = (((query[:, part] @ key.transpose(1, 2)) * seen.layer.scale).softmax(-1) for part in parts)
-    sums["attention"] = sum(((w @ token) * token[part]).sum((0, 1)) for w, part in zip(weights, parts, strict=True))
+    attend = partial(F.scaled_dot_product_attention, key=key, value=token.expand(heads, -1, -1), scale=seen.layer.scale)
+    sums["attention"] = (torch.cat([attend(part) for part in query.split(AT_ONCE, 1)], 1) * token).sum((0, 1))
     places = torch.cartesian_prod(*(torch.arange(side, dtype=torch.float32) for side in seen.grid))
     between = torch.cdist(places, places)
     sums["far"] = torch.stack([between.gather(1, k[g]).mean() for k, g in zip(key_ids, group_ids, strict=True)]).mean()
@@ -181,19 +172,17 @@ def _row(name: str, sums: dict[str, Any], names: Sequence[str]) -> dict[str, Any
     row = {"layer": name, **{key: sums[key] for key in ("tokens", "groups", "top_k")}, "images": int(sums["images"])}
     row |= {key: float(sums[key].sum() / queries.sum()) for key in SHARES}
     row |= {key: float(sums[key] / sums["images"]) for key in ("far", "anywhere")}
+    shares = {**{key: sums[key] / queries for key in SHARES}, "share": queries / queries.sum()}
     there = [(i, label) for i, label in enumerate(names) if queries[i] > 0]
-    row["by_label"] = {label: {key: float(sums[key][i] / queries[i]) for key in SHARES} for i, label in there}
-    for i, label in there:
-        row["by_label"][label]["share"] = float(queries[i] / queries.sum())
-    return row
+    return row | {"by_label": {label: {key: float(of[i]) for key, of in shares.items()} for i, label in there}}
 
 
 def markdown(content: dict[str, Any]) -> str:
     """One line a layer; of the first layer, one a label."""
     rows = content["rows"]
-    table = [[row["layer"], str(row["tokens"]), str(row["top_k"])] for row in rows]
-    for cells, row in zip(table, rows, strict=True):
-        cells += [number(row[key], 1, 100) for key in SHARES] + [number(row[key], 1) for key in ("far", "anywhere")]
+    units = {**dict.fromkeys(SHARES, 100), "far": 1, "anywhere": 1}
+    heads = [[str(row[key]) for key in ("layer", "tokens", "top_k")] for row in rows]
+    table = [head + [number(row[key], 1, units[key]) for key in units] for head, row in zip(heads, rows, strict=True)]
     text = markdown_table(["layer", "tokens", "k", *SHARES.values(), "far", "anywhere"], table)
     labels = rows[0]["by_label"].items()
     cells = [[label, *(number(found[key], 1, 100) for key in ("share", *SHARES))] for label, found in labels]

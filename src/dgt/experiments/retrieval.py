@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,14 +26,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dgt.experiments.report import alone, interval, read_words, stored
+from dgt.experiments.report import interval, number, read_words, write_results
 from dgt.layers import Block, DGAttention, GlobalAttention
 from dgt.layers.baselines.cmt import ReducedAttention
 from dgt.layers.baselines.cswin import StripeAttention
 from dgt.layers.baselines.swin import WindowAttention
 from dgt.models.annealing import annealed_top_k
-from dgt.training.run import environment
-from dgt.utils.atomic_write import atomic_write, write_json
 from dgt.utils.errors import LOGGER, UserError, check_range
 from dgt.utils.records import markdown_table
 from dgt.utils.seeding import seeded
@@ -47,35 +45,20 @@ LAST_BATCHES, REPEATS = (1, 2, 16), 8
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of the task, the network and its training; all but `codes` and `values` may be cut for a quick look.
+    """Sizes of the task, the network and its training, which may be cut for a quick look; UserError out of range."""
 
-    Args:
-        side: S; even.
-        gap: empty columns between the halves; even.
-        codes: M, at most three quarters of the places of a half, so that every code is asked for.
-        values: values that a source can have; a guess is right in one of so many cases.
-        dim: channels of the network; its two heads have half each.
-        steps: of the optimizer, at least 20, two thirds of them with k still falling from L to the row's.
-        batch_size: maps a step.
-        test_maps: maps that accuracy is measured on, the same for all rows and seeds.
-
-    Raises:
-        UserError: a number out of its range.
-    """
-
-    side: int = 16
-    gap: int = 4
-    codes: int = 64
-    values: int = 8
-    dim: int = 64
-    steps: int = 600
-    batch_size: int = 16
-    test_maps: int = 128
+    side: int = 16  # S; even
+    gap: int = 4  # empty columns between the halves; even
+    codes: int = 64  # M, at most three quarters of the places of a half, so that every code is asked for
+    values: int = 8  # that a source can have; a guess is right in one of so many cases
+    dim: int = 64  # channels of the network; its two heads have half each
+    steps: int = 600  # of the optimizer, at least 20, two thirds of them with k still falling from L to the row's
+    batch_size: int = 16  # maps a step
+    test_maps: int = 128  # that accuracy is measured on, the same for all rows and seeds
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            least = {"steps": 20, "gap": 0, "values": 2}.get(field.name, 1)
-            check_range(least, **{field.name: getattr(self, field.name)})
+        for name, value in asdict(self).items():
+            check_range({"steps": 20, "gap": 0, "values": 2}.get(name, 1), **{name: value})
         if self.side % 2 or self.gap % 2 or self.dim % 4:
             raise UserError(f"side and gap must be even and dim a multiple of 4, got {self.side, self.gap, self.dim}")
         if self.codes > self.places * 3 // 4:
@@ -86,24 +69,13 @@ class Settings:
         """Tokens of one half."""
         return max(self.side * (self.side - self.gap) // 2, 0)
 
-    @classmethod
-    def parse(cls, words: Sequence[str]) -> Settings:
-        """Settings from words of a command line: `["--codes", "16", "--steps=300"]`; UserError for any other."""
-        options, keys = read_words(words, **asdict(cls()))
-        if keys:
-            raise UserError(f"retrieval makes its own data and takes no {keys[0]}")
-        return cls(**options)
-
 
 class Batch(NamedTuple):
     """Maps of the task."""
 
-    tokens: Tensor
-    """(B, S, S, 34)."""
-    target: Tensor
-    """(B, S S) int64: the value that a probe has to tell, -100 at other tokens."""
-    source: Tensor
-    """(B, S S) int64: the token where it stands, -1 at other tokens."""
+    tokens: Tensor  # (B, S, S, 34)
+    target: Tensor  # (B, S S) int64: the value that a probe has to tell, -100 at other tokens
+    source: Tensor  # (B, S S) int64: the token where it stands, -1 at other tokens
 
 
 def make_batch(settings: Settings, size: int, generator: torch.Generator) -> Batch:
@@ -151,31 +123,19 @@ class ChosenKeys(GlobalAttention):
 
 @dataclass(frozen=True)
 class Row:
-    """One network.
-
-    Args:
-        name: as in the table.
-        attention: (dim, heads, number of the block) to a module.
-        depth: blocks.
-        top_k: k at the end of training; None where the attention has none.
-        annealed: whether k falls from L to `top_k` in training, or is `top_k` from the first step.
-        last_batch: whether the centroids are then replaced by those of other batches.
-    """
+    """One network."""
 
     name: str
-    attention: Callable[[int, int, int], nn.Module]
-    depth: int = 1
-    top_k: int | None = None
-    annealed: bool = True
-    last_batch: bool = False
+    attention: Callable[[int, int, int], nn.Module]  # of dim, heads and the number of the block
+    depth: int = 1  # blocks
+    top_k: int | None = None  # at the end of training; None where the attention has none
+    annealed: bool = True  # whether k falls from L to `top_k` in training, or is `top_k` from the first step
+    last_batch: bool = False  # whether the centroids are then replaced by those of other batches
 
 
 def _groups(count: int, top_k: int, words: str = "", annealed: bool = True, **eq4: Any) -> Row:
-    def attention(dim: int, heads: int, _: int) -> DGAttention:
-        return DGAttention(dim, heads, num_groups=count, top_k=top_k, **eq4)
-
-    name = f"DG, G {count}, k {top_k}{words}"
-    return Row(name, attention, top_k=top_k, annealed=annealed, last_batch=(count, top_k) == (16, 4))
+    name, last_batch = f"DG, G {count}, k {top_k}{words}", (count, top_k) == (16, 4)
+    return Row(name, lambda dim, heads, _: DGAttention(dim, heads, count, top_k, **eq4), 1, top_k, annealed, last_batch)
 
 
 ROWS = (
@@ -257,9 +217,8 @@ def train(row: Row, seed: int, settings: Settings) -> dict[str, Any]:
             nn.utils.clip_grad_norm_(network.parameters(), 1.0)
             optimizer.step()
             rate.step()
-    sizes = [min(16, settings.test_maps - begin) for begin in range(0, settings.test_maps, 16)]
-    fixed = torch.Generator().manual_seed(2**31)
-    test = [make_batch(settings, size, fixed) for size in sizes]
+    fixed, left = torch.Generator().manual_seed(2**31), range(settings.test_maps, 0, -16)
+    test = [make_batch(settings, min(16, maps), fixed) for maps in left]
     result: dict[str, Any] = {"row": row.name, "seed": seed, **measure(network, test)}
     if row.top_k is not None:
         result["by_top_k"] = []
@@ -295,32 +254,30 @@ def retrieval(words: Sequence[str] = (), seeds: int = 3, out: str | Path | None 
     """Train what is missing of all rows, seed by seed, and write `retrieval.json` and `retrieval.md`.
 
     Args:
-        words: changes of `Settings`, as on the command line.
+        words: changes of `Settings`, as on the command line: `["--codes", "16", "--steps=300"]`.
         seeds: number of seeds, from 0 on.
-        out: the folder; None for runs/ablate-retrieval. A row and seed that it has is not trained again.
-
-    Returns:
-        The folder.
+        out: the folder, which is returned; None for runs/ablate-retrieval.
 
     Raises:
-        UserError: a number of seeds below 1, other settings than those of the folder, or a file that is no results'.
-        FileExistsError: another process is at work in the folder.
-        OSError: the folder cannot be written to.
+        UserError: a number of seeds below 1, a wrong word, or as :func:`write_results`.
     """
-    settings = Settings.parse(words)
+    options, keys = read_words(words, **asdict(Settings()))
+    if keys:
+        raise UserError(f"retrieval makes its own data and takes no {keys[0]}")
+    settings = Settings(**options)
     check_range(1, seeds=seeds)
-    folder = Path(out) if out is not None else Path("runs") / "ablate-retrieval"
-    with alone(folder):
-        path = folder / "retrieval.json"
-        runs: list[dict[str, Any]] = (stored(path, asdict(settings)) or {"runs": []})["runs"]
+
+    def find(content: dict[str, Any]) -> Iterator[None]:
+        runs = content.setdefault("runs", [])
         done = {(run["row"], run["seed"]) for run in runs}
         todo = [(row, seed) for seed in range(seeds) for row in ROWS if (row.name, seed) not in done]
-        for number, (row, seed) in enumerate(todo, 1):
+        for nth, (row, seed) in enumerate(todo, 1):
             runs.append(train(row, seed, settings))
-            LOGGER.info("[%d/%d] %s, seed %d: %.1f %%", number, len(todo), row.name, seed, runs[-1]["accuracy"])
-            write_json(path, {**environment(), "settings": asdict(settings), "runs": runs})
-        atomic_write(folder / "retrieval.md", markdown(runs))
-    return folder
+            LOGGER.info("[%d/%d] %s, seed %d: %.1f %%", nth, len(todo), row.name, seed, runs[-1]["accuracy"])
+            yield
+
+    path = Path(out or "runs/ablate-retrieval") / "retrieval.json"
+    return write_results(path, asdict(settings), find, lambda content: markdown(content["runs"]))
 
 
 def markdown(trained: Sequence[dict[str, Any]]) -> str:
@@ -328,13 +285,11 @@ def markdown(trained: Sequence[dict[str, Any]]) -> str:
     rows = []
     for name in dict.fromkeys(run["row"] for run in trained):
         runs = [run for run in trained if run["row"] == name]
-        mean, half = interval([run["accuracy"] for run in runs])
+        accuracies = [run["accuracy"] for run in runs]
+        mean, half = interval(accuracies)
         by_top_k = [{at["top_k"]: at["accuracy"] for at in run.get("by_top_k", ())} for run in runs]
-        columns: list[list[Any]] = [
-            [run.get("served") for run in runs],
-            *([at.get(top_k) for at in by_top_k] for top_k in FEWER_KEYS),
-        ]
-        cells = [name, f"{mean:.1f}" + (f" ± {half:.1f}" if half is not None else "")]
-        cells += [", ".join(f"{run['accuracy']:.1f}" for run in runs)]
-        rows.append(cells + ["-" if None in values else f"{statistics.fmean(values):.1f}" for values in columns])
+        columns: list[Any] = [[run.get("served") for run in runs]]
+        columns += [[at.get(top_k) for at in by_top_k] for top_k in FEWER_KEYS]
+        cells = [name, number(mean, 1, half=half), ", ".join(number(value, 1) for value in accuracies)]
+        rows.append(cells + [number(None if None in column else statistics.fmean(column), 1) for column in columns])
     return markdown_table(["", "accuracy, %", "seeds", "served, %", *(f"k {top_k}" for top_k in FEWER_KEYS)], rows)

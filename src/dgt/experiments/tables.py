@@ -31,17 +31,11 @@ KEYS = ("title", "paper", "column", "diagnose", "sizes", "rows")
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a table.
-
-    Args:
-        name: what it is called.
-        changes: keys of the recipe, with dots, and the values the row gives them.
-        paper: the paper's number, as printed; None where it has none.
-    """
+    """One row of a table."""
 
     name: str
-    changes: dict[str, Any] = field(default_factory=dict)
-    paper: float | None = None
+    changes: dict[str, Any] = field(default_factory=dict)  # keys of the recipe, with dots, and their values
+    paper: float | None = None  # the paper's number, as printed
 
     @property
     def slug(self) -> str:
@@ -80,20 +74,13 @@ def tables_text() -> str:
 
 
 def load_table(table: str | Path, size: str | None = None) -> Table:
-    """Read a table.
+    """Read a table, shipped or of a YAML file, at one of its sizes; None for its first.
 
-    Args:
-        table: name of a shipped table, or path of a YAML file.
-        size: name of one of its sizes; None for its first.
-
-    Raises:
-        FileNotFoundError: neither a shipped table nor a file.
-        UserError: not YAML, something missing or misplaced in it, or a size it does not have.
+    FileNotFoundError for neither; UserError for no YAML, something missing or misplaced in it, or a size it has not.
     """
     path, values = read_yaml("table", table, TABLES)
     name = path.stem
-    unknown = sorted(set(values) - set(KEYS), key=str)
-    if unknown:
+    if unknown := sorted(set(values) - set(KEYS), key=str):
         raise UserError(f"table {name!r} has an unknown key {unknown[0]!r}; it takes {', '.join(KEYS)}")
     sizes = _mapping(values.get("sizes"), f"sizes of table {name!r}")
     size = next(iter(sizes)) if size is None else size
@@ -102,19 +89,16 @@ def load_table(table: str | Path, size: str | None = None) -> Table:
     chosen = _mapping(sizes[size], f"size {size!r} of table {name!r}")
     if not isinstance(chosen.get("recipe"), str):
         raise UserError(f"size {size!r} of table {name!r} must name a recipe, got {chosen.get('recipe')!r}")
-    rows, entries = [], values.get("rows")
+    rows, entries, keys = [], values.get("rows"), ("name", "paper", *sorted(sizes))
     if not isinstance(entries, list) or not entries:
         raise UserError(f"rows of table {name!r} must be a list of at least one row, got {entries!r}")
     for entry in entries:
-        row = _mapping(entry, f"every row of table {name!r}")
-        called, paper = row.get("name"), row.get("paper")
-        if not isinstance(called, str) or set(row) - {"name", "paper", *sizes}:
-            keys = ", ".join(("name", "paper", *sorted(sizes)))
-            raise UserError(f"a row of table {name!r} must be a mapping of {keys}, got {entry!r}")
-        if not isinstance(paper, int | float | None):
-            raise UserError(f"paper of row {called!r} of table {name!r} must be a number, got {paper!r}")
-        changes = _mapping(row.get(size), f"size {size!r} of row {called!r} of table {name!r}", least=0)
-        rows.append(Row(called, changes, paper))
+        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or set(entry) - set(keys):
+            raise UserError(f"a row of table {name!r} must be a mapping of {', '.join(keys)}, got {entry!r}")
+        if not isinstance(paper := entry.get("paper"), int | float | None):
+            raise UserError(f"paper of row {entry['name']!r} of table {name!r} must be a number, got {paper!r}")
+        changes = _mapping(entry.get(size), f"size {size!r} of row {entry['name']!r} of table {name!r}", least=0)
+        rows.append(Row(entry["name"], changes, paper))
     if len({row.slug for row in rows}) < len(rows):
         raise UserError(f"rows of table {name!r} must have different names, got {[row.name for row in rows]}")
     title, column, diagnose = values.get("title", name), values.get("column", "paper"), values.get("diagnose", False)
