@@ -44,8 +44,8 @@ BUDGETS = {
     "mark_candidates": (128, 49152, 400, 3),
     "pick_best": (128, 8192, 720, 4), "pick_all": (64, 4096, 120, 32), "attend_tiles": (128, 28672, 360, 4),
     "query_gradient": (128, 32768, 360, 4), "key_gradients": (224, 32768, 640, 2),
-    "attend_densely": (96, 16384, 220, 5),
-    "dense_query_gradient": (128, 32768, 320, 4), "dense_key_gradients": (144, 16384, 500, 6),
+    "attend_tiles, few": (96, 16384, 220, 5),
+    "query_gradient, few": (128, 32768, 320, 4), "key_gradients, few": (144, 16384, 500, 6),
     "gather_partials": (96, 8192, 200, 4), "mark_keys": (48, 8192, 0, 8), "fill_entries": (64, 8192, 140, 8),
     "sum_up_rest": (152, 49152, 700, 3), "sum_run": (80, 8192, 300, 8),
 }  # fmt: skip
@@ -209,7 +209,7 @@ def over_budget(row: Report, arch: int) -> str:
 def compile_launch(launch: Launch, shape: str, arch: int) -> Report:
     """Compile one launch for one architecture."""
     source, options = source_of(launch)
-    name, warps = launch.kernel.__name__, options["num_warps"]
+    name, warps = launch.kernel.__name__ + ", few" * bool(launch.options.get("FEW")), options["num_warps"]
     try:
         built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
         cubin, shared = built.asm["cubin"], built.metadata.shared

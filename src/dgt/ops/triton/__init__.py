@@ -6,8 +6,7 @@ All but ``fallback`` needs Triton: it is imported only where it is used. Reasons
 - ``fallback``: what ``backend="auto"`` does where a kernel fails.
 - ``grouping``: query groups, queries in their order, tiles of them, and the statistics of Eq. 3.
 - ``selection``: the top-k keys of every group. ``passes``: the launches that do both.
-- ``gathered``, ``inverse``: attention over keys gathered by index, also with a remainder; which groups chose a key.
-- ``dense``: attention under a mask, few tokens.
+- ``tiled``: attention of tiles of queries, also with a remainder. ``inverse``: which groups chose a key.
 - ``products``: the four forms of the appendix, for comparison.
 - ``common``, ``launch``: what kernels share, and how they are run.
 """

@@ -19,27 +19,19 @@ def head_base(pointer, head, heads, stride_batch, stride_head):
 
 
 @triton.jit
-def row_addresses(base, rows, stride, DP: tl.constexpr):
-    """(R, DP) addresses of the channels of some rows."""
-    return base + rows.to(tl.int64)[:, None] * stride + tl.arange(0, DP)[None, :]
-
-
-@triton.jit
-def row_mask(present, D: tl.constexpr, DP: tl.constexpr):
-    """(R, DP) mask: rows that are there, channels that exist."""
-    return present[:, None] & (tl.arange(0, DP) < D)[None, :]
-
-
-@triton.jit
 def load_rows(base, rows, stride, present, D: tl.constexpr, DP: tl.constexpr):
     """(R, DP) rows by index; zero where a row is not present, and in the padded channels."""
-    return tl.load(row_addresses(base, rows, stride, DP), mask=row_mask(present, D, DP), other=0.0)
+    channel = tl.arange(0, DP)[None, :]
+    address = base + rows.to(tl.int64)[:, None] * stride + channel
+    return tl.load(address, mask=present[:, None] & (channel < D), other=0.0)
 
 
 @triton.jit
 def store_rows(base, rows, stride, present, values, D: tl.constexpr, DP: tl.constexpr):
     """Write (R, DP) values to rows by index, in the type of the target."""
-    tl.store(row_addresses(base, rows, stride, DP), values.to(base.dtype.element_ty), mask=row_mask(present, D, DP))
+    channel = tl.arange(0, DP)[None, :]
+    address = base + rows.to(tl.int64)[:, None] * stride + channel
+    tl.store(address, values.to(base.dtype.element_ty), mask=present[:, None] & (channel < D))
 
 
 @triton.jit
@@ -50,28 +42,12 @@ def multiply(left, right):
 
 @triton.jit
 def split(wide, narrow: tl.constexpr):
-    """Cut float32 numbers into three of type ``narrow``: their sum, once the later ones are shrunk, once and twice.
-
-    Float16 has few exponents: what a part leaves over is grown by 2 ** 11, the bits of a part, before the next is cast.
-    So the sum is off by less than 2 ** -46; numbers must be below 65504.
-    """
+    """Cut float32 numbers into three summands of type ``narrow``, of float16 the later ones grown by 2 ** 11 each."""
+    grow: tl.constexpr = 2048.0 if narrow == tl.float16 else 1.0
     first = wide.to(narrow)
-    rest = wide - first.to(tl.float32)
-    if narrow == tl.float16:
-        rest *= 2048.0
+    rest = (wide - first.to(tl.float32)) * grow
     second = rest.to(narrow)
-    rest -= second.to(tl.float32)
-    if narrow == tl.float16:
-        rest *= 2048.0
-    return first, second, rest.to(narrow)
-
-
-@triton.jit
-def shrink(product, narrow: tl.constexpr):
-    """Undo the growth of a part of :func:`split` in its product."""
-    if narrow == tl.float16:
-        product *= 1 / 2048.0
-    return product
+    return first, second, ((rest - second.to(tl.float32)) * grow).to(narrow)
 
 
 @triton.jit
@@ -84,14 +60,14 @@ def split_centers(centers, ids, groups, narrow: tl.constexpr, D: tl.constexpr, D
 def exact(left, right):
     """``left @ right`` to float32 rounding, of pairs of which one is thrice the same and one a sum of :func:`split`.
 
-    Scores that choose groups and keys must not depend on the model's precision. The products of each summand are exact
-    in the matrix units' float32 accumulators: three fast products instead of one slow one.
+    The products of each summand are exact in the matrix units' float32 accumulators.
     """
     narrow: tl.constexpr = left[0].dtype
     if narrow == tl.float32:
         return multiply(left[0], right[0])
-    low = shrink(tl.dot(left[2], right[2]), narrow)
-    return tl.dot(left[0], right[0], shrink(tl.dot(left[1], right[1], low), narrow))
+    shrink: tl.constexpr = 1 / 2048.0 if narrow == tl.float16 else 1.0
+    low = tl.dot(left[2], right[2]) * shrink
+    return tl.dot(left[0], right[0], tl.dot(left[1], right[1], low) * shrink)
 
 
 @triton.jit

@@ -1,10 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Query groups, queries in the order of their groups, tiles of them, and the statistics of Eq. 3.
 
-A program takes a run of tokens of one head against all centroids, which it splits once; scores exist only on chip. What
-is left of a run is one bit a query for its group, or for number G, that of no group (padding). A second program writes
-out the queries of one group, and its tiles, none of which straddles two groups. The host never knows how many tiles
-there are: a head has at most ceil(L / T) + G of them, and the list is as long.
+A program takes a run of tokens of one head against all centroids. What is left of it is one bit a query for its group,
+or for number G, that of no group (padding). A second program writes out the queries of one group, and its tiles.
 """
 
 from typing import NamedTuple
@@ -32,6 +30,11 @@ class Segments(NamedTuple):
     """(B H, G + 1) int32: where the segment of a group ends in ``order``; the last is that of no group."""
     tiles: Tensor
     """(B H, slots, 4) int32: group (-1: unused), first place and end in ``order`` of every tile, and 0."""
+
+
+def no_segments(like: Tensor) -> Segments:
+    """What few tokens have: nothing."""
+    return Segments(*(like.new_empty(0, dtype=torch.int32) for _ in range(3)))
 
 
 @triton.jit

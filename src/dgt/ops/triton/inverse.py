@@ -1,9 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The keys of every group as lists, and their inverse, which sums over groups without atomics on floats.
 
-Each group leaves a partial gradient for each of its K keys. A key finds its partials through the index, in ascending
-order of group, and adds them up: the same bits in every run. First, every key gets a bit per group (by ``atomic_or``,
-whose order does not matter); then the number of bits below a group's own is its place among the partials of that key.
+A key finds the partial gradients of the groups that chose it through the index, in ascending order of group, and adds
+them up: the same bits in every run. docs/kernels.md tells how it is built.
 """
 
 from typing import NamedTuple
@@ -26,8 +25,8 @@ class Lists(NamedTuple):
 
     ids: Tensor
     """(B H, G, P) int32, P a multiple of 64: ascending; 0 after the last."""
-    counts: Tensor | None
-    """(B H, G) int32: how many; None where bits take the place of ids."""
+    counts: Tensor
+    """(B H, G) int32: how many. Few tokens have none, and bits in the place of ids."""
 
 
 def lists_of(key_ids: Tensor, keys: int) -> Lists:
@@ -42,7 +41,7 @@ def with_prefix(lists: Lists, width: int, prefix: int) -> Lists:
     """Lists of up to ``width`` keys after a prefix as lists of all keys, the prefix first."""
     always = torch.arange(prefix, dtype=torch.int32, device=lists.ids.device).expand(*lists.ids.shape[:2], prefix)
     ids = torch.cat([always, lists.ids[..., :width] + prefix], dim=-1)
-    return Lists(F.pad(ids, (0, -ids.shape[2] % PAD)), None if lists.counts is None else lists.counts + prefix)
+    return Lists(F.pad(ids, (0, -ids.shape[2] % PAD)), lists.counts + prefix)
 
 
 @triton.jit

@@ -4,7 +4,6 @@ With it `benchmarks/compile_kernels.py` walks the code that runs on a GPU, on me
 """
 
 import contextlib
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -123,11 +122,6 @@ def rows_of(tensor: Tensor) -> Tensor:
 def strides_of(*tensors: Tensor) -> tuple[int, ...]:
     """Return the strides of batch, head and token of each."""
     return tuple(stride for tensor in tensors for stride in tensor.stride()[:3])
-
-
-def base_two(scale: float) -> float:
-    """Return the factor that makes scores exponents of two; never zero, which minus infinity must survive."""
-    return (scale or 1e-30) * math.log2(math.e)
 
 
 def new_rows(like: Tensor) -> Tensor:

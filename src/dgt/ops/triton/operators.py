@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from dgt.ops import flops
-from dgt.ops.triton import dense, gathered, grouping, passes, products
-from dgt.ops.triton.grouping import Segments, count_slots, tile_size
+from dgt.ops.triton import grouping, passes, products, tiled
+from dgt.ops.triton.grouping import Segments, count_slots, no_segments, tile_size
 from dgt.ops.triton.inverse import PAD, Lists, lists_of, with_prefix
 from dgt.ops.triton.launch import check_runnable, new_rows, power_of_two
 from dgt.ops.triton.passes import sort_queries
@@ -40,9 +40,7 @@ def group_statistics(query: Tensor, group_ids: Tensor, groups: int) -> Tensor:
     return grouping.sum_queries(query, group_ids, groups, unit=True).sum((0, 2))
 
 
-@group_statistics.register_fake
-def _(query: Tensor, group_ids: Tensor, groups: int) -> Tensor:
-    return query.new_empty((query.shape[1], groups, query.shape[3] + 1), dtype=torch.float32)
+group_statistics.register_fake(lambda q, _, groups: q.new_empty((q.shape[1], groups, q.shape[3] + 1)).float())
 
 
 @torch.library.custom_op("dgt::triton_select_keys", mutates_args=())
@@ -70,7 +68,7 @@ def attend(
     """
     check_runnable("query", query)
     segments, lists = sort_queries(group_ids, key_ids.shape[2]), lists_of(key_ids, key.shape[2])
-    found = gathered.attend(query, key, value, segments, lists, scale, key_bias)
+    found = tiled.attend(query, key, value, group_ids, segments, lists, scale, key_bias)
     return (*found, *segments, *lists)  # type: ignore[return-value]
 
 
@@ -94,10 +92,8 @@ def attend_backward(
 ) -> Grads:  # fmt: skip
     """Gradients of query, key and value; the same bits in every run."""
     check_runnable("query", query)
-    if not len(order):  # few tokens
-        return dense.backward(grad, query, key, value, output, logsum, group_ids, ids, scale)
     segments, lists = Segments(order, ends, tiles), Lists(ids, counts)
-    return gathered.backward(grad, query, key, value, output, logsum, segments, lists, scale)
+    return tiled.backward(grad, query, key, value, output, logsum, group_ids, segments, lists, scale)
 
 
 attend_backward.register_fake(lambda grad, query, key, value, *_: (new_rows(query), new_rows(key), new_rows(value)))
@@ -116,21 +112,12 @@ def attention(
     check_runnable("query", query)
     prefix = key.shape[2] - query.shape[2]
     keys, values = key[:, :, prefix:], value[:, :, prefix:]
-    many = remainder or not dense.fits(query, key)
+    many = remainder or not tiled.are_few(query, key)
     group_ids, segments, key_ids, lists = passes.group_and_select(query, keys, centroids, top_k, key_mask, many)
-    if segments is None:
-        found = dense.attend(query, key, value, group_ids, lists.ids, scale)
-        return (*found, group_ids, key_ids, *_only(lists.ids))  # type: ignore[return-value]
-    rest = gathered.summarize(query, keys, values, group_ids, lists, scale, key_mask) if remainder else None
+    rest = tiled.summarize(query, keys, values, group_ids, lists, scale, key_mask) if remainder else None
     lists = with_prefix(lists, key_ids.shape[3], prefix) if prefix else lists
-    found = gathered.attend(query, key, value, segments, lists, scale, None, rest)
+    found = tiled.attend(query, key, value, group_ids, segments, lists, scale, None, rest)
     return (*found, group_ids, key_ids, *segments, *lists)  # type: ignore[return-value]
-
-
-def _only(words: Tensor) -> tuple[Tensor, ...]:
-    """What few tokens save, in the places of segments and lists: words instead of ids, and nothing else."""
-    empty = [words.new_empty(0) for _ in range(4)]
-    return (*empty[:3], words, empty[3])
 
 
 @attention.register_fake
@@ -142,9 +129,9 @@ def _(
     group_ids = query.new_empty(query.shape[:3], dtype=torch.int64)
     key_ids = key.new_empty((*key.shape[:2], groups, width), dtype=torch.int64)
     output, logsum, *extra = _like_attend(query, key, groups, width + key.shape[2] - query.shape[2])
-    if not remainder and dense.fits(query, key):
-        words = power_of_two(key.shape[2], 32) // 32
-        extra = list(_only(group_ids.new_empty((len(extra[0]), groups, words), dtype=torch.int32)))
+    if not remainder and tiled.are_few(query, key):
+        words = extra[0].new_empty((len(extra[0]), groups, power_of_two(key.shape[2], 32) // 32))
+        extra = [*no_segments(words), words, words.new_empty(0)]
     return (output, logsum, group_ids, key_ids, *extra)  # type: ignore[return-value]
 
 

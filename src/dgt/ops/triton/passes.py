@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dgt.ops.triton import grouping, selection
-from dgt.ops.triton.grouping import Segments
+from dgt.ops.triton.grouping import Segments, no_segments
 from dgt.ops.triton.inverse import Lists
 from dgt.ops.triton.launch import Launch, at_most, launch, power_of_two, rows_of
 
@@ -96,10 +96,10 @@ def group(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
 
 def group_and_select(
     query: Tensor | None, key: Tensor, centroids: Tensor, top_k: int, key_mask: Tensor | None, many: bool
-) -> tuple[Tensor, Segments | None, Tensor, Lists]:
+) -> tuple[Tensor, Segments, Tensor, Lists]:
     """Group queries, if there are any, and select in at most four launches: ``(group_ids, segments, key_ids, lists)``.
 
-    Without queries there are no segments; unless there are ``many`` neither, and the lists hold bits instead of ids.
+    Without queries there are no segments; unless there are ``many`` neither, and bits take the place of the lists' ids.
     """
     sort = many and query is not None
     key, width = rows_of(key), min(top_k, key.shape[2])
@@ -112,4 +112,4 @@ def group_and_select(
     best = keys.result if key.shape[2] > keys.result.shape[2] else None
     least = bound(places, best, width, key.device) if places or best is not None else None
     chosen = selection.finish(key, centroids, mask, width, keys, None if best is None else least, many)
-    return group_ids, places and places.result, *chosen
+    return group_ids, places.result if places else no_segments(words), *chosen

@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from dgt.ops.triton.common import head_base, load_rows, multiply, store_rows
-from dgt.ops.triton.gathered import load_tile, tiling
 from dgt.ops.triton.grouping import Segments, find_segment
 from dgt.ops.triton.inverse import Lists, gather, invert
 from dgt.ops.triton.launch import launch, rows_of, strides_of, turns
+from dgt.ops.triton.tiled import load_tile, tiling
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def product_of_tile(
     ``ids`` are those of the group of query i; a tile holds queries of one group.
     """
     head, slot = tl.program_id(0) // slots, tl.program_id(0) % slots
-    group, some, row, present = load_tile(tiles, None, order, head, slot, slots, queries, groups, T)
+    group, some, row, present = load_tile(tiles, None, order, head, slot, slots, queries, count, groups, T, 0)
     if group < 0:
         return
     row_base, key_base = head_base(rows, head, heads, rb, rh), head_base(keys, head, heads, kb, kh)

@@ -1,12 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The top-k keys of every group, chosen on chip (Eq. 1): a bound, the few keys above it, the choice among these.
 
-The keys of a head are dealt out to N >= 2 k blocks, key j to block j mod N, and a first kernel finds the best score of
-every group in every block. The k-th largest of these N is reached by at least k keys, and by few more: a bound
-(:func:`bound_row`). A second kernel scores all keys again and keeps one bit a group for those that reach it
-(:func:`mark_candidates`). A third scores these candidates once more, exactly, and chooses (:func:`pick_best`); ties go
-to the lowest index. Every score is made twice on the matrix units; no row of scores is ever sorted, or in memory.
-Where more candidates tie with the bound than have room, :func:`pick_best` searches all of them; any k is right.
+How: docs/kernels.md. Ties go to the lowest index; no row of scores is ever sorted, or in memory. Where more candidates
+tie with the bound than have room, :func:`pick_best` searches all of them: any k is right.
 """
 
 import torch
@@ -330,8 +326,8 @@ def finish(
     rows, groups, blocks = keys.result.shape
     key_ids = torch.empty((batch, heads, groups, width), dtype=torch.int64, device=key.device)
     length = triton.cdiv(width, PAD) * PAD if listed else blocks // 32
-    lists = Lists(key_ids.new_empty((rows, groups, length), dtype=torch.int32), None)
-    lists = lists._replace(counts=lists.ids.new_empty((rows, groups))) if listed else lists
+    ids = key_ids.new_empty((rows, groups, length), dtype=torch.int32)
+    lists = Lists(ids, ids.new_empty((rows, groups) if listed else 0))
     if low is None:
         made, warps = (*lists, None) if listed else (None, None, lists.ids), warps_for(blocks)
         launch(pick_all, rows * groups, keys.result, key_ids, *made, width, length, N=blocks, num_warps=warps)

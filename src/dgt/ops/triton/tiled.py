@@ -1,16 +1,15 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Attention inside each group for many tokens: keys and values gathered by index; forward (Eq. 2) and gradients.
+"""Attention inside each group: forward (Eq. 2), with or without a remainder, and gradients.
 
-A program takes a tile of queries of one group and the group's keys block by block, with a running softmax. Lists are
-padded with an id that exists, so nothing is masked but scores of the last block. With P = exp(scale Q K^T - logsum):
-
-    dP = dY V^T        dS = P * (dP - rowsum(dY * Y))        dQ = scale dS K        dK = scale dS^T Q        dV = P^T dY
-
-dQ goes tile by tile. For dK and dV a program takes some selected keys of one group and all its queries; a key sums the
-partials of the groups that chose it through the inverse index. Partials live in a workspace of a few heads at a time.
-
-With a remainder (:mod:`dgt.ops.remainder`), forward only, the running softmax starts from one key more of every group.
+A program takes a tile of queries and their keys block by block; for dK and dV a block of keys and all queries that may
+see them. Many tokens: queries are of one group, and keys gathered by its list, which is padded with an id that exists;
+a key sums the partials of the groups that chose it through the inverse index. FEW tokens, up to 256, would lose more by
+gathering than they save: all are read in their order, and query i sees key j if bit ``j % 32`` of word ``j // 32`` of
+its group is set; FEW is the number of these words, otherwise 0. The formulas are in docs/kernels.md.
 """
+
+import math
+from typing import Any
 
 import torch
 import triton
@@ -20,25 +19,59 @@ from torch import Tensor
 from dgt.ops.triton.common import LOWEST, head_base, load_rows, multiply, store_rows
 from dgt.ops.triton.grouping import Segments, find_segment, sum_queries, tile_size
 from dgt.ops.triton.inverse import PAD, Lists, gather, invert, mark
-from dgt.ops.triton.launch import base_two, block_of, launch, new_rows, power_of_two, rows_of, strides_of, turns
+from dgt.ops.triton.launch import at_most, block_of, launch, new_rows, power_of_two, rows_of, strides_of, turns
+
+MOST_TOKENS = 256
+
+
+def are_few(query: Tensor, key: Tensor) -> bool:
+    """Tell whether (B, H, L, D) tensors have so few tokens that dense attention under a mask is the way."""
+    return query.shape[2] == key.shape[2] <= MOST_TOKENS
 
 
 @triton.jit
-def load_tile(tiles, counts, order, head, slot, slots, queries, groups, T: tl.constexpr):
+def load_tile(tiles, counts, order, head, slot, slots, queries, keys, groups, T: tl.constexpr, FEW: tl.constexpr):
     """Group of a tile (-1 if it is unused), how many keys it sees, its queries, and which of T there are."""
-    row = tiles + (head.to(tl.int64) * slots + slot) * 4
-    group, first, end = tl.load(row), tl.load(row + 1), tl.load(row + 2)
-    listed = tl.minimum(tl.maximum(group, 0), groups - 1)  # the queries of no group see nothing
-    count = tl.where(group == listed, tl.load(counts + head * groups + listed) if counts is not None else 1, 0)
-    place = first + tl.arange(0, T)
-    present = place < end
-    return group, count, tl.load(order + head.to(tl.int64) * queries + place, mask=present, other=0), present
+    if FEW:
+        rows = slot * T + tl.arange(0, T)
+        group, count, present = 0, keys, rows < queries
+    else:
+        row = tiles + (head.to(tl.int64) * slots + slot) * 4
+        group, first, end = tl.load(row), tl.load(row + 1), tl.load(row + 2)
+        listed = tl.minimum(tl.maximum(group, 0), groups - 1)  # the queries of no group see nothing
+        count = tl.where(group == listed, tl.load(counts + head * groups + listed) if counts is not None else 1, 0)
+        place = first + tl.arange(0, T)
+        present = place < end
+        rows = tl.load(order + head.to(tl.int64) * queries + place, mask=present, other=0)
+    return group, count, rows, present
 
 
 @triton.jit
-def load_listed(base, ids, stride, D: tl.constexpr, DP: tl.constexpr):
-    """(N, DP) rows by ids that all exist."""
-    return load_rows(base, ids, stride, ids >= 0, D, DP) if D < DP else tl.load(
+def find_list(lists, tiles, head, group, rows, queries, groups, padded, FEW: tl.constexpr):
+    """Where the list of a group begins; FEW: the words of the groups of some queries, and which queries have any."""
+    if FEW:
+        group = tl.load(tiles + head.to(tl.int64) * queries + rows, mask=rows < queries, other=-1)
+        row = lists + (head.to(tl.int64) * groups + group) * FEW
+    else:
+        row = lists + (head * groups + group).to(tl.int64) * padded
+    return row, (group >= 0) & (group < groups)
+
+
+@triton.jit
+def sees(row, real, start, count, N: tl.constexpr, FEW: tl.constexpr):
+    """Whether queries see keys ``start`` and on, a multiple of N, in FEW tokens at most 32: (T, N) or (1, N)."""
+    if FEW:
+        word = tl.load(row + start // 32, mask=real, other=0) >> (start % 32)
+        seen = (word[:, None] & (1 << tl.arange(0, N))[None, :]) != 0
+    else:
+        seen = (start + tl.arange(0, N) < count)[None, :]
+    return seen
+
+
+@triton.jit
+def load_keys(base, ids, stride, keys, D: tl.constexpr, DP: tl.constexpr, FEW: tl.constexpr):
+    """(N, DP) rows by ids; of a list all exist."""
+    return load_rows(base, ids, stride, ids < keys, D, DP) if FEW or D < DP else tl.load(
         base + ids.to(tl.int64)[:, None] * stride + tl.arange(0, DP)[None, :]
     )  # fmt: skip
 
@@ -66,18 +99,18 @@ def finish_softmax(result, top, total):
 def attend_tiles(
     query, key, value, lists, counts, order, tiles, output, logsum, biases, rest_key, rest_value, rest_bias,
     qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, heads, queries, keys, groups, padded, slots, scale,
-    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries, ``scale`` contains log2(e); with a remainder, the running softmax starts from that key."""
     head, slot = tl.program_id(0) // slots, tl.program_id(0) % slots
-    group, count, rows, present = load_tile(tiles, counts, order, head, slot, slots, queries, groups, T)
+    group, count, rows, present = load_tile(tiles, counts, order, head, slot, slots, queries, keys, groups, T, FEW)
     if group < 0:
         return
     q = load_rows(head_base(query, head, heads, qb, qh), rows, ql, present, D, DP)
     if scale < 0:
         q, scale = -q, -scale
     key_rows, value_rows = head_base(key, head, heads, kb, kh), head_base(value, head, heads, vb, vh)
-    row = lists + (head * groups + group).to(tl.int64) * padded
+    row, real = find_list(lists, tiles, head, group, rows, queries, groups, padded, FEW)
     top = tl.full([T], LOWEST, tl.float32)
     total = tl.zeros([T], tl.float32)
     result = tl.zeros([T, DP], tl.float32)
@@ -92,17 +125,22 @@ def attend_tiles(
         total += tl.where(bias > float("-inf"), 1.0, 0.0)
         rest = tl.load(rest_value + own * D + channel, mask=channel < D, other=0.0)
         result += tl.where(bias > float("-inf"), rest, 0.0)[None, :]
-    full = count // N * N
-    for LAST in tl.static_range(2):  # the last block is masked, and apart
+    full = 0 if FEW else count // N * N
+    for LAST in tl.static_range(1 if FEW else 0, 2):  # the last block of many is masked, and apart
         for start in tl.range(full * LAST, full + (count - full) * LAST, N, num_stages=1 if LAST else None):
-            ids = tl.load(row + start + tl.arange(0, N))
-            score = multiply(q, tl.trans(load_listed(key_rows, ids, kl, D, DP)))
+            ids = start + tl.arange(0, N) if FEW else tl.load(row + start + tl.arange(0, N))
+            k = load_keys(key_rows, ids, kl, keys, D, DP, FEW)
+            if FEW:  # at once, and of many later: so each was faster
+                v, seen = load_keys(value_rows, ids, vl, keys, D, DP, FEW), sees(row, real, start, count, N, FEW)
+            score = multiply(q, tl.trans(k))
             if biases is not None:
                 score += tl.load(biases + ids)[None, :]
             if LAST:
-                score = tl.where((start + tl.arange(0, N) < count)[None, :], score, float("-inf"))
+                seen = seen if FEW else sees(row, real, start, count, N, FEW)
+                score = tl.where(seen, score, float("-inf"))
             weight, shrink, top, total = running_softmax(score, scale, top, total)
-            v = load_listed(value_rows, ids, vl, D, DP)
+            if not FEW:
+                v = load_keys(value_rows, ids, vl, keys, D, DP, FEW)
             result = result * shrink[:, None] + multiply(weight.to(v.dtype), v)
     result, logs = finish_softmax(result, top, total)
     store_rows(head_base(output, head, heads, ob, oh), rows, ol, present, result, D, DP)
@@ -113,12 +151,12 @@ def attend_tiles(
 def query_gradient(
     grad, query, key, value, output, lists, counts, order, tiles, logsum, delta, grad_query,
     gb, gh, gl, qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, rb, rh, rl,
-    heads, queries, groups, padded, slots, scale_log2, scale,
-    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
+    heads, queries, keys, groups, padded, slots, scale_log2, scale,
+    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """dQ of one tile of queries, and its delta for the other kernel."""
     head, slot = tl.program_id(0) // slots, tl.program_id(0) % slots
-    group, count, rows, present = load_tile(tiles, counts, order, head, slot, slots, queries, groups, T)
+    group, count, rows, present = load_tile(tiles, counts, order, head, slot, slots, queries, keys, groups, T, FEW)
     if group < 0:
         return
     q = load_rows(head_base(query, head, heads, qb, qh), rows, ql, present, D, DP)
@@ -128,14 +166,13 @@ def query_gradient(
     tl.store(delta + head.to(tl.int64) * queries + rows, mean, mask=present)
     logs = tl.load(logsum + head.to(tl.int64) * queries + rows, mask=present, other=0.0)
     key_rows, value_rows = head_base(key, head, heads, kb, kh), head_base(value, head, heads, vb, vh)
-    row = lists + (head * groups + group).to(tl.int64) * padded
+    row, real = find_list(lists, tiles, head, group, rows, queries, groups, padded, FEW)
     result = tl.zeros([T, DP], tl.float32)
     for start in range(0, count, N):
-        column = start + tl.arange(0, N)
-        ids = tl.load(row + column)
-        k, v = load_listed(key_rows, ids, kl, D, DP), load_listed(value_rows, ids, vl, D, DP)
-        weight = tl.exp2(multiply(q, tl.trans(k)) * scale_log2 - logs[:, None])
-        weight = tl.where((column < count)[None, :], weight, 0.0)
+        ids = start + tl.arange(0, N) if FEW else tl.load(row + start + tl.arange(0, N))
+        k, v = load_keys(key_rows, ids, kl, keys, D, DP, FEW), load_keys(value_rows, ids, vl, keys, D, DP, FEW)
+        seen, score = sees(row, real, start, count, N, FEW), multiply(q, tl.trans(k)) * scale_log2 - logs[:, None]
+        weight = tl.where(seen, tl.exp2(score), 0.0)
         slope = weight * (multiply(dy, tl.trans(v)) - mean[:, None])
         result += multiply(slope.to(k.dtype), k)
     store_rows(head_base(grad_query, head, heads, rb, rh), rows, rl, present, result * scale, D, DP)
@@ -143,43 +180,53 @@ def query_gradient(
 
 @triton.jit
 def key_gradients(
-    grad, query, key, value, lists, counts, order, ends, logsum, delta, partial_key, partial_value,
-    gb, gh, gl, qb, qh, ql, kb, kh, kl, vb, vh, vl,
-    heads, queries, groups, padded, first_head, blocks, scale_log2, scale,
-    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
+    grad, query, key, value, lists, counts, order, ends, group_ids, logsum, delta, grad_key, grad_value,
+    gb, gh, gl, qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol,
+    heads, queries, keys, groups, padded, first_head, blocks, scale_log2, scale,
+    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """Partial dK and dV of one block of the selected keys of a group.
+    """Partial dK and dV of one block of the selected keys of a group; FEW: all of a block of keys.
 
     Rows beyond the group's keys are filled with what nobody reads; absent queries are zero, and so is what they add.
     """
-    pid = tl.program_id(0)
-    block, group, nth = pid % blocks, pid // blocks % groups, pid // blocks // groups
-    head = first_head + nth
-    if block * N >= tl.load(counts + head * groups + group):
-        return
-    begin, end = find_segment(ends, head, group, groups)
+    block, nth = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     place = block * N + tl.arange(0, N)
-    ids = tl.load(lists + (head * groups + group).to(tl.int64) * padded + place)
-    k = load_listed(head_base(key, head, heads, kb, kh), ids, kl, D, DP)
-    v = load_listed(head_base(value, head, heads, vb, vh), ids, vl, D, DP)
+    if FEW:
+        head, begin, end, ids, width = nth, 0, queries, place, ol
+        one, two = head_base(grad_key, head, heads, ob, oh), head_base(grad_value, head, heads, ob, oh)
+    else:
+        group, nth = nth % groups, nth // groups
+        head, width = first_head + nth, D
+        if block * N >= tl.load(counts + head * groups + group):
+            return
+        begin, end = find_segment(ends, head, group, groups)
+        ids = tl.load(lists + (head * groups + group).to(tl.int64) * padded + place)
+        base = (nth.to(tl.int64) * groups + group) * padded * D
+        one, two = grad_key + base, grad_value + base
+    k = load_keys(head_base(key, head, heads, kb, kh), ids, kl, keys, D, DP, FEW)
+    v = load_keys(head_base(value, head, heads, vb, vh), ids, vl, keys, D, DP, FEW)
     query_rows, grad_rows = head_base(query, head, heads, qb, qh), head_base(grad, head, heads, gb, gh)
     dk = tl.zeros([N, DP], tl.float32)
     dv = tl.zeros([N, DP], tl.float32)
     for start in range(begin, end, T):
         at = start + tl.arange(0, T)
         present = at < end
-        rows = tl.load(order + head.to(tl.int64) * queries + at, mask=present, other=0)
+        rows = at if FEW else tl.load(order + head.to(tl.int64) * queries + at, mask=present, other=0)
+        if FEW:
+            words, real = find_list(lists, group_ids, head, 0, rows, queries, groups, padded, FEW)
         q = load_rows(query_rows, rows, ql, present, D, DP)
         dy = load_rows(grad_rows, rows, gl, present, D, DP)
         logs = tl.load(logsum + head.to(tl.int64) * queries + rows, mask=present, other=0.0)
         mean = tl.load(delta + head.to(tl.int64) * queries + rows, mask=present, other=0.0)
-        weight = tl.exp2(multiply(k, tl.trans(q)) * scale_log2 - logs[None, :])
+        score = multiply(k, tl.trans(q)) * scale_log2 - logs[None, :]
+        if FEW:
+            score = tl.where(tl.trans(sees(words, real, block * N, keys, N, FEW)), score, float("-inf"))
+        weight = tl.exp2(score)
         dv += multiply(weight.to(dy.dtype), dy)
         slope = weight * (multiply(v, tl.trans(dy)) - mean[None, :])
         dk += multiply(slope.to(q.dtype), q)
-    base = (nth.to(tl.int64) * groups + group) * padded * D
-    store_rows(partial_key + base, place, D, place >= 0, dk * scale, D, DP)
-    store_rows(partial_value + base, place, D, place >= 0, dv, D, DP)
+    store_rows(one, place, width, place < keys if FEW else place >= 0, dk * scale, D, DP)
+    store_rows(two, place, width, place < keys if FEW else place >= 0, dv, D, DP)
 
 
 @triton.jit
@@ -188,10 +235,7 @@ def sum_up_rest(
     kb, kh, kl, vb, vh, vl, heads, keys, groups, words, parts, scale,
     D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """k', v' and b of T groups of a head, few so that few heads fill the chip; ``scale`` contains log2(e), and so b.
-
-    The mean query is rounded to the model's type: Z is expanded around what it is rounded to.
-    """
+    """k', v' and b of T groups of a head, few so that few heads fill the chip; ``scale`` contains log2(e), and so b."""
     head, first = tl.program_id(0) // parts, tl.program_id(0) % parts * T
     ids = first + tl.arange(0, T)
     exist, own = ids < groups, head.to(tl.int64) * groups + ids
@@ -223,31 +267,39 @@ def sum_up_rest(
     tl.store(rest_bias + own, logs - tl.sum(q.to(tl.float32) * mean_key, 1) * scale, mask=exist)
 
 
-def tiling(query: Tensor, groups: int) -> dict[str, int]:
+def base_two(scale: float) -> float:
+    """Return the factor that makes scores exponents of two; never zero, which minus infinity must survive."""
+    return (scale or 1e-30) * math.log2(math.e)
+
+
+def tiling(query: Tensor, groups: int, few: bool = False) -> dict[str, int]:
     """Sizes of the tiles of queries and blocks of keys, and how a program runs them."""
-    sizes = {"T": tile_size(query.shape[2], groups), "N": min(block_of(query), PAD)}
-    return {"D": query.shape[3], "DP": power_of_two(query.shape[3]), **sizes, "num_warps": 4}
+    block, tokens = block_of(query), query.shape[2]
+    sizes = (min(block, power_of_two(tokens)), min(block, 32)) if few else (tile_size(tokens, groups), min(block, PAD))
+    return {"D": query.shape[3], "DP": power_of_two(query.shape[3]), "T": sizes[0], "N": sizes[1], "num_warps": 4}
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, lists: Lists, scale: float,
+    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, segments: Segments, lists: Lists, scale: float,
     key_bias: Tensor | None = None, rest: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attend inside each group; ``(output, logsum)``: (B, H, L, D) of the query's type, float32 (B, H, L).
 
-    ``key_bias``, (B, H, M), is added to the scores of a key; ``rest`` is a key more of every group, of
-    :func:`summarize`. Neither has a gradient.
+    Without segments tokens are few. ``key_bias``, (B, H, M), is added to the scores of a key; ``rest`` is a key more of
+    every group, of :func:`summarize`. Neither has a gradient.
     """
-    query, key, value = rows_of(query), rows_of(key), rows_of(value)
+    query, key, value, few = rows_of(query), rows_of(key), rows_of(value), not len(segments.order)
     batch, heads, queries, _ = query.shape
     groups, padded = lists.ids.shape[1:]
     output = new_rows(query)
     logsum = torch.empty((batch, heads, queries), dtype=torch.float32, device=query.device)
-    slots = segments.tiles.shape[1]
-    options = tiling(query, groups) | {"num_stages": 3}
+    options = tiling(query, groups, few)
+    options |= {"FEW": padded, "num_stages": 1, **at_most(query, 96)} if few else {"FEW": 0, "num_stages": 3}
+    tiles = group_ids.contiguous() if few else segments.tiles
+    slots = triton.cdiv(queries, options["T"]) if few else tiles.shape[1]
     biases = None if key_bias is None else (key_bias.float() / abs(scale or 1e-30)).contiguous()  # of scores unscaled
     launch(
-        attend_tiles, batch * heads * slots, query, key, value, *lists, segments.order, segments.tiles, output, logsum,
+        attend_tiles, batch * heads * slots, query, key, value, *lists, segments.order, tiles, output, logsum,
         biases, *(rest or (None,) * 3), *strides_of(query, key, value, output), heads, queries,
         key.shape[2], groups, padded, slots, base_two(scale), **options,
     )  # fmt: skip
@@ -278,31 +330,37 @@ def summarize(
 
 def backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsum: Tensor,
-    segments: Segments, lists: Lists, scale: float,
+    group_ids: Tensor, segments: Segments, lists: Lists, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dQ, dK and dV; arguments as in :func:`attend` and what it returned."""
     grad, query, key, value, output = (rows_of(t) for t in (grad, query, key, value, output))
+    group_ids, logsum, few = group_ids.contiguous(), logsum.contiguous(), not len(segments.order)
     batch, heads, queries, channels = query.shape
     groups, padded = lists.ids.shape[1:]
     grad_query, grad_key, grad_value = new_rows(query), new_rows(key), new_rows(value)
-    logsum = logsum.contiguous()
     delta = torch.empty_like(logsum)
-    options, slots = tiling(query, groups), segments.tiles.shape[1]
-    shape, scales = (heads, queries, groups, padded), (base_two(scale), scale)
+    options = tiling(query, groups, few) | {"FEW": padded if few else 0, "num_stages": 3 if few else 2}
+    tiles = group_ids if few else segments.tiles
+    slots = triton.cdiv(queries, options["T"]) if few else tiles.shape[1]
+    shape, scales = (heads, queries, key.shape[2], groups, padded), (base_two(scale), scale)
     launch(
         query_gradient, batch * heads * slots,
-        grad, query, key, value, output, *lists, segments.order, segments.tiles, logsum, delta, grad_query,
-        *strides_of(grad, query, key, value, output, grad_query), *shape, slots, *scales, **options, num_stages=2,
+        grad, query, key, value, output, *lists, segments.order, tiles, logsum, delta, grad_query,
+        *strides_of(grad, query, key, value, output, grad_query), *shape, slots, *scales, **options,
     )  # fmt: skip
-    inverse = invert(lists, key.shape[2])
-    blocks = triton.cdiv(padded, options["N"])
-    for first, count in turns(batch * heads, 8 * groups * padded * channels):
-        partials = torch.empty((2, count, groups * padded, channels), dtype=torch.float32, device=key.device)
+    options["T"] = min(options["T"], options["N"] if few else block_of(query))
+    options |= {"num_warps": 2, "num_stages": 1} if few else {}
+    blocks = triton.cdiv(key.shape[2] if few else padded, options["N"])
+    runs = [(0, batch * heads)] if few else turns(batch * heads, 8 * groups * padded * channels)
+    inverse: Any = None if few else invert(lists, key.shape[2])
+    for first, count in runs:
+        like = (2, count, groups * padded, channels)
+        made: Any = (grad_key, grad_value) if few else torch.empty(like, dtype=torch.float32, device=key.device)
         launch(
-            key_gradients, count * groups * blocks,
-            grad, query, key, value, *lists, segments.order, segments.ends, logsum, delta, *partials,
-            *strides_of(grad, query, key, value), *shape, first, blocks, *scales,
-            **options | {"T": min(options["T"], block_of(query))}, num_stages=2,
+            key_gradients, count * blocks * (1 if few else groups), grad, query, key, value, *lists, segments.order,
+            segments.ends, group_ids, logsum, delta, *made, *strides_of(grad, query, key, value, grad_key), *shape,
+            first, blocks, *scales, **options,
         )  # fmt: skip
-        gather(inverse, partials, [grad_key, grad_value], first)
+        if not few:
+            gather(inverse, made, [grad_key, grad_value], first)
     return grad_query, grad_key, grad_value
