@@ -69,7 +69,7 @@ def attend(
     check_runnable("query", query)
     segments, lists = sort_queries(group_ids, key_ids.shape[2]), lists_of(key_ids, key.shape[2])
     found = tiled.attend(query, key, value, group_ids, segments, lists, scale, key_bias)
-    return (*found, *segments, *lists)  # type: ignore[return-value]
+    return (*found, *segments, *lists)
 
 
 def _like_attend(query: Tensor, key: Tensor, groups: int, width: Any) -> Saved:
@@ -117,7 +117,7 @@ def attention(
     rest = tiled.summarize(query, keys, values, group_ids, lists, scale, key_mask) if remainder else None
     lists = with_prefix(lists, key_ids.shape[3], prefix) if prefix else lists
     found = tiled.attend(query, key, value, group_ids, segments, lists, scale, None, rest)
-    return (*found, group_ids, key_ids, *segments, *lists)  # type: ignore[return-value]
+    return (*found, group_ids, key_ids, *segments, *lists)
 
 
 @attention.register_fake
