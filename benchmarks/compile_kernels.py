@@ -47,7 +47,7 @@ BUDGETS = {
     "attend_tiles, few": (96, 16384, 220, 5),
     "query_gradient, few": (128, 32768, 320, 4), "key_gradients, few": (144, 16384, 500, 6),
     "gather_partials": (96, 8192, 200, 4), "mark_keys": (48, 8192, 0, 8), "fill_entries": (64, 8192, 140, 8),
-    "sum_up_rest": (152, 49152, 700, 3), "sum_run": (128, 16384, 400, 4),
+    "sum_up_rest": (152, 49152, 704, 3), "sum_run": (128, 16384, 400, 4),
 }  # fmt: skip
 WIDE = {  # what differs for D 64 and D 128
     "vision": {
@@ -57,7 +57,7 @@ WIDE = {  # what differs for D 64 and D 128
     "wide": {
         "score_tokens": (240, 24576, 700, 2), "mark_candidates": (64, 32768, 220, 6),
         "attend_tiles": (176, 53248, 360, 2), "query_gradient": (168, 65536, 320, 2),
-        "key_gradients": (176, 40960, 320, 2), "sum_run": (168, 24576, 640, 2),
+        "key_gradients": (176, 40960, 320, 2), "sum_run": (240, 32768, 720, 2),
     },
 }  # fmt: skip
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.bool: "i1", torch.int16: "i16"}
