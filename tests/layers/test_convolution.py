@@ -19,7 +19,7 @@ def results(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return [output.detach(), x.grad, *(p.grad for p in module.parameters()), *module.buffers()]
 
 
-def plainly(x, act, norm, then=convolution.IDENTITY, *rest):
+def plainly(x, act, norm, then=convolution.unchanged, *rest):
     """What :func:`activate_and_norm` computes."""
     return then(norm(act(x)), *rest)
 

@@ -45,11 +45,13 @@ class _Kept(torch.autograd.Function):
         return grad
 
 
-IDENTITY = nn.Identity()
+def unchanged(x: Tensor) -> Tensor:
+    """Return a tensor as it is: no module, which torch.fx would look for among the model's."""
+    return x
 
 
 def activate_and_norm(
-    x: Tensor, act: nn.Module, norm: Any, then: Callable[..., Tensor] = IDENTITY, *rest: Any
+    x: Tensor, act: nn.Module, norm: Any, then: Callable[..., Tensor] = unchanged, *rest: Any
 ) -> Tensor:
     """Return ``then(norm(act(x)), *rest)``; in training, what lies between is computed again and not kept.
 
