@@ -5,9 +5,9 @@
         --errors 0.001 0.01 0.02 0.05 0.1 --out accelerate_imagenette.json
 
 Settings are chosen, without training, by `--calibrate` validation images, drawn by seed: the model was trained on none
-of them. Then in one pass over `--images` others, each is answered by the model's own attention and by every plan, in
-turns, and timed. What there is stands beside the JSON, in a folder of its name: plans, and the logits of every image.
-Run it again to go on; nothing is measured twice, and more errors or images may be asked for then.
+of them. Then in one pass over `--images` others, each is answered by the model's own attention and by every plan; times
+are those of the reports. What there is stands beside the JSON, in a folder of its name: plans, and the logits of every
+image. Run it again to go on; nothing is measured twice, and more errors or images may be asked for then.
 
     python benchmarks/accelerate_imagenette.py --run OUT/runs/vit256 --data.root DATA/imagenette128 \
         --spread plan.safetensors --images 48 --out accelerate_spread.json
@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,7 +30,6 @@ from torch import Tensor, nn
 
 import dgt
 from dgt.acceleration.report import Report
-from dgt.acceleration.sdpa import timed
 from dgt.acceleration.search import half_interval, relative_error
 from dgt.bench.measures import machine
 from dgt.training import load_run
@@ -90,9 +88,7 @@ def answer(
         found["labels"][place : place + 1] = [label]
         for name in names:
             if len(found["logits"][name]) == place:
-                spent, logits = timed(lambda name=name, image=image: networks[name](image)[0])
-                found["logits"][name].append(logits.tolist())
-                found["ms"].setdefault(name, []).append(spent)
+                found["logits"][name].append(networks[name](image)[0].tolist())
         if place % KEPT == KEPT - 1:
             yield
     yield
@@ -105,7 +101,7 @@ def row(report: Report, name: str, found: dict[str, Any]) -> dict[str, Any]:
     squares = torch.stack([(after - own).square().sum(1), own.square().sum(1)], dim=1)
     labels = torch.tensor(found["labels"][:count])
     right = [(logits.argmax(1) == labels).double() for logits in (own, after)]
-    error, times = relative_error(squares), [statistics.median(found["ms"][key][:count]) for key in (OWN, name)]
+    error = relative_error(squares)
     return report.to_json() | {
         "unseen_images": count,
         "unseen_error": error,
@@ -116,8 +112,6 @@ def row(report: Report, name: str, found: dict[str, Any]) -> dict[str, Any]:
         "top1_gain": float((right[1] - right[0]).mean()),
         "top1_gain_half": 1.96 * float((right[1] - right[0]).std()) / count**0.5,
         "agreement": float((own.argmax(1) == after.argmax(1)).double().mean()),
-        "image_ms_before": times[0],
-        "image_ms_after": times[1],
     }
 
 
@@ -167,7 +161,7 @@ def main() -> None:
     start, folder = time.monotonic(), options.out.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
     kept, images = folder / "answers.json", Images(load_run(options.run), options.root)
-    found = json.loads(kept.read_text()) if kept.exists() else {"labels": [], "logits": {}, "ms": {}}
+    found = json.loads(kept.read_text()) if kept.exists() else {"labels": [], "logits": {}}
     if found.setdefault("calibrate", options.calibrate) != options.calibrate:
         parser.error(f"--calibrate: {folder} has plans by {found['calibrate']} images")
     networks, reports = {OWN: load_run(options.run).network.eval()}, dict[str, Report]()

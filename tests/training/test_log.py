@@ -107,6 +107,7 @@ def test_curves_that_cannot_be_opened_are_left_out(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(SummaryWriter, "__init__", fail)
     with begun(tmp_path) as report:
         report.write_row({"step": 0, "loss": 3.0})
+        report.write_image("image", np.zeros((4, 4, 3), np.uint8))
     assert read_metrics(tmp_path) == [{"step": 0, "loss": 3.0}]
 
 

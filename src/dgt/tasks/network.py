@@ -23,7 +23,8 @@ class ModelSettings:
         drop_path_rate: stochastic depth; null for models that do not take it.
         args: further keyword arguments of the model. They belong to the recipe's model: naming another one on the
             command line drops them.
-        head: keyword arguments of the head that the task puts on the model; classification has none.
+        head: keyword arguments of the head that the task puts on the model; classification has none. A segmenter's
+            class_weights are what a pixel of each class counts in the loss.
         init_from: a checkpoint, run folder or model folder to take the first weights from; null for random weights.
         top_k_schedule: share of the steps in which k of DG-Attention falls from all tokens to `top_k`; null for none.
         top_k_start: number of keys that it falls from, in place of all tokens.

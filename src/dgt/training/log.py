@@ -139,7 +139,8 @@ class Report(logging.Handler):
 
     def write_image(self, name: str, image: NDArray[np.uint8]) -> None:
         """Show an image (H, W, 3) in TensorBoard."""
-        self.board.add_image(name, image, self.progress.step, dataformats="HWC")
+        if self.board is not None:
+            self.board.add_image(name, image, self.progress.step, dataformats="HWC")
 
     def write_status(self, state: str, error: str | None = None) -> None:
         """Say in `status.json` where the training is: at once where the state is another, else now and then."""
@@ -194,11 +195,10 @@ def run_status(folder: str | Path) -> dict[str, Any]:
     status["checkpoints"] = [path.name for path in step_checkpoints(folder)]
     if status["state"] in ("begun", "training", "validating") and status["host"] == socket.gethostname():
         try:
-            os.kill(status["pid"], 0)
+            with suppress(PermissionError):  # somebody else's process
+                os.kill(status["pid"], 0)
         except ProcessLookupError:
             status["state"] = "killed"
-        except PermissionError:  # somebody else's process
-            pass
     return status
 
 
