@@ -44,6 +44,37 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _patching_once_a_launch() -> None:
+    """Let Triton's interpreter patch its language once a launch.
+
+    It does so anew in every call of one function by another, to the same effect, which is half of what a kernel takes.
+    """
+    try:
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+    patch, run = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    language = interpreter.tl
+    kinds: dict[int, tuple[bool, ...]] = {}  # of a module's names: by which it knows Triton's language
+    patched: set[tuple[bool, ...]] = set()
+
+    def patch_once(function: Any) -> Any:
+        names = function.__globals__
+        if id(names) not in kinds:
+            kinds[id(names)] = tuple(any(v is module for v in names.values()) for module in (language, language.core))
+        if kinds[id(names)] in patched:
+            return None
+        patched.add(kinds[id(names)])
+        return patch(function)
+
+    def run_and_forget(*arguments: Any, **options: Any) -> Any:
+        patched.clear()  # what was patched is restored when a launch ends
+        return run(*arguments, **options)
+
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, run_and_forget
+
+
 @pytest.fixture(autouse=True)
 def _same_seeds() -> None:
     """Start every test from the same random state, whatever ran before it."""
