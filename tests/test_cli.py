@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from dataclasses import fields
@@ -68,9 +69,16 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     assert f"usage: dgt {command}" in capsys.readouterr().out
 
 
-def test_the_package_answers_as_the_command_does() -> None:
-    result = subprocess.run([sys.executable, "-m", "dgt", "--help"], capture_output=True, text=True, check=True)
-    assert all(command in result.stdout for command in COMMANDS)
+def test_the_package_answers_as_the_command_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What `python -m dgt --help` runs."""
+    monkeypatch.setattr(sys, "argv", ["dgt", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("dgt", run_name="__main__", alter_sys=True)
+    assert not ended.value.code
+    told = capsys.readouterr().out
+    assert all(command in told for command in COMMANDS)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
@@ -19,6 +21,7 @@ from matplotlib.patches import FancyBboxPatch
 from numpy.typing import NDArray
 from PIL import Image
 
+import dgt
 from dgt.figures import (
     GroupPanel,
     choose_groups,
@@ -112,13 +115,14 @@ def test_heavy_keys_are_brighter() -> None:
     assert _lit(figure, 4) == [7, 8]
 
 
-@pytest.mark.parametrize("size", [(33, 47), (500, 40), (20, 100), (1, 1)])
-def test_any_image_size_and_many_groups(size: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("size", "times"), [((33, 47), 4), ((500, 40), 1), ((20, 100), 1), ((1, 1), 1)])
+def test_any_image_size_and_many_groups(size: tuple[int, int], times: int) -> None:
     panel = _panel(image=np.full((*size, 3), 90, np.uint8), title="block 1")
-    figure = figure_groups([panel, _panel()], groups=[0, 1, 2] * 4)
-    assert len(figure.axes) == 2 * 25
+    figure = figure_groups([panel, _panel()], groups=[0, 1, 2] * times)
+    in_row = 1 + 2 * 3 * times
+    assert len(figure.axes) == 2 * in_row
     assert _lit(figure, 1) == [4]
-    assert _lit(figure, 25 + 2) == [10]
+    assert _lit(figure, in_row + 2) == [10]
 
 
 def test_figure_has_titles_and_a_dashed_frame_per_pair() -> None:
@@ -304,13 +308,19 @@ def test_failed_save_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Monk
     assert (tmp_path / "a.png").read_bytes() == b"old"
 
 
-def test_matplotlib_backend_is_left_alone(tmp_path: Path) -> None:
-    script = (
-        "import matplotlib; matplotlib.use('svg')\n"
-        "import numpy as np, dgt.figures as f\n"
-        "panel = f.GroupPanel(np.zeros((8, 8, 3), np.uint8), (2, 2), np.zeros(4, int), np.zeros((1, 2), int))\n"
-        f"f.save_figure(f.figure_groups([panel], 1), {str(tmp_path / 'a.png')!r}, dpi=50)\n"
-        "import matplotlib.pyplot as plt\n"
-        "assert matplotlib.get_backend().lower() == 'svg' and plt.get_fignums() == []\n"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "MPLCONFIGDIR": str(tmp_path)})
+def test_matplotlib_backend_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither loading the package nor drawing chooses one, or opens figures of pyplot."""
+    before, loaded = matplotlib.get_backend(), dgt.figures
+    monkeypatch.setattr(dgt, "figures", loaded)  # what loading it anew will change
+    for name in [name for name in sys.modules if name.startswith("dgt.figures")]:
+        monkeypatch.delitem(sys.modules, name)
+    try:
+        matplotlib.use("svg")
+        fresh = importlib.import_module("dgt.figures")
+        assert fresh is not loaded
+        panel = fresh.GroupPanel(np.zeros((8, 8, 3), np.uint8), (2, 2), np.zeros(4, int), np.zeros((1, 2), int))
+        fresh.save_figure(fresh.figure_groups([panel], 1), tmp_path / "a.png", dpi=50)
+        assert matplotlib.get_backend().lower() == "svg"
+        assert plt.get_fignums() == []
+    finally:
+        matplotlib.use(before)

@@ -8,21 +8,26 @@ import torch
 import dgt
 
 
-@pytest.fixture
-def operands() -> dict[str, torch.Tensor]:
+def draw(batch: int, queries: int, keys: int, channels: int, width: int) -> dict[str, torch.Tensor]:
     """Queries, keys, weights and ids with padding, an empty place and an empty group; float64."""
-    group_ids = torch.randint(0, 3, (2, 2, 11))
+    group_ids = torch.randint(0, 3, (batch, 2, queries))
     group_ids[0, :, 4] = -1
-    key_ids = torch.rand(2, 2, 4, 13).argsort(-1)[..., :5].sort(-1).values
-    key_ids[1, 1, 0, 3:] = -1
+    key_ids = torch.rand(batch, 2, 4, keys).argsort(-1)[..., :width].sort(-1).values
+    key_ids[-1, 1, 0, width - 2 :] = -1
     like = {"dtype": torch.float64, "requires_grad": True}
     return {
-        "queries": torch.randn(2, 2, 11, 6, **like),
-        "keys": torch.randn(2, 2, 13, 6, **like),
-        "weights": torch.randn(2, 2, 11, 5, **like),
+        "queries": torch.randn(batch, 2, queries, channels, **like),
+        "keys": torch.randn(batch, 2, keys, channels, **like),
+        "weights": torch.randn(batch, 2, queries, width, **like),
         "group_ids": group_ids,
         "key_ids": key_ids,
     }
+
+
+@pytest.fixture
+def operands() -> dict[str, torch.Tensor]:
+    """Two images of eleven queries and thirteen keys, of which a group has five."""
+    return draw(2, 11, 13, 6, 5)
 
 
 def pair(form: int, operands: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,7 +38,7 @@ def pair(form: int, operands: dict[str, torch.Tensor]) -> tuple[torch.Tensor, to
 
 def multiply(form: int, operands: dict[str, torch.Tensor], *pair: torch.Tensor) -> torch.Tensor:
     """The form under test."""
-    tokens = 13 if form > 2 else None
+    tokens = operands["keys"].shape[2] if form > 2 else None
     return dgt.group_matmul(form, *pair, operands["group_ids"], operands["key_ids"], tokens=tokens)
 
 
@@ -56,7 +61,9 @@ def test_equals_the_dense_product(form: int, operands: dict[str, torch.Tensor]) 
 
 
 @pytest.mark.parametrize("form", [1, 2, 3, 4])
-def test_gradients_of_first_and_second_order(form: int, operands: dict[str, torch.Tensor]) -> None:
+def test_gradients_of_first_and_second_order(form: int) -> None:
+    operands = draw(1, 6, 7, 3, 4)
+
     def product(*arguments: torch.Tensor) -> torch.Tensor:
         return multiply(form, operands, *arguments)
 
