@@ -105,18 +105,18 @@ class TestBadData:
         with pytest.raises(BrokenImagesError, match="3 of the 9 annotations of split 'train' cannot be used") as raised:
             open_data(root)
         for reason in (
-            "annotation 70: must have as its image_id one that the file lists, got 99",
-            "annotation 71: must have as its category_id one that the file lists, got 50",
-            "annotation 72: has a polygon",
+            "annotation 70: must have one of the file's images as its image_id, got 99",
+            "annotation 71: must have one of the file's categories as its category_id, got 50",
+            "annotation 72: must have polygons [x, y, ...] of at least 3 points",
         ):
             assert reason in str(raised.value)
-        with pytest.warns(UserWarning, match=r"3 of 9 annotations cannot .*val2017\.json: annotation 70: must"):
+        with pytest.warns(UserWarning, match=r"3 of 9 annotations are left out.*val2017\.json: annotation 70: must"):
             data = open_data(root, max_broken_share=0.5)
         assert len(data.broken_images["train annotations"]) == 3
         assert len(data.datasets["train"][Key(0, 0, 0)][1]["boxes"]) == 2
         assert len(data.datasets["val"].reader.ground_truth()["annotations"]) == 6
         assert data.write_broken_images(tmp_path / "broken.txt") == 6
-        assert "annotation 72\thas a polygon that is no list of x and y" in (tmp_path / "broken.txt").read_text()
+        assert "annotation 72\tmust have polygons" in (tmp_path / "broken.txt").read_text()
 
     def test_unreadable_images_stop_the_run_or_are_left_out_and_listed(self, tmp_path: Path) -> None:
         root = write_coco(tmp_path)
@@ -148,14 +148,14 @@ class TestBadData:
         root = write_coco(tmp_path)
         file = root / "annotations" / "instances_train2017.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "annotations": []}))
-        with pytest.raises(ValueError, match="train holds no image with an object to train on"):
+        with pytest.raises(ValueError, match="the 4 images of train hold no object to train on or to compare with"):
             open_data(root)
 
     def test_nothing_to_compare_with_is_told(self, tmp_path: Path) -> None:
         root = write_coco(tmp_path)
         file = root / "annotations" / "instances_val2017.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "annotations": [crowd(5, 3)]}))
-        with pytest.raises(ValueError, match="the 4 images of val hold no object to compare detections with"):
+        with pytest.raises(ValueError, match="the 4 images of val hold no object to train on or to compare with"):
             open_data(root)
 
     @pytest.mark.parametrize(

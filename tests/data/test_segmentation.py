@@ -147,12 +147,12 @@ class TestWrongFiles:
     @pytest.mark.parametrize("workers", [0, 2])
     def test_a_label_out_of_range(self, folder: Path, workers: int) -> None:
         save(folder, "val", "01", np.full((48, 64), 7, dtype=np.uint8))
-        message = r"labels/val/01.png: expected labels 0 to 2, 255 for none, got 7$"
+        message = r"labels/val/01.png: label 7 is that of none of the 3 classes$"
         self.fails(folder, message, num_workers=workers)
 
     def test_a_label_out_of_range_in_ade20ks_layout(self, tmp_path: Path) -> None:
         save(tmp_path, "training", "a", np.full((40, 40), 4, dtype=np.uint8), "annotations")
-        message = r"a\.png: expected labels 1 to 3, 0 and 255 for none, got 4$"
+        message = r"a\.png: label 4 is that of none of the 3 classes$"
         self.fails(tmp_path, message, train_split="training", val_split="training")
 
     def test_another_size_than_the_image(self, folder: Path) -> None:
@@ -163,33 +163,35 @@ class TestWrongFiles:
     @pytest.mark.parametrize("orientation", [2, 3, 4])
     def test_an_image_turned_as_no_size_can_show(self, folder: Path, orientation: int) -> None:
         turn(folder / "images" / "val" / "02.png", orientation)
-        message = rf"labels/val/02.png: .* its image .*val/02.png .* upright by its EXIF orientation {orientation},"
+        message = rf"labels/val/02.png: .* its image .*val/02.png .* upright by EXIF orientation {orientation}:"
         self.fails(folder, message)
 
     def test_an_image_turned_to_its_side(self, folder: Path) -> None:
         image, path = folder / "images" / "val" / "02.png", folder / "labels" / "val" / "02.png"
         turn(image, 6)
-        self.fails(folder, r"labels/val/02.png: .* has 48 x 64 upright by its EXIF orientation 6, store it as")
+        self.fails(folder, r"labels/val/02.png: .* has 48 x 64, upright by EXIF orientation 6: store both upright")
         Image.open(path).transpose(Image.Transpose.ROTATE_270).save(path)
         red = np.asarray(LabelMapFolder(folder, "val", CLASSES)[2][0])[..., 0]
         labels = LabelMapFolder(folder, "val", CLASSES)[2][1]
         assert np.array_equal(red, np.where(labels == 255, 0, 60 * labels))
         save(folder, "val", "02", np.zeros((48, 48), dtype=np.uint8))
         turn(image, 6)
-        self.fails(folder, "has 48 x 48 upright by its EXIF orientation 6, store it as")
+        self.fails(folder, "has 48 x 48, upright by EXIF orientation 6: store both upright")
 
     def test_two_classes_of_one_name(self, folder: Path) -> None:
-        with pytest.raises(ValueError, match="classes must be 1 to 255 different names, got 3, repeated: wall"):
+        with pytest.raises(ValueError, match="classes must be 1 to 255 different names, got wall, floor, wall"):
             open_data(folder, classes=["wall", "floor", "wall"])
 
-    @pytest.mark.parametrize(("kind", "told"), [("uint16", "16-bit"), ("rgb", "RGB"), ("rgba", "RGBA"), ("1", "1")])
+    @pytest.mark.parametrize(("kind", "told"), [("uint16", "I;16"), ("rgb", "RGB"), ("rgba", "RGBA"), ("1", "1")])
     def test_label_maps_of_another_kind(self, folder: Path, kind: str, told: str) -> None:
         path = folder / "labels" / "val" / "00.png"
         if kind == "uint16":
             Image.fromarray(np.zeros((48, 64), dtype=np.uint16)).save(path)
         else:
             Image.new(kind.upper(), (64, 48)).save(path)
-        message = rf"labels/val/00.png: expected a label map of one 8-bit channel \(grey or palette\), got {told}$"
+        message = (
+            rf"labels/val/00.png: expected a lossless .* one 8-bit channel \(grey or palette\), got {told} in PNG$"
+        )
         self.fails(folder, message)
 
     def test_grey_of_four_bits(self, folder: Path) -> None:
@@ -199,12 +201,12 @@ class TestWrongFiles:
         header = chunk(b"IHDR", struct.pack(">IIBBBBB", 64, 48, 4, 0, 0, 0, 0))
         pixels = chunk(b"IDAT", zlib.compress(b"\0" * 33 * 48))  # a filter and 32 bytes a row
         (folder / "labels" / "val" / "00.png").write_bytes(b"\x89PNG\r\n\x1a\n" + header + pixels + chunk(b"IEND", b""))
-        self.fails(folder, r"labels/val/00.png: expected 8 bits a label, got 4 bits of grey, which decoding stretches$")
+        self.fails(folder, r"labels/val/00.png: expected .* one 8-bit channel .*, got L of fewer bits in PNG$")
 
     def test_label_maps_that_lost_their_numbers(self, folder: Path) -> None:
         (folder / "labels" / "val" / "00.png").unlink()
         Image.new("L", (64, 48)).save(folder / "labels" / "val" / "00.jpg")
-        self.fails(folder, r"labels/val/00.jpg: expected a lossless label map such as PNG, got JPEG")
+        self.fails(folder, r"labels/val/00.jpg: expected a lossless label map, such as PNG, .* got L in JPEG$")
 
     def test_missing_pairs(self, folder: Path) -> None:
         (folder / "labels" / "train" / "03.png").unlink()
@@ -293,7 +295,7 @@ class TestBatches:
     def test_a_batch_of_one_cannot_train(self, folder: Path) -> None:
         data = open_data(folder, batch_size=1)
         assert len(list(data.val_dataloader())) == 3
-        with pytest.raises(ValueError, match=r"batch_size must be at least 2 in training \(BatchNorm's need\), got 1"):
+        with pytest.raises(ValueError, match="batch_size must be at least 2, got 1"):
             data.train_dataloader()
 
 

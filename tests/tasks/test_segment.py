@@ -138,7 +138,7 @@ def test_wrong_label_maps_stop_a_run_with_their_name(tmp_path: Path, capsys: pyt
     assert main([*command, "--data.train_size=4", f"--out={tmp_path / 'run'}"]) == 2
     told = capsys.readouterr().err.strip()
     assert told.startswith("dgt: error: ")
-    assert "expected labels 0 to 1, 255 for none, got 9" in told
+    assert "label 9 is that of none of the 2 classes" in told
     assert "\n" not in told
 
 

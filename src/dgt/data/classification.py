@@ -4,12 +4,9 @@ Batches are `(images, targets)`: float images (B, 3, S, S), normalised; int64 la
 summing to one where mixup, cutmix or label smoothing is on in training.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from PIL import Image
 from timm.data.mixup import FastCollateMixup, mixup_target
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
@@ -54,9 +51,10 @@ class ClassificationData(NormalizedData):
         if augmentation.mixes and self.batch_size % 2:
             raise UserError(f"batch_size must be even where mixup or cutmix is on, got {self.batch_size}")
         self.erasing = RandomErasing(augmentation.erasing, mode="pixel")
-        evaluation = evaluation_transform(self.image_size, self.crop_ratio, augmentation.interpolation)
-        training = training_transform(self.image_size, augmentation, self.mean)
-        self.transforms = {"train": partial(_transformed, training), "val": partial(_transformed, evaluation)}
+        self.transforms = {
+            "train": training_transform(self.image_size, augmentation, self.mean),
+            "val": evaluation_transform(self.image_size, self.crop_ratio, augmentation.interpolation),
+        }
 
     def open_root(self, root: str, part: str) -> tuple[str, HubImages | ImageFolder]:
         """As of all tasks. Raises UserError, too, for a class folder without an image to train on."""
@@ -67,24 +65,23 @@ class ClassificationData(NormalizedData):
             reader.check_classes()
         return split, reader
 
+    def transform(self, part: str, sample: Any) -> tuple[Tensor, int]:
+        """An image uint8 (3, S, S), in training augmented, and its label."""
+        image, label = sample
+        return self.transforms[part](image), label
+
     def collate(self, part: str, key: Key, samples: list[Any]) -> tuple[Any, Any]:
         """Images uint8 (B, 3, S, S) and targets, mixed and smoothed in training; mixing drops an odd last image."""
         augmentation, training = self.augmentation, part == "train"
-        mixes = training and augmentation.mixes
-        samples = samples[: len(samples) // 2 * 2] if mixes else samples
+        if training and augmentation.mixes:
+            samples = samples[: len(samples) // 2 * 2]
         if not samples:
             return [], []
-        if mixes:
-            mixup = FastCollateMixup(
-                augmentation.mixup,
-                augmentation.cutmix,
-                switch_prob=augmentation.mixup_switch_prob,
-                label_smoothing=augmentation.smoothing,
-                num_classes=self.num_classes,
-            )
+        if training and augmentation.mixes:
+            options = {"switch_prob": augmentation.mixup_switch_prob, "label_smoothing": augmentation.smoothing}
+            mixup = FastCollateMixup(augmentation.mixup, augmentation.cutmix, num_classes=self.num_classes, **options)
             with seeded("mixup", self.seed, *key):
-                images, targets = mixup(samples)
-            return images, targets
+                return mixup(samples)
         images, targets = default_collate(samples)
         if training and augmentation.smoothing:
             targets = mixup_target(targets, self.num_classes, smoothing=augmentation.smoothing)
@@ -98,7 +95,3 @@ class ClassificationData(NormalizedData):
             with seeded("erase", self.seed, *key, device=images.device):
                 self.erasing(images)
         return images, targets
-
-
-def _transformed(transform: Callable[[Image.Image], Tensor], image: Image.Image, label: int) -> tuple[Tensor, int]:
-    return transform(image), label

@@ -34,6 +34,8 @@ from dgt.data.scenes import Scenes
 from dgt.utils.errors import UserError, check_range
 
 Entry = dict[str, Any]
+Rules = dict[str, tuple[str, Callable[[Any], bool]]]
+"""Keys that an entry must have: what is expected there, for a message, and whether a value is that."""
 Objects = dict[str, Tensor]
 """What to train on: `boxes` float32 (N, 4) x0 y0 x1 y1; `labels` int64 (N,) from 1 on; `masks` uint8 (N, H, W)."""
 Sample = tuple[Image.Image, int, Callable[[], Objects]]
@@ -53,8 +55,9 @@ def _numbers(values: Any) -> bool:
 ID = ("a 64-bit integer", _is_id)
 TEXT = ("a text", lambda value: isinstance(value, str) and value != "")
 SIDE = ("an integer above 0", lambda value: _is_id(value) and value > 0)
-# The lists of a file, the keys that their entries must have, and what these hold.
-SECTIONS: dict[str, dict[str, tuple[str, Callable[[Any], bool]]]] = {
+MASK = "polygons [x, y, ...] of at least 3 points, or a run-length code that fills its image"
+# The lists of a file, and what each of their entries must have: else the file is not read at all.
+SECTIONS: dict[str, Rules] = {
     "images": {"id": ID, "file_name": TEXT, "width": SIDE, "height": SIDE},
     "annotations": {"id": ID},
     "categories": {"id": ID, "name": TEXT},
@@ -62,16 +65,12 @@ SECTIONS: dict[str, dict[str, tuple[str, Callable[[Any], bool]]]] = {
 
 
 class CocoImages:
-    """Images of a COCO file of instances: JSON with the lists `images`, `annotations` and `categories`.
+    """Images of a COCO file of instances, which lie in `folder`: JSON with `images`, `annotations` and `categories`.
 
-    `images` in the file's order; `categories` by rising id, which is the order of classes and labels; `by_image` the
+    `images` in the file's order; `categories` by rising id: label l is category `category_ids[l - 1]`; `by_image` the
     usable annotations of each image id, crowd among them; `bad` the others, each with its reason; `total` all of them.
-    Label l is category `category_ids[l - 1]`. The images lie in `folder`.
-
-    Raises:
-        FileNotFoundError: no such file or folder.
-        UserError: not JSON, a list is missing, an entry lacks what `SECTIONS` tells, two of a list have one id or two
-            categories one name. An annotation that cannot be used raises nothing: it is listed in `bad`.
+    FileNotFoundError for no such file or folder; UserError for what is not JSON, a missing list, an entry without what
+    `SECTIONS` tells, two entries of a list with one id, two categories of one name.
     """
 
     def __init__(self, path: StrPath, folder: StrPath = ".") -> None:
@@ -140,10 +139,8 @@ def _section(content: Any, name: str, path: StrPath) -> list[Entry]:
     if not isinstance(found, list) or not (found or name == "annotations"):
         raise UserError(f"{path} is not in COCO's format: it has no list {name!r}, or an empty one")
     for place, entry in enumerate(found):
-        for key, (kind, fits) in SECTIONS[name].items():
-            value = entry.get(key) if isinstance(entry, dict) else None
-            if not fits(value):
-                raise UserError(f"{path}: {name}[{place}] must have {kind} as its {key}, got {value!r}")
+        if fault := _fault(entry, SECTIONS[name]):
+            raise UserError(f"{path}: {name}[{place}] {fault}")
     for key in {"id", "name"}.intersection(SECTIONS[name]):
         for value, times in Counter(entry[key] for entry in found).most_common(1):
             if times > 1:
@@ -151,37 +148,39 @@ def _section(content: Any, name: str, path: StrPath) -> list[Entry]:
     return found
 
 
+def _fault(entry: Any, rules: Rules) -> str | None:
+    """The first rule that an entry breaks, as a message; None where it keeps them all."""
+    for key, (wanted, fits) in rules.items():
+        value = entry.get(key) if isinstance(entry, dict) else None
+        if not fits(value):
+            return f"must have {wanted} as its {key}, got {value!r:.100}"
+    return None
+
+
 def annotation_problem(entry: Entry, images: Mapping[int, Entry], categories: set[int]) -> str | None:
     """Why an annotation cannot be used, or None where it can, by the file's images by id and its category ids."""
-    given: list[Any] = [entry.get(key) for key in ("image_id", "category_id", "bbox")]
-    image, category, box = given
-    checks = {
-        "image_id": ("one that the file lists", _is_id(image) and image in images),
-        "category_id": ("one that the file lists", _is_id(category) and category in categories),
-        "bbox": ("x, y, width, height as finite numbers", _numbers(box) and len(box) == 4 and min(box[2:]) >= 0),
-        "area": ("a finite number", _numbers([entry.get("area")])),
-        "iscrowd": ("0 or 1", entry.get("iscrowd", 0) in (0, 1)),
+    rules: Rules = {
+        "image_id": ("one of the file's images", lambda value: _is_id(value) and value in images),
+        "category_id": ("one of the file's categories", lambda value: _is_id(value) and value in categories),
+        "bbox": ("[x, y, width, height]", lambda box: _numbers(box) and len(box) == 4 and min(box[2:]) >= 0),
+        "area": ("a finite number", lambda area: _numbers([area])),
+        "iscrowd": ("0 or 1", lambda value: value in (0, 1)),
+        "segmentation": (MASK, lambda mask: _drawable(mask, images[entry["image_id"]])),
     }
-    for key, (wanted, fits) in checks.items():
-        if not fits:
-            return f"must have as its {key} {wanted}, got {entry.get(key)!r}"
-    return _mask_problem(entry.get("segmentation"), images[image]["height"], images[image]["width"])
+    return _fault({"iscrowd": 0, **entry}, rules)
 
 
-def _mask_problem(mask: Any, height: int, width: int) -> str | None:
-    """Why a mask cannot be drawn in an image of this size, or None where it can."""
-    if isinstance(mask, dict):
-        if mask.get("size") != [height, width]:
-            return f"has a run-length code of size {mask.get('size')!r} in an image of {[height, width]}"
-        try:
-            coco_mask.decode(coco_mask.segmToRle(mask, width, height))
-        except (KeyError, TypeError, ValueError, RuntimeError):
-            return "has a run-length code whose counts are not integers of at least 0 that fill the image"
-        return None
-    if not isinstance(mask, list) or not mask:
-        return "has neither polygons nor a run-length code"
-    right = all(_numbers(polygon) and len(polygon) >= 6 and len(polygon) % 2 == 0 for polygon in mask)
-    return None if right else "has a polygon that is no list of x and y, finite, of at least 3 points"
+def _drawable(mask: Any, image: Entry) -> bool:
+    """Whether a mask is a `MASK` of an image."""
+    height, width = image["height"], image["width"]
+    if isinstance(mask, list):
+        return mask != [] and all(_numbers(part) and len(part) >= 6 and len(part) % 2 == 0 for part in mask)
+    if not isinstance(mask, dict) or mask.get("size") != [height, width]:
+        return False
+    try:
+        return coco_mask.decode(coco_mask.segmToRle(mask, width, height)) is not None
+    except (KeyError, TypeError, ValueError, RuntimeError):
+        return False
 
 
 def draw_masks(entries: Sequence[Entry], height: int, width: int) -> NDArray[np.uint8]:
@@ -196,6 +195,12 @@ def encode_masks(masks: NDArray[np.uint8]) -> list[Entry]:
     """Masks (N, H, W) of 0 and 1 as compressed run-length codes that JSON can hold: `size` and `counts`."""
     codes = coco_mask.encode(np.asfortranarray(masks.transpose(1, 2, 0)))
     return [{"size": [int(side) for side in code["size"]], "counts": str(code["counts"], "ascii")} for code in codes]
+
+
+def coco_places(boxes: Sequence[Sequence[float]], masks: NDArray[np.uint8]) -> list[Entry]:
+    """Boxes x0 y0 x1 y1 and masks uint8 (N, H, W) as COCO has them: `bbox` and `segmentation`."""
+    codes = zip(boxes, encode_masks(masks), strict=True)
+    return [{"bbox": [x0, y0, x1 - x0, y1 - y0], "segmentation": code} for (x0, y0, x1, y1), code in codes]
 
 
 class SceneObjects(Scenes):
@@ -221,34 +226,15 @@ class SceneObjects(Scenes):
         size, annotations = self.image_size, list[Entry]()
         for number in range(self.length):
             boxes, labels, masks = self.objects(number).values()
-            boxes[:, 2:] -= boxes[:, :2]
-            codes = encode_masks(masks.numpy())
-            for box, label, mask, code in zip(boxes.tolist(), labels.tolist(), masks, codes, strict=True):
+            places = coco_places(boxes.tolist(), masks.numpy())
+            for label, mask, place in zip(labels.tolist(), masks, places, strict=True):
                 entry = {"id": len(annotations) + 1, "image_id": number, "category_id": label, "iscrowd": 0}
-                annotations.append({**entry, "bbox": box, "area": int(mask.sum()), "segmentation": code})
+                annotations.append({**entry, **place, "area": int(mask.sum())})
         return {
             "images": [{"id": n, "file_name": f"{n}.png", "width": size, "height": size} for n in range(self.length)],
             "annotations": annotations,
             "categories": [{"id": number, "name": name} for number, name in enumerate(self.class_names, start=1)],
         }
-
-
-def _validated(image: Image.Image, image_id: int, objects: Callable[[], Objects]) -> tuple[Tensor, Objects]:
-    """An image as bytes (3, H, W), and its id."""
-    return v2.functional.pil_to_tensor(image), {"image_id": torch.tensor(image_id)}
-
-
-def _trained(flip: float, image: Image.Image, image_id: int, objects: Callable[[], Objects]) -> tuple[Tensor, Objects]:
-    """An image as bytes (3, H, W), and its objects, flipped at random.
-
-    Boxes end at the image's border; objects whose box is then thinner than a pixel go.
-    """
-    boxes, labels, masks = objects().values()
-    boxes = tv_tensors.BoundingBoxes(boxes, format="XYXY", canvas_size=(image.height, image.width))
-    pixels, boxes, masks = v2.RandomHorizontalFlip(flip)(tv_tensors.Image(image), boxes, tv_tensors.Mask(masks))
-    boxes, valid = v2.functional.sanitize_bounding_boxes(v2.functional.clamp_bounding_boxes(boxes))
-    target = {"boxes": boxes, "labels": labels[valid], "masks": masks[valid]}
-    return pixels.as_subclass(Tensor), {key: value.as_subclass(Tensor) for key, value in target.items()}
 
 
 @dataclass(eq=False)
@@ -287,7 +273,6 @@ class DetectionData(ImageData):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range(0, 1, flip=self.flip)
-        self.transforms = {"train": partial(_trained, self.flip), "val": _validated}
 
     def open_root(self, root: str, part: str) -> tuple[str, CocoImages]:
         """As of all tasks; warns of annotations that cannot be used, and raises BrokenImagesError for too many."""
@@ -299,21 +284,33 @@ class DetectionData(ImageData):
         self.broken_images[f"{part} annotations"] = report
         report.record(reader.bad)
         if reader.bad:
-            told = f"{len(reader.bad)} of {reader.total} annotations cannot be used and are left out"
-            warnings.warn(f"{told}; the first: {': '.join(reader.bad[0])}", stacklevel=2)
+            left_out = f"{len(reader.bad)} of {reader.total} annotations are left out"
+            warnings.warn(f"{left_out}; the first: {': '.join(reader.bad[0])}", stacklevel=2)
         return part, reader
 
     def choose(self, part: str, split: str, reader: Any, indices: Sequence[int] = ()) -> Sequence[int]:
-        """As of all tasks; for training those with an object. UserError, too, where `part` holds none at all."""
+        """As of all tasks; for training those with an object. UserError, too, where none of the images holds one."""
         useful = reader.with_objects()
-        if part == "train" and not self.keep_empty:
-            if not useful:
-                raise UserError(f"{part} holds no image with an object to train on")
-            indices = useful
-        chosen = super().choose(part, split, reader, indices)
-        if part == "val" and not set(chosen).intersection(useful):
-            raise UserError(f"the {len(chosen)} images of {part} hold no object to compare detections with")
+        chosen = super().choose(part, split, reader, useful if part == "train" and not self.keep_empty else ())
+        if not set(chosen).intersection(useful):
+            raise UserError(f"the {len(chosen)} images of {part} hold no object to train on or to compare with")
         return chosen
+
+    def transform(self, part: str, sample: Any) -> tuple[Tensor, Objects]:
+        """An image as bytes (3, H, W), and its id; in training flipped at random, and its objects.
+
+        Their boxes end at the image's border; objects whose box is then thinner than a pixel go.
+        """
+        image, image_id, objects = sample
+        if part == "val":
+            return v2.functional.pil_to_tensor(image), {"image_id": torch.tensor(image_id)}
+        boxes, labels, masks = objects().values()
+        boxes = tv_tensors.BoundingBoxes(boxes, format="XYXY", canvas_size=(image.height, image.width))
+        flip = v2.RandomHorizontalFlip(self.flip)
+        pixels, boxes, masks = flip(tv_tensors.Image(image), boxes, tv_tensors.Mask(masks))
+        boxes, valid = v2.functional.sanitize_bounding_boxes(v2.functional.clamp_bounding_boxes(boxes))
+        target = {"boxes": boxes, "labels": labels[valid], "masks": masks[valid]}
+        return pixels.as_subclass(Tensor), {key: value.as_subclass(Tensor) for key, value in target.items()}
 
     def finish(self, part: str, key: Key, images: list[Tensor], targets: Any) -> tuple[list[Tensor], Any]:
         """Bytes to 0 to 1."""

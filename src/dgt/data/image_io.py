@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from dgt.utils.errors import UserError
 
@@ -36,7 +36,7 @@ class BrokenImagesError(UserError):
 
 
 @contextmanager
-def decoding(source: Source) -> Iterator[Image.Image]:
+def decoding(source: Source) -> Iterator[ImageFile.ImageFile]:
     """An image file, or its bytes, opened by Pillow; whatever decoders raise is a UserError that says why."""
     try:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as opened:

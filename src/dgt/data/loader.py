@@ -40,14 +40,14 @@ class Drawn(NamedTuple):
 
 
 class SeededDataset(Dataset[Any]):
-    """The samples at some `indices` of a reader, tuples or `BrokenImage` by index, through a transform of their parts.
+    """The samples at some `indices` of a reader, tuples or `BrokenImage` by index, through a transform.
 
     The transform may draw from the global random generators: what it draws is a function of (seed, epoch, item).
     With `cache`, every sample is read once, into memory.
     """
 
     def __init__(
-        self, reader: Any, transform: Callable[..., Any], seed: int, indices: Sequence[int], cache: bool = False
+        self, reader: Any, transform: Callable[[Any], Any], seed: int, indices: Sequence[int], cache: bool = False
     ) -> None:
         self.reader, self.transform, self.seed, self.indices = reader, transform, seed, indices
         self.cached = [reader[index] for index in indices] if cache else None
@@ -69,7 +69,7 @@ class SeededDataset(Dataset[Any]):
                     drawn.broken.append(sample)
                 else:
                     reseed("augment", self.seed, key.epoch, key.item)
-                    drawn.samples.append(self.transform(*sample))
+                    drawn.samples.append(self.transform(sample))
         return drawn
 
 

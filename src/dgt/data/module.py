@@ -1,8 +1,9 @@
 """What the data modules of all tasks share: two splits, their loaders, and the report of unreadable images."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,8 +21,8 @@ USUAL_SPLITS = {"train": ("train", "training"), "val": ("val", "validation", "va
 
 @dataclass(eq=False)
 class ImageData(ABC):
-    """Images for training and validation; a subclass says what a split is, how its samples are transformed (attribute
-    `transforms`, by "train" and "val") and how they make a batch.
+    """Images for training and validation; a subclass says what a split is, how its samples are transformed and how they
+    make a batch.
 
     Args:
         root: where the images lie; left out for the built-in scenes.
@@ -46,13 +47,13 @@ class ImageData(ABC):
     train_size: int | None = None
     val_size: int | None = None
     max_broken_share: float = 0.01
-    transforms: dict[str, Callable[..., Any]] = field(default_factory=dict, init=False)
     datasets: dict[str, SeededDataset] = field(default_factory=dict, init=False)
     broken_images: dict[str, BrokenImages] = field(default_factory=dict, init=False)
 
     root_holds = "the folder of the images"  # what the argument `root` of a subclass is, human-readable
     scenes: ClassVar[type[Scenes]] = Scenes  # the reader of the built-in ones
     scenes_size = {"train": 5000, "val": 1000}  # noqa: RUF012
+    smallest_batch = 1  # in training
     cache = False
 
     def __post_init__(self) -> None:
@@ -72,6 +73,10 @@ class ImageData(ABC):
     @abstractmethod
     def open_root(self, root: str, part: str) -> tuple[str, Any]:
         """Open "train" or "val" of `root`: its split's name, its reader. FileNotFoundError, UserError if it fails."""
+
+    @abstractmethod
+    def transform(self, part: str, sample: Any) -> tuple[Any, Any]:
+        """Make an 8-bit image and its target of the reader's sample, in a worker; drawn at random for "train"."""
 
     def collate(self, part: str, key: Key, samples: list[Any]) -> tuple[Any, Any]:
         """Make 8-bit images and their targets of a batch's samples, in a worker; no images where these are too few."""
@@ -104,7 +109,8 @@ class ImageData(ABC):
             else:
                 split, reader = self.open_root(self.root, part)
             indices = self.choose(part, split, reader)
-            self.datasets[part] = SeededDataset(reader, self.transforms[part], self.seed, indices, self.cache)
+            transform = partial(self.transform, part)
+            self.datasets[part] = SeededDataset(reader, transform, self.seed, indices, self.cache)
             self.broken_images[part] = BrokenImages(split, len(indices), self.max_broken_share)
 
     @property
@@ -126,6 +132,7 @@ class ImageData(ABC):
 
     def train_dataloader(self) -> Loader:
         """Shuffled, augmented, full batches; another order in each epoch. UserError where there is not one batch."""
+        check_range(self.smallest_batch, batch_size=self.batch_size)
         loader = Loader(self, "train")
         if len(loader) == 0:
             images, batches = len(self.datasets["train"]), f"{self.batch_size} on each of {world_size()} processes"

@@ -20,8 +20,6 @@ Labelled = tuple[Image.Image, int]
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm")
 LOOKED_FOR = f"(looked for {', '.join(SUFFIXES)})"
 SAVED = ("dataset_dict.json", "state.json")  # what `save_to_disk` writes
-CIFAR_FOLDER = "cifar-10-batches-py"
-OLD = re.compile(rf".+\.npz|shards\.json|.+-\d{{6}}\.index|{CIFAR_FOLDER}|data_batch_1")  # no longer read
 # Names that decide where the types of a data set's columns do not.
 USUAL_COLUMNS = {"image": ("image", "img", "jpg", "jpeg", "png"), "label": ("label", "labels", "class", "cls")}
 
@@ -124,8 +122,8 @@ class HubImages:
         if class_names is not None and self.class_names != tuple(class_names):
             raise UserError(f"{self.place}] has other classes than the training split: {some(self.class_names)}")
         if low < 0 or high >= len(self.class_names):
-            lie = f"lie in 0 to {len(self.class_names) - 1}, got {low} to {high}"
-            raise UserError(f"{self.place}]: labels in {label!r} must {lie}")
+            last = len(self.class_names) - 1
+            raise UserError(f"{self.place}]: labels in {label!r} must lie in 0 to {last}, got {low} to {high}")
         try:
             images = table.select_columns([self.column])
             self.images = images.cast_column(self.column, datasets.Image(decode=False))
@@ -162,9 +160,8 @@ def _open_hub(root: StrPath) -> dict[str, Any]:
     try:
         opened = load(os.fspath(root))
     except Exception as error:  # a missing set, no network, damaged files: whatever its many parts raise
-        missing = "" if Path(root).exists() else "there is no such folder, and "
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        raise UserError(f"root: {missing}{root} cannot be read as a Hugging Face data set ({reason})") from error
+        raise UserError(f"root: no Hugging Face data set can be read from {root} ({reason})") from error
     return dict(opened) if isinstance(opened, dict) else {str(opened.split or "train"): opened}
 
 
@@ -179,18 +176,12 @@ class SceneImages(Scenes):
 def _is_hub(root: Path) -> bool:
     """Whether `root` is a Hugging Face data set (`save_to_disk`, parquet files, a name on the hub), or class folders.
 
-    FileNotFoundError where nothing is there, UserError for a format that is no longer read.
+    FileNotFoundError where it is no folder either.
     """
     if root.is_dir() and any(next(root.glob(mark), None) for mark in (*SAVED, "*.parquet", "*/*.parquet")):
         return True
     if not root.exists() and re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(root)):
         return True
-    if folder_names(root) in ((), (CIFAR_FOLDER,)):  # beside folders of images such a file is a stray one
-        names = [root.name] if root.is_file() else [found.name for found in root.glob("*")]
-        if old := next(filter(OLD.fullmatch, names), None):
-            hint = "packed .npz files and shards are unpacked to folders SPLIT/CLASS/ by the lines of docs/scaling.md"
-            cifar = "of CIFAR-10 give the parquet files, --data.root uoft-cs/cifar10 where the hub can be reached"
-            raise UserError(f"root: {root} holds {old}, of a format no longer read: {hint}; {cifar}")
     if not root.is_dir():
         raise FileNotFoundError(f"root: there is no folder {root}")
     return False
@@ -204,15 +195,10 @@ def available_splits(root: StrPath) -> tuple[str, ...]:
 def open_images(
     root: StrPath, split: str, train_split: str | None = None, **columns: str | None
 ) -> HubImages | ImageFolder:
-    """The reader for what lies at `root`: a Hugging Face data set, or class folders.
+    """The reader for a split of what lies at `root`: a Hugging Face data set, on the hub or not, or class folders.
 
-    Args:
-        root: folder, or name of a set on the hub.
-        split: name of the split.
-        train_split: the split whose classes another split is held to, if it is there.
-        columns: `image_column` and `label_column` of a Hugging Face data set; None to find them.
-
-    Raises as the readers; FileNotFoundError where nothing is there, UserError for a format no longer read.
+    It is held to the classes of `train_split`, if that is there; `columns` are `image_column` and `label_column` of a
+    Hugging Face data set, None to find them. Raises as the readers; FileNotFoundError where nothing is there.
     """
     hub, classes = _is_hub(Path(root)), None
     if train_split not in (None, split) and train_split in available_splits(root):

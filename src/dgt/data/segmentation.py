@@ -19,7 +19,6 @@ images (3, H, W) and of label maps (H, W), of their own size: `dgt.tasks.segment
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,11 +27,13 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageFile
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils.data import default_collate
 from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional as F
 
 from dgt.data.image_io import BrokenImage, StrPath, WrongLabels, decode_oriented, decoding
-from dgt.data.loader import Key, Loader
+from dgt.data.loader import Key
 from dgt.data.module import NormalizedData
 from dgt.data.readers import folder_names, image_files, some, split_folder
 from dgt.data.scenes import Scenes
@@ -60,10 +61,7 @@ class LabelMapFolder:
         self, root: StrPath, split: str, class_names: Sequence[str], zero_is_ignored: bool | None = None
     ) -> None:
         if not 1 <= len(set(class_names)) == len(class_names) <= IGNORED:
-            twice = some(sorted({name for name in class_names if list(class_names).count(name) > 1}))
-            raise UserError(
-                f"classes must be 1 to {IGNORED} different names, got {len(class_names)}, repeated: {twice}"
-            )
+            raise UserError(f"classes must be 1 to {IGNORED} different names, got {', '.join(class_names) or 'none'}")
         maps = label_folder(root)
         self.class_names = tuple(class_names)
         self.zero_is_ignored = LABEL_FOLDERS[maps.name] if zero_is_ignored is None else zero_is_ignored
@@ -86,9 +84,7 @@ class LabelMapFolder:
         labels = np.where(stored == IGNORED, stored, stored - np.uint8(self.zero_is_ignored))  # 0 becomes 255
         largest = labels[labels != IGNORED].max(initial=0)
         if largest >= len(self.class_names):
-            first, none = (1, "0 and 255") if self.zero_is_ignored else (0, "255")
-            last = first + len(self.class_names) - 1
-            fault = f"expected labels {first} to {last}, {none} for none, got {largest + first}"
+            fault = f"label {largest + self.zero_is_ignored} is that of none of the {len(self.class_names)} classes"
         return WrongLabels(map_path, fault) if fault else (image, labels)
 
 
@@ -153,26 +149,25 @@ def _by_name(folder: Path) -> dict[str, str]:
     return found
 
 
-def _kind_fault(opened: Image.Image) -> str:
-    """Why a file cannot hold a label map; empty where it can."""
-    if opened.mode not in ("L", "P"):
-        kind = "16-bit" if opened.mode.startswith("I") else opened.mode
-        return f"expected a label map of one 8-bit channel (grey or palette), got {kind}"
-    stored_as = opened.tile[0][3] if isinstance(opened, ImageFile.ImageFile) and opened.tile else ""
-    if opened.mode == "L" and stored_as in ("L;2", "L;4"):
-        return f"expected 8 bits a label, got {str(stored_as)[-1]} bits of grey, which decoding stretches"
-    return "expected a lossless label map such as PNG, got JPEG, which blurs labels" if opened.format == "JPEG" else ""
+def _kind_fault(opened: ImageFile.ImageFile) -> str:
+    """Why a file cannot hold a label map; empty where it can. Fewer bits of grey are stretched in decoding."""
+    stretched = bool(opened.tile) and opened.tile[0].args in ("L;2", "L;4")
+    if opened.mode in ("L", "P") and opened.format != "JPEG" and not stretched:
+        return ""
+    got = f"{opened.mode}{' of fewer bits' if stretched else ''} in {opened.format}"
+    return f"expected a lossless label map, such as PNG, of one 8-bit channel (grey or palette), got {got}"
 
 
 def _size_fault(stored: tuple[int, int], image: str, size: tuple[int, int], orientation: int) -> str:
-    """Why a label map of width and height `stored` cannot be that of the upright image, now of `size`, or need not be;
-    empty where it is: an EXIF `orientation` above 4 has exchanged the sides.
+    """Why a label map of width and height `stored` may not be that of the upright image, of `size`; empty where it is.
+
+    An EXIF `orientation` above 4 has exchanged the sides, which a size can show; 2 to 4 have not.
     """
     if stored == size and (orientation == 1 or (orientation > 4 and size[0] != size[1])):
         return ""
     has, image_has = ("{} x {}".format(*pair) for pair in (stored, size))
-    turned = f" upright by its EXIF orientation {orientation}, store it as its label map is, without one"
-    return f"the label map has {has} pixels, its image {image} has {image_has}{'' if orientation == 1 else turned}"
+    told = f"has {image_has}, upright by EXIF orientation {orientation}: store both upright, in one size"
+    return f"the label map has {has} pixels, its image {image} {told}"
 
 
 @dataclass(frozen=True)
@@ -274,24 +269,19 @@ def distort_colours(image: Tensor, probability: float) -> Tensor:
     return image
 
 
-def to_bytes(image: Image.Image, labels: NDArray[Any]) -> tuple[Tensor, Tensor]:
-    """An image as uint8 (3, H, W), and its labels uint8 (H, W)."""
-    return F.pil_to_tensor(image), torch.from_numpy(labels)
-
-
 def augment(
-    image: Image.Image, labels: NDArray[Any], *, crop: int, frame: tuple[int, int], options: SegmentationAugmentation
+    pixels: Tensor, labels: Tensor, crop: int, frame: tuple[int, int], options: SegmentationAugmentation
 ) -> tuple[Tensor, Tensor]:
-    """`to_bytes`, rescaled, cropped to at most `crop` pixels a side, flipped and distorted; not yet padded."""
-    pixels, classes = to_bytes(image, labels)
+    """uint8 (3, H, W) and (H, W) rescaled, cropped to at most `crop` pixels a side, flipped and distorted; unpadded."""
     ratio = options.min_ratio + (options.max_ratio - options.min_ratio) * float(torch.rand(()))
-    size = list(fitting_size((image.height, image.width), frame, ratio))
-    pixels, classes = F.resize(pixels, size), F.resize(tv_tensors.Mask(classes), size).as_subclass(Tensor)
-    place = choose_crop(classes, crop, options.max_class_share)
-    pixels, classes = F.crop(pixels, *place), F.crop(classes, *place)
+    height, width = labels.shape
+    size = list(fitting_size((height, width), frame, ratio))
+    pixels, labels = F.resize(pixels, size), F.resize(tv_tensors.Mask(labels), size).as_subclass(Tensor)
+    place = choose_crop(labels, crop, options.max_class_share)
+    pixels, labels = F.crop(pixels, *place), F.crop(labels, *place)
     if torch.rand(1) < options.flip:
-        pixels, classes = pixels.flip(-1), classes.flip(-1)
-    return distort_colours(pixels, options.distortion), classes
+        pixels, labels = pixels.flip(-1), labels.flip(-1)
+    return distort_colours(pixels, options.distortion), labels
 
 
 class LabelMaps(NamedTuple):
@@ -330,14 +320,13 @@ class SegmentationData(NormalizedData):
 
     root_holds = "a folder with images/SPLIT/ and labels/SPLIT/, or annotations/SPLIT/ as in ADE20K"
     scenes = SceneMaps
+    smallest_batch = 2  # the head's BatchNorm would see one value
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.dataset == "scenes" and self.classes is not None:
             raise UserError("classes must be left out for dataset 'scenes'")
         check_range(SMALLEST, scale=min(self.scale))
-        training = partial(augment, crop=self.image_size, frame=self.scale, options=self.augmentation)
-        self.transforms = {"train": training, "val": to_bytes}
 
     def open_root(self, root: str, part: str) -> tuple[str, LabelMapFolder]:
         """As of all tasks."""
@@ -345,19 +334,21 @@ class SegmentationData(NormalizedData):
         classes = read_class_names(root) if self.classes is None else self.classes
         return split, LabelMapFolder(root, split, classes, self.zero_is_ignored)
 
+    def transform(self, part: str, sample: Any) -> tuple[Tensor, Any]:
+        """An image uint8 (3, H, W) and its labels (H, W); in training augmented, and padded on the right and below."""
+        pixels, labels = F.pil_to_tensor(sample[0]), torch.from_numpy(sample[1])
+        if part == "val":
+            return pixels, labels
+        pixels, labels = augment(pixels, labels, self.image_size, self.scale, self.augmentation)
+        height, width = labels.shape
+        margin = (0, self.image_size - width, 0, self.image_size - height)
+        return pad(pixels, margin), LabelMaps(pad(labels, margin, value=IGNORED), torch.tensor([height, width]))
+
     def collate(self, part: str, key: Key, samples: list[Any]) -> tuple[Any, Any]:
-        """Crops for training, padded on the right and below; lists of whole images for validation."""
+        """Crops for training; lists of whole images for validation."""
         if part == "val":
             return super().collate(part, key, samples)
-        if len(samples) < 2:  # too few for the head's BatchNorm
-            return [], []
-        side = self.image_size
-        images = torch.zeros(len(samples), 3, side, side, dtype=torch.uint8)
-        maps = torch.full((len(samples), side, side), IGNORED, dtype=torch.uint8)
-        for place, (image, labels) in enumerate(samples):
-            height, width = labels.shape
-            images[place, :, :height, :width], maps[place, :height, :width] = image, labels
-        return images, LabelMaps(maps, torch.tensor([labels.shape for _, labels in samples]))
+        return default_collate(samples) if len(samples) >= self.smallest_batch else ([], [])
 
     def finish(self, part: str, key: Key, images: Any, targets: Any) -> tuple[Any, Any]:
         """Normalise; padding becomes zeros."""
@@ -367,9 +358,3 @@ class SegmentationData(NormalizedData):
         pixel, (height, width) = torch.arange(self.image_size, device=images.device), targets.sizes.T[:, :, None]
         real = (pixel < height)[:, None, :, None] & (pixel < width)[:, None, None]
         return images.mul_(real), targets
-
-    def train_dataloader(self) -> Loader:
-        """As of all tasks; UserError, too, for batches of one image, of which the head's BatchNorm sees one value."""
-        if self.batch_size < 2:
-            raise UserError(f"batch_size must be at least 2 in training (BatchNorm's need), got {self.batch_size}")
-        return super().train_dataloader()

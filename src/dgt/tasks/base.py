@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from PIL import Image
 from torch import Tensor, nn
+from torchvision.transforms.functional import pil_to_tensor
 
 from dgt.data.image_io import decode_image
 from dgt.data.module import ImageData
@@ -142,17 +141,12 @@ class Task:
 
     def summary(self, metrics: Mapping[str, float]) -> str:
         """The headline metrics in percent, as far as they are there: `top-1 81.20 %  top-5 95.00 %`."""
-        shown = [f"{label} {100 * metrics[key]:.2f} %" for key, label in self.headline.items() if key in metrics]
+        shown = (f"{label} {100 * metrics[key]:.2f} %" for key, label in self.headline.items() if key in metrics)
         return "  ".join(shown)
 
 
 def open_image(path: str | Path) -> Image.Image:
-    """An image file as RGB.
-
-    Raises:
-        FileNotFoundError: there is none.
-        UserError: it cannot be decoded.
-    """
+    """An image file as RGB. FileNotFoundError where there is none, UserError where it cannot be decoded."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no image file {str(path)!r}")
     try:
@@ -163,6 +157,4 @@ def open_image(path: str | Path) -> Image.Image:
 
 def read_bytes(image: Source) -> Tensor:
     """uint8 (3, H, W) of an image file, or of an image as it is. Raises as `open_image`."""
-    if isinstance(image, Tensor):
-        return image
-    return torch.from_numpy(np.array(open_image(image))).permute(2, 0, 1).contiguous()
+    return image if isinstance(image, Tensor) else pil_to_tensor(open_image(image))

@@ -57,9 +57,7 @@ class ClassificationMetrics(Metrics):
 def read_image(run: LoadedRun, image: Source) -> tuple[Tensor, NDArray[np.uint8]]:
     """An image as a classifier sees it, a file resized and cropped: normalised (1, 3, H, W), and its pixels (H, W, 3).
 
-    Raises:
-        FileNotFoundError: there is no such file.
-        UserError: it cannot be decoded; a model of another task.
+    Raises as `open_image`, and UserError for a model of another task.
     """
     if run.recipe.task != CLASSIFY.name:
         raise UserError(f"only classifiers are looked into, {run.source} is of task {run.recipe.task!r}")

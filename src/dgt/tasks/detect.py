@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from dgt.data.detection import DetectionData, Entry, encode_masks
+from dgt.data.detection import DetectionData, Entry, coco_places
 from dgt.figures import png
 from dgt.figures.detections import Detections, draw_detections
 from dgt.models.heads.mask_rcnn import build_mask_rcnn, mask_rcnn_cost
@@ -33,9 +33,7 @@ def build_detector(settings: ModelSettings, num_classes: int, image_size: int) -
     """Build the recipe's model as the backbone of a Mask R-CNN for so many classes, background not counted.
 
     The recipe's `head` holds keyword arguments of `dgt.build_mask_rcnn`; images' shorter side becomes `image_size`.
-
-    Raises:
-        UserError: no such model, or it or the head does not take these arguments.
+    UserError where there is no such model, or it or the head does not take these arguments.
     """
     settings.check_head(*HEAD_KEYS)
     arguments = {"image_size": image_size, **settings.head, **settings.arguments()}
@@ -79,18 +77,12 @@ class DetectionMetrics(Metrics):
 def average_precision(
     ground_truth: Mapping[str, Sequence[Entry]], detections: Sequence[Entry], image_ids: Iterable[int] | None = None
 ) -> dict[str, float]:
-    """Compare detections, as from :func:`coco_results`, with `images`, `annotations` and `categories` in COCO's format.
-
-    Args:
-        ground_truth, detections: in COCO's format.
-        image_ids: the images to look at; None for all.
+    """Compare detections, as from :func:`coco_results`, with `images`, `annotations` and `categories` in COCO's format,
+    in all images or those of `image_ids`. UserError for a detection of an image that the ground truth lacks.
 
     Returns:
         `box_ap`, `box_ap50`, `box_ap75`, `box_ap_small`, `box_ap_medium`, `box_ap_large` (small is less than 32 x 32
         pixels, large 96 x 96 and more), and the same of masks; shares in [0, 1], or -1 where no object is of that size.
-
-    Raises:
-        UserError: a detection of an image that the ground truth lacks.
     """
     from faster_coco_eval import COCO, COCOeval_faster
 
@@ -127,16 +119,10 @@ def coco_results(
     entries = []
     for image_id, found in zip(image_ids, detections, strict=True):
         masks = (found["masks"][:, 0] > 0.5).byte().cpu().numpy()
-        places = _coco_places(found["boxes"].float().tolist(), masks)
+        places = coco_places(found["boxes"].float().tolist(), masks)
         for label, score, place in zip(found["labels"].tolist(), found["scores"].tolist(), places, strict=True):
             entries.append({"image_id": image_id, "category_id": category_ids[label - 1], "score": score, **place})
     return entries
-
-
-def _coco_places(boxes: Sequence[Sequence[float]], masks: Any) -> list[Entry]:
-    """Boxes x0 y0 x1 y1 and masks uint8 (N, H, W) as COCO has them: `bbox` and `segmentation`."""
-    codes = zip(boxes, encode_masks(masks), strict=True)
-    return [{"bbox": [x0, y0, x1 - x0, y1 - y0], "segmentation": code} for (x0, y0, x1, y1), code in codes]
 
 
 @torch.inference_mode()
@@ -165,7 +151,7 @@ def draw(run: LoadedRun, prediction: Prediction) -> Image.Image:
 def files(run: LoadedRun, prediction: Prediction, drawing: Image.Image) -> dict[str, bytes]:
     """The drawing, and all objects as COCO's results have them, with the category's name for a data set's number."""
     objects = prediction.objects or []
-    places = _coco_places([found["box"] for found in objects], prediction.found.masks.astype("uint8"))
+    places = coco_places([found["box"] for found in objects], prediction.found.masks.astype("uint8"))
     told = zip(objects, places, strict=True)
     entries = [{"category": found["category"], "score": found["score"], **place} for found, place in told]
     return {"objects.png": png(drawing), "objects.json": (json.dumps(entries, indent=2) + "\n").encode()}

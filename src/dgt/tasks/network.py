@@ -29,8 +29,7 @@ class ModelSettings:
         top_k_schedule: share of the steps in which k of DG-Attention falls from all tokens to `top_k`; null for none.
         top_k_start: number of keys that it falls from, in place of all tokens.
 
-    Raises:
-        UserError: a value out of its range, naming the recipe's key.
+    Raises UserError for a value out of its range, naming the recipe's key.
     """
 
     name: str = "dgt_tiny"
@@ -79,8 +78,7 @@ def model_arguments(settings: ModelSettings, image_size: int) -> dict[str, Any]:
 def build_classifier(settings: ModelSettings, num_classes: int, image_size: int) -> nn.Module:
     """Build the recipe's model as a classifier: (B, 3, image_size, image_size) -> (B, num_classes).
 
-    Raises:
-        UserError: timm knows no such model, it does not take these arguments, or arguments of a head are given.
+    UserError where timm knows no such model, it does not take these arguments, or arguments of a head are given.
     """
     settings.check_head()
     arguments = model_arguments(settings, image_size)

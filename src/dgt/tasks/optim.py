@@ -35,8 +35,7 @@ class OptimizerSettings:
         betas: the two decay rates of AdamW's moments.
         clip_grad: largest norm of the gradient; null for no clipping.
 
-    Raises:
-        UserError: a value out of its range, naming the recipe's key.
+    Raises UserError for a value out of its range, naming the recipe's key.
     """
 
     lr: float = 1e-3
@@ -71,8 +70,7 @@ class ScheduleSettings:
         steps: length in optimizer steps, in place of `epochs`.
         warmup_steps: length of the warm-up in optimizer steps, in place of `warmup_epochs`.
 
-    Raises:
-        UserError: a value out of its range, naming the recipe's key.
+    Raises UserError for a value out of its range, naming the recipe's key.
     """
 
     epochs: int = 300

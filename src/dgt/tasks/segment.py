@@ -36,10 +36,8 @@ PAPER = {"dgt_tiny": (52.5, 954.0), "dgt_small": (81.9, 1074.0), "dgt_base": (12
 def segmentation_loss(logits: Tensor, labels: Tensor, class_weights: Sequence[float] | None = None) -> Tensor:
     """Mean cross entropy of the labelled pixels, computed in float32; 0 where no pixel has a label.
 
-    Args:
-        logits: (B, classes, H, W).
-        labels: int64 (B, H, W), 255 where there is none.
-        class_weights: what a pixel of each class counts; None for 1.
+    Logits (B, classes, H, W), labels int64 (B, H, W), 255 where there is none; `class_weights` are what a pixel of each
+    class counts, None for 1.
     """
     weights = logits.new_tensor(class_weights or [1.0] * logits.shape[1], dtype=torch.float32)
     total = F.cross_entropy(logits.float(), labels, weights, ignore_index=IGNORED, reduction="sum")
@@ -49,9 +47,8 @@ def segmentation_loss(logits: Tensor, labels: Tensor, class_weights: Sequence[fl
 def build_segmenter(settings: ModelSettings, num_classes: int, image_size: int) -> nn.Module:
     """Build UperNet over the recipe's model, for training crops of `image_size` pixels.
 
-    Raises:
-        UserError: timm knows no such model, it is no backbone of four stages, or it or the head does not take these
-            arguments; `class_weights` of the head are no number above 0 for each class.
+    UserError where timm knows no such model, it is no backbone of four stages, or it or the head does not take these
+    arguments; where `class_weights` of the head are no number above 0 for each class.
     """
     settings.check_head("channels", "auxiliary_channels", "class_weights")
     head = {"class_weights": None, **settings.head}
@@ -118,16 +115,10 @@ class SegmentationMetrics(Metrics):
 
 
 def predict_labels(network: nn.Module, images: Tensor, scale: tuple[int, int], test: SegmentationTest) -> Tensor:
-    """The most probable class of every pixel.
+    """The most probable class of every pixel, int64 (B, H, W), of normalised images (B, 3, H, W) of any size.
 
-    Args:
-        network: images (B, 3, h, w) -> logits (B, classes, h, w), in evaluation mode.
-        images: (B, 3, H, W), normalised, of any size.
-        scale: longer and shorter side of the frame that images are scaled to fit.
-        test: scales, mirroring and windows.
-
-    Returns:
-        int64 (B, H, W).
+    `network`, in evaluation mode, gives logits (B, classes, h, w) of images (B, 3, h, w) scaled to fit a frame with the
+    longer and shorter side `scale`; `test` says the scales, mirroring and windows.
     """
     if len(test.scales) > 1 or test.flip:
         return predict_probabilities(network, images, scale, test).argmax(dim=1)
@@ -137,9 +128,8 @@ def predict_labels(network: nn.Module, images: Tensor, scale: tuple[int, int], t
 
 
 def predict_probabilities(network: nn.Module, images: Tensor, scale: tuple[int, int], test: SegmentationTest) -> Tensor:
-    """The probability of every class at every pixel, float32 (B, classes, H, W), averaged over scales and mirroring.
-
-    Arguments as in :func:`predict_labels`.
+    """The probability of every class at every pixel, float32 (B, classes, H, W), averaged over scales and mirroring; of
+    the same arguments as :func:`predict_labels`.
     """
     views = list(product(test.scales, (False, True) if test.flip else (False,)))
     logits = (_forward_scaled(network, images, scale, test, *view) for view in views)
