@@ -16,7 +16,7 @@ from dgt.tasks import TASKS
 from dgt.training import load_recipe
 from dgt.training.run import export_model, make_record
 
-SMALL = {"stem_width": 8, "dims": [16, 16, 32, 32], "num_heads": [1, 2, 2, 2], "depths": [1, 1, 1, 1], "head_width": 24}
+SMALL = {"stem_width": 8, "dims": [16, 32], "num_heads": [1, 2], "depths": [1, 1], "head_width": 24}
 
 
 def make_run(folder: Path, name: str = "dgt_nano", **arguments: Any) -> Path:
@@ -38,8 +38,11 @@ def make_run(folder: Path, name: str = "dgt_nano", **arguments: Any) -> Path:
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A very small DGT: five groups, seven keys, eight classes."""
-    return make_run(tmp_path_factory.mktemp("export") / "dgt", num_groups=5, top_k=7, **SMALL)
+    """A very small DGT: five groups, twenty keys, eight classes.
+
+    Images of 32 pixels have 64 and 16 tokens: the 16 are fewer than k, and up to 50 = 2 (k + G) attend densely.
+    """
+    return make_run(tmp_path_factory.mktemp("export") / "dgt", num_groups=5, top_k=20, **SMALL)
 
 
 @pytest.fixture

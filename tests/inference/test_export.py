@@ -68,12 +68,12 @@ def test_the_onnx_file_is_one_valid_self_describing_file(run: Path, logits_file:
 def test_feature_maps(run: Path, folder: Path) -> None:
     path = export(run, folder / "maps.onnx", features=True).path
     session = onnxruntime.InferenceSession(path)
-    model = timm.create_model(f"local-dir:{run}", pretrained=True, features_only=True).eval()
+    model = timm.create_model(f"local-dir:{run}", pretrained=True, features_only=True, out_indices=(0, 1)).eval()
     for batch, height, width in SIZES:
         images = torch.randn(batch, 3, height, width)
         with torch.no_grad():
             expected = model(images)
-        found = session.run([f"map_{i}" for i in range(4)], {"images": images.numpy()})
+        found = session.run(["map_0", "map_1"], {"images": images.numpy()})
         for ours, theirs in zip(expected, found, strict=True):
             np.testing.assert_allclose(theirs, ours.numpy(), rtol=0, atol=1e-4)
 
