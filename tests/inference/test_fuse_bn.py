@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dgt.inference.form import FoldedConv, TokenLinear, fold_after, fold_before, inference_form
+from dgt.inference.form import FoldedConv, fold_after, fold_before, inference_form
 from dgt.layers import Block, ConvStem, DGAttention, GlobalAttention, Head, InvertedResidualFFN
 
 
@@ -75,12 +75,6 @@ def test_pointwise_convolutions_take_in_norms_on_both_sides() -> None:
     before, conv, after = norm_of(6).double(), nn.Conv2d(6, 4, 1).double(), norm_of(4).double()
     x = torch.randn(2, 6, 3, 5).double()
     torch.testing.assert_close(fold_after(fold_before(before, conv), after)(x), after(conv(before(x))))
-
-
-@pytest.mark.parametrize("shape", [(2, 3, 5, 8), (2, 7, 8), (3, 8), (2, 2, 3, 4, 8)])
-def test_a_linear_of_tokens_is_a_convolution(shape) -> None:
-    linear, x = nn.Linear(8, 5), torch.randn(shape)
-    torch.testing.assert_close(TokenLinear(linear)(x), linear(x))
 
 
 PARTS = {

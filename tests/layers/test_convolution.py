@@ -1,4 +1,4 @@
-"""What lies between activation and normalisation is not kept for the backward pass, and nothing else changes."""
+"""What lies between activation and normalisation is not kept for backward; linears of tokens; nothing else changes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from dgt.layers import ConvStem, InvertedResidualFFN, convolution
+from dgt.layers.convolution import TokenLinear
 
 
 def results(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
@@ -83,3 +84,37 @@ def test_no_input_of_the_expanded_width_is_kept() -> None:
     inputs = [node._raw_saved_input.data for node in nodes if hasattr(node, "_raw_saved_input")]
     assert sum(x is None for x in inputs) >= 4
     assert {x.numel() for x in inputs if x is not None} == {2 * 4 * 5 * 6}
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5, 8), (1, 7, 8), (3, 8), (2, 2, 3, 4, 8)])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_linear_of_tokens_gives_what_a_linear_does(shape, threads) -> None:
+    torch.manual_seed(0)
+    layer, x = TokenLinear(8, 5), torch.randn(shape)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = results(layer, x)
+    finally:
+        torch.set_num_threads(before)
+    plain = nn.Linear(8, 5)
+    plain.load_state_dict(layer.state_dict())
+    for ours, theirs in zip(found, results(plain, x), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_files_and_other_types_keep_linears() -> None:
+    """What runtimes, autocast and quantised weights have products of their own for is no convolution."""
+    layer, x = TokenLinear(8, 5), torch.randn(2, 3, 4, 8)
+    assert layer.as_convolution(x) is convolution.ONEDNN_BESIDE_MKL
+    assert not layer.as_convolution(x.double())
+    assert not layer.double().as_convolution(x.double())
+    layer.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not layer.as_convolution(x)
+        assert layer(x).dtype == torch.bfloat16
+    traced = torch.jit.trace(layer, x).graph
+    assert "aten::linear" in str(traced)
+    assert "aten::conv" not in str(traced)
+    exported = torch.export.export(layer, (x,)).graph
+    assert any(node.target == torch.ops.aten.linear.default for node in exported.nodes)

@@ -2,10 +2,8 @@
 
 Every BatchNorm of the network stands between a GELU and a convolution. Its affine map moves into that convolution; with
 zero padding this is exact inside the image, and at its borders once the part of the shift that would come from outside
-is taken off again. ``x + depthwise(x)`` is one depthwise convolution whose centre tap is one larger. Linears are 1x1
-convolutions, which oneDNN runs on channels-last tokens without copies, and about twice as fast as the matrix product of
-linears on processors that the vendor's BLAS does not favour. Packing of weights is a compiler's or another runtime's
-(docs/export.md).
+is taken off again. ``x + depthwise(x)`` is one depthwise convolution whose centre tap is one larger. Packing of weights
+is a compiler's or another runtime's (docs/export.md).
 
 Centroids are brought to unit norm once and for all, and the attention is one operator (:mod:`dgt.ops.predict`), also
 where a compiler traces it.
@@ -19,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dgt.layers.attention import DGAttention, GlobalAttention
+from dgt.layers.attention import DGAttention
 from dgt.layers.convolution import ConvStem, InvertedResidualFFN
 from dgt.layers.head import Head
 from dgt.layers.scripting import check_layer_input
@@ -198,21 +196,6 @@ class FoldedFFN(PredictsOnly):
         return projected.permute(0, 2, 3, 1)
 
 
-class TokenLinear(PredictsOnly):
-    """A linear of channels-last tokens, computed as the 1x1 convolution that it is."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = nn.Parameter(linear.weight.detach()[:, :, None, None]), linear.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (B, ..., C) to the same shape with other channels."""
-        tokens = x if x.dim() == 4 else x.reshape(len(x), 1, -1, x.shape[-1])
-        tokens = F.conv2d(tokens.permute(0, 3, 1, 2), self.weight, self.bias).permute(0, 2, 3, 1)
-        return tokens if x.dim() == 4 else tokens.reshape(*x.shape[:-1], self.out_features)
-
-
 class InferenceDGAttention(DGAttention):
     """A :class:`DGAttention` that only predicts: unit centroids once and for all, the whole attention one operator."""
 
@@ -220,7 +203,7 @@ class InferenceDGAttention(DGAttention):
         heads, groups, channels = source.centroids.shape
         settings: dict[str, Any] = {"cosine": source.cosine, "backend": source.backend, "device": "meta"}
         super().__init__(heads * channels, heads, groups, source.top_k, **settings)
-        self.qkv, self.proj = TokenLinear(source.qkv), TokenLinear(source.proj)  # type: ignore[assignment]
+        self.qkv, self.proj = source.qkv, source.proj
         if source.cosine:
             self.logit_scale = source.logit_scale
         self.centroids, self.num_updates, self.seeded = source.unit_centroids(), source.num_updates, source.seeded
@@ -239,12 +222,6 @@ class InferenceDGAttention(DGAttention):
         return projected
 
 
-def _with_token_linears(attention: GlobalAttention) -> GlobalAttention:
-    if not isinstance(attention.qkv, TokenLinear):
-        attention.qkv, attention.proj = TokenLinear(attention.qkv), TokenLinear(attention.proj)  # type: ignore[assignment]
-    return attention
-
-
 def _with_folded_norm(head: Head) -> Head:
     if isinstance(head.conv, nn.Conv2d) and isinstance(head.norm, nn.BatchNorm2d):
         head.conv, head.norm = fold_after(head.conv, head.norm), nn.Identity()
@@ -254,7 +231,6 @@ def _with_folded_norm(head: Head) -> Head:
 FORMS: dict[type[nn.Module], Callable[[Any], nn.Module]] = {
     ConvStem: FoldedStem,
     DGAttention: InferenceDGAttention,
-    GlobalAttention: _with_token_linears,
     InvertedResidualFFN: FoldedFFN,
     Head: _with_folded_norm,
 }

@@ -13,6 +13,7 @@ from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from dgt.layers.centroids import CentroidState
+from dgt.layers.convolution import TokenLinear
 from dgt.layers.scripting import attend_in_groups, check_layer_input, scripting
 from dgt.ops import DynamicGroupAttentionOutput, dynamic_group_attention, predict
 from dgt.ops.backends import resolve_backend
@@ -42,8 +43,8 @@ class SelfAttention(nn.Module):
             raise ValueError(f"dim must be divisible by num_heads, got {dim} and {num_heads}")
         self.num_heads = num_heads
         self.cosine = cosine
-        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **factory)
-        self.proj = nn.Linear(dim, dim, **factory)
+        self.qkv = TokenLinear(dim, 3 * dim, bias=qkv_bias, **factory)
+        self.proj = TokenLinear(dim, dim, **factory)
         if cosine:
             self.logit_scale = nn.Parameter(torch.full((num_heads, 1, 1), math.log(10.0), **factory))
         self.scale = 1.0 if cosine else (dim // num_heads) ** -0.5

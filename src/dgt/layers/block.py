@@ -10,7 +10,7 @@ from typing import Any
 from timm.layers import DropPath, LayerNorm
 from torch import Tensor, nn
 
-from dgt.layers.convolution import ConditionalPositionEncoding, InvertedResidualFFN, keep_real
+from dgt.layers.convolution import ConditionalPositionEncoding, InvertedResidualFFN, TokenLinear, keep_real
 
 
 class FeedForward(nn.Module):
@@ -18,9 +18,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, dim: int, ratio: float = 4.0, drop: float = 0.0, **factory: Any) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(dim, int(dim * ratio), **factory)
+        self.fc1 = TokenLinear(dim, int(dim * ratio), **factory)
         self.act = nn.GELU()
-        self.fc2 = nn.Linear(int(dim * ratio), dim, **factory)
+        self.fc2 = TokenLinear(int(dim * ratio), dim, **factory)
         self.drop = nn.Dropout(drop)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:

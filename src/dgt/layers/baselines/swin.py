@@ -14,7 +14,7 @@ from timm.models import register_notrace_function, register_notrace_module
 from torch import Tensor, nn
 
 from dgt.layers.attention import SelfAttention
-from dgt.layers.convolution import keep_real
+from dgt.layers.convolution import TokenLinear, keep_real
 from dgt.layers.scripting import check_layer_input
 from dgt.ops.checks import check_count
 
@@ -168,7 +168,7 @@ class PatchConcatenation(nn.Module):
     def __init__(self, in_dim: int, dim: int, **factory: Any) -> None:
         super().__init__()
         self.norm = LayerNorm(4 * in_dim, **factory)
-        self.reduction = nn.Linear(4 * in_dim, dim, bias=False, **factory)
+        self.reduction = TokenLinear(4 * in_dim, dim, bias=False, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, H, W, in_dim) to (B, ceil(H / 2), ceil(W / 2), dim)."""
