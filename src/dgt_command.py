@@ -264,7 +264,7 @@ def _add_using(add: Callable[..., None]) -> None:
         *(_value("--images", "DIR", "folder of images of the kind that it will see", required=True), JSON),
         _value("--error", "E", "relative error of the output (default: %(default)s)", type=_share, default=0.01),
         _number("--size", 1, None, "side of the images (default: the model's)", "PIXELS"),
-        _number("--count", 2, 16, "images to choose and to check by (default: 16)"),
+        _number("--count", 2, 32, "images to choose and to check by (default: 32)"),
         _value("--out", "FILE", "where the plan goes, for dgt.apply_plan (%(default)s)", default="plan.safetensors"),
         _value("--plot", "FILE", "a picture of what was chosen, .png, .pdf or .svg"),
     )
