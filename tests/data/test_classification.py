@@ -191,7 +191,10 @@ class TestSplitsAndSizes:
         ("options", "message"),
         [
             ({"dataset": "auto"}, "root: expected"),
-            ({"root": "here"}, "root must be left out for dataset 'scenes', got 'here'; for a folder set --data"),
+            (
+                {"root": "here"},
+                "root: expected .* with dataset 'auto', none with dataset 'scenes', got 'here' with 'scenes'",
+            ),
             ({"dataset": "imagenet"}, "dataset must be one of auto, scenes, got 'imagenet'"),
             ({"image_size": 16}, "image_size must be at least 32, got 16"),
             ({"train_size": 0}, "train_size must be at least 1"),

@@ -163,7 +163,7 @@ class TestBadData:
         [
             ({"dataset": "voc"}, "dataset must be one of coco, scenes, got 'voc'"),
             ({"root": None}, "root: expected a folder with train2017"),
-            ({"dataset": "scenes"}, "root must be left out for dataset 'scenes'"),
+            ({"dataset": "scenes"}, "root: .* with dataset 'coco', none with dataset 'scenes', got 'images'"),
             ({"image_size": 20}, "image_size must be at least 32, got 20"),
             ({"flip": 2.0}, r"flip must lie in \[0, 1\], got 2\.0"),
             ({"train_size": 0}, "train_size must be at least 1, got 0"),

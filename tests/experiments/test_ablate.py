@@ -178,7 +178,7 @@ def test_a_second_process_is_kept_out(tmp_path: Path) -> None:
     [
         ([], {"seeds": 0}, ValueError, "seeds must be at least 1, got 0"),
         ([], {"size": "huge"}, ValueError, "size must be one of small, other for table 'peers', got 'huge'"),
-        (["--seed=3"], {}, ValueError, "'seed' cannot be changed for a table: --seeds"),
+        (["--seed=3"], {}, ValueError, "'seed' cannot be changed for table 'peers': its rows, --seeds or --out set it"),
         (["--model.name", "test_vit"], {}, ValueError, r"'model\.name' cannot be changed for table 'peers': its rows"),
         (["--optimiser.lr=1"], {}, ValueError, r"unknown recipe key 'optimiser\.lr'"),
     ],

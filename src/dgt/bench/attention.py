@@ -50,16 +50,10 @@ def bench_attention(
 
     Disagreement is raised where its result is not what the reference gives.
 
-    Args:
-        cases: (batch, heads, tokens, top_k) each.
-        device: where to run.
-        rounds: how often the candidates take turns; medians are reported.
-        groups, channels: G and D.
-
-    Returns:
-        One row a case: milliseconds of PyTorch's attention over all keys and of DG-Attention, their ratio (above 1:
-        DG-Attention is faster), the same with backward, and the time of each of the three steps; the MiB that a forward
-        adds to memory (None where nothing tells) and those of a mask of all pairs.
+    Each of the ``cases`` is (batch, heads, tokens, top_k), ``groups`` and ``channels`` are G and D; the candidates take
+    turns for so many ``rounds``. One row a case: median milliseconds of PyTorch's attention over all keys and of
+    DG-Attention, their ratio (above 1: DG-Attention is faster), the same with backward, and the time of each of the
+    three steps; the MiB that a forward adds to memory (None where nothing tells) and those of a mask of all pairs.
     """
     rows = []
     for batch, heads, tokens, top_k in cases:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from dgt.utils.errors import UserError
 
@@ -49,22 +49,25 @@ def decoding(source: Source) -> Iterator[ImageFile.ImageFile]:
         raise UserError(f"{type(error).__name__}: {error}") from error
 
 
-def decode_oriented(source: Source) -> tuple[Image.Image, int]:
-    """`decode_image`, and the EXIF orientation by which it was turned upright: 1 for not at all, 2 to 8."""
-    with decoding(source) as opened:
-        found = opened.getexif().get(ExifTags.Base.Orientation)
-        orientation = found if isinstance(found, int) and 2 <= found <= 8 else 1  # Pillow, too, ignores others
-        ImageOps.exif_transpose(opened, in_place=True)
-        opened.load()
-        return _to_rgb(opened), orientation
-
-
 def decode_image(source: Source) -> Image.Image:
     """Decode a file, or its bytes, to an upright RGB image; UserError where that fails, saying why.
 
     EXIF orientation is applied, transparent pixels are laid on white, 16-bit grey is scaled to 8 bits.
     """
-    return decode_oriented(source)[0]
+    with decoding(source) as opened:
+        ImageOps.exif_transpose(opened, in_place=True)
+        opened.load()
+        return _to_rgb(opened)
+
+
+def open_image(path: StrPath) -> Image.Image:
+    """`decode_image` of a file that the user named: FileNotFoundError where there is none, UserError with its name."""
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"there is no image file {str(path)!r}")
+    try:
+        return decode_image(path)
+    except UserError as error:
+        raise UserError(f"{str(path)!r} cannot be read as an image: {error}") from error
 
 
 def try_decode(source: Source, name: str, answer: int) -> tuple[Image.Image, int] | BrokenImage:

@@ -60,11 +60,9 @@ class ImageData(ABC):
         reads = type(self).dataset  # the default, for a root
         if self.dataset not in (reads, "scenes"):
             raise UserError(f"dataset must be one of {reads}, scenes, got {self.dataset!r}")
-        if self.dataset != "scenes" and self.root is None:
-            raise UserError(f"root: expected {self.root_holds}, got none (only 'scenes' needs none)")
-        if self.dataset == "scenes" and self.root is not None:
-            told = f"root must be left out for dataset 'scenes', got {self.root!r}"
-            raise UserError(f"{told}; for a folder set --data.dataset {reads}")
+        if (self.root is None) != (self.dataset == "scenes"):
+            expected = f"{self.root_holds} with dataset {reads!r}, none with dataset 'scenes'"
+            raise UserError(f"root: expected {expected}, got {self.root!r} with {self.dataset!r}")
         check_range(32, image_size=self.image_size)
         check_range(1, batch_size=self.batch_size, train_size=self.train_size, val_size=self.val_size)
         check_range(0, num_workers=self.num_workers, seed=self.seed)

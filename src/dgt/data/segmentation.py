@@ -5,15 +5,13 @@ ROOT/images/<split>/NAME.jpg  ROOT/annotations/<split>/NAME.png     ADE20K: labe
 ROOT/images/<split>/NAME.jpg  ROOT/labels/<split>/NAME.png          plain: label c is class c
 ```
 
-A label map is an 8-bit image of one channel (grey or palette), of its image's size; 255 is ignored in both layouts. It
-is of the image as EXIF data turn it upright; where sizes cannot show that it is (a half turn, a mirror, a square), it
-is refused. What cannot be decoded is a `BrokenImage`, left out and counted; a label map that can be read but is wrong
-would teach the model something wrong, so it stops the run: a `WrongLabels`, which names the file.
+A label map is an 8-bit image of one channel (grey or palette), of its image's size; 255 is ignored in both layouts.
+What cannot be decoded is a `BrokenImage`, left out and counted; a label map that can be read but is wrong, or whose
+image EXIF data turn, which it may not follow, stops the run: a `WrongLabels`, which names the file.
 
-Training follows Swin's recipe for ADE20K: rescale to fit a frame (2048 x 512) times a random ratio, crop a square in
-which no class has more than 75 %, flip, distort the colours. Its batches are `(images, LabelMaps)`: normalised crops
-(B, 3, S, S), padded with zeros on the right and below where an image is smaller. Validation batches are lists of whole
-images (3, H, W) and of label maps (H, W), of their own size: `dgt.tasks.segment` scales them.
+Training follows Swin's recipe for ADE20K: rescale to fit a frame times a random ratio, crop, flip, distort the colours.
+Its batches are normalised crops (B, 3, S, S), zero where an image is smaller, and `LabelMaps`; those of validation
+lists of whole images (3, H, W) and label maps (H, W), of their own size: `dgt.tasks.segment` scales them.
 """
 
 import os
@@ -25,14 +23,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageFile
+from PIL import ExifTags, Image, ImageFile
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.data import default_collate
 from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional as F
 
-from dgt.data.image_io import BrokenImage, StrPath, WrongLabels, decode_oriented, decoding
+from dgt.data.image_io import BrokenImage, StrPath, WrongLabels, decode_image, decoding
 from dgt.data.loader import Key
 from dgt.data.module import NormalizedData
 from dgt.data.readers import folder_names, image_files, some, split_folder
@@ -74,10 +72,11 @@ class LabelMapFolder:
         path, map_path = self.samples[index]
         name = path
         try:
-            image, orientation = decode_oriented(path)
-            name = map_path
+            with decoding(path) as opened:
+                turned = opened.getexif().get(ExifTags.Base.Orientation) in range(2, 9)  # Pillow, too, ignores others
+            image, name = decode_image(path), map_path
             with decoding(map_path) as opened:
-                fault = _kind_fault(opened) or _size_fault(opened.size, path, image.size, orientation)
+                fault = _kind_fault(opened) or _size_fault(opened.size, path, image.size, turned)
                 stored = np.array([] if fault else opened, dtype=np.uint8)
         except UserError as error:
             return BrokenImage(name, str(error))
@@ -111,7 +110,7 @@ def label_folder(root: StrPath) -> Path:
 def read_class_names(root: StrPath) -> tuple[str, ...]:
     """The classes that a file beside the images lists: `classes.txt`, a name a line, or ADE20K's `objectInfo150.txt`.
 
-    FileNotFoundError where there is neither, UserError for a file without names or not in UTF-8.
+    FileNotFoundError where there is neither, UserError for a file that is not in UTF-8.
     """
     path = next((path for path in (Path(root, name) for name in CLASS_FILES) if path.is_file()), None)
     if path is None:
@@ -123,8 +122,6 @@ def read_class_names(root: StrPath) -> tuple[str, ...]:
         raise UserError(f"{path} is not a text in UTF-8: {error}") from error
     if path.name != CLASS_FILES[0]:  # a table whose last column holds synonyms, the usual one first
         lines = [line.split("\t")[-1].split(",")[0].strip() for line in lines[1:]]
-    if not lines:
-        raise UserError(f"{path} lists no classes")
     return tuple(lines)
 
 
@@ -158,16 +155,13 @@ def _kind_fault(opened: ImageFile.ImageFile) -> str:
     return f"expected a lossless label map, such as PNG, of one 8-bit channel (grey or palette), got {got}"
 
 
-def _size_fault(stored: tuple[int, int], image: str, size: tuple[int, int], orientation: int) -> str:
-    """Why a label map of width and height `stored` may not be that of the upright image, of `size`; empty where it is.
-
-    An EXIF `orientation` above 4 has exchanged the sides, which a size can show; 2 to 4 have not.
-    """
-    if stored == size and (orientation == 1 or (orientation > 4 and size[0] != size[1])):
+def _size_fault(stored: tuple[int, int], image: str, size: tuple[int, int], turned: bool) -> str:
+    """Why a label map of width and height `stored` may not be that of an image, `turned` by EXIF data; or empty."""
+    if stored == size and not turned:
         return ""
     has, image_has = ("{} x {}".format(*pair) for pair in (stored, size))
-    told = f"has {image_has}, upright by EXIF orientation {orientation}: store both upright, in one size"
-    return f"the label map has {has} pixels, its image {image} {told}"
+    hint = ", turned by EXIF orientation: store it upright, without one" if turned else ""
+    return f"the label map has {has} pixels, its image {image} has {image_has}{hint}"
 
 
 @dataclass(frozen=True)

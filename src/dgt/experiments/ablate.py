@@ -46,7 +46,7 @@ MEASURES = {  # of `diagnose`, means over the blocks where k is below the number
     "best_for_query": "best k of the query",
     "perplexity": "perplexity of groups",
 }
-CHOSEN_HERE = {"seed": "--seeds chooses the seeds", "out": "--out is the table's folder", "name": "the rows name them"}
+CHOSEN_HERE = ("seed", "out", "name")
 
 
 class PlannedRun(NamedTuple):
@@ -107,12 +107,10 @@ def ablate(
 
 def _plan(table: Table, overrides: Sequence[str], seeds: int, folder: Path) -> list[PlannedRun]:
     """The runs of a table in their order, every model built once; UserError for a key that is not free."""
-    own = {key for row in table.rows for key in (*table.common, *row.changes)}
-    for key in sorted(override_keys(overrides)):
-        if key in CHOSEN_HERE:
-            raise UserError(f"recipe key {key!r} cannot be changed for a table: {CHOSEN_HERE[key]}")
-        if key in own:
-            raise UserError(f"recipe key {key!r} cannot be changed for table {table.name!r}: its rows set it")
+    own = {*CHOSEN_HERE, *table.common}.union(*(row.changes for row in table.rows))
+    if taken := sorted(own & override_keys(overrides)):
+        told = f"cannot be changed for table {table.name!r}: its rows, --seeds or --out set it"
+        raise UserError(f"recipe key {taken[0]!r} {told}")
     recipes = [load_recipe(table.recipe, [*overrides, *table.overrides(row)]) for row in table.rows]
     for recipe in recipes:
         TASKS[recipe.task].build(recipe.model, 2, recipe.data["image_size"])

@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from dgt.data import readers
-from dgt.data.image_io import decode_image
+from dgt.data.image_io import decode_image, open_image
 from dgt.data.scenes import KINDS, draw_scene
 from dgt.utils.errors import UserError
 
@@ -92,8 +92,7 @@ def image_files(path: str | Path) -> list[Path]:
 class Album:
     """Images by id: `scene-N`, `file-N`, `upload-HASH`.
 
-    `files` are shown besides the scenes (which may be left out), first of all. Raises UserError naming a file that
-    cannot be decoded.
+    `files` are shown besides the scenes (which may be left out), first of all. Raises as `open_image`.
     """
 
     def __init__(self, files: Sequence[str | Path] = (), scenes: bool = True) -> None:
@@ -101,10 +100,7 @@ class Album:
         self._uploads: OrderedDict[str, tuple[str, Image.Image]] = OrderedDict()
         self._fixed: dict[str, tuple[str, Image.Image]] = {}
         for number, path in enumerate(files):
-            try:
-                self._fixed[f"file-{number}"] = (Path(path).name, _small(decode_image(path)))
-            except ValueError as error:
-                raise UserError(f"{str(path)!r} cannot be read as an image: {error}") from error
+            self._fixed[f"file-{number}"] = (Path(path).name, _small(open_image(path)))
         for number, index in enumerate(SCENES if scenes else ()):
             scene = draw_scene(index, "test", 512)
             self._fixed[f"scene-{number}"] = (KINDS[scene.label], scene.to_pil())
@@ -134,13 +130,13 @@ class Album:
         return found[1]
 
 
-def fit_sides(size: tuple[int, int], side: int, step: int) -> tuple[int, int]:
-    """Sides for an image such that its area is near `side` squared and token grids lie on it without a rest.
+def fit_sides(image: Image.Image, side: int, step: int) -> tuple[int, int]:
+    """Height and width for an image such that its area is near `side` squared and token grids lie on it without a rest.
 
-    From and to (height, width): multiples of `step`, neither below 32 nor more than twice the other; `side`, at least
-    32, for both where the image is square and `side` such a multiple.
+    Multiples of `step`, neither below 32 nor more than twice the other; `side`, at least 32, for both where the image
+    is square and `side` such a multiple.
     """
-    wanted = min(max(size[1] / size[0], 0.5), 2.0)
+    wanted = min(max(image.width / image.height, 0.5), 2.0)
     choices = [length for length in range(step, 2 * side + step, step) if length >= 32]
 
     def distance(sides: tuple[int, int]) -> float:
@@ -150,8 +146,9 @@ def fit_sides(size: tuple[int, int], side: int, step: int) -> tuple[int, int]:
     return min(((h, w) for h in choices for w in choices if 0.5 <= w / h <= 2), key=distance)
 
 
-def encode_jpeg(image: Image.Image, sides: tuple[int, int], long_side: int) -> bytes:
-    """JPEG bytes of the largest middle part with the proportions of `sides` (height, width), never enlarged."""
+def encode_jpeg(image: Image.Image, side: int, step: int, long_side: int) -> bytes:
+    """JPEG bytes of the largest middle part with the proportions of its `fit_sides`, never enlarged."""
+    sides = fit_sides(image, side, step)
     scale = min(image.width / sides[1], image.height / sides[0], long_side / max(sides))
     size = (max(round(sides[1] * scale), 1), max(round(sides[0] * scale), 1))
     buffer = io.BytesIO()

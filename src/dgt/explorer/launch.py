@@ -29,8 +29,7 @@ def serve(
         host: address to listen on; anything but a loopback address lets others in.
         port: TCP port; 0 for any free one.
 
-    Raises:
-        FileNotFoundError, ValueError: as `load_run`, `image_files` and `Explorer` do; a port out of range or in use.
+    Raises as `load_run`, `image_files` and `Explorer` do; UserError for a port out of range or in use.
     """
     if not 0 <= port <= 65535:
         raise UserError(f"port must lie in 0 to 65535, got {port}")

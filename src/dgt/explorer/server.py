@@ -20,7 +20,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from dgt.explorer.album import LONG_SIDE, MAX_BYTES, RefusedError, encode_jpeg, fit_sides
+from dgt.explorer.album import LONG_SIDE, MAX_BYTES, RefusedError, encode_jpeg
 from dgt.explorer.views import Answer, Explorer
 from dgt.utils.errors import UserError
 
@@ -40,10 +40,7 @@ HEADERS = {
 def create_app(explorer: Explorer, hosts: Sequence[str] = LOOPBACK, max_bytes: int = MAX_BYTES) -> FastAPI:
     """The web application around a model and its images.
 
-    Args:
-        explorer: the model and the images.
-        hosts: names under which it may be addressed; `["*"]` for any.
-        max_bytes: the largest upload.
+    `hosts` are the names under which it may be addressed, `["*"]` any; an upload has at most `max_bytes`.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)
@@ -70,9 +67,7 @@ def create_app(explorer: Explorer, hosts: Sequence[str] = LOOPBACK, max_bytes: i
     def image(key: str, size: int, side: Annotated[int, Query(ge=16, le=LONG_SIDE)] = LONG_SIDE) -> Response:
         if size not in explorer.sizes:
             raise UserError("Missing or malformed: size.")
-        shown = album.image(key)
-        sides = fit_sides((shown.height, shown.width), size, explorer.step)
-        return Response(encode_jpeg(shown, sides, side), media_type="image/jpeg")
+        return Response(encode_jpeg(album.image(key), size, explorer.step, side), media_type="image/jpeg")
 
     @app.post("/api/images")
     async def upload(request: Request) -> Answer:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dgt.explorer.album import encode_jpeg, fit_sides
+from dgt.explorer.album import encode_jpeg
 from dgt.explorer.views import Explorer
 from dgt.utils.atomic_write import replacing
 from dgt.utils.errors import UserError
@@ -87,6 +87,5 @@ def _answers(explorer: Explorer, image: str, block: int, counts: list[int]) -> d
 
 def _picture(explorer: Explorer, image: str) -> str:
     """The image as the page shows it, inside an address: the pixels of another file would be out of its reach."""
-    shown = explorer.album.image(image)
-    sides = fit_sides((shown.height, shown.width), explorer.size, explorer.step)
-    return "data:image/jpeg;base64," + base64.b64encode(encode_jpeg(shown, sides, SIDE)).decode("ascii")
+    content = encode_jpeg(explorer.album.image(image), explorer.size, explorer.step, SIDE)
+    return "data:image/jpeg;base64," + base64.b64encode(content).decode("ascii")

@@ -20,7 +20,9 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from torch import Tensor, nn
+from torchvision.transforms.functional import pil_to_tensor
 
+from dgt.data.transforms import Normalize
 from dgt.explorer.album import Album, fit_sides
 from dgt.figures import choose_groups, distinct_colours
 from dgt.layers import DGAttention
@@ -107,16 +109,10 @@ class Explorer:
             self.run.network(self.pixels(self.album.names()[0][0], self.size))
 
     def view(self, image: str, size: int, block: int, head: int, top_k: int) -> Answer:
-        """Groups, keys and attention weights of one head of one block.
+        """Groups, keys and attention weights of one head of one block, for an id of the album and one of `sizes`.
 
-        Args:
-            image: id of an image of the album.
-            size: one of `sizes`.
-            block, head: indices into `blocks` and the block's heads.
-            top_k: keys for every group, at least 1; clamped to the tokens, and to what an answer may hold.
-
-        Raises:
-            RefusedError, UserError: no such image; another argument that is out of range.
+        `top_k`, the keys for every group, is clamped to the tokens, and to what an answer may hold. RefusedError where
+        there is no such image, UserError for another argument that is out of range.
         """
         if top_k < 1:
             raise UserError(f"k must be at least 1, got {top_k}")
@@ -155,10 +151,9 @@ class Explorer:
     def pixels(self, image: str, size: int) -> Tensor:
         """The (1, 3, H, W) that the model gets for an image: its middle, resized to multiples of the token's side."""
         data, shown = self.run.recipe.data, self.album.image(image)
-        height, width = fit_sides((shown.height, shown.width), size, self.step)
+        height, width = fit_sides(shown, size, self.step)
         shown = ImageOps.fit(shown, (width, height), Image.Resampling.BICUBIC)
-        mean, std = (torch.tensor(data[name]).view(1, 3, 1, 1) for name in ("mean", "std"))
-        return (torch.from_numpy(np.array(shown)).permute(2, 0, 1)[None] / 255 - mean) / std
+        return Normalize(data["mean"], data["std"])(pil_to_tensor(shown))[None]
 
     def _head(self, image: str, size: int, block: int, head: int) -> tuple[Trace, list[Tensor], Tensor, float]:
         """The trace; query, key and value (1, 1, L, D) of a head; its centroids (1, G, D); the scale of its scores."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -38,27 +39,23 @@ def figure_choices(content: dict[str, Any]) -> Figure:
         raise UserError("content must hold at least one row, got none")
     figure = Figure(figsize=(9.6, 3.9), layout="constrained", facecolor="white")
     labels, divergence = figure.subplots(1, 2)
-    for axes, measure, factor in ((labels, "agreement", 100), (divergence, "divergence", 1)):
+    titles = {"agreement": "Answers that stay", "divergence": "How far probabilities move"}
+    for axes, (measure, title), factor in zip((labels, divergence), titles.items(), (100, 1), strict=True):
         for choice in (name for name in STYLES if any(row["choice"] == name for row in rows)):
-            _line(axes, choice, sorted((row for row in rows if row["choice"] == choice), key=_k), measure, factor)
+            found = sorted((row for row in rows if row["choice"] == choice), key=itemgetter("top_k"))
+            _line(axes, choice, found, measure, factor)
         axes.grid(axis="y", color="#eeeeee")
         axes.set_xscale("log", base=2)
         axes.set_xticks(counts := sorted({row["top_k"] for row in rows}), _ticks(content["tokens"].values(), counts))
         axes.xaxis.set_minor_locator(NullLocator())
-    labels.set(ylim=(None, 101), ylabel="labels as with all keys", title="Answers that stay")
-    labels.yaxis.set_major_formatter(PercentFormatter(decimals=0))
-    divergence.set(yscale="log", ylabel="KL divergence from all keys", title="How far probabilities move")
-    for axes in (labels, divergence):
         axes.set_xlabel("keys of every query, k")
-        axes.set_title(axes.get_title(), loc="left", fontsize=10)
-        axes.set_title("")
+        axes.set_title(title, loc="left", fontsize=10)
+    labels.set(ylim=(None, 101), ylabel="labels as with all keys")
+    labels.yaxis.set_major_formatter(PercentFormatter(decimals=0))
+    divergence.set(yscale="log", ylabel="KL divergence from all keys")
     tidy(labels, divergence, size=8)
     figure.legend(*labels.get_legend_handles_labels(), loc="outside right center", fontsize=8.5, frameon=False)
     return figure
-
-
-def _k(row: dict[str, Any]) -> int:
-    return int(row["top_k"])
 
 
 def _ticks(tokens: Any, counts: list[int]) -> list[str]:

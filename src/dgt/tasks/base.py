@@ -10,11 +10,10 @@ from PIL import Image
 from torch import Tensor, nn
 from torchvision.transforms.functional import pil_to_tensor
 
-from dgt.data.image_io import decode_image
+from dgt.data.image_io import open_image
 from dgt.data.module import ImageData
 from dgt.models.cost import Cost
 from dgt.tasks.network import ModelSettings
-from dgt.utils.errors import UserError
 
 Losses = dict[str, Tensor]
 """Scalars by name: "loss" is what is minimised, the others are its parts, logged as `train/NAME`."""
@@ -143,16 +142,6 @@ class Task:
         """The headline metrics in percent, as far as they are there: `top-1 81.20 %  top-5 95.00 %`."""
         shown = (f"{label} {100 * metrics[key]:.2f} %" for key, label in self.headline.items() if key in metrics)
         return "  ".join(shown)
-
-
-def open_image(path: str | Path) -> Image.Image:
-    """An image file as RGB. FileNotFoundError where there is none, UserError where it cannot be decoded."""
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"there is no image file {str(path)!r}")
-    try:
-        return decode_image(path)
-    except ValueError as error:
-        raise UserError(f"{str(path)!r} cannot be read as an image: {error}") from error
 
 
 def read_bytes(image: Source) -> Tensor:

@@ -14,23 +14,20 @@ from PIL import Image
 from torch import Tensor, nn
 
 from dgt.data.classification import ClassificationData
+from dgt.data.image_io import open_image
 from dgt.data.transforms import Normalize, evaluation_transform
 from dgt.figures import figure_titled, raster
 from dgt.models.cost import PAPER, cost
-from dgt.tasks.base import Counted, LoadedRun, Losses, Metrics, Prediction, Source, Task, open_image
+from dgt.tasks.base import Counted, LoadedRun, Losses, Metrics, Prediction, Source, Task
 from dgt.tasks.network import build_classifier
 from dgt.utils.distributed import gather_objects
 from dgt.utils.errors import UserError
 
 
-def classification_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy, in float32, of logits (B, classes) against labels (B,) or distributions (B, classes)."""
-    return F.cross_entropy(logits.float(), targets.float() if targets.is_floating_point() else targets)
-
-
 def losses(network: nn.Module, images: Tensor, targets: Tensor) -> Losses:
-    """Cross entropy of images (B, 3, H, W) and targets, (B,) or (B, classes)."""
-    return {"loss": classification_loss(network(images), targets)}
+    """Mean cross entropy, in float32, of images (B, 3, H, W) against labels (B,) or distributions (B, classes)."""
+    targets = targets.float() if targets.is_floating_point() else targets
+    return {"loss": F.cross_entropy(network(images).float(), targets)}
 
 
 class ClassificationMetrics(Metrics):
