@@ -51,8 +51,7 @@ def medians(rounds: int, candidates: Mapping[Name, Callable[[], float]]) -> dict
 def own_process(name: str, environment: dict[str, str] | None = None) -> Iterator[Callable[..., Any]]:
     """A process of its own, in which ``environment`` differs: what is yielded calls functions of modules there.
 
-    Raises:
-        LostProcess: where such a call fails, with the process's name and the reason.
+    LostProcess where such a call fails, with the process's name and the reason.
     """
 
     def ask(function: Callable[..., Any], *arguments: Any) -> Any:

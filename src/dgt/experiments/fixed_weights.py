@@ -161,8 +161,7 @@ def key_choice(words: Sequence[str] = (), seeds: int = 3, out: str | Path | None
         seeds: how often random keys are drawn.
         out: the folder; None for runs/ablate-key_choice.
 
-    Raises:
-        UserError, OSError: wrong words, no run or data there, a run of another kind; and as :func:`write_results`.
+    UserError, OSError for wrong words, no run or data there, a run of another kind; and as :func:`write_results`.
     """
     options, keys = read_words(words, run="", images=300, top_k=(1, 2, 4, 8, 16, 32, 64, 128, 256))
     if not options["run"]:

@@ -55,9 +55,8 @@ def like_to_like(words: Sequence[str] = (), seeds: int = 3, out: str | Path | No
         seeds: how often groups of random queries are drawn.
         out: the folder, which is returned; None for runs/ablate-like_to_like.
 
-    Raises:
-        UserError, OSError: wrong words, no run or data there, a run without DG-Attention or whose images have no label
-            maps; and as `CocoImages` and :func:`write_results`.
+    UserError, OSError for wrong words, no run or data there, a run without DG-Attention or whose images have no label
+    maps; and as `CocoImages` and :func:`write_results`.
     """
     options, keys = read_words(words, run="", images=256, coco="", size=224)
     if not options["run"]:

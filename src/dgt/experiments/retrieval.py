@@ -258,8 +258,7 @@ def retrieval(words: Sequence[str] = (), seeds: int = 3, out: str | Path | None 
         seeds: number of seeds, from 0 on.
         out: the folder, which is returned; None for runs/ablate-retrieval.
 
-    Raises:
-        UserError: a number of seeds below 1, a wrong word, or as :func:`write_results`.
+    UserError for a number of seeds below 1, a wrong word, or as :func:`write_results`.
     """
     options, keys = read_words(words, **asdict(Settings()))
     if keys:

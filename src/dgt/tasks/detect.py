@@ -23,7 +23,6 @@ from dgt.tasks.network import ModelSettings
 from dgt.utils.distributed import gather_objects
 from dgt.utils.errors import UserError
 
-HEAD_KEYS = ("max_size", "fpn_channels", "box_channels", "mask_channels", "anchor_sizes", "options")
 KINDS = {"box": "bbox", "mask": "segm"}
 NAMES = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
 PAPER = {"dgt_tiny": (42.0, 272.0), "dgt_small": (70.0, 386.0), "dgt_base": (108.0, 540.0)}  # Table 4 (a)
@@ -35,7 +34,7 @@ def build_detector(settings: ModelSettings, num_classes: int, image_size: int) -
     The recipe's `head` holds keyword arguments of `dgt.build_mask_rcnn`; images' shorter side becomes `image_size`.
     UserError where there is no such model, or it or the head does not take these arguments.
     """
-    settings.check_head(*HEAD_KEYS)
+    settings.check_head("max_size", "fpn_channels", "box_channels", "mask_channels", "anchor_sizes", "options")
     arguments = {"image_size": image_size, **settings.head, **settings.arguments()}
     try:
         detector: nn.Module = build_mask_rcnn(settings.name, num_classes + 1, **arguments)

@@ -7,7 +7,7 @@ order of mmsegmentation: logits are brought to the image's size, then turned to 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -155,8 +155,9 @@ def _sliding_window(network: nn.Module, images: Tensor, test: SegmentationTest) 
         logits: Tensor = network(images)
         return logits
     stride = test.stride or max(1, test.window * 2 // 3)
+    ends = (max(0, side - test.window) for side in (height, width))  # where the last one starts, moved back inside
     total, seen = images.new_zeros(0), images.new_zeros(1, 1, height, width)
-    for top, left in product(_starts(height, test.window, stride), _starts(width, test.window, stride)):
+    for top, left in product(*([*range(0, end, stride), end] for end in ends)):
         place = (..., slice(top, top + test.window), slice(left, left + test.window))
         logits = network(images[place])
         if not len(total):  # the first window tells how many classes there are
@@ -164,13 +165,6 @@ def _sliding_window(network: nn.Module, images: Tensor, test: SegmentationTest) 
         total[place] += logits
         seen[place] += 1
     return total.div_(seen)
-
-
-def _starts(length: int, window: int, stride: int) -> Iterator[int]:
-    """First pixels of windows that cover `length`, the last one moved back inside."""
-    last = max(0, length - window)
-    yield from range(0, last, stride)
-    yield last
 
 
 def _resize(x: Tensor, size: tuple[int, int]) -> Tensor:
