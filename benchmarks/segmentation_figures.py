@@ -9,6 +9,7 @@ Images are drawn as the run's recipe tests them; keys of the recipe's data can b
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,6 @@ from dgt.figures import save_figure
 from dgt.figures.label_map import figure_comparison
 from dgt.tasks.segment import predict
 from dgt.training import load_run
-from dgt.training.log import read_metrics
 from dgt.training.recipe import build_data, parse_recipe
 
 
@@ -43,7 +43,8 @@ def draw_images(run_path: str, out: str, items: list[int], overrides: list[str])
 
 def read_curve(run: str, name: str) -> tuple[list[int], list[float]]:
     """Epochs (from 1) and values of a metric of a run's epochs."""
-    rows = [row for row in read_metrics(Path(run)) if name in row and "epoch" in row]
+    lines = (Path(run) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if name in row and "epoch" in row]
     return [row["epoch"] for row in rows], [row[name] for row in rows]
 
 

@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _mistakes(options: argparse.Namespace, keys: list[str]) -> Iterator[str]:
-    """What is wrong and can be seen without the package: names of recipes and tables, sections, checkpoints."""
+    """What is wrong and can be seen without the package: names of recipes and tables, checkpoints."""
     if options.command == "train" and not options.help and options.recipe is None:
         yield f"name a recipe, one of {', '.join(_shipped(RECIPES))}, or the path of a YAML file"
     experiment = getattr(options, "table", None) in EXPERIMENTS
@@ -80,22 +80,11 @@ def _mistakes(options: argparse.Namespace, keys: list[str]) -> Iterator[str]:
     for what, folder in (("recipe", RECIPES), ("table", RECIPES / "tables")):
         name = getattr(options, what, None)
         shipped = sorted([*_shipped(folder), *(EXPERIMENTS if what == "table" else ())])
-        if name is not None and Path(name).suffix in (".yaml", ".yml"):
-            if not Path(name).is_file():
-                yield f"there is no {what} file {name!r}"
-        elif name is not None and name not in shipped and not Path(name).is_file():
+        if name is not None and name not in shipped and not Path(name).is_file():
             near = difflib.get_close_matches(name, shipped, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
-            yield (
-                f"there is no {what} {name!r}: {hint}shipped are {', '.join(shipped)}; "
-                "any other is the path of a YAML file"
-            )
-    for word in keys if not experiment else ():
-        section, dot, key = word[2:].partition("=")[0].partition(".")
-        if word.startswith("--") and section not in SECTIONS:
-            near = difflib.get_close_matches(section, SECTIONS, n=1, cutoff=0.75)
-            hint = f"did you mean {near[0]}{dot}{key}?" if near else "`dgt train RECIPE --help` lists all keys"
-            yield f"unknown recipe key {section + dot + key!r}; {hint}"
+            known = f"{hint}shipped are {', '.join(shipped)}; any other is the path of a YAML file"
+            yield f"there is no {what} {name!r}: {known}"
     if options.command == "weights":
         yield from _weights_mistakes(options, keys)
     if options.command == "status" and not (Path(options.folder) / "recipe.yaml").is_file():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +23,16 @@ SMALL = (
     "--trainer.accelerator=cpu",
     "--trainer.devices=1",
 )
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The rows of a run's metrics; of a step that was trained again the later one, and no line that was cut off."""
+    rows = {}
+    for line in (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(json.JSONDecodeError):
+            row = json.loads(line)
+            rows[row["step"], row.get("epoch")] = row
+    return list(rows.values())
 
 
 @pytest.fixture(scope="session")

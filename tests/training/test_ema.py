@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor, nn
 
+from dgt.tasks import TASKS
 from dgt.training import fit, load_recipe, load_run
-from dgt.training.state import WeightAverage, read_checkpoint, step_checkpoints
+from dgt.training.fit import build_fabric, build_state
+from dgt.training.recipe import parse_recipe
+from dgt.training.state import read_checkpoint, step_checkpoints
 
 
-def test_the_decay_forgets_as_fast_image_for_image() -> None:
-    def decay(stated: float, images: int) -> float:
-        return WeightAverage(nn.Linear(1, 1), stated, images).decay
-
-    assert decay(0.99992, 1024) == 0.99992
-    assert decay(0.9, 256) ** 4 == pytest.approx(0.9)
-    assert decay(0.9, 2048) == pytest.approx(0.81)
-
-
-def test_the_average_is_exponential_and_counters_are_copied() -> None:
-    network = nn.BatchNorm1d(2)
-    averaged = WeightAverage(network, 0.75)
-    expected: Tensor | None = None
-    for step in range(4):
-        with torch.no_grad():
-            network.weight.fill_(float(step))
-        network(torch.randn(8, 2))
-        averaged.update(network, step + 1)
-        now = network.weight.detach().clone()
-        expected = now if expected is None else 0.75 * expected + 0.25 * now
-    torch.testing.assert_close(averaged.module.weight.detach(), expected)
-    assert int(averaged.module.num_batches_tracked) == int(network.num_batches_tracked) == 4
+@pytest.mark.parametrize(("batch", "decay"), [(1024, 0.9), (256, 0.9**0.25), (2048, 0.81)])
+def test_the_decay_forgets_as_fast_image_for_image(batch: int, decay: float) -> None:
+    recipe = parse_recipe({"model": {"name": "test_resnet"}, "ema": {"decay": 0.9}, "trainer": {"accelerator": "cpu"}})
+    fabric = build_fabric(recipe.trainer, TASKS["classify"])
+    state = build_state(recipe, fabric, SimpleNamespace(num_classes=2, batch_size=batch), fresh=True)
+    assert state.average is not None
+    assert state.average.decay == pytest.approx(decay)
 
 
 def test_a_trained_average_differs_and_keeps_centroids_of_unit_norm(tmp_path: Path) -> None:

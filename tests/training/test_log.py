@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import errno
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
 from dgt.training import fit, load_recipe
-from dgt.training.log import Report, read_metrics
+from dgt.training.log import Report
 from dgt.training.state import Progress
 from dgt.utils.errors import LOGGER
+
+from .conftest import read_metrics
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
@@ -78,13 +78,6 @@ def test_rows_go_on_when_there_is_room(
     assert [row["step"] for row in read_metrics(tmp_path)] == [0, 3, 4]
 
 
-def test_of_a_step_that_was_trained_again_the_later_row_counts(tmp_path: Path) -> None:
-    rows = [{"step": 2, "loss": 3.0}, {"step": 4, "epoch": 1, "mean": 2.0}, {"step": 4, "loss": 2.5}]
-    whole = "".join(json.dumps(row) + "\n" for row in [*rows, {"step": 2, "loss": 1.0}])
-    (tmp_path / "metrics.jsonl").write_bytes(whole.encode() + b'{"step": 8, "lo\xff')
-    assert read_metrics(tmp_path) == [{"step": 2, "loss": 1.0}, *rows[1:]]
-
-
 def test_curves_that_cannot_be_written_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,10 +89,8 @@ def test_curves_that_cannot_be_written_are_told(
             report.write_row({"step": 2, "loss": 2.0})
         told = capsys.readouterr().err
         assert told.count("events could not be written, training goes on: [Errno 28]") == 1
-        report.write_image("image", np.zeros((4, 4, 3), np.uint8))
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [(each.step, each.value) for each in events.Scalars("loss")] == [(0, 3.0)]
-    assert len(events.Images("image")) == 1
     assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2]
 
 
@@ -107,7 +98,6 @@ def test_curves_that_cannot_be_opened_are_left_out(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(SummaryWriter, "__init__", fail)
     with begun(tmp_path) as report:
         report.write_row({"step": 0, "loss": 3.0})
-        report.write_image("image", np.zeros((4, 4, 3), np.uint8))
     assert read_metrics(tmp_path) == [{"step": 0, "loss": 3.0}]
 
 

@@ -20,11 +20,12 @@ from torch import distributed
 from dgt.data.image_io import BrokenImage, BrokenImages
 from dgt.tasks import TASKS
 from dgt.training.fit import build_fabric, build_state, explaining
-from dgt.training.log import read_metrics
 from dgt.training.loop import join_broken_images
 from dgt.training.recipe import TrainerSettings, parse_recipe
 from dgt.training.run import load_run
 from dgt.training.state import step_checkpoints
+
+from .conftest import read_metrics
 
 SCRIPT = Path(__file__).with_name("parallel_run.py")
 SOURCE = Path(__file__).resolve().parents[2] / "src"

@@ -19,10 +19,12 @@ from lightning.fabric import Fabric
 from dgt.layers import DGAttention
 from dgt.tasks.classify import ClassificationMetrics
 from dgt.training import fit, load_recipe
-from dgt.training.log import Report, read_metrics
+from dgt.training.log import Report
 from dgt.training.loop import Preempted, Training
 from dgt.training.run import run_folder
 from dgt.training.state import TrainingState, latest_checkpoint, read_checkpoint, step_checkpoints
+
+from .conftest import read_metrics
 
 SMALL_DGT = "{stem_width: 8, dims: [16, 32, 64, 64], num_heads: [1, 2, 2, 2], depths: [1, 1, 1, 1], num_groups: 4}"
 KEYS = (
@@ -189,7 +191,7 @@ KILLED = """
 import os, signal, sys
 import pytest, torch
 sys.path.insert(0, sys.argv[1])
-from test_resume import Path, Poke, train
+from training.test_resume import Path, Poke, train
 torch.set_num_threads(int(sys.argv[3]))
 die = Poke("after backward", lambda training: training.progress.step == 8, lambda: os.kill(os.getpid(), signal.SIGKILL))
 train(Path(sys.argv[2]), *sys.argv[4:], poke=[die], monkeypatch=pytest.MonkeyPatch())
@@ -208,26 +210,11 @@ def test_an_error_before_the_first_batch_is_told(tmp_path: Path, monkeypatch: py
 
 def test_killed(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = ["--checkpoint.every_steps=2"]
-    words = [Path(__file__).parent, tmp_path / "run", torch.get_num_threads(), *keys]
+    words = [Path(__file__).parents[1], tmp_path / "run", torch.get_num_threads(), *keys]
     process = subprocess.run([sys.executable, "-c", KILLED, *map(str, words)], check=False)
     assert process.returncode == -signal.SIGKILL
     assert [path.name for path in step_checkpoints(tmp_path / "run")] == ["step-00000008.ckpt", "step-00000006.ckpt"]
     assert same(train(tmp_path / "run", *keys, monkeypatch=monkeypatch, resume=True), state(whole))
-
-
-def test_an_error_in_a_step_leaves_the_step_before(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail() -> None:
-        raise RuntimeError("the device fell off")
-
-    poke = Poke("after backward", lambda training: training.progress.step == 8, fail)
-    with pytest.raises(RuntimeError, match="the device fell off"):
-        train(tmp_path / "run", poke=[poke], monkeypatch=monkeypatch)
-    path, stored = latest_checkpoint(tmp_path / "run") or (Path(), {})
-    assert (path.name, stored["world_size"]) == ("step-00000008.ckpt", 1)
-    assert (stored["progress"]["step"], stored["progress"]["epoch"]) == (8, 1)
-    assert same(train(tmp_path / "run", monkeypatch=monkeypatch, resume=True), state(whole))
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(

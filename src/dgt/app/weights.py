@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from dgt.acceleration import apply_plan
-from dgt.tasks import TASKS
+from dgt.tasks import TASKS, Task
 from dgt.training import LoadedRun, evaluate, load_run
 from dgt.training.recipe import read_yaml
-from dgt.training.run import export_model, finished_results, make_record
+from dgt.training.run import RESULTS, export_model, make_record, read_json
 from dgt.utils.atomic_write import atomic_write, replacing, write_json
 from dgt.utils.errors import UserError
 from dgt.weights.card import PARTS, about_data, card_text, jackknife, wilson
@@ -49,9 +49,10 @@ def make_weights(
             plan is not one for its model.
     """
     folder, out = Path(run), Path(out)
-    results, loaded = finished_results(folder), load_run(folder)
-    if results is None:
-        raise UserError(f"{folder} is not a finished run: it has no results.json")
+    loaded = load_run(folder)
+    if not (folder / RESULTS).is_file():
+        raise UserError(f"{folder} is not a finished run: it has no {RESULTS}")
+    results = read_json(folder / RESULTS)
     if out.exists() and not (out / SUMS).is_file():
         raise FileExistsError(f"{out} is no earlier folder of weights: name another with --out")
     data, root = loaded.recipe.data, loaded.recipe.data["root"]
@@ -83,7 +84,7 @@ def _measured(
 ) -> dict[str, Any]:
     """The headline metrics of the packed weights with intervals; UserError where the run's were others."""
     task, rows = TASKS[run.recipe.task], {}
-    told = evaluate(packed, overrides, parts=0 if task.shares else PARTS)
+    told = evaluate(packed, overrides, metrics=None if task.shares else lambda data: LeftOut(task, data, PARTS))
     for key, label in task.headline.items():
         value, before = told[key], trained.get(key, told[key])
         if abs(value - before) > TOLERANCE:
@@ -95,6 +96,37 @@ def _measured(
     found = {"metrics": rows, "images": told["images"], "broken_images": told["broken_images"]}
     found["intervals"] = "Wilson's intervals" if task.shares else f"a jackknife over {PARTS} parts of the images"
     return found | {"stored": "matrices and convolutions in float16, the rest in float32" if half else "in float32"}
+
+
+class LeftOut:
+    """A task's metrics of all batches and, as `left_out`, of all but every n-th in each of n parts."""
+
+    def __init__(self, task: Task, data: Any, parts: int) -> None:
+        self.whole: Any = task.metrics(data)
+        self.parts: list[Any] = [task.metrics(data) for _ in range(parts)]
+        self.batches = 0
+
+    def update(self, network: Any, images: Any, targets: Any) -> None:
+        """Add one batch to the whole, and to all parts but one; the network runs once."""
+        outputs: list[Any] = []
+
+        def remembering(given: Any) -> Any:
+            outputs.append(network(given))
+            return outputs[-1]
+
+        self.whole.update(remembering, images, targets)
+        for number, part in enumerate(self.parts):
+            if number != self.batches % len(self.parts):
+                left = iter(outputs)
+                part.update(lambda _, left=left: next(left), images, targets)
+        self.batches += 1
+
+    def compute(self) -> dict[str, Any]:
+        """As the task's, and `left_out`; UserError where there are fewer batches than parts."""
+        if self.batches < len(self.parts):
+            expected = f"at least {len(self.parts)} batches of validation images"
+            raise UserError(f"data.batch_size: expected {expected}, got {self.batches}")
+        return {**self.whole.compute(), "left_out": [part.compute() for part in self.parts]}
 
 
 def _with_plan(packed: Path, plan: str | Path, overrides: Sequence[str], keys: Iterable[str]) -> dict[str, Any]:

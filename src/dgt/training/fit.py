@@ -1,4 +1,4 @@
-"""From a recipe to a trained model: build the parts, hand them to the loop, write down what came out.
+"""From a recipe to a trained model: build the parts, hand them to the loop, write down what came out; and measure one.
 
 Processes are started by Fabric itself, torchrun or Slurm. Under "ddp" each holds the whole network, under "fsdp2" a
 share of the weights, gradients and optimizer's moments.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,18 +20,20 @@ from lightning.fabric import Fabric, seed_everything
 from lightning.fabric.strategies import ModelParallelStrategy
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from timm.layers import convert_sync_batchnorm
+from timm.utils import ModelEmaV3
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from dgt.data.image_io import BrokenImagesError
 from dgt.tasks import TASKS, Task
-from dgt.tasks.optim import batch_scale, build_optimizer
+from dgt.tasks.base import LoadedRun
+from dgt.tasks.optim import build_optimizer
 from dgt.training.log import Report
-from dgt.training.loop import ADVICE, Draw, Objective, Training
-from dgt.training.recipe import Recipe, TrainerSettings, build_data
-from dgt.training.run import RESULTS, environment, export_model, finished_results, initialize, make_record, run_folder
-from dgt.training.state import Checkpoints, TrainingState, WeightAverage, latest_checkpoint
+from dgt.training.loop import ADVICE, Objective, Training, measure
+from dgt.training.recipe import Recipe, TrainerSettings, build_data, override_keys, parse_recipe
+from dgt.training.run import RESULTS, export_model, initialize, load_run, make_record, read_json, results, run_folder
+from dgt.training.state import Checkpoints, TrainingState, latest_checkpoint
 from dgt.utils.atomic_write import atomic_write, remove_leftovers, write_json
 from dgt.utils.distributed import rank, world_size
 from dgt.utils.errors import LOGGER, LostProcess, NonFiniteInput, UserError
@@ -39,6 +41,7 @@ from dgt.utils.errors import LOGGER, LostProcess, NonFiniteInput, UserError
 # What gloo, NCCL and the store say of a process that is no longer there: plain RuntimeErrors, some of them.
 LOST = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|remote process|TCPStore|heartbeat", re.I)
 BROKEN_IMAGES = "broken_images.txt"
+OF_AN_EVALUATION = ("data.", "trainer.accelerator", "trainer.precision")  # keys that may change
 
 
 @dataclass(frozen=True)
@@ -51,13 +54,12 @@ class Result:
     seconds: float  # wall time
 
 
-def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Result:
+def fit(recipe: Recipe, resume: bool = False) -> Result:
     """Train a recipe from its first step to its last and write the run's folder.
 
     Args:
         recipe: complete and checked, from `load_recipe`.
         resume: continue where a run in the same folder was stopped; what is finished is left as it is.
-        draw: makes the images that `trainer.pictures_every` asks for; None for none.
 
     Raises:
         OSError: the data or `model.init_from` is not there; as `run_folder` for `out`.
@@ -68,10 +70,9 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
         Preempted: a signal asked to stop, and all is saved; unless caught, ends the process.
     """
     folder = run_folder(recipe, resume)
-    if (results := finished_results(folder)) is not None:
-        return Result(folder, results["metrics"], results["epochs"], results["seconds"])
-    with Report(None):
-        checkpoint = latest_checkpoint(folder)
+    if (folder / RESULTS).is_file():
+        found = read_json(folder / RESULTS)
+        return Result(folder, found["metrics"], found["epochs"], found["seconds"])
     data = build_data(recipe)
     data.setup("fit")
     fabric = build_fabric(recipe.trainer, TASKS[recipe.task])
@@ -83,17 +84,18 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
             report.write_status("begun")
             remove_leftovers(folder / "checkpoints")
             (folder / BROKEN_IMAGES).unlink(missing_ok=True)  # of an earlier try
+        checkpoint = latest_checkpoint(folder)
         state = build_state(recipe, fabric, data, fresh=checkpoint is None)
         if checkpoint is not None:
             state.load(*checkpoint)
             place = f"step {state.progress.step} (epochs complete: {state.progress.epoch})"
             LOGGER.info(f"resumed after {place} from {checkpoint[0].name}")
         checkpoints = Checkpoints(folder, recipe.checkpoint, make_record(recipe, data.class_names))
-        Training(recipe, state, checkpoints, report, draw).run()
+        Training(recipe, state, checkpoints, report).run()
         weights = state.state_dict()["state_dict"]
         if fabric.is_global_zero:
             export_model(folder / "model", state.evaluated, checkpoints.record, weights)
-            write_json(folder / RESULTS, _results(recipe, state))
+            write_json(folder / RESULTS, results(recipe, state))
             if any(data.broken_images.values()):
                 data.write_broken_images(folder / BROKEN_IMAGES)
     return Result(folder, state.progress.metrics, state.progress.epoch, state.progress.seconds)
@@ -150,7 +152,7 @@ def build_state(recipe: Recipe, fabric: Fabric, data: Any, fresh: bool) -> Train
     optimizer = fabric.setup_optimizers(build_optimizer(network, recipe.optimizer, global_batch))
     average = None
     if recipe.ema.decay is not None:
-        average = WeightAverage(network, recipe.ema.decay, global_batch)
+        average = ModelEmaV3(network, recipe.ema.decay ** (global_batch / 1024), stochastic_rounding=False)
         if recipe.trainer.compile:
             average.module.compile()
     return TrainingState(fabric, objective, network, average, optimizer, data, global_batch)
@@ -177,18 +179,45 @@ def explaining(folder: Path, data: Any) -> Iterator[None]:
         ) from error
 
 
-def _results(recipe: Recipe, state: TrainingState) -> dict[str, Any]:
-    """What `results.json` says."""
-    progress = state.progress
-    return {
-        **{"recipe": recipe.name, "task": recipe.task, "model": recipe.model.name, "seed": recipe.seed},
-        **{"metrics": progress.metrics, "best": progress.best, "epochs": progress.epoch, "steps": progress.step},
-        "parameters": sum(parameter.numel() for parameter in state.network.parameters()),
-        "seconds": round(progress.seconds, 2),
-        "global_batch": state.global_batch,
-        "learning_rate": recipe.optimizer.lr * batch_scale(recipe.optimizer, state.global_batch),
-        "precision": state.fabric.strategy.precision.precision,
-        "skipped_steps": progress.skipped,
-        "broken_images": sum(len(report) for report in state.data.broken_images.values()),
-        **environment(),
-    }
+def evaluate(
+    path: str | Path | LoadedRun,
+    overrides: Sequence[str] = (),
+    predictions: str | Path | None = None,
+    metrics: Callable[[Any], Any] | None = None,
+) -> dict[str, Any]:
+    """Measure a trained model on the validation images of its recipe's data, or of other data.
+
+    Args:
+        path: checkpoint, run folder or model folder, or one already loaded.
+        overrides: changes to the recipe's `data`, `trainer.accelerator` and `trainer.precision`, such as
+            `["--data.root", "images"]`. The rest of the recipe is the model's past.
+        predictions: file for a detector's detections, in the format of COCO's results; None to write none.
+        metrics: data module, set up -> the `Metrics` to measure; None for the task's own.
+
+    Returns the task's metrics (for classification `loss`, `top1`, `top5`; shares in [0, 1]), the number of `images` and
+    of `broken_images`. Raises as `load_run` and the data do; UserError for data of other classes, a machine that lacks
+    what `trainer` asks for, an override of another key, `predictions` of another task.
+    """
+    for key in sorted(override_keys(overrides)):
+        if not key.startswith(OF_AN_EVALUATION):
+            allowed = ", ".join(OF_AN_EVALUATION)
+            raise UserError(f"recipe key {key!r} cannot be changed in an evaluation, only {allowed}")
+    run = path if isinstance(path, LoadedRun) else load_run(path)
+    task = TASKS[run.recipe.task]
+    if predictions is not None and not task.has_results:
+        raise UserError(f"predictions are written of detectors alone, {run.source} is of task {task.name!r}")
+    recipe = parse_recipe(run.recipe.to_dict(), overrides)
+    data = build_data(recipe)
+    data.setup("validate")
+    if list(data.class_names) != run.class_names:
+        theirs, ours = (f"{len(names)} ({', '.join(names[:5])})" for names in (data.class_names, run.class_names))
+        raise UserError(f"the data has other classes than the model: {theirs} in the data, {ours} in {run.source}")
+    fabric = build_fabric(replace(recipe.trainer, devices=1, num_nodes=1, strategy="auto"), task)
+    network = fabric.strategy.precision.convert_module(run.network).to(fabric.device)
+    measured = (metrics or task.metrics)(data)
+    measure(fabric, measured, network, data.val_dataloader())
+    found = measured.compute()
+    if predictions is not None:
+        write_json(Path(predictions), measured.results)
+    report = data.broken_images["val"]
+    return {**found, "images": report.total - len(report), "broken_images": len(report)}

@@ -18,9 +18,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from tqdm import tqdm
 
 from dgt.tasks import Losses
@@ -137,11 +135,6 @@ class Report(logging.Handler):
             for name in row.keys() - {"step", "epoch"} if self.board is not None else ():
                 self.board.add_scalar(name, row[name], row["step"])
 
-    def write_image(self, name: str, image: NDArray[np.uint8]) -> None:
-        """Show an image (H, W, 3) in TensorBoard."""
-        if self.board is not None:
-            self.board.add_image(name, image, self.progress.step, dataformats="HWC")
-
     def write_status(self, state: str, error: str | None = None) -> None:
         """Say in `status.json` where the training is: at once where the state is another, else now and then."""
         progress, now = self.progress, time.time()
@@ -166,19 +159,6 @@ class Report(logging.Handler):
             first, self.told = what not in self.told, self.told | {what}
             if first:
                 LOGGER.warning(f"{self.folder}: {what} could not be written, training goes on: {error}")
-
-
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The rows of a run's metrics, none before the first; a line that a kill or a full disk cut off is left out.
-
-    Of a step that was trained again, after a kill, the later row counts.
-    """
-    rows, path = {}, folder / METRICS
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
-        with suppress(json.JSONDecodeError):
-            row = json.loads(line)
-            rows[row["step"], row.get("epoch")] = row
-    return list(rows.values())
 
 
 def run_status(folder: str | Path) -> dict[str, Any]:

@@ -7,26 +7,21 @@ state.
 
 from __future__ import annotations
 
-import copy
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any, cast
 
-import numpy as np
 import torch
 from lightning.fabric import Fabric
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dgt.data.image_io import BrokenImage, BrokenImages
-from dgt.data.loader import Key
+from dgt.layers import renormalize_centroids
 from dgt.models.annealing import TopKAnnealing
 from dgt.tasks import TASKS, Losses
-from dgt.tasks.base import LoadedRun
 from dgt.tasks.optim import batch_scale, learning_rate
 from dgt.training.log import Report
 from dgt.training.nonfinite import all_finite, nan_debug, undoing
@@ -36,11 +31,7 @@ from dgt.utils.distributed import gather_objects
 from dgt.utils.errors import LOGGER, NonFiniteInput
 from dgt.utils.seeding import reseed
 
-Draw = Callable[[LoadedRun, list[Tensor]], dict[str, NDArray[np.uint8]]]
-"""A copy of the network, on the CPU, and uint8 images (3, H, W) as it gets them -> images (H, W, 3) by name."""
-
 ADVICE = "lower optimizer.lr or set optimizer.clip_grad"
-DRAWN_IMAGES = 4
 LOG_EVERY = 20  # steps between two rows of numbers
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
 
@@ -50,26 +41,6 @@ class Preempted(SystemExit):
 
     The exit status is 0 (130 after Ctrl-C), or 1 where the state could not be written.
     """
-
-
-@contextmanager
-def listening(stops: list[signal.Signals]) -> Iterator[None]:
-    """Inside, a signal that asks this process to stop is added to `stops`; a second Ctrl-C is Python's own, at once."""
-
-    def remember(number: int, _: Any) -> None:
-        if number == signal.SIGINT and signal.SIGINT in stops:
-            raise KeyboardInterrupt
-        stops.append(signal.Signals(number))
-        hint = " (Ctrl-C again: at once)" if number == signal.SIGINT else ""
-        LOGGER.warning(f"{stops[-1].name}: saving after this step{hint}")
-
-    here = threading.current_thread() is threading.main_thread()  # which alone signals reach
-    usual = {number: signal.signal(number, remember) for number in SIGNALS if here}
-    try:
-        yield
-    finally:
-        for number, handler in usual.items():
-            signal.signal(number, handler)
 
 
 class Batch:
@@ -96,12 +67,10 @@ class Objective(nn.Module):
 
 
 class Training:
-    """One training under way, from where `state` is; `draw` makes images for TensorBoard."""
+    """One training under way, from where `state` is."""
 
-    def __init__(
-        self, recipe: Recipe, state: TrainingState, checkpoints: Checkpoints, report: Report, draw: Draw | None = None
-    ) -> None:
-        self.recipe, self.state, self.checkpoints, self.report, self.draw = recipe, state, checkpoints, report, draw
+    def __init__(self, recipe: Recipe, state: TrainingState, checkpoints: Checkpoints, report: Report) -> None:
+        self.recipe, self.state, self.checkpoints, self.report = recipe, state, checkpoints, report
         self.task, self.settings, schedule = TASKS[recipe.task], recipe.trainer, recipe.schedule
         self.fabric, self.data, self.progress = state.fabric, state.data, state.progress
         self.loader, self.val_loader = self.data.train_dataloader(), self.data.val_dataloader()
@@ -109,23 +78,30 @@ class Training:
         self.steps = schedule.steps or schedule.epochs * self.steps_per_epoch
         self.epochs = math.ceil(self.steps / self.steps_per_epoch)
         self.statistics = [buffer for buffer in state.network.buffers() if all_finite([buffer])]  # to stay so
-        self.stops, self.in_optimizer = list[signal.Signals](), False
+        self.stops: list[signal.Signals] = []
         self.annealing = TopKAnnealing(state.network, recipe.model.top_k_schedule, recipe.model.top_k_start)
 
     def run(self) -> None:
         """Train to the end; Preempted where a signal asked to stop, FloatingPointError as `skip` and `end_epoch`."""
         self.report.begin(self.progress, self.steps, self.epochs, self.state.global_batch)
+        self.state.objective.train()
+        here = threading.current_thread() is threading.main_thread()  # which alone signals reach
+        usual = {number: signal.signal(number, self.stop) for number in SIGNALS if here}
         try:
-            with listening(self.stops):
-                self.state.objective.train()
-                for epoch in range(self.progress.epoch, self.epochs):
-                    self.train_epoch(epoch)
-                    self.end_epoch(epoch + 1)
-        except Exception as error:
-            broken = isinstance(error, FloatingPointError) or self.in_optimizer or self.progress.step == 0
-            if not broken and self.fabric.world_size == 1:
-                self.save()
-            raise
+            for epoch in range(self.progress.epoch, self.epochs):
+                self.train_epoch(epoch)
+                self.end_epoch(epoch + 1)
+        finally:
+            for number, handler in usual.items():
+                signal.signal(number, handler)
+
+    def stop(self, number: int, _: Any) -> None:
+        """Note that a signal asks this process to stop; a second Ctrl-C is Python's own, at once."""
+        if number == signal.SIGINT and signal.SIGINT in self.stops:
+            raise KeyboardInterrupt
+        self.stops.append(signal.Signals(number))
+        hint = " (Ctrl-C again: at once)" if number == signal.SIGINT else ""
+        LOGGER.warning(f"{self.stops[-1].name}: saving after this step{hint}")
 
     def train_epoch(self, epoch: int) -> None:
         """All steps of an epoch that are still to do."""
@@ -142,30 +118,28 @@ class Training:
         optimizer, network, progress = self.state.optimizer, self.state.network, self.progress
         self.annealing.progress = progress.step / self.steps
         rate = learning_rate(progress.step, self.steps, self.recipe.optimizer, self.recipe.schedule)
+        rate *= batch_scale(self.recipe.optimizer, self.state.global_batch)
         for group in optimizer.param_groups:
-            group["lr"] = rate * batch_scale(self.recipe.optimizer, self.state.global_batch)
-        with undoing(network) as undo:
-            losses = self.backward(batches)
-            self.fabric.strategy.precision.unscale_gradients(optimizer)
-            gradients = [weight.grad for weight in network.parameters() if weight.grad is not None]
-            watched = [losses["loss"], *gradients, *self.statistics]
-            finite = self.settings.max_skipped is None or not self.any_process(not all_finite(watched))
-            self.in_optimizer = True
-            if finite:
-                if (limit := self.recipe.optimizer.clip_grad) is not None:
-                    nn.utils.clip_grad_norm_(network.parameters(), limit)
-                optimizer.step()
-                if self.state.average is not None:
-                    self.state.average.update(network, progress.step - progress.skipped + 1)
-                progress.skipped_in_a_row = 0
-            progress.batch += len(batches)
-            progress.step += 1
-            if not finite:
-                undo()
-                self.skip(batches, losses)
+            group["lr"] = rate
+        undo = undoing(network)
+        losses = self.backward(batches)
+        self.fabric.strategy.precision.unscale_gradients(optimizer)
+        watched = [losses["loss"], *(weight.grad for weight in network.parameters()), *self.statistics]
+        progress.batch += len(batches)
+        progress.step += 1
+        if self.settings.max_skipped is None or not self.any_process(not all_finite(watched)):
+            if (limit := self.recipe.optimizer.clip_grad) is not None:
+                nn.utils.clip_grad_norm_(network.parameters(), limit)
+            optimizer.step()
+            if self.state.average is not None:
+                self.state.average.update(network, progress.step - progress.skipped)
+                renormalize_centroids(self.state.average.module)
+            progress.skipped_in_a_row = 0
+        else:
+            undo()
+            self.skip(batches, losses)
         optimizer.zero_grad()
-        self.in_optimizer = False
-        self.report.step(losses, optimizer.param_groups[0]["lr"], every=min(LOG_EVERY, self.steps_per_epoch))
+        self.report.step(losses, rate, every=min(LOG_EVERY, self.steps_per_epoch))
 
     def backward(self, batches: Sequence[Batch]) -> Losses:
         """Add up the gradients of a step's batches; returns the means of their losses."""
@@ -199,10 +173,10 @@ class Training:
         if progress.skipped_in_a_row > min(self.settings.max_skipped or 0, whole_epoch):
             traced = (nan_debug(self.state.objective, self.state.network, batch) for batch in batches)
             first = next(filter(None, traced), "nothing in the last batch, run again")
-            raise FloatingPointError(
-                f"{progress.skipped_in_a_row} steps in a row had a loss or gradient that is not finite, up to {place}, "
-                f"the training diverged: {ADVICE}. The first not finite: {first}"
+            many = (
+                f"{progress.skipped_in_a_row} steps in a row had a loss or gradient that is not finite, up to {place}"
             )
+            raise FloatingPointError(f"{many}, the training diverged: {ADVICE}. The first not finite: {first}")
 
     def any_process(self, decision: bool) -> bool:
         """Whether any process decides so; all must ask at the same place."""
@@ -235,8 +209,7 @@ class Training:
         """
         metrics: dict[str, float] = {}
         if epoch == self.epochs or epoch % self.settings.check_val_every == 0:
-            metrics = self.progress.metrics = self.validate(epoch)
-        join_broken_images(self.data.broken_images)
+            metrics = self.progress.metrics = self.validate()
         total, count = cast(Tensor, self.fabric.all_reduce(self.state.loss_sums.clone(), reduce_op="sum")).tolist()
         loss = total / count if count else math.nan
         if not math.isfinite(loss):
@@ -253,14 +226,8 @@ class Training:
         else:
             self.between_steps(self.checkpoints.is_due(self.progress.step, epoch))
 
-    def validate(self, epoch: int) -> dict[str, float]:
-        """Measure the network, or its average, on the validation images; Preempted as soon as a signal asks to stop.
-
-        Several processes stop at the end.
-        """
-        every = self.settings.pictures_every
-        if self.draw is not None and every is not None and (epoch in (1, self.epochs) or epoch % every == 0):
-            self.show_images(self.draw)
+    def validate(self) -> dict[str, float]:
+        """Measure the network, or its average, on the validation images; one process stops there as `between_steps`."""
 
         def between_batches() -> None:
             self.report.write_status("validating")
@@ -271,21 +238,6 @@ class Training:
         measure(self.fabric, metrics, self.state.evaluated, self.val_loader, between_batches)
         self.state.objective.train()
         return metrics.compute()
-
-    def show_images(self, draw: Draw) -> None:
-        """Draw the first validation images from the first process; a failure costs a warning, not the training."""
-        if self.report.folder is None or self.state.sharded:
-            return
-        try:
-            network = copy.deepcopy(self.state.evaluated).cpu().eval()
-            dataset = self.data.datasets["val"]
-            samples = [dataset[Key(0, 0, index)] for index in range(min(DRAWN_IMAGES, len(dataset)))]
-            images = [sample[0] for sample in samples if not isinstance(sample, BrokenImage)]
-            run = LoadedRun(network, self.recipe, list(self.data.class_names), self.report.folder)
-            for name, image in draw(run, images).items():
-                self.report.write_image(name, image)
-        except Exception as error:  # whatever a drawing library raises
-            LOGGER.warning(f"no images were drawn: {error!r}")
 
 
 def measure(

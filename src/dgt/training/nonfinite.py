@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -22,9 +21,8 @@ def all_finite(tensors: Iterable[Any]) -> bool:
     return bool(nn.utils.get_total_norm(numbers, torch.inf).isfinite())
 
 
-@contextmanager
-def undoing(network: nn.Module) -> Iterator[Callable[[], None]]:
-    """Gives a function that undoes what a step's forward did to buffers and centroids; called where the block fails."""
+def undoing(network: nn.Module) -> Callable[[], None]:
+    """A function that undoes what a step's forward, from here on, did to buffers and centroids."""
     before = [buffer.clone() for buffer in network.buffers()]
 
     def undo() -> None:
@@ -37,11 +35,7 @@ def undoing(network: nn.Module) -> Iterator[Callable[[], None]]:
                 layer.group_counts.zero_()
                 layer.seeded = bool(layer.num_updates > 0)
 
-    try:
-        yield undo
-    except Exception:
-        undo()
-        raise
+    return undo
 
 
 def nan_debug(objective: nn.Module, network: nn.Module, batch: Any) -> str | None:

@@ -23,7 +23,7 @@ from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 from dgt.tasks import TASKS
 from dgt.tasks.network import ModelSettings
 from dgt.tasks.optim import OptimizerSettings, ScheduleSettings
-from dgt.utils.errors import UserError
+from dgt.utils.errors import UserError, check_range
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 
@@ -55,7 +55,6 @@ class TrainerSettings:
         deterministic: use deterministic algorithms alone.
         compile: run the network through torch.compile.
         max_skipped: steps in a row, less than an epoch's, that may be not finite and skipped; null looks at nothing.
-        pictures_every: epochs between two drawings of predictions and groups for TensorBoard; null draws none.
     """
 
     accelerator: str = "auto"
@@ -69,7 +68,6 @@ class TrainerSettings:
     deterministic: bool = False
     compile: bool = False
     max_skipped: NonNegativeInt | None = 10
-    pictures_every: PositiveInt | None = 10
 
 
 @dataclass(frozen=True)
@@ -116,8 +114,7 @@ class Recipe:
     def __post_init__(self) -> None:
         if not self.name.strip("./"):
             raise UserError(f"name must be a text that can name a folder, got {self.name!r}")
-        if not 0 <= self.seed < 2**32:
-            raise UserError(f"seed must be at least 0 and less than 2**32, got {self.seed!r}")
+        check_range(0, 2**32 - 1, seed=self.seed)
         if self.ema.decay is not None and not 0 <= self.ema.decay < 1:
             raise UserError(f"ema.decay must be null or in [0, 1), got {self.ema.decay!r}")
         if self.trainer.compile and self.model.top_k_schedule is not None:
@@ -141,8 +138,8 @@ def shipped_recipes(folder: Path = RECIPES) -> list[str]:
 
 def help_text(task: str = "classify") -> str:
     """What `dgt train RECIPE --help` prints: all keys of the recipe's task. `dgt train --help` lists the recipes."""
-    usage = "usage: dgt train RECIPE [--resume auto] [--data.root DIR] [--section.key value ...]\n\n"
-    return f"{usage}keys of task {task!r}, each with its default:\n{recipe_parser(task).format_help()}"
+    usage = "usage: dgt train RECIPE [--resume auto] [--data.root DIR] [--section.key value ...]"
+    return f"{usage}\n\nkeys of task {task!r}, each with its default:\n{recipe_parser(task).format_help()}"
 
 
 @cache
@@ -184,12 +181,10 @@ def read_yaml(what: str, name: str | Path, folder: Path = RECIPES) -> tuple[Path
     `name` is that of one shipped in `folder`, or the path of a YAML file. Raises FileNotFoundError where it is neither,
     UserError where it is not YAML in UTF-8, or no mapping.
     """
-    given, shipped = Path(name), shipped_recipes(folder)
-    path = folder / f"{name}.yaml" if str(name) in shipped and not given.is_file() else given
+    shipped = shipped_recipes(folder)
+    path = folder / f"{name}.yaml" if str(name) in shipped and not Path(name).is_file() else Path(name)
     if not path.is_file():
-        near = difflib.get_close_matches(str(name), shipped, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        known = f"{hint}shipped are {', '.join(shipped)}; any other is the path of a YAML file"
+        known = f"shipped are {', '.join(shipped)}; any other is the path of a YAML file"
         raise FileNotFoundError(f"there is no {what} {str(name)!r}: {known}")
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -204,6 +199,8 @@ def parse_recipe(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Re
     """Check the nested values of a recipe and apply the command line's changes, as `load_recipe` does."""
     task = str(values.get("task", "classify"))
     parser, changed = recipe_parser(task), override_keys(overrides)
+    if isinstance(trainer := values.get("trainer"), Mapping):  # runs of 0.2.0 have a key that is no more
+        values = {**values, "trainer": {key: trainer[key] for key in trainer if key != "pictures_every"}}
     _check_keys({**flatten(values), **{key: {} for key in changed}}, flatten(parser.get_defaults().as_dict()))
     if "model.name" in changed and isinstance(values.get("model"), Mapping):
         values = {**values, "model": {**values["model"], "args": {}}}
@@ -211,7 +208,8 @@ def parse_recipe(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Re
         parsed = parser.parse_args(list(overrides), namespace=parser.parse_object(dict(values)))
         parser.validate(parsed, False)  # also what is null: only keys that may be
     except (jsonargparse.ArgumentError, TypeError) as error:
-        raise UserError(_sentence(str(error))) from error
+        told = re.sub(r"<class '(?:[\w.]*\.)?(\w+)'>", r"\1", str(error).removeprefix("Parser "))
+        raise UserError(f"recipe: {' '.join(told.split())}") from error
     if parsed.task != task:  # the keys of `data` are the task's
         raise UserError(f"task must stay the recipe's, {task!r}, got {parsed.task!r}: take a recipe of that task")
     return Recipe(**{**vars(parser.instantiate(parsed)), "data": _plain(parsed.data.as_dict())})
@@ -266,11 +264,3 @@ def _check_keys(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
             near = difflib.get_close_matches(key, known, n=2, cutoff=0.75)
             hint = f"did you mean {' or '.join(near)}?" if near else "`dgt train RECIPE --help` lists all keys"
             raise UserError(f"unknown recipe key {key!r}; {hint}")
-
-
-def _sentence(message: str) -> str:
-    """jsonargparse's message as one line that names the key, what was expected and what came."""
-    message = re.sub(r"<class '(?:[\w.]*\.)?(\w+)'>", r"\1", message).replace("Expected", "expected")
-    message = re.sub(r"Does not validate .*?\[(.*?)\].*Given value: ", r"expected one of \1, got ", message, flags=re.S)
-    told = message.replace("NoneType", "null").replace(". Got value:", ", got")
-    return f"recipe: {' '.join(told.split())}".replace('recipe: Parser key "', "recipe key '", 1).replace('":', "':", 1)

@@ -22,27 +22,26 @@ import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import lightning
 import safetensors.torch
-import timm
 import torch
-import torchvision
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from dgt import __version__
 from dgt.models.heads.backbone import FeatureBackbone
 from dgt.tasks import TASKS
-from dgt.tasks.base import LoadedRun
+from dgt.tasks.base import LoadedRun, Prediction
 from dgt.tasks.network import ModelSettings, model_arguments
+from dgt.tasks.optim import batch_scale
 from dgt.training.recipe import Recipe, flatten, load_recipe, parse_recipe
-from dgt.training.state import RECORD_KEY, read_checkpoint
+from dgt.training.state import RECORD_KEY, TrainingState, read_checkpoint
 from dgt.utils.atomic_write import atomic_write, write_json
-from dgt.utils.errors import UserError
+from dgt.utils.errors import UserError, check_range
 from dgt.utils.records import command_line, processor
 from dgt.weights import check_sums
 from dgt.weights.folder import SUMS
@@ -54,7 +53,7 @@ WEIGHT_FILES = ("model/model.safetensors", "model.safetensors", "checkpoints/ste
 # What may change between a stop and its resumption; a change of the number of processes is found in the checkpoint.
 FREE = re.compile(
     r"name|out|checkpoint\..*|data\.(root|num_workers|cache|max_broken_share)"
-    r"|trainer\.(accelerator|devices|num_nodes|strategy|check_val_every|max_skipped|pictures_every|compile)"
+    r"|trainer\.(accelerator|devices|num_nodes|strategy|check_val_every|max_skipped|compile)"
 )
 
 
@@ -96,20 +95,12 @@ def is_run(folder: Path, name: str = "") -> bool:
     return recipe.is_file() and recipe.read_bytes().startswith(f"name: {name}\n".encode() if name else b"name: ")
 
 
-def finished_results(folder: Path) -> dict[str, Any] | None:
-    """What `results.json` of a run says; None where the run is not finished. Raises as `read_json`."""
-    return read_json(folder / RESULTS) if (folder / RESULTS).is_file() else None
-
-
-def read_json(path: Path, needed: Sequence[str] = ()) -> dict[str, Any]:
-    """A JSON object from a run's folder; UserError where the file is damaged or lacks a key that is `needed`."""
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a run's folder; UserError where the file is damaged."""
     try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
-        return {**content, **{key: content[key] for key in needed}}
+        return dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise UserError(f"{path} is damaged: {error}") from error
-    except KeyError as error:
-        raise UserError(f"{path} is damaged: it lacks {error}") from error
 
 
 def make_record(recipe: Recipe, class_names: Sequence[str]) -> dict[str, Any]:
@@ -149,15 +140,27 @@ def _timm_config(network: nn.Module, record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def results(recipe: Recipe, state: TrainingState) -> dict[str, Any]:
+    """What `results.json` says of a finished training."""
+    progress = state.progress
+    return {
+        **{"recipe": recipe.name, "task": recipe.task, "model": recipe.model.name, "seed": recipe.seed},
+        **{"metrics": progress.metrics, "best": progress.best, "epochs": progress.epoch, "steps": progress.step},
+        **{"seconds": round(progress.seconds, 2), "skipped_steps": progress.skipped},
+        **{"global_batch": state.global_batch, "precision": state.fabric.strategy.precision.precision},
+        "parameters": sum(parameter.numel() for parameter in state.network.parameters()),
+        "learning_rate": recipe.optimizer.lr * batch_scale(recipe.optimizer, state.global_batch),
+        "broken_images": sum(len(report) for report in state.data.broken_images.values()),
+        **environment(),
+    }
+
+
 def environment() -> dict[str, Any]:
     """Versions, device and the command that started this process, as one would type it again, for `results.json`."""
     threads = "" if torch.cuda.is_available() else f", {torch.get_num_threads()} threads"
-    versions = {library.__name__: str(library.__version__) for library in (torch, torchvision, timm, lightning)}
-    return {
-        "versions": {"python": platform.python_version(), "dynamic-group-transformer": __version__, **versions},
-        "device": processor() + threads,
-        "command": command_line(),
-    }
+    versions = {name: version(name) for name in ("torch", "torchvision", "timm", "lightning")}
+    versions = {"python": platform.python_version(), "dynamic-group-transformer": __version__, **versions}
+    return {"versions": versions, "device": processor() + threads, "command": command_line()}
 
 
 def load_run(path: str | Path) -> LoadedRun:
@@ -177,6 +180,27 @@ def load_run(path: str | Path) -> LoadedRun:
     network = TASKS[recipe.task].build(settings, len(names), recipe.data["image_size"])
     _load_weights(network, weights, f"model {recipe.model.name!r}", str(source))
     return LoadedRun(network.eval(), recipe, names, source)
+
+
+def predict(path: str | Path | LoadedRun, images: Sequence[str | Path], top_k: int = 5) -> list[Prediction]:
+    """What a trained model finds in single image files, as its task says.
+
+    Args:
+        path: checkpoint, run folder or model folder, or one already loaded.
+        images: image files.
+        top_k: classes that a classifier gives for each image; more than the model knows gives all.
+
+    Returns one prediction per file, in their order; a file that cannot be read has `error` set and nothing else. Raises
+    as `load_run`; UserError for `top_k` below 1.
+    """
+    check_range(1, top_k=top_k)
+    run, found = path if isinstance(path, LoadedRun) else load_run(path), []
+    for image in images:
+        try:
+            found.append(replace(TASKS[run.recipe.task].predict(run, image, top_k), image=str(image)))
+        except (FileNotFoundError, ValueError) as error:
+            found.append(Prediction(str(image), error=str(error)))
+    return found
 
 
 def initialize(network: nn.Module, path: str | Path) -> None:
@@ -209,14 +233,13 @@ def _load_weights(network: nn.Module, weights: Mapping[str, Tensor], name: str, 
 
 def _read(path: str | Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
     """File, weights and record of a checkpoint, a run folder or a model folder. Raises as `load_run`."""
-    weights: Any
     source = _weight_file(Path(path))
     config = source.with_name("config.json")
+    weights: Any
+    record: Any
     if source.suffix != ".safetensors":
         stored = read_checkpoint(source)
-        weights, record = stored.get("state_dict"), stored.get(RECORD_KEY) or {}
-    elif not config.is_file():
-        raise FileNotFoundError(f"{source} has no config.json beside it, which says what model it is")
+        weights, record = stored.get("state_dict"), stored.get(RECORD_KEY)
     else:
         if (source.parent / SUMS).is_file():
             check_sums(source.parent, (source.name, config.name))
@@ -237,17 +260,13 @@ def _read(path: str | Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
 
 def _weight_file(path: Path) -> Path:
     """The file with the weights: `path` itself, or that of the folder or `config.json` that it is."""
-    if not path.exists():
-        raise FileNotFoundError(f"there is no checkpoint, run folder or model folder {str(path)!r}")
-    if path.name == "config.json":
-        return path.with_name("model.safetensors")
-    if not path.is_dir():
-        return path
-    for place in WEIGHT_FILES:
-        for found in sorted(path.glob(place), reverse=True):
-            return found
-    places = ", ".join(WEIGHT_FILES)
-    raise FileNotFoundError(f"the folder {str(path)!r} holds no model: expected one of {places} in it")
+    path = path.with_name("model.safetensors") if path.name == "config.json" else path
+    inside = (found for place in WEIGHT_FILES for found in sorted(path.glob(place), reverse=True))
+    found = next(inside, None) if path.is_dir() else path
+    if found is None or not found.exists():
+        expected = f"expected a file, or a folder with one of {', '.join(WEIGHT_FILES)}"
+        raise FileNotFoundError(f"there is no checkpoint, run folder or model folder {str(path)!r}: {expected}")
+    return found
 
 
 def _record_of_timm(path: Path, config: dict[str, Any]) -> dict[str, Any]:
@@ -255,10 +274,8 @@ def _record_of_timm(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     prepared = config.get("pretrained_cfg") or config  # timm before 1.0 wrote one level
     architecture, count = config.get("architecture"), prepared.get("num_classes", config.get("num_classes"))
     if not architecture or not count:
-        raise UserError(
-            f"{path} was not written by `dgt train` nor by timm: it has neither an entry 'dgt' with the recipe nor "
-            "'architecture' and 'num_classes' of a classifier"
-        )
+        needed = "entry 'dgt' with the recipe, nor 'architecture' and 'num_classes' of a classifier"
+        raise UserError(f"{path} was not written by `dgt train` nor by timm: it has no {needed}")
     names = {"crop_ratio": "crop_pct", "mean": "mean", "std": "std"}
     data: dict[str, Any] = {ours: prepared[theirs] for ours, theirs in names.items() if theirs in prepared}
     if "input_size" in prepared:
@@ -268,9 +285,6 @@ def _record_of_timm(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     arguments = {key: value for key, value in (config.get("model_args") or {}).items() if key != "num_classes"}
     labels = config.get("label_names")
     labels = labels if isinstance(labels, list) and len(labels) == count else list(map(str, range(count)))
-    recipe = {
-        "name": path.parent.name or architecture,
-        "model": {"name": architecture, "args": arguments},
-        "data": data,
-    }
+    model = {"name": architecture, "args": arguments}
+    recipe = {"name": path.parent.name or architecture, "model": model, "data": data}
     return {"format": RECORD_FORMAT, "recipe": recipe, "class_names": labels}

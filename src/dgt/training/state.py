@@ -1,8 +1,7 @@
 """The state of a training: what a checkpoint holds, how it is written and read, and which one a training resumes from.
 
-A checkpoint is taken only where nothing is under way: between two optimizer steps or at the end of an epoch. It is a
-zip of tensors and plain values as `torch.save` writes it, opened without running code and refused where a part does not
-have its checksum, which `torch.load` alone does not look at. Sharded weights are gathered for it. A run has the newest
+A checkpoint is a zip of tensors and plain values as `torch.save` writes it, opened without running code and refused
+where a part does not have its checksum, which `torch.load` alone does not look at. A run has the newest
 `checkpoint.keep` of them, `step-00001234.ckpt` after so many optimizer steps, and the best validation's, `best.ckpt`.
 """
 
@@ -11,11 +10,12 @@ from __future__ import annotations
 import io
 import pickle
 import time
-import zipfile
 import zlib
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile, ZipFile
 
 import torch
 from lightning.fabric import Fabric
@@ -24,7 +24,6 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule
 
-from dgt.layers import renormalize_centroids
 from dgt.training.recipe import CheckpointSettings
 from dgt.utils.atomic_write import atomic_write
 from dgt.utils.errors import LOGGER, UserError
@@ -48,22 +47,6 @@ class Progress:
     seconds: float = 0.0  # trained so far, over all processes that took turns
 
 
-class WeightAverage(ModelEmaV3):
-    """timm's moving average of weights and floating buffers of a network, with centroids that stay on the unit sphere.
-
-    `decay` is the share kept at a step of 1024 images; steps of so many `images` forget as fast, image for image.
-    """
-
-    def __init__(self, network: nn.Module, decay: float, images: int = 1024) -> None:
-        super().__init__(network, decay=decay ** (images / 1024), stochastic_rounding=False)
-        self.requires_grad_(False)
-
-    def update(self, network: nn.Module, step: int) -> None:  # type: ignore[override]
-        """Take in the weights after an optimizer step, counted from 1."""
-        super().update(network, step)
-        renormalize_centroids(self.module)
-
-
 @dataclass
 class TrainingState:
     """All that a training is: resumed from it, it is the same to the last bit as one that never stopped."""
@@ -71,7 +54,7 @@ class TrainingState:
     fabric: Fabric
     objective: Any  # the network with its losses, as Fabric set it up
     network: nn.Module  # the network in it
-    average: WeightAverage | None  # of its weights
+    average: ModelEmaV3 | None  # of its weights
     optimizer: Any  # as Fabric set it up
     data: Any  # the data module, which knows the unreadable images
     global_batch: int  # images of an optimizer step, over all processes
@@ -112,11 +95,10 @@ class TrainingState:
 
         UserError for another number of processes, which would share out the images in another way.
         """
-        if stored["world_size"] != self.fabric.world_size:
-            raise UserError(
-                f"{path} was trained by {stored['world_size']} processes, now there are {self.fabric.world_size}: set "
-                "trainer.devices and trainer.num_nodes as before"
-            )
+        before, now = stored["world_size"], self.fabric.world_size
+        if before != now:
+            hint = "set trainer.devices and trainer.num_nodes as before"
+            raise UserError(f"{path} was trained by {before} processes, now there are {now}: {hint}")
         self.progress = Progress(**stored["progress"])
         if self.fabric.is_global_zero:  # goes on from the sum of all processes
             self.loss_sums.copy_(stored["loss_sums"])
@@ -155,13 +137,10 @@ class Checkpoints:
         path = self.folder / f"step-{state.progress.step:08d}.ckpt"
         self.write(state, path)
         self.saved_at = time.monotonic()
-        if not state.fabric.is_global_zero or self.failure is not None:
-            return
-        try:
+        if state.fabric.is_global_zero and self.failure is None:
             for old in step_checkpoints(self.folder.parent)[self.settings.keep :]:
-                old.unlink(missing_ok=True)
-        except OSError as error:
-            LOGGER.warning(f"an older checkpoint in {self.folder} could not be removed: {error.strerror or error}")
+                with suppress(OSError):  # the next one tries again, and tells if there is no room
+                    old.unlink()
 
     def write(self, state: TrainingState, path: Path) -> None:
         """Write one checkpoint whole or not at all; a matter of all processes."""
@@ -193,10 +172,10 @@ def latest_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]] | None:
             return path, stored
         except (UserError, OSError) as error:
             LOGGER.warning(f"{path.name} cannot be used, trying the one before: {error}")
-    if paths:
-        of_here = "damaged or of another version"
-        raise UserError(f"all {len(paths)} checkpoints in {paths[0].parent} are {of_here}: remove it to begin again")
-    return None
+    if not paths:
+        return None
+    what = f"all {len(paths)} checkpoints in {folder / 'checkpoints'} are damaged or of another version"
+    raise UserError(f"{what}: remove it to begin again")
 
 
 def read_checkpoint(source: Path) -> dict[str, Any]:
@@ -205,14 +184,11 @@ def read_checkpoint(source: Path) -> dict[str, Any]:
     OSError where the file cannot be opened; UserError, naming it, where it is cut off, damaged, or not of `dgt train`.
     """
     content = io.BytesIO(source.read_bytes())  # read first: torch.load's OSError would look like a missing permission
-    try:
-        whole = zipfile.ZipFile(content).testzip() is None  # no part that does not have its checksum
-        content.seek(0)
-        stored = torch.load(content, map_location="cpu", weights_only=True) if whole else None
-    except pickle.UnpicklingError as error:
-        raise UserError(f"{source} is not a checkpoint of `dgt train`: it holds Python objects") from error
-    except (RuntimeError, EOFError, OSError, ValueError, zipfile.BadZipFile, zlib.error):
-        stored = None
+    stored = None
+    with suppress(RuntimeError, EOFError, OSError, ValueError, BadZipFile, zlib.error, pickle.UnpicklingError):
+        if ZipFile(content).testzip() is None:  # no part that does not have its checksum
+            content.seek(0)
+            stored = torch.load(content, map_location="cpu", weights_only=True)
     if not isinstance(stored, dict):
-        raise UserError(f"{source} is cut off or damaged ({len(content.getbuffer())} bytes)")
+        raise UserError(f"{source} is cut off or damaged ({len(content.getbuffer())} bytes), or holds Python objects")
     return stored
