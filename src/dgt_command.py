@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _mistakes(options: argparse.Namespace, keys: list[str]) -> Iterator[str]:
-    """What is wrong and can be seen without the package: names of recipes and tables, checkpoints."""
+    """What is wrong and can be seen without the package: names of recipes and tables, sections, checkpoints."""
     if options.command == "train" and not options.help and options.recipe is None:
         yield f"name a recipe, one of {', '.join(_shipped(RECIPES))}, or the path of a YAML file"
     experiment = getattr(options, "table", None) in EXPERIMENTS
@@ -85,6 +85,12 @@ def _mistakes(options: argparse.Namespace, keys: list[str]) -> Iterator[str]:
             hint = f"did you mean {near[0]}? " if near else ""
             known = f"{hint}shipped are {', '.join(shipped)}; any other is the path of a YAML file"
             yield f"there is no {what} {name!r}: {known}"
+    for word in keys if not experiment else ():
+        section, dot, key = word[2:].partition("=")[0].partition(".")
+        if word.startswith("--") and section not in SECTIONS:
+            near = difflib.get_close_matches(section, SECTIONS, n=1, cutoff=0.75)
+            hint = f"did you mean {near[0]}{dot}{key}?" if near else "`dgt train RECIPE --help` lists all keys"
+            yield f"unknown recipe key {section + dot + key!r}; {hint}"
     if options.command == "weights":
         yield from _weights_mistakes(options, keys)
     if options.command == "status" and not (Path(options.folder) / "recipe.yaml").is_file():

@@ -18,12 +18,9 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
     try:
         status: int | None = globals()[f"run_{options.command}"](options, overrides)
         return status or 0
-    except (UserError, OSError) as error:
+    except (UserError, OSError, LostProcess, Disagreement, FloatingPointError) as error:
         print(f"dgt: error: {error}", file=sys.stderr)
-        return 2
-    except (LostProcess, Disagreement, FloatingPointError) as error:
-        print(f"dgt: error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, UserError | OSError) else 1
 
 
 def run_demo(options: argparse.Namespace, _: list[str]) -> None:

@@ -26,7 +26,10 @@ def predict_files(
     """
     folder, task, told = Path(out), TASKS[run.recipe.task], []
     if task.files is not None:
-        _check(folder, images)
+        check_folder(folder)
+        names = [Path(image).stem for image in images]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise UserError(f"images must have different names, their drawings are named so; got {twice[0]!r} twice")
     for image in images:
         (found,) = predict(run, [image], top_k)
         told.append(found.to_dict())
@@ -51,11 +54,3 @@ def prediction_lines(prediction: Mapping[str, Any]) -> list[str]:
         sure, fainter = f"at least {100 * SHOWN_SCORE:.0f} %", len(prediction["objects"]) - len(drawn)
         lines.append(f"  {len(drawn)} objects of {sure}, {fainter} below, which are not drawn")
     return [*lines, *(f"  {path}" for path in prediction.get("files", ()))]
-
-
-def _check(folder: Path, images: Sequence[str | Path]) -> None:
-    check_folder(folder)
-    names = [Path(image).stem for image in images]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise UserError(f"images must have different names, their drawings are named so; got {twice[0]!r} twice")
