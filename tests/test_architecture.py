@@ -78,7 +78,7 @@ ADDED: dict[str, dict[str, int]] = {
 }
 # Packages that are above both together, with the lines that they have: a number here may only fall.
 OVER_BUDGET: dict[str, int] = {
-    **{"training": 1502},
+    **{"training": 1487},
 }
 SLACK = 40  # lines that a package may have fallen below its number here before it must be brought down
 MAX_MODULE_LINES = 400

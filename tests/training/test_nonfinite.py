@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dgt.training.loop import Training
-from dgt.training.nonfinite import all_finite
+from dgt.training.loop import Training, all_finite
 
 from .test_resume import same, state, train
 

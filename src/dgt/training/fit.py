@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import yaml
 from lightning.fabric import Fabric, seed_everything
 from lightning.fabric.strategies import ModelParallelStrategy
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -80,7 +81,7 @@ def fit(recipe: Recipe, resume: bool = False) -> Result:
     folder = fabric.broadcast(folder)
     with Report(folder if fabric.is_global_zero else None) as report, explaining(folder, data):
         if fabric.is_global_zero:
-            atomic_write(folder / "recipe.yaml", recipe.to_yaml())
+            atomic_write(folder / "recipe.yaml", yaml.safe_dump(recipe.to_dict(), sort_keys=False))
             report.write_status("begun")
             remove_leftovers(folder / "checkpoints")
             (folder / BROKEN_IMAGES).unlink(missing_ok=True)  # of an earlier try

@@ -1,8 +1,8 @@
 """The training loop: batches, accumulation, backward, clip, optimizer, average, log, validation, checkpoints.
 
 "Between two steps" is one place here, `Training.between_steps`: a training is saved there, and stopped where SIGTERM,
-SIGUSR1 or Ctrl-C asks for it. All randomness is a function of (seed, epoch, batch, process): the loop keeps no random
-state.
+SIGUSR1 or Ctrl-C asks for it. A step that is not finite is undone, and the last of too many followed to where it
+begins. All randomness is a function of (seed, epoch, batch, process): the loop keeps no random state.
 """
 
 from __future__ import annotations
@@ -10,21 +10,23 @@ from __future__ import annotations
 import math
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any, cast
 
 import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from dgt.data.image_io import BrokenImage, BrokenImages
 from dgt.layers import renormalize_centroids
+from dgt.layers.centroids import CentroidState
 from dgt.models.annealing import TopKAnnealing
 from dgt.tasks import TASKS, Losses
 from dgt.tasks.optim import batch_scale, learning_rate
 from dgt.training.log import Report
-from dgt.training.nonfinite import all_finite, nan_debug, undoing
 from dgt.training.recipe import Recipe
 from dgt.training.state import Checkpoints, TrainingState
 from dgt.utils.distributed import gather_objects
@@ -264,3 +266,56 @@ def join_broken_images(reports: dict[str, BrokenImages]) -> None:
     for of_one in gather_objects({part: report.broken for part, report in reports.items()}):
         for part, report in reports.items():
             report.record(BrokenImage(*each) for each in of_one[part].items())
+
+
+def all_finite(tensors: Iterable[Any]) -> bool:
+    """Whether every number of the floating tensors (of a sharded one, its share here) is finite."""
+    local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors if isinstance(each, Tensor)]
+    numbers = [each.detach() for each in local if each.is_floating_point() and each.numel()]
+    # The largest number lets NaN and infinity through; a sum could overflow.
+    return bool(nn.utils.get_total_norm(numbers, torch.inf).isfinite())
+
+
+def undoing(network: nn.Module) -> Callable[[], None]:
+    """A function that undoes what a step's forward, from here on, did to buffers and centroids."""
+    before = [buffer.clone() for buffer in network.buffers()]
+
+    def undo() -> None:
+        with torch.no_grad():
+            for buffer, kept in zip(network.buffers(), before, strict=True):
+                buffer.copy_(kept)
+        for layer in network.modules():
+            if isinstance(layer, CentroidState):
+                layer.group_sums.zero_()
+                layer.group_counts.zero_()
+                layer.seeded = bool(layer.num_updates > 0)
+
+    return undo
+
+
+def nan_debug(objective: nn.Module, network: nn.Module, batch: Any) -> str | None:
+    """Name the first that is not finite in a step, whose gradients are still there; runs its forward again.
+
+    It is the batch, a layer's output, the loss, a buffer, or the gradient of a weight; None where all is finite.
+    """
+    found: list[str] = []
+
+    def look(what: str, values: Any) -> None:
+        if not all_finite(tree_leaves(values)):
+            found.append(what)
+
+    look("the batch itself", [batch.images, batch.targets])
+    layers = [(f"the output of network.{name}", layer) for name, layer in network.named_modules()]
+    handles = [
+        layer.register_forward_hook(lambda _, arguments, output, name=name: look(name, output))
+        for name, layer in layers
+        if not any(layer.children())
+    ]
+    look("the loss", objective(batch)["loss"])
+    for handle in handles:
+        handle.remove()
+    for name, buffer in network.named_buffers():
+        look(f"the buffer network.{name}", buffer)
+    for name, weight in reversed(list(network.named_parameters())):  # about in the order that a backward takes
+        look(f"the gradient of network.{name}", weight.grad)
+    return next(iter(found), None)

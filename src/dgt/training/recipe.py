@@ -126,10 +126,6 @@ class Recipe:
         """The recipe as nested plain values, ready for YAML or JSON."""
         return dict(_plain(asdict(self)))
 
-    def to_yaml(self) -> str:
-        """The recipe as YAML, with every default filled in, which `load_recipe` reads back."""
-        return yaml.safe_dump(self.to_dict(), sort_keys=False)
-
 
 def shipped_recipes(folder: Path = RECIPES) -> list[str]:
     """Names of the recipes inside the package, or of the YAML files of another folder, sorted."""

@@ -175,8 +175,7 @@ def load_run(path: str | Path) -> LoadedRun:
     """
     source, weights, record = _read(path)
     recipe, names = parse_recipe(record["recipe"]), record["class_names"]
-    arguments = {key: value for key, value in recipe.model.args.items() if key != "pretrained"}
-    settings = replace(recipe.model, args=arguments)
+    settings = replace(recipe.model, args={key: each for key, each in recipe.model.args.items() if key != "pretrained"})
     network = TASKS[recipe.task].build(settings, len(names), recipe.data["image_size"])
     _load_weights(network, weights, f"model {recipe.model.name!r}", str(source))
     return LoadedRun(network.eval(), recipe, names, source)
