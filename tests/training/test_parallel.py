@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,9 +18,9 @@ from torch import distributed
 
 from dgt.data.image_io import BrokenImage, BrokenImages
 from dgt.tasks import TASKS
-from dgt.training.fit import build_fabric, build_state, explaining
+from dgt.training.fit import build_fabric, build_state, explaining, fit
 from dgt.training.loop import join_broken_images
-from dgt.training.recipe import TrainerSettings, parse_recipe
+from dgt.training.recipe import TrainerSettings, load_recipe, parse_recipe
 from dgt.training.run import load_run
 from dgt.training.state import step_checkpoints
 
@@ -29,17 +28,19 @@ from .conftest import read_metrics
 
 SCRIPT = Path(__file__).with_name("parallel_run.py")
 SOURCE = Path(__file__).resolve().parents[2] / "src"
-STEPS = 20
+STEPS = 14
+STORES: list[distributed.TCPStore] = []  # which live as long as those who meet there
 WAIT = 800  # seconds, for a machine with much else to do
-SHORT = {"steps": 12}
+SHORT = {"steps": 8}  # an epoch has seven
+SMALL = {"stem_width": 8, "dims": [16, 32, 32, 64], "num_heads": [1, 2, 2, 2], "depths": [1, 1, 1, 1], "head_width": 64}
 RECIPE = {
-    "model": {"name": "dgt_nano", "args": {"depths": [1, 1, 1, 1], "num_groups": 8, "top_k": 16, "head_width": 64}},
+    "model": {"name": "dgt_nano", "args": {**SMALL, "num_groups": 8, "top_k": 16}},
     "data": {
         "dataset": "scenes",
         "image_size": 32,
         "batch_size": 8,
         "num_workers": 0,
-        "train_size": 160,
+        "train_size": 112,
         "val_size": 16,
         "augmentation": {"rand_augment": None, "mixup": 0.0, "cutmix": 0.0, "erasing": 0.0},
     },
@@ -57,19 +58,20 @@ def write_recipe(folder: Path, name: str, **changes: dict[str, object]) -> None:
 
 
 def start(
-    folder: Path, names: list[str], rank: int = 0, ranks: int = 1, port: int = 0, dies: bool = False
+    folder: Path, names: list[str], rank: int, store: distributed.TCPStore, dies: bool = False
 ) -> subprocess.Popen[str]:
-    """One process, in the environment that torchrun would give it; one that `dies` kills itself in its sixth step."""
+    """One of two, in the environment that torchrun would give it; one that `dies` kills itself in its sixth step."""
     torchrun = {
-        **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)},
-        **{"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"},
+        **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"},
+        **{"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "TORCHELASTIC_RUN_ID": "test"},
+        **{"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"},
     }
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     environment |= {"DIES_AFTER": "5"} if dies else {}
     command = [sys.executable, str(SCRIPT), str(folder), *names]
     return subprocess.Popen(
         command,
-        env={**environment, **(torchrun if ranks > 1 else {})},
+        env={**environment, **torchrun},
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
@@ -77,11 +79,9 @@ def start(
 
 
 def start_two(folder: Path, names: list[str], second_dies: bool = False) -> list[subprocess.Popen[str]]:
-    """Both processes of a training."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return [start(folder, names, rank, 2, port, dies=second_dies and rank == 1) for rank in range(2)]
+    """Both processes of a training, which meet at a store of this one, as under torchrun; the system picks its port."""
+    STORES.append(distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    return [start(folder, names, rank, STORES[-1], dies=second_dies and rank == 1) for rank in range(2)]
 
 
 def weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
@@ -106,8 +106,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     alone = tmp_path_factory.mktemp("alone")
     write_recipe(alone, "alone", data={"batch_size": 16}, trainer=one)
     write_recipe(folder, "fsdp2-stopped", schedule=SHORT, trainer={"strategy": "fsdp2"})
-    processes = [*start_two(folder, ["both", "ddp", "fsdp2", "fsdp2-stopped"]), start(alone, ["alone"])]
+    processes = start_two(folder, ["both", "ddp", "fsdp2", "fsdp2-stopped"])
     try:
+        fit(load_recipe(alone / "alone.yaml", [f"--out={alone / 'alone'}"]))
         for process in processes:
             _, errors = process.communicate(timeout=WAIT)
             assert process.returncode == 0, errors
