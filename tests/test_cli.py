@@ -229,7 +229,8 @@ def test_the_demo_writes_what_it_promises(tmp_path: Path, monkeypatch: pytest.Mo
     from dgt.app import demo
 
     whole = demo.load_recipe
-    few = ["--data.train_size=64", "--data.val_size=16"]
+    small = "{stem_width: 8, dims: [16, 32, 64, 64], num_heads: [1, 2, 2, 2], depths: [1, 1, 1, 1], num_groups: 4}"
+    few = ["--data.train_size=64", "--data.val_size=16", f"--model.args={small}"]
     monkeypatch.setattr(demo, "load_recipe", lambda name, overrides: whole(name, [*overrides, *few]))
     text = demo.run(tmp_path / "demo", epochs=1)
     assert "held-out scenes" in text
