@@ -205,3 +205,15 @@ class TestBadRoots:
     def test_no_such_set_on_the_hub(self):
         with pytest.raises(ValueError, match="root: no Hugging Face data set can be read from nobody/nothing"):
             available_splits("nobody/nothing")
+
+    @pytest.mark.parametrize("kind", ["npz", "folder with one", "shards"])
+    def test_formats_of_earlier_versions(self, tmp_path, kind):
+        if kind == "shards":
+            (tmp_path / "shards.json").write_text("{}")
+        else:
+            np.savez(tmp_path / "set.npz", train_y=np.zeros(1))
+        root = tmp_path / "set.npz" if kind == "npz" else tmp_path
+        message = r"holds shards\.json" if kind == "shards" else r"holds set\.npz"
+        for use in (available_splits, lambda place: open_images(place, "train")):
+            with pytest.raises(ValueError, match=f"root: .*{message}, .* no longer read: .* to folders SPLIT/CLASS/"):
+                use(root)

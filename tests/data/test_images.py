@@ -105,14 +105,14 @@ class TestDecoding:
             decode_image(content)
 
 
-@pytest.mark.parametrize("name", ["cifar-10-batches-py/data_batch_1", "shards.json", "set.npz"])
-def test_other_formats_are_told_to_have_no_such_split(tmp_path, name):
+@pytest.mark.parametrize("inside", [True, False])
+def test_the_python_layout_of_cifar_10_is_refused_and_told_where_to_go(tmp_path, inside):
     (tmp_path / "cifar-10-batches-py").mkdir()
-    (tmp_path / name).touch()
-    with pytest.raises(FileNotFoundError, match=r"split: 'train' is not a folder in .*; found there: cifar-10-batches"):
-        open_images(tmp_path, "train")
-    with pytest.raises(FileNotFoundError, match=r"root: there is no folder"):
-        open_images(tmp_path / name, "train")
+    (tmp_path / "cifar-10-batches-py" / "data_batch_1").touch()
+    root = tmp_path / "cifar-10-batches-py" if inside else tmp_path
+    for use in (available_splits, lambda place: open_images(place, "train")):
+        with pytest.raises(ValueError, match=r"root: .* no longer read: .* of CIFAR-10 give the parquet files, --data"):
+            use(root)
 
 
 def test_nothing_at_root(tmp_path):

@@ -20,6 +20,8 @@ Labelled = tuple[Image.Image, int]
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm")
 LOOKED_FOR = f"(looked for {', '.join(SUFFIXES)})"
 SAVED = ("dataset_dict.json", "state.json")  # what `save_to_disk` writes
+CIFAR_FOLDER = "cifar-10-batches-py"
+OLD = re.compile(rf".+\.npz|shards\.json|.+-\d{{6}}\.index|{CIFAR_FOLDER}|data_batch_1")  # no longer read
 # Names that decide where the types of a data set's columns do not.
 USUAL_COLUMNS = {"image": ("image", "img", "jpg", "jpeg", "png"), "label": ("label", "labels", "class", "cls")}
 
@@ -176,12 +178,18 @@ class SceneImages(Scenes):
 def _is_hub(root: Path) -> bool:
     """Whether `root` is a Hugging Face data set (`save_to_disk`, parquet files, a name on the hub), or class folders.
 
-    FileNotFoundError where it is no folder either.
+    FileNotFoundError where it is no folder either, UserError for a format that is no longer read.
     """
     if root.is_dir() and any(next(root.glob(mark), None) for mark in (*SAVED, "*.parquet", "*/*.parquet")):
         return True
     if not root.exists() and re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(root)):
         return True
+    if folder_names(root) in ((), (CIFAR_FOLDER,)):  # beside folders of images such a file is a stray one
+        names = [root.name] if root.is_file() else [found.name for found in root.glob("*")]
+        if old := next(filter(OLD.fullmatch, names), None):
+            hint = "packed .npz files and shards are unpacked to folders SPLIT/CLASS/ by the lines of docs/scaling.md"
+            cifar = "of CIFAR-10 give the parquet files, --data.root uoft-cs/cifar10 where the hub can be reached"
+            raise UserError(f"root: {root} holds {old}, of a format no longer read: {hint}; {cifar}")
     if not root.is_dir():
         raise FileNotFoundError(f"root: there is no folder {root}")
     return False
