@@ -14,10 +14,12 @@ import torch
 from PIL import Image
 
 import dgt
-from dgt.app.visualize import visualize
+from dgt.app.visualize import draw_training, visualize
+from dgt.data.loader import Key
 from dgt.data.scenes import KINDS
 from dgt.tasks.network import build_classifier
-from dgt.training import LoadedRun, load_recipe
+from dgt.training import LoadedRun, fit, load_recipe
+from dgt.training.recipe import build_data
 
 
 def make_run(seed: int, name: str = "dgt_nano") -> LoadedRun:
@@ -98,6 +100,41 @@ def test_a_model_whose_attention_was_replaced(tmp_path: Path, image: Path) -> No
     for options in ({}, {"all_blocks": True}, {"block": 1, "as_map": True}):
         visualize([run], [image], tmp_path / "a.png", **options)
         assert (tmp_path / "a.png").stat().st_size > 5000
+
+
+def test_validation_images_are_drawn_as_the_model_sees_them() -> None:
+    """They are cropped once, by the data: what TensorBoard shows is the answer to what is measured."""
+    run = make_run(0)
+    run = replace(run, recipe=load_recipe("scenes", ["--data.crop_ratio", "0.5"]))
+    image = torch.randint(0, 256, (3, 64, 64), dtype=torch.uint8)
+    seen: list[torch.Tensor] = []
+    hook = run.network.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
+    drawn = draw_training(run, [image])
+    hook.remove()
+    mean, std = (torch.tensor(run.recipe.data[name]).view(3, 1, 1) for name in ("mean", "std"))
+    assert len(seen) == 2  # for its classes, and for its groups
+    for pixels in seen:
+        torch.testing.assert_close(pixels[0], (image / 255 - mean) / std)
+    assert sorted(drawn) == ["groups", "predictions/0"]
+    assert all(one.dtype == np.uint8 and one.shape[2] == 3 and min(one.shape[:2]) > 100 for one in drawn.values())
+
+
+def test_a_training_hands_on_the_images_of_its_validation(tmp_path: Path) -> None:
+    given: list[torch.Tensor] = []
+    options = ["--out", str(tmp_path / "run"), "--schedule.epochs", "1", "--data.train_size", "64"]
+    options += ["--data.val_size", "16", "--data.batch_size", "32", "--data.num_workers", "0"]
+
+    def draw(run: LoadedRun, images: list[torch.Tensor]) -> dict[str, Any]:
+        given.extend(images)
+        return {}
+
+    recipe = load_recipe("scenes", [*options, "--data.crop_ratio", "0.5"])
+    fit(recipe, draw=draw)
+    data = build_data(recipe)
+    data.setup("validate")
+    assert len(given) == 4
+    for index, image in enumerate(given):
+        assert torch.equal(image, data.datasets["val"][Key(0, 0, index)][0])
 
 
 def test_a_model_without_groups(tmp_path: Path, image: Path) -> None:

@@ -110,6 +110,21 @@ def test_data_without_a_place_is_told() -> None:
         fit(load_recipe("cifar10"))
 
 
+def test_a_training_that_breaks_off_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Training.backward
+
+    def break_off(training: Training, batches: Any) -> Any:
+        if training.progress.step == 3:
+            raise RuntimeError("power cut")
+        return whole(training, batches)
+
+    monkeypatch.setattr(Training, "backward", break_off)
+    with pytest.raises(RuntimeError, match="power cut"):
+        fit(load_recipe("scenes", [*SMALL, f"--out={tmp_path / 'cut'}"]))
+    assert load_run(tmp_path / "cut").source.name == "step-00000003.ckpt"
+    assert not (tmp_path / "cut" / "results.json").exists()
+
+
 def test_unreadable_images_are_listed_and_the_folder_serves_again(tmp_path: Path) -> None:
     for split in ("train", "val"):
         for name in ("cat", "dog"):

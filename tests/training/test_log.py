@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
@@ -89,8 +90,10 @@ def test_curves_that_cannot_be_written_are_told(
             report.write_row({"step": 2, "loss": 2.0})
         told = capsys.readouterr().err
         assert told.count("events could not be written, training goes on: [Errno 28]") == 1
+        report.write_image("image", np.zeros((4, 4, 3), np.uint8))
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [(each.step, each.value) for each in events.Scalars("loss")] == [(0, 3.0)]
+    assert len(events.Images("image")) == 1
     assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2]
 
 
@@ -98,6 +101,7 @@ def test_curves_that_cannot_be_opened_are_left_out(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(SummaryWriter, "__init__", fail)
     with begun(tmp_path) as report:
         report.write_row({"step": 0, "loss": 3.0})
+        report.write_image("image", np.zeros((4, 4, 3), np.uint8))
     assert read_metrics(tmp_path) == [{"step": 0, "loss": 3.0}]
 
 

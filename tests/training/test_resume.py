@@ -217,6 +217,21 @@ def test_killed(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert same(train(tmp_path / "run", *keys, monkeypatch=monkeypatch, resume=True), state(whole))
 
 
+def test_an_error_in_a_step_leaves_the_step_before(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("the device fell off")
+
+    poke = Poke("after backward", lambda training: training.progress.step == 8, fail)
+    with pytest.raises(RuntimeError, match="the device fell off"):
+        train(tmp_path / "run", poke=[poke], monkeypatch=monkeypatch)
+    path, stored = latest_checkpoint(tmp_path / "run") or (Path(), {})
+    assert (path.name, stored["world_size"]) == ("step-00000008.ckpt", 1)
+    assert (stored["progress"]["step"], stored["progress"]["epoch"]) == (8, 1)
+    assert same(train(tmp_path / "run", monkeypatch=monkeypatch, resume=True), state(whole))
+
+
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,6 +33,7 @@ def run_demo(options: argparse.Namespace, _: list[str]) -> None:
 
 def run_train(options: argparse.Namespace, overrides: list[str]) -> None:
     """`dgt train`: prints the help, or trains and prints where the results are."""
+    from dgt.app.visualize import draw_training
     from dgt.tasks import TASKS
     from dgt.training import fit, load_recipe
     from dgt.training.recipe import help_text
@@ -43,7 +44,7 @@ def run_train(options: argparse.Namespace, overrides: list[str]) -> None:
         return
     _quiet()
     recipe = load_recipe(options.recipe, overrides)
-    result = fit(recipe, options.resume == "auto")
+    result = fit(recipe, options.resume == "auto", draw_training)
     if rank() == 0:
         print(f"{TASKS[recipe.task].summary(result.metrics)}  in {result.folder}")
 

@@ -1,4 +1,4 @@
-"""Looking into trained models: `dgt visualize` and `dgt diagnose`."""
+"""Looking into trained models: `dgt visualize`, `dgt diagnose`, and what TensorBoard shows of a training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from dgt.figures import (
     GroupPanel,
@@ -16,12 +19,14 @@ from dgt.figures import (
     figure_group_map,
     figure_groups,
     panels_of,
+    raster,
     save_animation,
     save_figure,
 )
 from dgt.figures.diagnosis import figure_diagnosis
-from dgt.models import BlockDiagnosis, diagnose, group_records
+from dgt.models import BlockDiagnosis, DynamicGroupTransformer, diagnose, group_records
 from dgt.models.inspect import attention_layers
+from dgt.tasks import TASKS
 from dgt.tasks.base import Source
 from dgt.tasks.classify import read_image
 from dgt.training import LoadedRun, load_run
@@ -84,6 +89,18 @@ def diagnose_run(checkpoint: str | Path, images: Sequence[str | Path], out: str 
     blocks = diagnose(run.network, torch.cat([read_image(run, image)[0] for image in images]))
     save_figure(figure_diagnosis(blocks), out)
     return blocks
+
+
+def draw_training(run: LoadedRun, images: Sequence[Tensor]) -> dict[str, NDArray[np.uint8]]:
+    """Draw what a model on the CPU finds in images, uint8 (3, H, W) as it gets them, and its groups if it is a DGT.
+
+    Returns images (H, W, 3) uint8: "predictions/0" and so on, and "groups".
+    """
+    task = TASKS[run.recipe.task]
+    drawn = {f"predictions/{i}": task.draw(run, task.predict(run, image, 1)) for i, image in enumerate(images)}
+    if isinstance(run.network, DynamicGroupTransformer) and images:
+        drawn["groups"] = raster(figure_groups(_panels(run, images[0])), dpi=200)
+    return {name: np.asarray(image) for name, image in drawn.items()}
 
 
 def _check_choices(checkpoints: int, images: int, block: int | None, all_blocks: bool, animated: bool) -> None:

@@ -31,7 +31,7 @@ from dgt.tasks import TASKS, Task
 from dgt.tasks.base import LoadedRun
 from dgt.tasks.optim import build_optimizer
 from dgt.training.log import Report
-from dgt.training.loop import ADVICE, Objective, Training, measure
+from dgt.training.loop import ADVICE, Draw, Objective, Training, measure
 from dgt.training.recipe import Recipe, TrainerSettings, build_data, override_keys, parse_recipe
 from dgt.training.run import RESULTS, export_model, initialize, load_run, make_record, read_json, results, run_folder
 from dgt.training.state import Checkpoints, TrainingState, latest_checkpoint
@@ -55,12 +55,13 @@ class Result:
     seconds: float  # wall time
 
 
-def fit(recipe: Recipe, resume: bool = False) -> Result:
+def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Result:
     """Train a recipe from its first step to its last and write the run's folder.
 
     Args:
         recipe: complete and checked, from `load_recipe`.
         resume: continue where a run in the same folder was stopped; what is finished is left as it is.
+        draw: makes the images that `trainer.pictures_every` asks for; None for none.
 
     Raises:
         OSError: the data or `model.init_from` is not there; as `run_folder` for `out`.
@@ -92,7 +93,7 @@ def fit(recipe: Recipe, resume: bool = False) -> Result:
             place = f"step {state.progress.step} (epochs complete: {state.progress.epoch})"
             LOGGER.info(f"resumed after {place} from {checkpoint[0].name}")
         checkpoints = Checkpoints(folder, recipe.checkpoint, make_record(recipe, data.class_names))
-        Training(recipe, state, checkpoints, report).run()
+        Training(recipe, state, checkpoints, report, draw).run()
         weights = state.state_dict()["state_dict"]
         if fabric.is_global_zero:
             export_model(folder / "model", state.evaluated, checkpoints.record, weights)

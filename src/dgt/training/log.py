@@ -18,7 +18,9 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from dgt.tasks import Losses
@@ -134,6 +136,11 @@ class Report(logging.Handler):
         with self._tolerating("events"):
             for name in row.keys() - {"step", "epoch"} if self.board is not None else ():
                 self.board.add_scalar(name, row[name], row["step"])
+
+    def write_image(self, name: str, image: NDArray[np.uint8]) -> None:
+        """Show an image (H, W, 3) in TensorBoard."""
+        if self.board is not None:
+            self.board.add_image(name, image, self.progress.step, dataformats="HWC")
 
     def write_status(self, state: str, error: str | None = None) -> None:
         """Say in `status.json` where the training is: at once where the state is another, else now and then."""

@@ -7,6 +7,7 @@ begins. All randomness is a function of (seed, epoch, batch, process): the loop 
 
 from __future__ import annotations
 
+import copy
 import math
 import signal
 import threading
@@ -14,17 +15,21 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any, cast
 
+import numpy as np
 import torch
 from lightning.fabric import Fabric
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from dgt.data.image_io import BrokenImage, BrokenImages
+from dgt.data.loader import Key
 from dgt.layers import renormalize_centroids
 from dgt.layers.centroids import CentroidState
 from dgt.models.annealing import TopKAnnealing
 from dgt.tasks import TASKS, Losses
+from dgt.tasks.base import LoadedRun
 from dgt.tasks.optim import batch_scale, learning_rate
 from dgt.training.log import Report
 from dgt.training.recipe import Recipe
@@ -33,6 +38,10 @@ from dgt.utils.distributed import gather_objects
 from dgt.utils.errors import LOGGER, NonFiniteInput
 from dgt.utils.seeding import reseed
 
+Draw = Callable[[LoadedRun, list[Tensor]], dict[str, NDArray[np.uint8]]]
+"""A copy of the network, on the CPU, and uint8 images (3, H, W) as it gets them -> images (H, W, 3) by name."""
+
+DRAWN_IMAGES = 4
 ADVICE = "lower optimizer.lr or set optimizer.clip_grad"
 LOG_EVERY = 20  # steps between two rows of numbers
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
@@ -69,10 +78,12 @@ class Objective(nn.Module):
 
 
 class Training:
-    """One training under way, from where `state` is."""
+    """One training under way, from where `state` is; `draw` makes images for TensorBoard."""
 
-    def __init__(self, recipe: Recipe, state: TrainingState, checkpoints: Checkpoints, report: Report) -> None:
-        self.recipe, self.state, self.checkpoints, self.report = recipe, state, checkpoints, report
+    def __init__(
+        self, recipe: Recipe, state: TrainingState, checkpoints: Checkpoints, report: Report, draw: Draw | None = None
+    ) -> None:
+        self.recipe, self.state, self.checkpoints, self.report, self.draw = recipe, state, checkpoints, report, draw
         self.task, self.settings, schedule = TASKS[recipe.task], recipe.trainer, recipe.schedule
         self.fabric, self.data, self.progress = state.fabric, state.data, state.progress
         self.loader, self.val_loader = self.data.train_dataloader(), self.data.val_dataloader()
@@ -80,7 +91,7 @@ class Training:
         self.steps = schedule.steps or schedule.epochs * self.steps_per_epoch
         self.epochs = math.ceil(self.steps / self.steps_per_epoch)
         self.statistics = [buffer for buffer in state.network.buffers() if all_finite([buffer])]  # to stay so
-        self.stops: list[signal.Signals] = []
+        self.stops, self.in_step = list[signal.Signals](), True  # whether the state is not one between two steps
         self.annealing = TopKAnnealing(state.network, recipe.model.top_k_schedule, recipe.model.top_k_start)
 
     def run(self) -> None:
@@ -93,6 +104,10 @@ class Training:
             for epoch in range(self.progress.epoch, self.epochs):
                 self.train_epoch(epoch)
                 self.end_epoch(epoch + 1)
+        except Exception as error:
+            if not (self.in_step or self.fabric.world_size > 1 or isinstance(error, FloatingPointError)):
+                self.save()
+            raise
         finally:
             for number, handler in usual.items():
                 signal.signal(number, handler)
@@ -124,7 +139,12 @@ class Training:
         for group in optimizer.param_groups:
             group["lr"] = rate
         undo = undoing(network)
-        losses = self.backward(batches)
+        try:
+            losses = self.backward(batches)
+        except Exception:
+            undo()
+            raise
+        self.in_step = True
         self.fabric.strategy.precision.unscale_gradients(optimizer)
         watched = [losses["loss"], *(weight.grad for weight in network.parameters()), *self.statistics]
         progress.batch += len(batches)
@@ -141,6 +161,7 @@ class Training:
             undo()
             self.skip(batches, losses)
         optimizer.zero_grad()
+        self.in_step = False
         self.report.step(losses, rate, every=min(LOG_EVERY, self.steps_per_epoch))
 
     def backward(self, batches: Sequence[Batch]) -> Losses:
@@ -211,6 +232,9 @@ class Training:
         """
         metrics: dict[str, float] = {}
         if epoch == self.epochs or epoch % self.settings.check_val_every == 0:
+            every = self.settings.pictures_every
+            if self.draw is not None and every is not None and (epoch in (1, self.epochs) or epoch % every == 0):
+                self.show_images(self.draw)
             metrics = self.progress.metrics = self.validate()
         total, count = cast(Tensor, self.fabric.all_reduce(self.state.loss_sums.clone(), reduce_op="sum")).tolist()
         loss = total / count if count else math.nan
@@ -240,6 +264,21 @@ class Training:
         measure(self.fabric, metrics, self.state.evaluated, self.val_loader, between_batches)
         self.state.objective.train()
         return metrics.compute()
+
+    def show_images(self, draw: Draw) -> None:
+        """Draw the first validation images from the first process; a failure costs a warning, not the training."""
+        if self.report.folder is None or self.state.sharded:
+            return
+        try:
+            network = copy.deepcopy(self.state.evaluated).cpu().eval()
+            dataset = self.data.datasets["val"]
+            samples = [dataset[Key(0, 0, index)] for index in range(min(DRAWN_IMAGES, len(dataset)))]
+            images = [sample[0] for sample in samples if not isinstance(sample, BrokenImage)]
+            run = LoadedRun(network, self.recipe, list(self.data.class_names), self.report.folder)
+            for name, image in draw(run, images).items():
+                self.report.write_image(name, image)
+        except Exception as error:  # whatever a drawing library raises
+            LOGGER.warning(f"no images were drawn: {error!r}")
 
 
 def measure(

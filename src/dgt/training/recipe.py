@@ -55,6 +55,7 @@ class TrainerSettings:
         deterministic: use deterministic algorithms alone.
         compile: run the network through torch.compile.
         max_skipped: steps in a row, less than an epoch's, that may be not finite and skipped; null looks at nothing.
+        pictures_every: epochs between two drawings of predictions and groups for TensorBoard; null draws none.
     """
 
     accelerator: str = "auto"
@@ -68,6 +69,7 @@ class TrainerSettings:
     deterministic: bool = False
     compile: bool = False
     max_skipped: NonNegativeInt | None = 10
+    pictures_every: PositiveInt | None = 10
 
 
 @dataclass(frozen=True)
@@ -195,8 +197,6 @@ def parse_recipe(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Re
     """Check the nested values of a recipe and apply the command line's changes, as `load_recipe` does."""
     task = str(values.get("task", "classify"))
     parser, changed = recipe_parser(task), override_keys(overrides)
-    if isinstance(trainer := values.get("trainer"), Mapping):  # runs of 0.2.0 have a key that is no more
-        values = {**values, "trainer": {key: trainer[key] for key in trainer if key != "pictures_every"}}
     _check_keys({**flatten(values), **{key: {} for key in changed}}, flatten(parser.get_defaults().as_dict()))
     if "model.name" in changed and isinstance(values.get("model"), Mapping):
         values = {**values, "model": {**values["model"], "args": {}}}

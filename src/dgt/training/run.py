@@ -53,7 +53,7 @@ WEIGHT_FILES = ("model/model.safetensors", "model.safetensors", "checkpoints/ste
 # What may change between a stop and its resumption; a change of the number of processes is found in the checkpoint.
 FREE = re.compile(
     r"name|out|checkpoint\..*|data\.(root|num_workers|cache|max_broken_share)"
-    r"|trainer\.(accelerator|devices|num_nodes|strategy|check_val_every|max_skipped|compile)"
+    r"|trainer\.(accelerator|devices|num_nodes|strategy|check_val_every|max_skipped|pictures_every|compile)"
 )
 
 
