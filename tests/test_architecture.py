@@ -46,10 +46,11 @@ ALLOWED: dict[str, set[str]] = {
     "__main__": {"app"},
     "__init__": {"acceleration", "inference", "layers", "models", "ops"},
 }
-# Lines of all `.py` files of a package: 14,000 in all for what reproduces the paper.
+# Lines of all `.py` files of a package: 14,000 in all for what reproduces the paper. Training has what a recipe refuses
+# by the name of the key, models of timm and transformers opened, and drawings; others gave up what they do not need.
 BUDGETS = {
-    **{"utils": 224, "ops": 1450, "ops.triton": 1750, "layers": 1090, "models": 1590, "data": 1940, "tasks": 930},
-    **{"training": 1250, "experiments": 280, "figures": 740, "inference": 960, "explorer": 583, "bench": 330},
+    **{"utils": 224, "ops": 1450, "ops.triton": 1750, "layers": 1090, "models": 1574, "data": 1911, "tasks": 868},
+    **{"training": 1508, "experiments": 273, "figures": 729, "inference": 875, "explorer": 568, "bench": 317},
     **{"app": 762, "export": 20, "__init__": 70, "__main__": 10},
 }
 # What came after it, by feature: the lines that it adds to each package.
@@ -76,11 +77,6 @@ ADDED: dict[str, dict[str, int]] = {
     "a layer that predicts, in one operator": {"layers": 12, "ops": 80},
     "remainder in Triton": {"ops.triton": 59, "ops": 1},
 }
-# Packages that are above both together, with the lines that they have: a number here may only fall.
-OVER_BUDGET: dict[str, int] = {
-    **{"training": 1534},
-}
-SLACK = 40  # lines that a package may have fallen below its number here before it must be brought down
 MAX_MODULE_LINES = 400
 MAX_FUNCTION_LINES = 60
 TASK_NAMES = {"classify", "segment", "detect"}
@@ -281,7 +277,7 @@ def test_no_private_method_of_another_library_is_overridden() -> None:
 
 
 def test_packages_keep_to_their_budgets() -> None:
-    """Lines of Python; static pages and YAML are not counted. What is above its budget may only come nearer to it."""
+    """Lines of Python; static pages and YAML are not counted. A budget is raised only where others fall by as much."""
     assert sum(BUDGETS.values()) <= 14_000
     budgets, lines = collections.Counter(BUDGETS), collections.Counter[str]()
     for feature in ADDED.values():
@@ -289,14 +285,7 @@ def test_packages_keep_to_their_budgets() -> None:
     for path in SOURCES:
         name = "ops.triton" if dotted(path)[1:3] == ["ops", "triton"] else package(dotted(path))
         lines[name] += len(path.read_text(encoding="utf-8").splitlines())
-    wrong = []
-    for name, count in lines.items():
-        budget, limit = budgets[name], OVER_BUDGET.get(name, budgets[name])
-        if count > limit:
-            wrong.append(f"{name} has {count} lines, {limit} are allowed (budget {budget})")
-        elif name in OVER_BUDGET and (count <= budget or count < limit - SLACK):
-            wrong.append(f"{name} has shrunk to {count} lines (budget {budget}): say so in OVER_BUDGET, now {limit}")
-    assert not wrong, "\n".join(["", *wrong])
+    assert not {f"{name}: {count} lines of {budgets[name]}" for name, count in lines.items() if count > budgets[name]}
 
 
 def test_tasks_are_told_apart_in_their_registry_alone() -> None:
