@@ -204,5 +204,5 @@ def test_a_folder_that_timm_wrote_is_opened_and_exported(layout: str, tmp_path: 
 def test_a_folder_of_no_classifier_says_what_it_lacks(tmp_path: Path) -> None:
     timm_folder(tmp_path, "timm")
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(ValueError, match="neither an entry 'dgt' with the recipe nor 'architecture' and 'num_classes'"):
+    with pytest.raises(ValueError, match="no entry 'dgt' with the recipe, nor 'architecture' and 'num_classes'"):
         load_run(tmp_path)

@@ -181,7 +181,7 @@ def test_a_file_in_another_encoding(tmp_path: Path) -> None:
 
 
 def test_a_recipe_that_is_not_there() -> None:
-    with pytest.raises(FileNotFoundError, match="there is no recipe 'cifar': shipped are ade20k"):
+    with pytest.raises(FileNotFoundError, match="there is no recipe 'cifar': did you mean cifar10"):
         load_recipe("cifar")
     with pytest.raises(FileNotFoundError, match=r"there is no recipe 'nowhere\.yaml'"):
         load_recipe("nowhere.yaml")
@@ -213,7 +213,7 @@ def test_a_recipe_takes_the_keys_of_its_base_and_changes_some(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("base", "error", "sentence"),
     [
-        ("cifar", FileNotFoundError, "there is no recipe 'cifar': shipped are ade20k"),
+        ("cifar", FileNotFoundError, "there is no recipe 'cifar': did you mean cifar10"),
         ("none.yaml", FileNotFoundError, "there is no recipe .*none.yaml"),
         ("mine.yaml", ValueError, "mine.yaml' has itself for a base"),
         ("[1]", FileNotFoundError, "there is no recipe "),

@@ -196,10 +196,8 @@ class Training:
         if progress.skipped_in_a_row > min(self.settings.max_skipped or 0, whole_epoch):
             traced = (nan_debug(self.state.objective, self.state.network, batch) for batch in batches)
             first = next(filter(None, traced), "nothing in the last batch, run again")
-            many = (
-                f"{progress.skipped_in_a_row} steps in a row had a loss or gradient that is not finite, up to {place}"
-            )
-            raise FloatingPointError(f"{many}, the training diverged: {ADVICE}. The first not finite: {first}")
+            many = f"{progress.skipped_in_a_row} steps in a row had a loss or gradient that is not finite"
+            raise FloatingPointError(f"{many}, up to {place}, it diverged: {ADVICE}. The first not finite: {first}")
 
     def any_process(self, decision: bool) -> bool:
         """Whether any process decides so; all must ask at the same place."""

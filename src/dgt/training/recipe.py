@@ -182,7 +182,9 @@ def read_yaml(what: str, name: str | Path, folder: Path = RECIPES) -> tuple[Path
     shipped = shipped_recipes(folder)
     path = folder / f"{name}.yaml" if str(name) in shipped and not Path(name).is_file() else Path(name)
     if not path.is_file():
-        known = f"shipped are {', '.join(shipped)}; any other is the path of a YAML file"
+        near = difflib.get_close_matches(str(name), shipped, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        known = f"{hint}shipped are {', '.join(shipped)}; any other is the path of a YAML file"
         raise FileNotFoundError(f"there is no {what} {str(name)!r}: {known}")
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
