@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from dgt.tasks.network import ModelSettings
-from dgt.tasks.segment import build_segmenter, segmentation_loss
+from dgt.tasks.segment import SegmentationTest, build_segmenter, predict_labels, segmentation_loss
 from dgt.training import evaluate, fit, load_recipe, load_run
 from dgt.training.recipe import shipped_recipes
 from dgt_command import main
@@ -183,3 +183,14 @@ def test_heads_take_three_arguments() -> None:
         settings = ModelSettings("dgt_nano", head={"channels": 8, "class_weights": weights})
         with pytest.raises(ValueError, match=r"model.head.class_weights must be 3 numbers above 0, got"):
             build_segmenter(settings, 3, 32)
+
+
+def test_several_scales_of_a_network_in_bfloat16() -> None:
+    """What mixed precision gives; on a CPU torch shrinks no bfloat16."""
+    images = torch.linspace(-4, 4, 64).expand(1, 3, 48, 64)
+
+    def network(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([x[:, 0], -x[:, 0]], 1).bfloat16()
+
+    found = predict_labels(network, images, (64, 48), SegmentationTest(scales=(0.5, 1.0, 2.0), flip=True))
+    assert torch.equal(found[0], (images[0, 0] < 0).long())

@@ -168,11 +168,11 @@ def _sliding_window(network: nn.Module, images: Tensor, test: SegmentationTest) 
 
 
 def _resize(x: Tensor, size: tuple[int, int]) -> Tensor:
-    """Bilinear, smoothed where it shrinks; unchanged where the size fits."""
+    """Bilinear, smoothed where it shrinks, in float32 (CPUs smooth no bfloat16); unchanged where the size fits."""
     if x.shape[2:] == size:
         return x
     shrinks = size[0] < x.shape[2] or size[1] < x.shape[3]
-    return F.interpolate(x, size=size, mode="bilinear", align_corners=False, antialias=shrinks)
+    return F.interpolate(x.float(), size=size, mode="bilinear", align_corners=False, antialias=shrinks).to(x.dtype)
 
 
 def _argmax_at(logits: Tensor, size: tuple[int, int]) -> Tensor:
