@@ -21,7 +21,7 @@ PARTS = {
     "ConvStem": "stem", "FoldedStem": "stem", "PatchMerging": "patch merging", "Head": "head",
     "InvertedResidualFFN": "IRFFN", "FoldedFFN": "IRFFN", "ConditionalPositionEncoding": "CPE", "FoldedConv": "CPE",
     "DGAttention": "attention, around its steps", "GlobalAttention": "attention, around its steps",
-    "TokenLinear": "linears", "Conv2d": "convolutions",
+    "Linear": "linears", "TokenLinear": "linears", "Conv2d": "convolutions",
     "LayerNorm": "norms", "BatchNorm2d": "norms",
     "GELU": "activations", "SiLU": "activations", "ReLU": "activations",
 }  # fmt: skip

@@ -197,7 +197,7 @@ class Training:
             traced = (nan_debug(self.state.objective, self.state.network, batch) for batch in batches)
             first = next(filter(None, traced), "nothing in the last batch, run again")
             many = f"{progress.skipped_in_a_row} steps in a row had a loss or gradient that is not finite"
-            raise FloatingPointError(f"{many}, up to {place}, it diverged: {ADVICE}. The first not finite: {first}")
+            raise FloatingPointError(f"{many}, up to {place}: {ADVICE}. The first not finite: {first}")
 
     def any_process(self, decision: bool) -> bool:
         """Whether any process decides so; all must ask at the same place."""
@@ -234,6 +234,7 @@ class Training:
             if self.draw is not None and every is not None and (epoch in (1, self.epochs) or epoch % every == 0):
                 self.show_images(self.draw)
             metrics = self.progress.metrics = self.validate()
+        join_broken_images(self.data.broken_images)
         total, count = cast(Tensor, self.fabric.all_reduce(self.state.loss_sums.clone(), reduce_op="sum")).tolist()
         loss = total / count if count else math.nan
         if not math.isfinite(loss):
