@@ -197,7 +197,7 @@ class Training:
             traced = (nan_debug(self.state.objective, self.state.network, batch) for batch in batches)
             first = next(filter(None, traced), "nothing in the last batch, run again")
             many = f"{progress.skipped_in_a_row} steps in a row had a loss or gradient that is not finite"
-            raise FloatingPointError(f"{many}, up to {place}: {ADVICE}. The first not finite: {first}")
+            raise FloatingPointError(f"{many}, up to {place}, it diverged: {ADVICE}. The first not finite: {first}")
 
     def any_process(self, decision: bool) -> bool:
         """Whether any process decides so; all must ask at the same place."""
