@@ -13,6 +13,12 @@ image. Run it again to go on; nothing is measured twice, and more errors or imag
         --spread plan.safetensors --images 48 --out accelerate_spread.json
 
 The other way: errors of single images under one plan, of training images as they are augmented and of validation.
+
+    python benchmarks/accelerate_imagenette.py --run OUT/runs/vit256 --data.root DATA/imagenette128 --calibrate 96 \
+        --neighbours accelerate_imagenette/plan-0.01.safetensors --images 160 --out accelerate_neighbours.json
+
+And whether choosing makes the predicted error too low: errors of a plan, and of others that nobody chose, with more and
+fewer keys, on the images that chose it, on those kept aside, and on others.
 """
 
 from __future__ import annotations
@@ -30,7 +36,8 @@ from torch import Tensor, nn
 
 import dgt
 from dgt.acceleration.report import Report
-from dgt.acceleration.search import half_interval, relative_error
+from dgt.acceleration.sdpa import grouped_calls
+from dgt.acceleration.search import CENTROID_IMAGES, half_interval, relative_error
 from dgt.bench.measures import machine
 from dgt.training import load_run
 from dgt.training.recipe import build_data, parse_recipe
@@ -38,6 +45,8 @@ from dgt.utils.atomic_write import replacing, write_json
 
 OWN = "own"  # the model's attention, among the plans
 KEPT = 50  # images between two writes
+TIMES = (0.25, 1.0, 3.0)  # keys of a plan's neighbours by those of the plan
+DRAWS = 4000  # of images, for how often an error is far off
 
 
 class Images:
@@ -94,6 +103,50 @@ def answer(
     yield
 
 
+def roles(count: int) -> tuple[list[int], list[int]]:
+    """The places of the images that choose, and of those kept aside, among as many as `dgt.accelerate` is given."""
+    every = 4 * math.ceil(count / (4 * CENTROID_IMAGES))
+    rest = [place for place in range(count) if place % every]
+    return [place for place in rest if place % 4 != 1], [place for place in rest if place % 4 == 1]
+
+
+def missed(squares: Tensor, count: int) -> float:
+    """The share of draws of so many images whose error is more than 20 % off that of all."""
+    places = torch.randint(len(squares), (DRAWS, count), generator=torch.Generator().manual_seed(0))
+    sums = squares[places].sum(1)
+    errors = (sums[:, 0] / sums[:, 1]).sqrt() / relative_error(squares)
+    return float(((errors - 1).abs() > 0.2).double().mean())
+
+
+@torch.inference_mode()
+def neighbours(options: argparse.Namespace, images: Images) -> None:
+    """Write the errors of a plan and of those with other numbers of keys, by what the images were to the plan."""
+    own, network = (load_run(options.run).network.eval() for _ in range(2))
+    dgt.apply_plan(network, options.neighbours)
+    keys, pairs = {call: call.top_k for call in grouped_calls(network).values()}, list[Tensor]()
+    for image, _ in images.part(0, options.calibrate + (options.images or options.calibrate)):
+        before, after = own(image)[0].double(), list[Tensor]()
+        for times in TIMES:
+            for call, count in keys.items():
+                call.top_k = max(1, round(times * count))
+            after.append(network(image)[0].double())
+        pairs.append(torch.tensor([[(one - before).square().sum(), before.square().sum()] for one in after]))
+    write_json(options.out, machine() | by_role(torch.stack(pairs), options.calibrate))
+
+
+def by_role(squares: Tensor, calibrate: int) -> dict[str, Any]:
+    """Errors of images that chose, were kept aside, and of others, of (images, plans, 2)."""
+    parts = dict(zip(("chose", "aside"), roles(calibrate), strict=True)) | {"others": range(calibrate, len(squares))}
+    images, rows = {name: len(places) for name, places in parts.items()}, []
+    for place, times in enumerate(TIMES):
+        of_parts = {name: squares[list(places), place] for name, places in parts.items()}
+        errors = {name: {"error": relative_error(part), "half": half_interval(part)} for name, part in of_parts.items()}
+        ratio = errors["chose"]["error"] / errors["others"]["error"]
+        rows.append({"times": times, **errors, "chose_by_others": ratio})
+    alike = torch.corrcoef(squares[:, :, 0].T)
+    return {"calibrate": calibrate, "images": images, "correlation": float(alike.min()), "rows": rows}
+
+
 def row(report: Report, name: str, found: dict[str, Any]) -> dict[str, Any]:
     """What a plan does to the images that it and the model's own attention have answered."""
     count = min(len(found["logits"][OWN]), len(found["logits"][name]))
@@ -101,8 +154,11 @@ def row(report: Report, name: str, found: dict[str, Any]) -> dict[str, Any]:
     squares = torch.stack([(after - own).square().sum(1), own.square().sum(1)], dim=1)
     labels = torch.tensor(found["labels"][:count])
     right = [(logits.argmax(1) == labels).double() for logits in (own, after)]
-    error = relative_error(squares)
+    error, chose = relative_error(squares), len(roles(found["calibrate"])[0])
     return report.to_json() | {
+        "choosing_images": chose,
+        "missed": {str(images): missed(squares, images) for images in sorted({32, 64, 128, 256, chose}) if error},
+        "varies": told(squares)["varies"] if error else None,
         "unseen_images": count,
         "unseen_error": error,
         "unseen_half": half_interval(squares),
@@ -154,10 +210,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="no plan or image is begun later (default: no end)")
     parser.add_argument("--out", type=Path, default=Path("accelerate_imagenette.json"))
     parser.add_argument("--spread", type=Path, metavar="PLAN", help="errors of single images under a plan instead")
+    parser.add_argument("--neighbours", type=Path, metavar="PLAN", help="errors of a plan and others like it instead")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.spread:
         return spread(options)
+    if options.neighbours:
+        return neighbours(options, Images(load_run(options.run), options.root))
     start, folder = time.monotonic(), options.out.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
     kept, images = folder / "answers.json", Images(load_run(options.run), options.root)
@@ -179,7 +238,8 @@ def main() -> None:
         if found["logits"][OWN]:
             rows = [row(report, name if name in networks else OWN, found) for name, report in reports.items()]
             content = {**machine(), "calibrate": options.calibrate, "images": len(found["logits"][OWN])}
-            write_json(options.out, content | {"top1": rows[0]["top1_before"], "rows": rows})
+            most = max(rows, key=lambda one: one["unseen_images"])
+            write_json(options.out, content | {"top1": most["top1_before"], "rows": rows})
     for one in rows:
         print({name: value for name, value in one.items() if name != "layers"}, flush=True)
 

@@ -234,3 +234,29 @@ def shapes_of_all_kinds() -> Cells:
     heads = ["shapes", "left as they are", "in groups", "times SDPA's time: best", "median", "worst"]
     counts = [str(len(rows)), str(len(rows) - len(ratios)), str(len(ratios))]
     return [heads, [*counts, *(number(ratio, 3) for ratio in (best, middle, worst))]]
+
+
+@table
+def neighbours_of_a_plan() -> Cells:
+    """A plan and two that nobody chose, on the images that chose it, on those kept aside, and on others."""
+    found = read("accelerate_neighbours")
+    heads = ["keys", *("{}: {} images".format(name, found["images"][name]) for name in ("chose", "aside", "others"))]
+    rows = []
+    for row in found["rows"]:
+        pairs = [[number(row[name][key], 2, 100) for key in ("error", "half")] for name in found["images"]]
+        keys = "as chosen" if row["times"] == 1 else f"times {row['times']:g}"
+        rows.append([keys, *(f"{error} ± {half} %" for error, half in pairs)])
+        rows[-1].append(f"{100 * (row['chose_by_others'] - 1):+.0f} %")
+    return [[*heads, "chose by others"], *rows]
+
+
+@table
+def how_many_images() -> Cells:
+    """How often draws of some of the unseen images have an error more than 20 % off that of all of them."""
+    counts, rows = ("32", "64", "128", "256"), []
+    for row in read("accelerate_imagenette")["rows"]:
+        if row["unseen_error"] > 1e-5:
+            shares = [number(row["missed"][count], 1, 100) + " %" for count in counts]
+            cells = [f"{100 * row['asked_error']:.2g} %", str(row["unseen_images"]), number(row["varies"], 1)]
+            rows.append([*cells, *shares])
+    return [["error asked", "images", "spread", *(f"{count} drawn" for count in counts)], *rows]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import io
 import json
@@ -17,7 +18,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import dgt
-from dgt.acceleration import inspect_model, sdpa, search
+from dgt.acceleration import Report, inspect_model, sdpa, search
 from dgt.acceleration.sdpa import grouped_calls
 
 SIZE = 96  # 6 x 6 patches of 16, or 24 x 24 of 4
@@ -130,6 +131,13 @@ def test_the_interval_of_an_error_holds_it() -> None:
     assert search.half_interval(one[:1]) is None
     assert search.half_interval(one * torch.tensor([0.0, 1.0])) is None
     assert search.half_interval(one[:2].repeat(20, 1)) < search.half_interval(one[:2].repeat(3, 1))
+
+
+def test_a_report_says_when_images_are_too_few() -> None:
+    report = Report(0.05, 0.04, 0.05, 2.0, 1.5, 3.0, [], predicted_half=0.016)
+    assert "\nnote: 4 times as many images would tell the error to 20 %\n" in f"\n{report}"
+    for error, half in ((0.04, 0.0079), (0.04, None), (4e-7, 2e-7)):  # the last is of rounding
+        assert "note" not in str(dataclasses.replace(report, predicted_error=error, predicted_half=half))
 
 
 def smooth_images(count: int, seed: int = 0) -> Tensor:

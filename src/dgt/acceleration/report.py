@@ -70,6 +70,8 @@ class Report:
             times = f"{layer.error:8.1e}  {layer.ms_before:8.1f} ms {layer.ms_after:8.1f} ms" if grouped else ""
             lines.append(f"{layer.name:{width}}  {layer.tokens:6d}  {choice:24}  {times}".rstrip())
         halves = [f" ± {half:.1g}" if half else "" for half in (self.predicted_half, self.measured_half)]
+        wide = (self.predicted_half or 0.0) / max(self.predicted_error, self.asked_error / 100)  # rounding: none
+        lines += [f"note: {25 * wide**2:.2g} times as many images would tell the error to 20 %"] if wide > 0.2 else []
         return "\n".join([
             *lines,
             *sorted({f"note: {layer.note}" for layer in self.layers if layer.note}),

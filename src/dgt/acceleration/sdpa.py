@@ -107,13 +107,11 @@ class Intercept(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            answer = self.answer(read_call(*args, **kwargs))
-            if answer is not None:
+            if (answer := self.answer(read_call(*args, **kwargs))) is not None:
                 return answer
         elif func is F.multi_head_attention_forward:
             call, finish = read_multi_head(*args, **kwargs)
-            answer = self.answer(call)
-            if answer is not None:
+            if (answer := self.answer(call)) is not None:
                 return finish(answer), None
         return func(*args, **kwargs)
 

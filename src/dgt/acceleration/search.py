@@ -53,8 +53,8 @@ def accelerate(model: nn.Module, images: Inputs, error: float = 0.01, num_prefix
     Args:
         model: any module called as ``model(images)``; its mode stays.
         images: (N, ...) what the model is called with, N >= 2, of the kind and size that it will see, and none that it
-            was trained on: a dozen, or a hundred where their errors differ much, as a classifier's. One in four gives
-            centroids (8 at most), one is kept aside to measure the error, the others choose. Or a mapping for
+            was trained on: a dozen, or 200 where their errors differ much, as a classifier's (the report tells). One in
+            four gives centroids (8 at most), one is kept aside to measure the error, others choose. Or a mapping for
             ``model(**images)``, as Hugging Face's processors return; tensors as long as its first are an image's each.
         error: largest relative error of the model's output, ``|after - before| / |before|``, in (0, 1).
         num_prefix_tokens: class and register tokens; None asks the model, and takes 0 if it does not say.
