@@ -31,6 +31,7 @@ def test_images_that_cannot_be_read_are_left_out(tmp_path, monkeypatch, caplog) 
     report = app.accelerate_model("vit", tmp_path, 0.1, SIZE, 4)
     assert len(report.layers) == 2
     assert "9.png is left out: not an image" in caplog.text
+    assert "outputs of 2 images with the model's own attention" in caplog.text
     assert "2 of 2: settings of blocks.1.attn; about" in caplog.text
     monkeypatch.setattr(app, "_open", lambda name, size: (vit(), {"input_size": (3, size, size)}))
     with pytest.raises(ValueError, match=r"model must take the images, got a \(1, 3, 32, 32\) tensor .*: Input height"):

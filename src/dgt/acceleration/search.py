@@ -67,10 +67,9 @@ def accelerate(model: nn.Module, images: Inputs, error: float = 0.01, num_prefix
             images, is accelerated already or has no attention. Whatever is raised, the model is as it was.
     """
     check_model(model)
-    count = count_images(images)
     if isinstance(images, Tensor) and images.is_meta:
         raise TypeError(f"images must hold values, got {describe(images)}")
-    if count < 2:
+    if (count := count_images(images)) < 2:
         raise UserError(f"images must be at least 2, some to choose by and some to check with, got {count}")
     if isinstance(error, bool) or not isinstance(error, float | int) or not 0 < error < 1:
         raise UserError(f"error must be above 0 and below 1, got {error!r}")
@@ -138,6 +137,7 @@ def _accelerate(model: nn.Module, images: Inputs, error: float, prefix: int | No
     places = sorted((at for at in range(count) if at % every or count == 2), key=lambda at: at % 4 == 1)  # aside: last
     others, most = [take(images, slice(at, at + 1)) for at in places], sum(at % 4 != 1 for at in places)
     layers, few = _find_layers(model, own, prefix, LEAST_TOKENS), min(STEERING_IMAGES, most)
+    LOGGER.info("outputs of %d images with the model's own attention", len(others))
     before, kept = [_outputs(call_model(model, image)) for image in others], dict[Any, list[Tensor]]()
     if not before[0] or not all(tensor.isfinite().all() for tensors in before for tensor in tensors):
         raise UserError("model must return floating point tensors, free of NaN and infinities: the error is theirs")
