@@ -49,9 +49,9 @@ ALLOWED: dict[str, set[str]] = {
 # Lines of all `.py` files of a package: 14,000 in all for what reproduces the paper. Training has what a recipe refuses
 # by the name of the key, models of timm and transformers opened, and drawings; others gave up what they do not need.
 BUDGETS = {
-    **{"utils": 224, "ops": 1450, "ops.triton": 1750, "layers": 1090, "models": 1574, "data": 1911, "tasks": 868},
+    **{"utils": 224, "ops": 1450, "ops.triton": 1750, "layers": 1090, "models": 1574, "data": 1920, "tasks": 868},
     **{"training": 1509, "experiments": 273, "figures": 729, "inference": 875, "explorer": 568, "bench": 317},
-    **{"app": 762, "export": 20, "__init__": 70, "__main__": 10},
+    **{"app": 762, "export": 16, "__init__": 65, "__main__": 10},
 }
 # What came after it, by feature: the lines that it adds to each package.
 ADDED: dict[str, dict[str, int]] = {

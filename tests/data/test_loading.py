@@ -13,9 +13,16 @@ from dgt.data.transforms import Augmentation
 
 # Something holds on to the batches until the interpreter ends, as the traceback of an error does.
 SCRIPT = """
-import builtins, subprocess, sys
+import builtins, os, signal, subprocess, sys
 from multiprocessing import active_children
+from torch.utils.data._utils import signal_handling
 from dgt.data.classification import ClassificationData
+begin = signal_handling._set_worker_signal_handlers  # open to any signal, until ours are set
+def begin_and_be_told():
+    begin()
+    for name in sys.argv[1:]:
+        os.kill(os.getpid(), getattr(signal, f"SIG{name}"))
+signal_handling._set_worker_signal_handlers = begin_and_be_told
 data = ClassificationData(dataset="scenes", image_size=32, train_size=64, val_size=8, batch_size=4, num_workers=2)
 data.setup()
 builtins.kept = loader = data.train_dataloader()

@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,6 +22,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from dgt.data.image_io import BrokenImage, BrokenImagesError
 from dgt.utils.distributed import rank, world_size
 from dgt.utils.seeding import generator, reseed, seeded
+
+# What asks a training to stop; Windows has no SIGUSR1.
+STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
 
 
 class Key(NamedTuple):
@@ -118,9 +122,8 @@ def _leave_stopping_to_the_main_process(_: int) -> None:
             pass
         os._exit(0)
 
-    for name in ("SIGINT", "SIGUSR1"):
-        if hasattr(signal, name):  # Windows has no SIGUSR1
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    for number in STOP_SIGNALS[1:]:
+        signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):  # macOS does not say who sent it: there SIGTERM always ends a worker
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=end_when_told_by_the_main_process, daemon=True).start()
@@ -164,7 +167,12 @@ class Loader:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        for key, (images, targets), broken in self._batches:
+        with ExitStack() as later:
+            if hasattr(signal, "sigwaitinfo"):  # what the whole group is told meanwhile waits: workers begin deaf
+                usual = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+                later.callback(signal.pthread_sigmask, signal.SIG_SETMASK, usual)
+            batches = iter(self._batches)
+        for key, (images, targets), broken in batches:
             self._epoch, self._batch = key.epoch, key.batch + 1
             self.report.record(broken)
             if len(images):

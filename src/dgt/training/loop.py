@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from dgt.data.image_io import BrokenImage, BrokenImages
-from dgt.data.loader import Key
+from dgt.data.loader import STOP_SIGNALS, Key
 from dgt.layers import renormalize_centroids
 from dgt.layers.centroids import CentroidState
 from dgt.models.annealing import TopKAnnealing
@@ -44,7 +44,6 @@ Draw = Callable[[LoadedRun, list[Tensor]], dict[str, NDArray[np.uint8]]]
 DRAWN_IMAGES = 4
 ADVICE = "lower optimizer.lr or set optimizer.clip_grad"
 LOG_EVERY = 20  # steps between two rows of numbers
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
 
 
 class Preempted(SystemExit):
@@ -99,7 +98,7 @@ class Training:
         self.report.begin(self.progress, self.steps, self.epochs, self.state.global_batch)
         self.state.objective.train()
         here = threading.current_thread() is threading.main_thread()  # which alone signals reach
-        usual = {number: signal.signal(number, self.stop) for number in SIGNALS if here}
+        usual = {number: signal.signal(number, self.stop) for number in STOP_SIGNALS if here}
         try:
             for epoch in range(self.progress.epoch, self.epochs):
                 self.train_epoch(epoch)

@@ -32,13 +32,33 @@ TYPES = [torch.float32, torch.float16, *([torch.bfloat16] if torch.cuda.is_avail
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-def check(found: Tensor, expected: Tensor) -> None:
-    """Compare with a float64 result: 1e-5 in float32, half a percent of its size in float16, never NaN."""
-    error = (found.double() - expected).abs()
+def size(x: Tensor) -> float:
+    """Root mean square, in float64."""
+    return float(x.detach().double().square().mean().sqrt())
+
+
+def check(found: Tensor, expected: Tensor, terms: float = 0.0) -> None:
+    """Compare with a float64 result: 1e-5 in float32, half a percent of its size in float16, never NaN.
+
+    Where terms of a certain size cancel, float16 leaves of them what it rounds, its unit roundoff of each, even if the
+    result is zero.
+    """
+    error = found.double() - expected
     if found.dtype == torch.float32:
-        assert error.max() <= 1e-5 * max(1.0, float(expected.abs().max()))
+        assert error.abs().max() <= 1e-5 * max(1.0, float(expected.abs().max()))
     else:
-        assert error.square().mean().sqrt() <= 0.005 * expected.square().mean().sqrt()
+        assert size(error) <= max(0.005 * size(expected), torch.finfo(found.dtype).eps / 2 * terms)
+
+
+def cancelling(case: Any, grad: Tensor, grad_value: Tensor) -> tuple[float, ...]:
+    """How large the terms are that cancel in the output and the three gradients, for the usual scale.
+
+    Of one score the gradient is p (dY v - dY y): two products over D channels, of size |dY| |v| sqrt(D), of which the
+    scale takes the root away; with one key to a query, v is y, and what is left is rounding alone. For dQ it weighs
+    keys by p, which sums to one; for dK it weighs queries by p, as dY is weighed for dV.
+    """
+    value = size(case.value)
+    return 0.0, size(grad) * value * size(case.key), size(grad_value) * value * size(case.query), 0.0
 
 
 def gradients(attend: Callable[..., Tensor], tensors: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
@@ -70,8 +90,24 @@ def check_operator(case: Any) -> None:
         return dgt.attend(*leaves, group_ids, key_ids, backend="reference")
 
     wide = gradients(reference, tuple(t.double() for t in tensors), grad)
-    for ours, theirs in zip(found, wide, strict=True):
-        check(ours, theirs)
+    for ours, theirs, terms in zip(found, wide, cancelling(case, grad, wide[-1]), strict=True):
+        check(ours, theirs, terms)
+
+
+def test_rounding_passes_and_a_wrong_gradient_does_not(make_case: Any) -> None:
+    """With one key to a query, dY v - dY y = 0: either off by up to 2^-11 of it passes, by 2^-7 is too much."""
+    case = make_case(1, 1, 97, 32, 5, 1, dtype=torch.float16)
+    grad = torch.randn(case.query.shape).to(case.query)
+    group_ids, key_ids = case.ids()
+    keys = key_ids.take_along_dim(group_ids[..., None], 2)
+    own = {name: getattr(case, name).detach().take_along_dim(keys, 2).double() for name in ("key", "value")}
+    product = (grad.double() * own["value"]).sum(-1, keepdim=True)
+    dq = 32**-0.5 * product * own["key"]  # as it were if nothing was taken away
+    grad_value = torch.zeros_like(dq).scatter_add_(2, keys.expand_as(dq), grad.double())
+    terms = cancelling(case, grad, grad_value)[1]
+    check((torch.empty_like(dq).uniform_(-(2**-11), 2**-11) * dq).half(), torch.zeros_like(dq), terms)
+    with pytest.raises(AssertionError):
+        check((2**-7 * dq).half(), torch.zeros_like(dq), terms)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
