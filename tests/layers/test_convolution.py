@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
 
 from dgt.layers import ConvStem, InvertedResidualFFN, convolution
-from dgt.layers.convolution import TokenLinear
+from dgt.layers.convolution import PixelConv2d, TokenLinear
 
 
 def results(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
@@ -86,21 +87,36 @@ def test_no_input_of_the_expanded_width_is_kept() -> None:
     assert {x.numel() for x in inputs if x is not None} == {2 * 4 * 5 * 6}
 
 
+@pytest.fixture(params=[1, 2])
+def threads(request) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("shape", [(2, 3, 5, 8), (1, 7, 8), (3, 8), (2, 2, 3, 4, 8)])
-@pytest.mark.parametrize("threads", [1, 2])
 def test_a_linear_of_tokens_gives_what_a_linear_does(shape, threads) -> None:
     torch.manual_seed(0)
-    layer, x = TokenLinear(8, 5), torch.randn(shape)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        found = results(layer, x)
-    finally:
-        torch.set_num_threads(before)
-    plain = nn.Linear(8, 5)
+    layer, x, plain = TokenLinear(8, 5), torch.randn(shape), nn.Linear(8, 5)
     plain.load_state_dict(layer.state_dict())
-    for ours, theirs in zip(found, results(plain, x), strict=True):
+    for ours, theirs in zip(results(layer, x), results(plain, x), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(("maps", "size", "small"), [(1, 32, False), (2, 8, False), (16, 8, False), (1, 8, True)])
+def test_a_convolution_of_pixels_is_one_of_onednn_for_any_threads(maps, size, small, threads) -> None:
+    torch.manual_seed(0)
+    layer, plain = PixelConv2d(32, 16, 1), nn.Conv2d(32, 16, 1)
+    x = torch.randn(maps, size, size, 32).permute(0, 3, 1, 2)
+    plain.load_state_dict(layer.state_dict())
+    with torch.autograd.profiler.profile() as profile:
+        found = results(layer, x)
+    for ours, theirs in zip(found, results(plain, x), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)  # gradients add up 1,024 pixels
+    ran = {event.name for event in profile.function_events}
+    assert ("aten::mkldnn_convolution" in ran) is (torch.backends.mkldnn.is_available() and not small)
+    assert "aten::slow_conv_dilated2d" not in ran
 
 
 def test_files_and_other_types_keep_linears() -> None:

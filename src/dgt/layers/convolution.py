@@ -46,9 +46,7 @@ class TokenLinear(nn.Linear):
         if scripting() or not self.as_convolution(x):
             return F.linear(x, self.weight, self.bias)
         maps = x if x.dim() == 4 else x.flatten(1, -2).unsqueeze(1)
-        if not torch.compiler.is_compiling() and torch.get_num_threads() == 1:
-            maps = maps.flatten(0, 1).unsqueeze(1)  # torch leaves fewer than 16 maps to MKL then: rows are maps, too
-        found = _nhwc(F.conv2d(_nchw(maps), self.weight[:, :, None, None], self.bias))
+        found = _nhwc(convolve_pixels(_nchw(maps), self.weight[:, :, None, None], self.bias))
         return found.reshape(x.shape[:-1] + found.shape[-1:])
 
     @torch.jit.ignore
@@ -58,6 +56,30 @@ class TokenLinear(nn.Linear):
         plain = x.device.type == "cpu" and x.dtype == self.weight.dtype == torch.float32 and x.dim() > 2
         plain = plain and type(self.weight) in (nn.Parameter, Tensor)  # no quantised or distributed weights
         return ONEDNN_BESIDE_MKL and plain and not (exported or torch.is_autocast_enabled("cpu"))
+
+
+@register_notrace_module
+class PixelConv2d(nn.Conv2d):
+    """A 1x1 convolution of (B, C, H, W)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, C, H, W) to (B, C', H, W)."""
+        if scripting():
+            return F.conv2d(x, self.weight, self.bias)
+        return convolve_pixels(x, self.weight, self.bias)
+
+
+@torch.jit.ignore
+def convolve_pixels(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The 1x1 convolution of (B, C, H, W) with (C', C, 1, 1), by oneDNN on x86 whatever the number of threads.
+
+    With one thread PyTorch leaves fewer than 16 maps to MKL, unless the kernel is dilated, which one pixel cannot be;
+    one map of up to 20480 numbers it never gives to oneDNN.
+    """
+    plain = ONEDNN_BESIDE_MKL and x.dtype == torch.float32 and x.device.type == "cpu"
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not plain or torch.get_num_threads() > 1:
+        return F.conv2d(x, weight, bias)
+    return F.conv2d(x, weight, bias, dilation=2 if x.numel() > 20480 or 1 < len(x) < 16 else 1)
 
 
 class _Kept(torch.autograd.Function):
@@ -180,11 +202,11 @@ class InvertedResidualFFN(nn.Module):
     def __init__(self, dim: int, ratio: float = 4.0, drop: float = 0.0, **factory: Any) -> None:
         super().__init__()
         hidden = int(dim * ratio)
-        self.expand = nn.Conv2d(dim, hidden, 1, **factory)
+        self.expand = PixelConv2d(dim, hidden, 1, **factory)
         self.norm1 = nn.BatchNorm2d(hidden, **factory)
         self.depthwise = nn.Conv2d(hidden, hidden, 3, padding=1, groups=hidden, **factory)
         self.norm2 = nn.BatchNorm2d(hidden, **factory)
-        self.project = nn.Conv2d(hidden, dim, 1, **factory)
+        self.project = PixelConv2d(hidden, dim, 1, **factory)
         self.norm3 = nn.BatchNorm2d(dim, **factory)
         self.act = nn.GELU()
         self.drop = nn.Dropout(drop)
