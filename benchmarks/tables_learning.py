@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from tables_shared import NAMES, Cells, bold, read, table
+from tables_shared import NAMES, Cells, bold, off, read, relative, table
 
 from dgt.experiments.report import interval, number
 
@@ -93,20 +93,6 @@ def comparators() -> Cells:
     return [["table", "row", "model", "parameters, M", "paper", "FLOPs, G", "paper", "more, %"], *rows]
 
 
-def _error(row: dict[str, Any], name: str) -> str:
-    """A relative error and half of its interval over images, if known; "0" where it is that of rounding."""
-    value, half = row[f"{name}_error"], row.get(f"{name}_half")
-    if value < 1e-5:
-        return "0"
-    return f"{100 * value:.2g}" + (f" ± {100 * half:.1g}" if half else "") + " %"
-
-
-def _off(row: dict[str, Any]) -> str:
-    """How far the predicted error is from that of unseen images."""
-    predicted, found = row["predicted_error"], row["unseen_error"]
-    return f"{100 * (predicted / found - 1):+.0f} %" if found > 1e-5 else "0"
-
-
 @table
 def predicted_errors() -> Cells:
     """What reports of a ViT predict, beside images that they had not: draw by draw of those that they had."""
@@ -114,7 +100,7 @@ def predicted_errors() -> Cells:
     for row in sorted(read("accelerate_prediction")["rows"], key=lambda row: (row["asked_error"], row["draw"])):
         grouped = sum(groups > 0 for groups, _ in row["layers"])
         cells = [f"{100 * row['asked_error']:.2g} %", str(row["draw"]), f"{grouped} of {len(row['layers'])}"]
-        rows.append([*cells, *(_error(row, name) for name in ("predicted", "measured", "unseen")), _off(row)])
+        rows.append([*cells, *(relative(row, name) for name in ("predicted", "measured", "unseen")), off(row)])
     heads = ["error asked", "draw", "layers in groups", "predicted", "on images kept aside", "on other images"]
     return [[*heads, "predicted by that of others"], *rows]
 
@@ -127,7 +113,7 @@ def accelerated() -> Cells:
     for row in read("accelerate_camvid")["rows"]:
         if "asked_error" in row:
             cells = [f"{100 * row['asked_error']:.2g} %"]
-            cells += [_error(row, name) for name in ("predicted", "measured", "unseen")]
+            cells += [relative(row, name) for name in ("predicted", "measured", "unseen")]
             cells += [number(row["agreement"], 1, 100) + " %", number(row["miou"], 1, 100)]
             rows.append([*cells, *(number(row[key], 2) for key in ("attention_speedup", "model_speedup"))])
             rows[-1].append(number(row["bound"], 1))
@@ -140,7 +126,7 @@ def accelerated_on_imagenette() -> Cells:
     heads = ["error asked", "predicted", "on unseen images", "predicted by that", "images", "top-1 gained, points"]
     rows = []
     for row in read("accelerate_imagenette")["rows"]:
-        cells = [f"{100 * row['asked_error']:.2g} %", _error(row, "predicted"), _error(row, "unseen"), _off(row)]
+        cells = [f"{100 * row['asked_error']:.2g} %", relative(row, "predicted"), relative(row, "unseen"), off(row)]
         cells += [str(row["unseen_images"]), f"{100 * row['top1_gain']:+.2f} ± {100 * row['top1_gain_half']:.2f}"]
         cells += [number(row["agreement"], 1, 100) + " %", number(row["attention_speedup"], 2)]
         rows.append([*cells, number(row["model_speedup"], 2), number(row["bound"], 1)])

@@ -38,3 +38,17 @@ def read(name: str) -> Any:
 def bold(text: str) -> str:
     """Text in bold face."""
     return f"**{text}**"
+
+
+def relative(row: dict[str, Any], name: str) -> str:
+    """A relative error and half of its interval over images, if known; "0" where it is that of rounding."""
+    value, half = row[f"{name}_error"], row.get(f"{name}_half")
+    if value < 1e-5:
+        return "0"
+    return f"{100 * value:.2g}" + (f" ± {100 * half:.1g}" if half else "") + " %"
+
+
+def off(row: dict[str, Any]) -> str:
+    """How far the predicted error is from that of unseen images."""
+    predicted, found = row["predicted_error"], row["unseen_error"]
+    return f"{100 * (predicted / found - 1):+.0f} %" if found > 1e-5 else "0"

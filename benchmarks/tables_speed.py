@@ -7,7 +7,7 @@ import math
 import re
 from typing import Any
 
-from tables_shared import NAMES, ROOT, Cells, bold, read, table
+from tables_shared import NAMES, ROOT, Cells, bold, off, read, relative, table
 
 from dgt.experiments.report import number
 from dgt.models.cost import attention_share
@@ -260,3 +260,16 @@ def how_many_images() -> Cells:
             cells = [f"{100 * row['asked_error']:.2g} %", str(row["unseen_images"]), number(row["varies"], 1)]
             rows.append([*cells, *shares])
     return [["error asked", "images", "spread", *(f"{count} drawn" for count in counts)], *rows]
+
+
+@table
+def predicted_by_more_images() -> Cells:
+    """What reports of the ViT trained on Imagenette predict, by how many images they were given."""
+    rows = []
+    for found in (read("accelerate_imagenette"), read("accelerate_predicted")):
+        for row in found["rows"]:
+            cells = [f"{100 * row['asked_error']:.2g} %", str(found["calibrate"]), str(row["choosing_images"])]
+            cells += [relative(row, name) for name in ("predicted", "measured", "unseen")]
+            rows.append([*cells, str(row["unseen_images"]), off(row)])
+    heads = ["error asked", "images given", "of which choose", "predicted", "on images kept aside", "on unseen images"]
+    return [[*heads, "unseen", "predicted by that"], *sorted(rows, key=lambda cells: float(cells[0][:-2]))]
