@@ -45,15 +45,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _patching_once_a_launch() -> None:
-    """Let Triton's interpreter patch its language once a launch.
+def _quick_interpreter() -> None:
+    """Let Triton's interpreter do once what it does anew each time to the same effect: most of what a kernel takes.
 
-    It does so anew in every call of one function by another, to the same effect, which is half of what a kernel takes.
+    It patches its language in every call of one function by another, where once a launch is enough; and it works out
+    the attributes of a type from its name and shape for every value, those of a value from its type.
     """
-    try:
-        from triton.runtime import interpreter
-    except ImportError:
+    if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
         return
+    from triton.runtime import interpreter
+
     patch, run = interpreter._patch_lang, interpreter.GridExecutor.__call__
     language = interpreter.tl
     kinds: dict[int, tuple[bool, ...]] = {}  # of a module's names: by which it knows Triton's language
@@ -73,6 +74,32 @@ def _patching_once_a_launch() -> None:
         return run(*arguments, **options)
 
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, run_and_forget
+
+    make_type, make_value = language.block_type.__init__, language.tensor.__init__
+    find_numpy = interpreter._get_np_dtype
+    types: dict[Any, dict[str, Any]] = {}
+    values: dict[str, dict[str, Any]] = {}
+    in_numpy: dict[str, np.dtype[Any]] = {}
+
+    def type_once(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *(size.value if isinstance(size, language.constexpr) else size for size in shape))
+        if key not in types:
+            make_type(self, element_ty, shape)
+            types[key] = dict(vars(self))
+        vars(self).update(types[key], element_ty=element_ty)
+
+    def value_once(self: Any, handle: Any, type: Any) -> None:
+        if type.name not in values:
+            make_value(self, handle, type)
+            values[type.name] = dict(vars(self))
+        vars(self).update(values[type.name], handle=handle, type=type, dtype=type.scalar)
+
+    def numpy_once(type: Any) -> np.dtype[Any]:
+        name = type.scalar.name
+        return in_numpy[name] if name in in_numpy else in_numpy.setdefault(name, find_numpy(type))
+
+    language.block_type.__init__, language.tensor.__init__ = type_once, value_once
+    interpreter._get_np_dtype = numpy_once
 
 
 @pytest.fixture(autouse=True)

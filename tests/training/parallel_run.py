@@ -1,7 +1,9 @@
-"""Trains recipes one after another, as one of the processes that `test_parallel.py` starts.
+"""Trains recipes one after another, in processes that `test_parallel.py` asks for: each is forked after the imports.
 
-Arguments: the folder with the recipes, then their names; each one's run goes to the folder NAME in it. Where the
-environment is that of torchrun, all its processes train together. At the end they join their reports of broken images.
+A line of standard input, JSON, asks for processes that train together: `folder` with the recipes, their `names`, and
+their `environments`, those of torchrun. Each recipe's run goes to the folder NAME in it, and what process RANK says to
+the file `said-RANK.txt`. When all have ended, a line of standard output tells their exit statuses, negative for a
+signal. At their end they join their reports of broken images.
 BatchNorm counts over the batches of all processes, as torch's SyncBatchNorm, which is for GPUs alone, does it.
 Where the environment has DIES_AFTER, the process kills itself at the beginning of the step after that one. A training
 named NAME-stopped is stopped after its sixth step, as by SIGTERM, and resumed.
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import os
 import signal
 import sys
@@ -93,14 +96,13 @@ class StoppedTraining(Training):
         return super().train_step(*arguments, **keys)
 
 
-def main() -> None:
+def train(folder: Path, names: list[str]) -> None:
     """Train every recipe named."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     fitting: Any = importlib.import_module("dgt.training.fit")
     fitting.Objective = SummedObjective
-    folder = Path(sys.argv[1])
-    for name in sys.argv[2:]:
+    for name in names:
         recipe = load_recipe(folder / f"{name}.yaml", [f"--out={folder / name}"])
         if name.endswith("-stopped"):
             fitting.Training = StoppedTraining
@@ -116,6 +118,22 @@ def main() -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+
+
+def main() -> None:
+    """Do what standard input asks for."""
+    for line in sys.stdin:
+        asked = json.loads(line)
+        folder, processes = Path(asked["folder"]), list[int]()
+        for environment in asked["environments"]:
+            processes.append(os.fork())
+            if processes[-1] == 0:
+                os.environ |= environment
+                with (folder / f"said-{environment['RANK']}.txt").open("wb") as said:
+                    for stream in (sys.stdout, sys.stderr):
+                        os.dup2(said.fileno(), stream.fileno())
+                return train(folder, asked["names"])
+        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(each, 0)[1]) for each in processes]), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +32,6 @@ SCRIPT = Path(__file__).with_name("parallel_run.py")
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 STEPS = 14
 STORES: list[distributed.TCPStore] = []  # which live as long as those who meet there
-WAIT = 800  # seconds, for a machine with much else to do
 SHORT = {"steps": 8}  # an epoch has seven
 SMALL = {"stem_width": 8, "dims": [16, 32, 32, 64], "num_heads": [1, 2, 2, 2], "depths": [1, 1, 1, 1], "head_width": 64}
 RECIPE = {
@@ -57,31 +58,44 @@ def write_recipe(folder: Path, name: str, **changes: dict[str, object]) -> None:
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
 
 
-def start(
-    folder: Path, names: list[str], rank: int, store: distributed.TCPStore, dies: bool = False
-) -> subprocess.Popen[str]:
-    """One of two, in the environment that torchrun would give it; one that `dies` kills itself in its sixth step."""
-    torchrun = {
-        **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"},
-        **{"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "TORCHELASTIC_RUN_ID": "test"},
-        **{"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"},
-    }
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    environment |= {"DIES_AFTER": "5"} if dies else {}
-    command = [sys.executable, str(SCRIPT), str(folder), *names]
-    return subprocess.Popen(
-        command,
-        env={**environment, **torchrun},
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-    )
+class Processes:
+    """Two processes that train together, whenever asked for, which one process forks that has imported everything."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(SOURCE), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        command = [sys.executable, str(SCRIPT)]
+        self.parent = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+
+    def start(self, folder: Path, names: list[str], second_dies: bool = False) -> None:
+        """Train recipes; they meet at a store of this process, as under torchrun; the system picks its port.
+
+        One that dies kills itself in its sixth step.
+        """
+        STORES.append(distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+        torchrun = {
+            **{"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"},
+            **{"MASTER_ADDR": STORES[-1].host, "MASTER_PORT": str(STORES[-1].port)},
+            **{"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"},
+        }
+        each = [{**torchrun, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+        each[1] |= {"DIES_AFTER": "5"} if second_dies else {}
+        self.parent.stdin.write(json.dumps({"folder": str(folder), "names": names, "environments": each}) + "\n")
+        self.parent.stdin.flush()
+
+    def wait(self) -> list[int]:
+        """The exit statuses of the two that were started last."""
+        return json.loads(self.parent.stdout.readline() or "null")
+
+    def kill(self) -> None:
+        """End them all."""
+        os.killpg(self.parent.pid, signal.SIGKILL)
+        self.parent.communicate()
 
 
-def start_two(folder: Path, names: list[str], second_dies: bool = False) -> list[subprocess.Popen[str]]:
-    """Both processes of a training, which meet at a store of this one, as under torchrun; the system picks its port."""
-    STORES.append(distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
-    return [start(folder, names, rank, STORES[-1], dies=second_dies and rank == 1) for rank in range(2)]
+def said(folder: Path) -> list[str]:
+    """What each of two processes wrote to its standard streams."""
+    return [(folder / f"said-{rank}.txt").read_text() for rank in range(2)]
 
 
 def weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
@@ -95,7 +109,15 @@ def epoch_losses(folder: Path, name: str) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def processes() -> Iterator[Processes]:
+    """Two that train together."""
+    started = Processes()
+    yield started
+    started.kill()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, processes: Processes) -> Path:
     """One process in float64 ("alone"), two in float64 ("both"); two in float32 under DDP and FSDP2."""
     folder = tmp_path_factory.mktemp("parallel")
     exact = {"precision": "64-true"}
@@ -106,15 +128,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     alone = tmp_path_factory.mktemp("alone")
     write_recipe(alone, "alone", data={"batch_size": 16}, trainer=one)
     write_recipe(folder, "fsdp2-stopped", schedule=SHORT, trainer={"strategy": "fsdp2"})
-    processes = start_two(folder, ["both", "ddp", "fsdp2", "fsdp2-stopped"])
-    try:
-        fit(load_recipe(alone / "alone.yaml", [f"--out={alone / 'alone'}"]))
-        for process in processes:
-            _, errors = process.communicate(timeout=WAIT)
-            assert process.returncode == 0, errors
-    finally:
-        for process in processes:
-            process.kill()
+    processes.start(folder, ["both", "ddp", "fsdp2", "fsdp2-stopped"])
+    fit(load_recipe(alone / "alone.yaml", [f"--out={alone / 'alone'}"]))
+    assert processes.wait() == [0, 0], said(folder)
     (alone / "alone").rename(folder / "alone")
     return folder
 
@@ -149,23 +165,16 @@ class TestTwoProcesses:
         assert [(runs / f"broken-{rank}.txt").read_text() for rank in range(2)] == ["met by 0, met by 1"] * 2
 
 
-def test_a_lost_process_ends_the_training_and_it_goes_on(runs: Path) -> None:
+def test_a_lost_process_ends_the_training_and_it_goes_on(runs: Path, processes: Processes) -> None:
     write_recipe(runs, "killed", schedule=SHORT, checkpoint={"every_steps": 2})
-    first, second = start_two(runs, ["killed"], second_dies=True)
-    again: list[subprocess.Popen[str]] = []
-    try:
-        _, errors = first.communicate(timeout=WAIT)
-        assert first.returncode != 0
-        assert "process 0 of 2 lost another one" in errors
-        assert second.wait(WAIT) == -signal.SIGKILL
-        assert (runs / "killed" / "checkpoints" / "step-00000004.ckpt").exists()
-        again = start_two(runs, ["killed"])
-        for process in again:
-            _, errors = process.communicate(timeout=WAIT)
-            assert process.returncode == 0, errors
-    finally:
-        for process in (first, second, *again):
-            process.kill()
+    processes.start(runs, ["killed"], second_dies=True)
+    first, second = processes.wait()
+    assert first > 0
+    assert "process 0 of 2 lost another one" in said(runs)[0]
+    assert second == -signal.SIGKILL
+    assert (runs / "killed" / "checkpoints" / "step-00000004.ckpt").exists()
+    processes.start(runs, ["killed"])
+    assert processes.wait() == [0, 0], said(runs)
     expected = weights(runs, "ddp")
     assert all(torch.equal(value, expected[name]) for name, value in weights(runs, "killed").items())
     assert epoch_losses(runs, "killed") == pytest.approx(epoch_losses(runs, "ddp"), rel=1e-5)
