@@ -29,14 +29,28 @@ hypothesis.settings.register_profile("ci", **PATIENT, derandomize=True, print_bl
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
-def pytest_configure() -> None:
-    """Two threads, unless the caller chose: tests on small tensors gain nothing from more."""
+# Files of ten CPU seconds and more, the longest first: they are begun first, whose last tests none then waits for.
+LONGEST = (
+    *("training/test_parallel.py", "inference/test_export.py", "ops/triton/test_kernels.py", "models/test_training.py"),
+    *("training/test_resume.py", "experiments/test_ablate.py", "ops/triton/test_products.py", "test_cli.py"),
+    *("acceleration/test_accelerate.py", "ops/triton/test_operators.py", "training/test_fit.py"),
+    *("data/test_loading.py", "experiments/test_fixed_weights.py", "ops/test_eager.py", "explorer/test_launch.py"),
+    *("layers/test_data_parallel.py", "ops/test_operators.py", "inference/test_fixed_size.py"),
+    *("figures/test_visualize.py", "examples/test_attention_tour.py", "test_architecture.py"),
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Two threads, unless the caller chose: tests on small tensors gain nothing from more. Files as ordered below."""
+    config.option.loadscopereorder = False  # pytest-xdist would begin with the files of the most tests
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(2)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is no CUDA device."""
+    """Begin with LONGEST; skip tests marked `gpu` where there is no CUDA device."""
+    places = {f"tests/{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
     if torch.cuda.is_available():
         return
     for item in items:

@@ -7,10 +7,12 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import timm
+from torch import Tensor
 
 import dgt  # noqa: F401  (registers our models with timm)
 
@@ -46,6 +48,28 @@ def list_our_models(filter: Any = "", module: Any = "", pretrained: bool = False
 
 
 timm.list_models = list_our_models
+
+
+DRAWN = 65_521  # numbers, a prime: rows of a weight differ
+
+
+def _drawn_in_part(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Let a large tensor repeat its first random numbers: drawing all was half the time that making a model took."""
+
+    def filled(self: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        if self.numel() < 2 * DRAWN or not self.is_contiguous():
+            return draw(self, *arguments, **options)
+        numbers = draw(self.detach().new_empty(DRAWN), *arguments, **options)
+        flat = self.detach().view(-1)
+        for part in flat.split(DRAWN):
+            part.copy_(numbers[: len(part)])
+        return self
+
+    return filled
+
+
+for _name in ("uniform_", "normal_"):
+    setattr(Tensor, _name, _drawn_in_part(getattr(Tensor, _name)))
 
 
 def _model_of(item: pytest.Item) -> str:

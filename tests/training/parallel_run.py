@@ -122,6 +122,7 @@ def train(folder: Path, names: list[str]) -> None:
 
 def main() -> None:
     """Do what standard input asks for."""
+    importlib.import_module("torch.utils.tensorboard")  # or each process would, when it trains
     for line in sys.stdin:
         asked = json.loads(line)
         folder, processes = Path(asked["folder"]), list[int]()
