@@ -86,6 +86,18 @@ def _runtimes(batch: int) -> Cells:
 
 
 @table
+def eager_by_threads() -> Cells:
+    """DGT-T beside Swin-T in PyTorch as it comes, by threads and images."""
+    models, rows = ["swin_tiny_patch4_window7_224", "dgt_tiny", "dgt_tiny+inference"], []
+    for run in read("eager_threads"):
+        times = {row["model"]: row["ms_per_image"] for row in run["rows"]}
+        cells = [f"{times[model]:.0f} ({bold(number(times[model] / times[models[0]], 2))})" for model in models]
+        threads = run["machine"]["threads"]
+        rows.append([f"{threads} thread{'s' if threads > 1 else ''}, batch {run['batch']}", *cells])
+    return [["224 px", *(NAMES.get(model, model) for model in models)], *rows]
+
+
+@table
 def attention_bound() -> Cells:
     """The operator against its bound by FLOPs, before its threads shared steps and since."""
     found: dict[str, dict[tuple[int, str], str]] = {}
