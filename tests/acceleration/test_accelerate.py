@@ -515,7 +515,12 @@ def test_images_of_a_wrong_shape(shape) -> None:
 @pytest.mark.usefixtures("slow_attention")
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"num_heads": 4}, "must have the plan's 2 heads .* got 4"), ({"embed_dim": 64}, "plan's 16 channels .* got 32")],
+    [
+        ({"num_heads": 4}, "must have the plan's 2 heads .* got 4"),
+        ({"embed_dim": 64}, "plan's 16 channels .* got 32"),
+        ({"depth": 3}, "must have the plan's 2 modules that attend, got 3"),
+        ({"depth": 1}, r"must have the plan's layers, but has no 'blocks\.1\.attn'"),
+    ],
 )
 def test_a_plan_of_other_sizes(options, message, tmp_path) -> None:
     dgt.accelerate(vit(), torch.randn(2, 3, SIZE, SIZE), 0.9).save(tmp_path / "plan")

@@ -1,6 +1,7 @@
 """What accelerating a model found and did, as a table, as JSON, and as a plan that does it again."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,7 @@ class Report:
     centroids: dict[str, Tensor] = field(repr=False, default_factory=dict)
     predicted_half: float | None = None
     measured_half: float | None = None
+    alike: int | None = None  # modules of its layers' classes in the whole model: a plan is for one with as many
 
     def __str__(self) -> str:
         width = max((len(layer.name) for layer in self.layers), default=0)
@@ -153,15 +155,23 @@ def apply_plan(model: nn.Module, path: str | Path) -> Report:
     except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as broken:
         raise UserError(f"{str(path)!r} is no plan: {broken}") from broken
     modules = dict(model.named_modules())
+    if missing := [name for name in rows if name not in modules]:
+        raise UserError(f"model must have the plan's layers, but has no {missing[0]!r}")
+    if report.alike not in (None, found := count_alike(model, rows)):
+        raise UserError(f"model must have the plan's {report.alike} modules that attend, got {found}")
     for name in centroids:
-        if name not in modules:
-            raise UserError(f"model must have the plan's layers, but has no {name!r}")
         for size, words in SIZES.items():
             wanted, counts = getattr(rows[name], size), [getattr(modules[name], word, None) for word in words]
             if any(isinstance(count, int) and count != wanted for count in counts):
                 raise UserError(f"model must have the plan's {wanted} {size} at {name!r}, got {counts[0] or counts[1]}")
     install_plan(model, rows, centroids)
     return report
+
+
+def count_alike(model: nn.Module, names: Iterable[str]) -> int:
+    """How many modules a model has of the classes that those of these names are of."""
+    kinds = {type(model.get_submodule(name)) for name in names}
+    return sum(type(module) in kinds for module in model.modules())
 
 
 def install_plan(model: nn.Module, rows: dict[str, LayerReport], centroids: dict[str, Tensor]) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dgt.acceleration.doors import Inputs, call_model, count_images, count_prefix_tokens, take
-from dgt.acceleration.report import LayerReport, Report, check_model, install_plan
+from dgt.acceleration.report import LayerReport, Report, check_model, count_alike, install_plan
 from dgt.acceleration.sdpa import Call, GroupedCall, grouped_calls, in_turns, timed, uninstall_all, watch_calls, why_not
 from dgt.ops import seed_centroids
 from dgt.ops.checks import check_count, describe
@@ -171,6 +171,7 @@ def _accelerate(model: nn.Module, images: Inputs, error: float, prefix: int | No
     return Report(
         error, relative_error(parts[0]), relative_error(parts[1]), speedup, whole / whole_after,
         whole / max(whole - attention, 1e-9), layers_of, centroids, half_interval(parts[0]), half_interval(parts[1]),
+        count_alike(model, layers),
     )  # fmt: skip
 
 
