@@ -1,7 +1,8 @@
 """The operator's three steps as functions of standard ONNX operators (opset 18), for any batch, height and width.
 
     group_queries:  ArgMax of the scores                  ties to the lowest group, by ONNX's definition of ArgMax
-    select_keys:    TopK of the scores                    ties to the lowest key, by ONNX's definition of TopK
+    select_keys:    TopK of the scores                    ties to the lowest key, by ONNX's definition of TopK;
+                    of many keys in two steps             first runs of keys, then the keys of these
     attend:         dense masked: all keys of a head under a mask whose rows are picked by group, for few tokens
                     gathered: queries sorted by group into tiles, each with the gathered keys of its group
 
@@ -35,12 +36,41 @@ def group_queries(query: FLOAT[...], centroids: FLOAT[...]) -> INT64[...]:
 
 
 @script(DOMAIN)
+def _best(scores: FLOAT[...], count: INT64[...]) -> INT64[...]:
+    """The ``count`` best along L of scores (B, H, L, G), in no order."""
+    _, ids = op.TopK(scores, count, axis=-2, largest=1, sorted=0)
+    return ids
+
+
+@script(DOMAIN)
+def _best_of_many(scores: FLOAT[...], count: INT64[...]) -> INT64[...]:
+    """The same by runs of 8 tokens: all of the best lie in the ``count`` runs with the greatest maxima.
+
+    OpenVINO sorts the axis of a TopK: so it sorts L / 8 and 8 k numbers, not L. Runs are in order, and ties as they were.
+    """
+    axis, last, size = op.Constant(value_ints=[-2]), op.Constant(value_ints=[-1]), op.Constant(value_ints=[8])
+    outer, length, groups = op.Shape(scores, end=2), op.Shape(scores, start=2, end=3), op.Shape(scores, start=3)
+    missing = op.Concat(op.Constant(value_ints=[0]), op.Mod(-length, size), axis=0)
+    filled = op.Pad(scores, missing, op.Constant(value_float=-3e38), axis)
+    runs = op.Reshape(filled, op.Concat(outer, last, size, groups, axis=0))
+    best, _ = op.TopK(_best(op.ReduceMax(runs, axis, keepdims=0), count), count, axis=-2, largest=0, sorted=1)
+    nth = op.Unsqueeze(op.Constant(value_ints=[0, 1, 2, 3, 4, 5, 6, 7]), last)
+    tokens = op.Unsqueeze(best * size, axis) + nth  # (B, H, k, 8, G)
+    tokens = op.Reshape(tokens, op.Concat(outer, last, groups, axis=0))
+    return op.GatherElements(tokens, _best(op.GatherElements(filled, tokens, axis=-2), count), axis=-2)
+
+
+@script(DOMAIN)
 def select_keys(centroids: FLOAT[...], key: FLOAT[...], top_k: int) -> INT64[...]:
     """Select the (B, H, G, min(top_k, L)) best keys of every group, in no order: `attend` needs none."""
     scores = op.MatMul(key, op.Transpose(centroids, perm=[0, 2, 1]))
-    count = op.Min(top_k, op.Shape(key, start=2, end=3))
-    _, key_ids = op.TopK(scores, count, axis=-2, largest=1, sorted=0)
-    return op.Transpose(key_ids, perm=[0, 1, 3, 2])
+    length = op.Shape(key, start=2, end=3)
+    count = op.Min(top_k, length)
+    if op.Squeeze(length > count * op.Constant(value_ints=[16])):
+        ids = _best_of_many(scores, count)
+    else:
+        ids = _best(scores, count)
+    return op.Transpose(ids, perm=[0, 1, 3, 2])
 
 
 @script(DOMAIN)
@@ -114,7 +144,7 @@ def attend(
     return output
 
 
-FUNCTIONS = (_attend_dense_masked, _attend_gathered)
+FUNCTIONS = (_best, _best_of_many, _attend_dense_masked, _attend_gathered)
 """What the translations call: the graph needs their bodies too."""
 
 
