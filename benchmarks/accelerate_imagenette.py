@@ -37,7 +37,7 @@ from torch import Tensor, nn
 import dgt
 from dgt.acceleration.report import Report
 from dgt.acceleration.sdpa import grouped_calls
-from dgt.acceleration.search import CENTROID_IMAGES, half_interval, relative_error
+from dgt.acceleration.search import half_interval, relative_error, roles
 from dgt.bench.measures import machine
 from dgt.training import load_run
 from dgt.training.recipe import build_data, parse_recipe
@@ -103,13 +103,6 @@ def answer(
     yield
 
 
-def roles(count: int) -> tuple[list[int], list[int]]:
-    """The places of the images that choose, and of those kept aside, among as many as `dgt.accelerate` is given."""
-    every = 4 * math.ceil(count / (4 * CENTROID_IMAGES))
-    rest = [place for place in range(count) if place % every]
-    return [place for place in rest if place % 4 != 1], [place for place in rest if place % 4 == 1]
-
-
 def drawn(squares: Tensor, count: int) -> Tensor:
     """The errors of draws of so many images."""
     places = torch.randint(len(squares), (DRAWS, count), generator=torch.Generator().manual_seed(0))
@@ -140,7 +133,8 @@ def neighbours(options: argparse.Namespace, images: Images) -> None:
 
 def by_role(squares: Tensor, calibrate: int) -> dict[str, Any]:
     """Errors of images that chose, were kept aside, and of others, of (images, plans, 2)."""
-    parts = dict(zip(("chose", "aside"), roles(calibrate), strict=True)) | {"others": range(calibrate, len(squares))}
+    chose, aside = roles(calibrate)[1:]
+    parts = {"chose": chose, "aside": aside, "others": range(calibrate, len(squares))}
     images, rows = {name: len(places) for name, places in parts.items()}, []
     for place, times in enumerate(TIMES):
         of_parts = {name: squares[list(places), place] for name, places in parts.items()}
@@ -158,7 +152,7 @@ def row(report: Report, name: str, found: dict[str, Any]) -> dict[str, Any]:
     squares = torch.stack([(after - own).square().sum(1), own.square().sum(1)], dim=1)
     labels = torch.tensor(found["labels"][:count])
     right = [(logits.argmax(1) == labels).double() for logits in (own, after)]
-    error, chose = relative_error(squares), len(roles(found["calibrate"])[0])
+    error, chose = relative_error(squares), len(roles(found["calibrate"])[1])
     return report.to_json() | {
         "choosing_images": chose,
         "missed": {str(images): missed(squares, images) for images in sorted({32, 64, 128, 256, chose}) if error},

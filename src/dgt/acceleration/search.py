@@ -131,11 +131,17 @@ class _Layer:
         return row if row is not None and cost < row.ms_before else None
 
 
+def roles(count: int) -> tuple[int, list[int], list[int]]:
+    """Every which of so many images gives centroids (their errors are smaller); who choose; who are kept aside."""
+    every = 4 * math.ceil(count / (4 * CENTROID_IMAGES))
+    others = [at for at in range(count) if at % every or count == 2]
+    return every, [at for at in others if at % 4 != 1], [at for at in others if at % 4 == 1]
+
+
 def _accelerate(model: nn.Module, images: Inputs, error: float, prefix: int | None) -> Report:
-    every = 4 * math.ceil((count := count_images(images)) / (4 * CENTROID_IMAGES))
-    own = take(images, slice(None, None, every))  # give centroids, and have smaller errors than others
-    places = sorted((at for at in range(count) if at % every or count == 2), key=lambda at: at % 4 == 1)  # aside: last
-    others, most = [take(images, slice(at, at + 1)) for at in places], sum(at % 4 != 1 for at in places)
+    every, choosing, aside = roles(count := count_images(images))
+    own, most = take(images, slice(None, None, every)), len(choosing)
+    others = [take(images, slice(at, at + 1)) for at in choosing + aside]
     layers, few = _find_layers(model, own, prefix, LEAST_TOKENS), min(STEERING_IMAGES, most)
     LOGGER.info("outputs of %d images with the model's own attention", len(others))
     before, kept = [_outputs(call_model(model, image)) for image in others], dict[Any, list[Tensor]]()

@@ -46,7 +46,7 @@ def _best(scores: FLOAT[...], count: INT64[...]) -> INT64[...]:
 def _best_of_many(scores: FLOAT[...], count: INT64[...]) -> INT64[...]:
     """The same by runs of 8 tokens: all of the best lie in the ``count`` runs with the greatest maxima.
 
-    OpenVINO sorts the axis of a TopK: so it sorts L / 8 and 8 k numbers, not L. Runs are in order, and ties as they were.
+    OpenVINO sorts the axis of a TopK: so it sorts L / 8 and 8 k numbers, not L. Runs are in order, ties as they were.
     """
     axis, last, size = op.Constant(value_ints=[-2]), op.Constant(value_ints=[-1]), op.Constant(value_ints=[8])
     outer, length, groups = op.Shape(scores, end=2), op.Shape(scores, start=2, end=3), op.Shape(scores, start=3)

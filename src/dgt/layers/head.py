@@ -8,6 +8,8 @@ from typing import Any
 from timm.layers import LayerNorm2d, SelectAdaptivePool2d
 from torch import Tensor, nn
 
+from dgt.layers.convolution import PixelConv2d
+
 
 class Head(nn.Module):
     """1x1 convolution, BatchNorm, SiLU, global pooling, linear classifier (CMT's head).
@@ -28,7 +30,7 @@ class Head(nn.Module):
         self.norm: nn.Module = LayerNorm2d(in_dim, **factory)
         self.act: nn.Module = nn.Identity()
         if hidden is not None:
-            self.conv, self.norm = nn.Conv2d(in_dim, hidden, 1, **factory), nn.BatchNorm2d(hidden, **factory)
+            self.conv, self.norm = PixelConv2d(in_dim, hidden, 1, **factory), nn.BatchNorm2d(hidden, **factory)
             self.act = nn.SiLU()
         self.drop = nn.Dropout(drop)
         self.reset(num_classes, pool, **factory)
