@@ -43,7 +43,7 @@ def encoded(steps: nn.Module, size: tuple[int, int]) -> bytes:
     return encode_onnx(Source(steps, ("groups", "keys", "output"), fixed=(2, *size)))
 
 
-# 4 tokens are fewer than k, 30 = 2 (k + G) attend densely under a mask, from 31 on there are tiles.
+# 4 tokens are fewer than k, 30 = 2 (k + G) attend densely under a mask; 221 have tiles, and keys chosen by runs.
 @pytest.mark.parametrize("size", [(2, 2), (5, 6), (13, 17)])
 @pytest.mark.parametrize("start", RUNTIMES)
 def test_steps_are_equal_to_eager(steps, same_as_eager, start, size) -> None:
