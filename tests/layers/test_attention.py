@@ -155,3 +155,21 @@ def test_prediction_without_gradients_equals_that_with_them(options, side) -> No
         with torch.no_grad():
             assert layer.only_predicts(layer.split_heads(x)[0])
             torch.testing.assert_close(layer(x, real), expected.detach())
+
+
+@torch.no_grad()
+def test_compiled_it_predicts_by_one_operator_and_exported_in_steps(layer, tokens) -> None:
+    """A compiler has nothing to gain from the steps; other runtimes have operators of their own for them."""
+    attention, x, ran = layer().eval(), tokens(0), []
+
+    def backend(graph, _):
+        ran.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    torch.compiler.reset()
+    compiled = torch.compile(attention, backend=backend, fullgraph=True)
+    torch.testing.assert_close(compiled(x), attention(x))
+    assert any("dgt.attention" in name for name in ran)
+    steps = [str(node.target) for node in torch.export.export(attention, (x,)).graph.nodes]
+    assert not any("dgt.attention" in name for name in steps)
+    assert any("select_keys" in name for name in steps)

@@ -42,6 +42,32 @@ def test_selection_equals_a_plain_sort(backend, seed, heads, tokens, channels, g
         assert ids[b].flatten(0, 1).tolist() == expected
 
 
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from([512, 513, 519, 768, 1025, 2500]),
+    st.sampled_from([1, 7, 63, 64, 65, 130, 313]),
+    st.sampled_from(["no ties", "ties", "all equal"]),
+    st.sampled_from([0.0, 0.3, 0.99]),
+)
+def test_of_many_keys_those_that_may_be_among_the_largest_are_sorted(seed, tokens, top_k, ties, padding) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    key = torch.randint(-(2**20), 2**20, (2, 1, tokens, 1), generator=generator) / 2**20
+    key = {"no ties": key, "ties": (4 * key).round(), "all equal": key * 0}[ties]
+    mask = torch.rand(2, tokens, generator=generator) >= padding if padding else None
+    centroids = torch.tensor([[[1.0], [-1.0], [0.5]]])
+    expected = dgt.select_keys(centroids, key, top_k, mask, "reference")
+    assert torch.equal(dgt.select_keys(centroids, key, top_k, mask, "eager"), expected)
+
+
+@pytest.mark.parametrize("place", [0, 511, 512, 599])
+def test_nan_is_found_among_many_keys(place) -> None:
+    key = torch.randn(1, 1, 600, 4)
+    key[..., place, 0] = torch.nan
+    with pytest.raises(ValueError, match="key must be free of NaN"):
+        dgt.select_keys(torch.ones(1, 2, 4), key, 5)
+
+
 @pytest.mark.parametrize("tokens", [50, 3000])
 def test_equal_keys_are_taken_from_the_front(tokens) -> None:
     key = torch.randn(1, 1, 1, 16).expand(2, 1, tokens, 16)

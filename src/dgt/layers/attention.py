@@ -141,9 +141,9 @@ class DGAttention(SelfAttention, CentroidState):
 
     @torch.jit.ignore
     def only_predicts(self, query: Tensor) -> bool:
-        """Tell whether these (B, H, L, D) queries get attention alone, on a CPU, untraced: no ids, no gradients."""
-        traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # exports show the three steps
-        plain = query.device.type == "cpu" and not (self.training or query.requires_grad or traced)
+        """Tell whether these (B, H, L, D) queries get attention alone, on a CPU: no ids, no gradients."""
+        exported = torch.compiler.is_exporting() or torch.jit.is_tracing()  # files show the three steps
+        plain = query.device.type == "cpu" and not (self.training or query.requires_grad or exported)
         return plain and resolve_backend(self.backend, query) == "eager"
 
     @torch.jit.ignore

@@ -35,6 +35,7 @@ def _nhwc(x: Tensor) -> Tensor:
 
 # What torch has on x86: MKL for matrix products, which does not favour every processor, and oneDNN for convolutions.
 ONEDNN_BESIDE_MKL = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+FEW = 64  # pixels below which oneDNN, which first brings the weights into an order of its own, takes longer than MKL
 
 
 @register_notrace_module
@@ -71,13 +72,17 @@ class PixelConv2d(nn.Conv2d):
 
 @torch.jit.ignore
 def convolve_pixels(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The 1x1 convolution of (B, C, H, W) with (C', C, 1, 1), by oneDNN on x86 whatever the number of threads.
+    """The 1x1 convolution of (B, C, H, W) with (C', C, 1, 1), by oneDNN on x86 but for few pixels.
 
     With one thread PyTorch leaves fewer than 16 maps to MKL, unless the kernel is dilated, which one pixel cannot be;
     one map of up to 20480 numbers it never gives to oneDNN.
     """
     plain = ONEDNN_BESIDE_MKL and x.dtype == torch.float32 and x.device.type == "cpu"
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not plain or torch.get_num_threads() > 1:
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not plain:
+        return F.conv2d(x, weight, bias)
+    if x.numel() < FEW * x.shape[1]:
+        return _nchw(F.linear(_nhwc(x), weight.flatten(1), bias))
+    if torch.get_num_threads() > 1:
         return F.conv2d(x, weight, bias)
     return F.conv2d(x, weight, bias, dilation=2 if x.numel() > 20480 or 1 < len(x) < 16 else 1)
 

@@ -15,15 +15,16 @@ from typing import Any
 import torch
 
 LEAST, MOST = 1 << 17, 1 << 18  # elements of the largest temporary tensor of a part: worth a turn, and fits the caches
+MOST_SCORES = 1 << 20  # of scores of centroids: read a few times each, in steps that Python is slow to begin
 # Tokens from which threads share a step: those of OpenMP keep a core for milliseconds after each operator, in case of a
 # next one, unless they wait passively, and a smaller call is over by then: PyTorch's own regions are faster there.
 SHARED = 0 if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive" else 1 << 14
 
 
-def part_size(total: int, tokens: int) -> int:
+def part_size(total: int, tokens: int, most: int = MOST) -> int:
     """Elements of a part's largest temporary tensor, of ``total`` in all: half of what each thread has to do."""
     threads = torch.get_num_threads() if tokens >= SHARED else 1
-    return min(MOST, max(LEAST, total // (2 * threads) if threads > 1 else total))
+    return min(most, max(LEAST, total // (2 * threads) if threads > 1 else total))
 
 
 def cut(count: int, most: int) -> list[slice]:
@@ -34,7 +35,7 @@ def cut(count: int, most: int) -> list[slice]:
 
 def head_parts(batch: int, heads: int, rows: int, width: int) -> list[tuple[slice, slice, slice]]:
     """Cut (B, H, rows) whose temporary tensors have so many elements a row: some images, or heads, or rows of one."""
-    size = part_size(batch * heads * rows * width, batch * heads * max(rows, width)) // width
+    size = part_size(batch * heads * rows * width, batch * heads * max(rows, width), MOST_SCORES) // width
     images, some = cut(batch, size // (heads * rows)), cut(heads, size // rows)
     return [(image, head, row) for image in images for head in some for row in cut(rows, size)]
 

@@ -4,6 +4,8 @@ Scores are computed in float32 whatever the input's type. Ties go to the lowest 
 well-defined set; it is returned in ascending order of index, which is also the order in which memory likes to be read.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -77,11 +79,7 @@ def _(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) -> Te
 
 def _largest(scores: Tensor, count: int) -> Tensor:
     """Indices of the ``count`` largest scores of every row, ascending, ties to the lowest; -1 in place of -inf."""
-    threshold = _kth_largest(scores, count)
-    if scores.device.type == "cpu":  # numpy takes half the time, by its vector instructions
-        flat = torch.from_numpy(np.flatnonzero(scores.numpy() >= threshold.numpy()))
-    else:
-        flat = (scores >= threshold).flatten().nonzero()[:, 0]
+    threshold, flat = _reach_kth_largest(scores, count)
     shape = torch.Size((*scores.shape[:-1], count))
     # Every row has at least `count` marks: if no row has more, and no mark is padding, that is all.
     if len(flat) == shape.numel() and not threshold.isneginf().any():
@@ -94,6 +92,35 @@ def _largest(scores: Tensor, count: int) -> Tensor:
     places = columns.new_full(shape, -1)
     places.view(-1, count)[rows, chosen.flatten(0, -2).cumsum(-1)[rows, columns] - 1] = columns
     return places
+
+
+def _reach_kth_largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The ``count``-th largest score of every row, and the places in all rows, ascending, that hold it or more."""
+    width = scores.shape[-1]
+    if scores.device.type != "cpu":
+        threshold = _kth_largest(scores, count)
+        return threshold, (scores >= threshold).flatten().nonzero()[:, 0]
+    if width < max(SORTED + 1, 8 * count):
+        threshold = _kth_largest(scores, count)
+        return threshold, torch.from_numpy(_reaching(scores, threshold))
+    # Of the maxima of runs (each of every so-manieth score) the `count`-th largest is a lower bound, which few scores
+    # reach: only they are sorted. (Numpy partitions long rows by instructions that Zen 4 is slow at.)
+    runs = max(SORTED // 2, 2 * count)
+    maxima = scores[..., : width // runs * runs].unflatten(-1, (-1, runs)).amax(-2)
+    if rest := width % runs:
+        maxima[..., :rest] = torch.maximum(maxima[..., :rest], scores[..., -rest:])
+    places = _reaching(scores, _kth_largest(maxima, count))
+    numbers = np.diff(np.searchsorted(places, np.arange(0, scores.numel() + 1, width)))
+    candidates = np.full((len(numbers), numbers.max()), -np.inf, np.float32)
+    reached = scores.view(-1).numpy()[places]
+    candidates[np.arange(numbers.max()) < numbers[:, None]] = reached
+    threshold = _kth_largest(torch.from_numpy(candidates), count)
+    places = places[reached >= np.repeat(threshold.numpy()[:, 0], numbers)]
+    return threshold.view(*scores.shape[:-1], 1), torch.from_numpy(places)
+
+
+def _reaching(scores: Tensor, threshold: Tensor) -> Any:
+    return np.flatnonzero(scores.numpy() >= threshold.numpy())  # half the time of PyTorch's, by vector instructions
 
 
 def mark_unselected(scores: Tensor, count: int) -> Tensor:
