@@ -33,9 +33,19 @@ def equation_7() -> Cells:
 @table
 def attention() -> Cells:
     """The attention beside PyTorch's, forward and with backward, its steps and its memory."""
+    return _attention("attention_cpu")
+
+
+@table
+def attention_on_zen_4() -> Cells:
+    """The same on the other processor."""
+    return _attention("attention_zen4")
+
+
+def _attention(name: str) -> Cells:
     heads = ["attention", "SDPA ms", "DG-Attention ms", "ratio", "with backward: SDPA", "DG", "ratio"]
     rows = []
-    for row in read("attention_cpu")["rows"]:
+    for row in read(name)["rows"]:
         cells = [row["case"], *(number(row[key], 2) for key in ("sdpa_ms", "dgt_ms")), bold(number(row["ratio"], 2))]
         cells += [number(row[key], 1) for key in ("sdpa_backward_ms", "dgt_backward_ms")]
         cells += [bold(number(row["ratio_backward"], 2)), ", ".join(number(ms, 2) for ms in row["steps_ms"].values())]
@@ -67,10 +77,10 @@ def models() -> Cells:
     return [heads, *rows]
 
 
-def _runtimes(batch: int) -> Cells:
+def _runtimes(batch: int, name: str = "runtimes") -> Cells:
     """Every model in every runtime: milliseconds an image, and relative to Swin-T there; its best first."""
     models: dict[str, list[dict[str, Any]]] = {}
-    for row in read(f"runtimes_batch{batch}")["rows"]:
+    for row in read(f"{name}_batch{batch}")["rows"]:
         models.setdefault(row["model"], []).append(row)
     swin = min(row["ms_per_image"] for row in models["swin_tiny_patch4_window7_224"])
     rows = []
@@ -100,12 +110,22 @@ def eager_by_threads() -> Cells:
 @table
 def attention_bound() -> Cells:
     """The operator against its bound by FLOPs, before its threads shared steps and since."""
+    return _bound("before", "after")
+
+
+@table
+def attention_bound_on_zen_4() -> Cells:
+    """The same on the other processor, before few of many keys were sorted and since."""
+    return _bound("zen4_before", "zen4")
+
+
+def _bound(before: str, after: str) -> Cells:
     found: dict[str, dict[tuple[int, str], str]] = {}
     for row in read("attention_bound"):
-        if not row["busy"]:
+        if not row["busy"] and row["label"] in (before, after):
             cell = f"{number(row['ratio'], 1)} ({number(row['share'], 0, 100)} %)"
             found.setdefault(row["case"], {})[row["threads"], row["label"]] = cell
-    columns = [(1, "before"), (1, "after"), (2, "before"), (2, "after")]
+    columns = [(threads, label) for threads in (1, 2) for label in (before, after)]
     rows = []
     for case, cells in found.items():
         batch, heads, tokens, channels, top_k = re.split("[x:]", case)
@@ -123,6 +143,18 @@ def runtimes_side_by_side() -> Cells:
 def runtimes_with_eight_images() -> Cells:
     """The same, eight at a time."""
     return _runtimes(8)
+
+
+@table
+def runtimes_on_zen_4() -> Cells:
+    """The same on the other processor, one image at a time."""
+    return _runtimes(1, "runtimes_zen4")
+
+
+@table
+def runtimes_on_zen_4_with_eight_images() -> Cells:
+    """And eight."""
+    return _runtimes(8, "runtimes_zen4")
 
 
 @table
@@ -217,7 +249,7 @@ def attention_in_short() -> Cells:
     """The attention beside PyTorch's, for those who have a minute."""
     heads = ["shape, groups, keys", "PyTorch's global attention, ms", "DG-Attention, ms", "times faster"]
     rows = []
-    for row in read("attention_cpu")["rows"]:
+    for row in read(name)["rows"]:
         cells = [row["case"].removesuffix(" float32"), *(number(row[key], 1) for key in ("sdpa_ms", "dgt_ms"))]
         rows.append([*cells, *(bold(number(row[key], 1)) for key in ("ratio", "ratio_backward"))])
     return [[*heads, "with backward"], *rows]
