@@ -158,6 +158,18 @@ def runtimes_on_zen_4_with_eight_images() -> Cells:
 
 
 @table
+def zen_4_before_and_since() -> Cells:
+    """DGT-T's time relative to Swin-T's in every runtime, in two runs."""
+    names = [f"runtimes_zen4{run}_batch{batch}" for batch in (1, 8) for run in ("_before", "")]
+    found = [
+        {row["runtime"]: row["relative_time"] for row in read(name)["rows"] if row["model"] == "dgt_tiny"}
+        for name in names
+    ]
+    heads = ["DGT-T, relative to Swin-T", "batch 1, before", "since", "batch 8, before", "since"]
+    return [heads, *([runtime, *(number(times[runtime], 2) for times in found)] for runtime in found[0])]
+
+
+@table
 def packed_by_hand() -> Cells:
     """What packing weights by hand was worth, beside runtimes: the lower quartiles, batch 8."""
     rows = read("inference_form_cpu")["batches"][1]["rows"]
@@ -249,7 +261,7 @@ def attention_in_short() -> Cells:
     """The attention beside PyTorch's, for those who have a minute."""
     heads = ["shape, groups, keys", "PyTorch's global attention, ms", "DG-Attention, ms", "times faster"]
     rows = []
-    for row in read(name)["rows"]:
+    for row in read("attention_cpu")["rows"]:
         cells = [row["case"].removesuffix(" float32"), *(number(row[key], 1) for key in ("sdpa_ms", "dgt_ms"))]
         rows.append([*cells, *(bold(number(row[key], 1)) for key in ("ratio", "ratio_backward"))])
     return [[*heads, "with backward"], *rows]
