@@ -19,7 +19,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from dgt.ops import flops
 from dgt.ops.checks import full_precision
-from dgt.ops.parts import SHARED, cut, part_size, run_parts
+from dgt.ops.parts import MOST_SCORES, SHARED, cut, part_size, run_parts
 
 HIDDEN = -1e30  # added to the score of a key that a query must not see; finite, so that no row can become NaN
 
@@ -278,7 +278,7 @@ def _runs_of_heads(x: _Heads) -> list[slice]:
     """Cut heads into runs that threads share, by the size of their masks."""
     if x.dense:
         scores = x.groups.shape[1] * x.key.shape[1]
-        return cut(len(x.groups), part_size(len(x.groups) * scores, x.groups.numel()) // scores)
+        return cut(len(x.groups), part_size(len(x.groups) * scores, x.groups.numel(), MOST_SCORES) // scores)
     # Tiles that add up gradients of one key are of one head. Too few heads stay together, and threads share operators.
     each = len(x.groups) // torch.get_num_threads() if x.groups.numel() >= SHARED else 0
     return cut(len(x.groups), max(1, each // 4) if each else len(x.groups))

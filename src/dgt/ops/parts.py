@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 LEAST, MOST = 1 << 17, 1 << 18  # elements of the largest temporary tensor of a part: worth a turn, and fits the caches
-MOST_SCORES = 1 << 19  # of scores of centroids: read a few times each, in steps that Python is slow to begin
+MOST_SCORES = 1 << 19  # of scores of centroids, and of whole heads: read once or twice, in steps slow to begin
 # Tokens from which threads share a step: those of OpenMP keep a core for milliseconds after each operator, in case of a
 # next one, unless they wait passively, and a smaller call is over by then: PyTorch's own regions are faster there.
 SHARED = 0 if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive" else 1 << 14
