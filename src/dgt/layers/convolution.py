@@ -82,9 +82,8 @@ def convolve_pixels(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.conv2d(x, weight, bias)
     if x.numel() < FEW * x.shape[1]:
         return _nchw(F.linear(_nhwc(x), weight.flatten(1), bias))
-    if torch.get_num_threads() > 1:
-        return F.conv2d(x, weight, bias)
-    return F.conv2d(x, weight, bias, dilation=2 if x.numel() > 20480 or 1 < len(x) < 16 else 1)
+    alone = torch.get_num_threads() == 1 and (x.numel() > 20480 or 1 < len(x) < 16)
+    return F.conv2d(x, weight, bias, dilation=2 if alone else 1)
 
 
 class _Kept(torch.autograd.Function):

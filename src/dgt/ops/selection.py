@@ -4,8 +4,6 @@ Scores are computed in float32 whatever the input's type. Ties go to the lowest 
 well-defined set; it is returned in ascending order of index, which is also the order in which memory likes to be read.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -97,19 +95,16 @@ def _largest(scores: Tensor, count: int) -> Tensor:
 def _reach_kth_largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The ``count``-th largest score of every row, and the places in all rows, ascending, that hold it or more."""
     width = scores.shape[-1]
-    if scores.device.type != "cpu":
+    if scores.device.type != "cpu" or width <= SORTED or width < 8 * count:  # else too many would reach the bound
         threshold = _kth_largest(scores, count)
-        return threshold, (scores >= threshold).flatten().nonzero()[:, 0]
-    if width < max(SORTED + 1, 8 * count):
-        threshold = _kth_largest(scores, count)
-        return threshold, torch.from_numpy(_reaching(scores, threshold))
+        return threshold, _reaching(scores, threshold)
     # Of the maxima of runs (each of every so-manieth score) the `count`-th largest is a lower bound, which few scores
     # reach: only they are sorted. (Numpy partitions long rows by instructions that Zen 4 is slow at.)
     runs = max(SORTED // 2, 2 * count)
     maxima = scores[..., : width // runs * runs].unflatten(-1, (-1, runs)).amax(-2)
     if rest := width % runs:
         maxima[..., :rest] = torch.maximum(maxima[..., :rest], scores[..., -rest:])
-    places = _reaching(scores, _kth_largest(maxima, count))
+    places = _reaching(scores, _kth_largest(maxima, count)).numpy()
     numbers = np.diff(np.searchsorted(places, np.arange(0, scores.numel() + 1, width)))
     candidates = np.full((len(numbers), numbers.max()), -np.inf, np.float32)
     reached = scores.view(-1).numpy()[places]
@@ -119,8 +114,11 @@ def _reach_kth_largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return threshold.view(*scores.shape[:-1], 1), torch.from_numpy(places)
 
 
-def _reaching(scores: Tensor, threshold: Tensor) -> Any:
-    return np.flatnonzero(scores.numpy() >= threshold.numpy())  # half the time of PyTorch's, by vector instructions
+def _reaching(scores: Tensor, threshold: Tensor) -> Tensor:
+    """The places in all rows, ascending, whose score is the row's threshold or more."""
+    if scores.device.type != "cpu":
+        return (scores >= threshold).flatten().nonzero()[:, 0]
+    return torch.from_numpy(np.flatnonzero(scores.numpy() >= threshold.numpy()))  # half the time
 
 
 def mark_unselected(scores: Tensor, count: int) -> Tensor:
