@@ -1,7 +1,7 @@
-"""Figures of a segmentation: validation images with truth and prediction, and learning curves of several runs.
+"""Figures of trainings: a segmenter's validation images with truth and prediction, and learning curves of any runs.
 
     python benchmarks/segmentation_figures.py images RUN OUT.png [--items 0 1 2 3] [--data.root DIR ...]
-    python benchmarks/segmentation_figures.py curves OUT.png NAME=RUN NAME=RUN
+    python benchmarks/segmentation_figures.py curves OUT.png NAME=RUN NAME=RUN [--measure top1]
 
 Images are drawn as the run's recipe tests them; keys of the recipe's data can be changed as for `dgt evaluate`.
 """
@@ -22,6 +22,8 @@ from dgt.figures.label_map import figure_comparison
 from dgt.tasks.segment import predict
 from dgt.training import load_run
 from dgt.training.recipe import build_data, parse_recipe
+
+MEASURES = {"miou": "mIoU", "top1": "top-1"}
 
 
 def draw_images(run_path: str, out: str, items: list[int], overrides: list[str]) -> None:
@@ -48,24 +50,24 @@ def read_curve(run: str, name: str) -> tuple[list[int], list[float]]:
     return [row["epoch"] for row in rows], [row[name] for row in rows]
 
 
-def draw_curves(out: str, runs: list[str]) -> None:
-    """Training loss and validation mIoU by epoch."""
+def draw_curves(out: str, runs: list[str], measure: str) -> None:
+    """Training loss and a measure in validation by epoch."""
     figure = Figure(figsize=(7.2, 2.6), facecolor="white", layout="constrained")
-    loss, miou = figure.subplots(1, 2)
+    loss, measured = figure.subplots(1, 2)
     for entry, colour in zip(runs, ("#0072b2", "#d55e00", "#009e73", "#cc79a7"), strict=False):
         name, _, run = entry.partition("=")
         epochs, losses = read_curve(run, "train/loss_epoch")
         loss.plot(epochs, losses, color=colour, label=name)
-        epochs, shares = read_curve(run, "val/miou")
-        miou.plot(epochs, [100 * share for share in shares], "o-", color=colour, markersize=3, label=name)
-    for axes, title in ((loss, "training loss"), (miou, "validation mIoU, %")):
+        epochs, shares = read_curve(run, f"val/{measure}")
+        measured.plot(epochs, [100 * share for share in shares], "o-", color=colour, markersize=3, label=name)
+    for axes, title in ((loss, "training loss"), (measured, f"validation {MEASURES[measure]}, %")):
         axes.set_title(title, fontsize=9)
         axes.set_xlabel("epoch", fontsize=8)
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
         axes.set_ylim(bottom=0)
-    miou.legend(fontsize=8, frameon=False, loc="lower right")
+    measured.legend(fontsize=8, frameon=False, loc="lower right")
     save_figure(figure, out, dpi=130)
 
 
@@ -80,11 +82,12 @@ def main() -> None:
     curves = commands.add_parser("curves")
     curves.add_argument("out")
     curves.add_argument("runs", nargs="+", metavar="NAME=RUN")
+    curves.add_argument("--measure", choices=MEASURES, default="miou")
     options, overrides = parser.parse_known_args()
     if options.what == "images":
         draw_images(options.run, options.out, options.items, overrides)
     else:
-        draw_curves(options.out, options.runs)
+        draw_curves(options.out, options.runs, options.measure)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,6 @@ Every BatchNorm of the network stands between a GELU and a convolution. Its affi
 zero padding this is exact inside the image, and at its borders once the part of the shift that would come from outside
 is taken off again. ``x + depthwise(x)`` is one depthwise convolution whose centre tap is one larger. Packing of weights
 is a compiler's or another runtime's (docs/export.md).
-
-Centroids are brought to unit norm once and for all, and the attention is one operator (:mod:`dgt.ops.predict`), also
-where a compiler traces it.
 """
 
 import copy
@@ -17,12 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dgt.layers.attention import DGAttention
 from dgt.layers.convolution import ConvStem, InvertedResidualFFN
 from dgt.layers.head import Head
-from dgt.layers.scripting import check_layer_input
-from dgt.ops import predict
-from dgt.ops.backends import resolve_backend
 from dgt.utils.errors import UserError
 
 ENDS, INNER = slice(None, None, 2), slice(1, 2)  # of three rows or columns
@@ -196,32 +189,6 @@ class FoldedFFN(PredictsOnly):
         return projected.permute(0, 2, 3, 1)
 
 
-class InferenceDGAttention(DGAttention):
-    """A :class:`DGAttention` that only predicts: unit centroids once and for all, the whole attention one operator."""
-
-    def __init__(self, source: DGAttention) -> None:
-        heads, groups, channels = source.centroids.shape
-        settings: dict[str, Any] = {"cosine": source.cosine, "backend": source.backend, "device": "meta"}
-        super().__init__(heads * channels, heads, groups, source.top_k, **settings)
-        self.qkv, self.proj = source.qkv, source.proj
-        if source.cosine:
-            self.logit_scale = source.logit_scale
-        self.centroids, self.num_updates, self.seeded = source.unit_centroids(), source.num_updates, source.seeded
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Map (B, H, W, C) or (B, L, C) to the same shape; ``mask`` is bool, True where a token is real."""
-        if x.device.type != "cpu" or takes_gradients(x) or resolve_backend(self.backend, x) != "eager":
-            return super().forward(x, mask)
-        check_layer_input(x, self.qkv.in_features, mask)
-        qkv = self.qkv(x).flatten(1, -2).unflatten(-1, [3, self.num_heads, x.shape[-1] // self.num_heads])
-        qkv = qkv.permute(2, 0, 3, 1, 4).contiguous()  # (3, B, H, L, D)
-        qkv = torch.stack([*self.comparable(qkv[0], qkv[1]), qkv[2]]) if self.cosine else qkv
-        real = None if mask is None else mask.flatten(1)
-        attended = predict.attention(qkv, self.centroids, self.top_k, self.scale, real)
-        projected: Tensor = self.proj(attended.view(x.shape))
-        return projected
-
-
 def _with_folded_norm(head: Head) -> Head:
     if isinstance(head.conv, nn.Conv2d) and isinstance(head.norm, nn.BatchNorm2d):
         head.conv, head.norm = fold_after(head.conv, head.norm), nn.Identity()
@@ -230,7 +197,6 @@ def _with_folded_norm(head: Head) -> Head:
 
 FORMS: dict[type[nn.Module], Callable[[Any], nn.Module]] = {
     ConvStem: FoldedStem,
-    DGAttention: InferenceDGAttention,
     InvertedResidualFFN: FoldedFFN,
     Head: _with_folded_norm,
 }

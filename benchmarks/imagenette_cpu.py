@@ -1,0 +1,80 @@
+"""Imagenette in hours of two cores, evaluated at 128 px: DGT-Nano beside a timm model of its size.
+
+    python benchmarks/imagenette_cpu.py IMAGENETTE [--hours 1] [--out runs/imagenette_cpu]
+
+Both train by the recipe `imagenette_nano` at the same time, each on a core of its own, for as many epochs as twice the
+hours are enough for; `EPOCHS` was set by the images a second of a minute of each. The same call again goes on where it
+stopped. Rows go to benchmarks/results/imagenette_cpu.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dgt.bench.measures import machine
+from dgt.training import evaluate
+from dgt.utils.atomic_write import write_json
+from dgt.weights.card import wilson
+
+EPOCHS = {"dgt_nano": 62, "edgenext_x_small": 80}  # in an hour of two cores
+RESULTS = Path(__file__).parent / "results" / "imagenette_cpu.json"
+
+
+def train(core: int, model: str, epochs: int, data: str, run: Path) -> subprocess.Popen[bytes]:
+    """Begin a training, or go on with it, on one core."""
+    settings = {"data.root": data, "out": str(run), "model.name": model, "schedule.epochs": str(epochs)}
+    options = [word for key, value in settings.items() for word in (f"--{key}", value)]
+    command = [sys.executable, "-m", "dgt", "train", "imagenette_nano", "--resume", "auto", *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    training = subprocess.Popen([*command, "--trainer.accelerator", "cpu"], env=environment)
+    os.sched_setaffinity(training.pid, {core})
+    return training
+
+
+def measure(run: Path, data: str) -> dict[str, Any]:
+    """What a finished run reached: its own curve, and the evaluation of its last weights at both sizes."""
+    found = json.loads((run / "results.json").read_text(encoding="utf-8"))
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    row = {key: found[key] for key in ("model", "seed", "parameters", "epochs", "seconds", "versions", "device")}
+    for name, key in (("validated", "epoch"), ("curve", "val/top1")):
+        row[name] = [line[key] for line in lines if "val/top1" in line]
+    for size in (96, 128):
+        told = evaluate(run, ["--data.root", data, "--data.image_size", str(size), "--trainer.accelerator", "cpu"])
+        row[f"at_{size}"] = {key: told[key] for key in ("top1", "top5", "images")}
+    row["low"], row["high"] = wilson(row["at_128"]["top1"], row["at_128"]["images"])
+    return row
+
+
+def main() -> None:
+    """Train both where they are not trained, evaluate, and add the rows to what is there."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", help="folder with train/CLASS and val/CLASS")
+    parser.add_argument("--hours", type=int, default=1, help="of two cores, for each model")
+    parser.add_argument("--out", type=Path, default=Path("runs/imagenette_cpu"))
+    options = parser.parse_args()
+    runs = {model: options.out / f"{model}_{options.hours}" for model in EPOCHS}
+    missing = [model for model, run in runs.items() if not (run / "results.json").is_file()]
+    cores = sorted(os.sched_getaffinity(0))
+    begun = [
+        train(cores[i % len(cores)], model, options.hours * EPOCHS[model], options.data, runs[model])
+        for i, model in enumerate(missing)
+    ]
+    if sum(training.wait() != 0 for training in begun):
+        sys.exit("error: a training stopped; the same call again goes on")
+    torch.set_num_threads(1)
+    rows = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if RESULTS.is_file() else []
+    rows = [row for row in rows if row["hours"] != options.hours]
+    rows += [{"hours": options.hours, **measure(run, options.data)} for run in runs.values()]
+    write_json(RESULTS, {"machine": machine(), "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
