@@ -148,6 +148,20 @@ def weights() -> Cells:
 
 
 @table
+def imagenette_in_hours() -> Cells:
+    """Imagenette from random weights, in hours of two cores."""
+    rows = []
+    for row in read("imagenette_cpu")["rows"]:
+        cells = [str(row["hours"]), f"`{row['model']}`", number(row["parameters"], 2, 1e-6), str(row["epochs"])]
+        cells += [number(row["seconds"], 0, 1 / 60), number(row["at_96"]["top1"], 1, 100)]
+        interval = f"({100 * row['low']:.1f} to {100 * row['high']:.1f})"
+        cells += [f"**{100 * row['at_128']['top1']:.1f}** {interval}", number(row["at_128"]["top5"], 1, 100)]
+        rows.append(cells)
+    heads = ["hours of two cores", "model", "parameters, M", "epochs", "minutes of one core", "top-1 at 96 px, %"]
+    return [[*heads, "top-1 at 128 px, % (95 % interval)", "top-5"], *rows]
+
+
+@table
 def camvid() -> Cells:
     """Segmentation of CamVid from random weights, in minutes."""
     rows = []
