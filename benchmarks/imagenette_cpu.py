@@ -39,6 +39,11 @@ def train(core: int, model: str, epochs: int, data: str, run: Path) -> subproces
     return training
 
 
+def unfinished(runs: dict[str, Path]) -> list[str]:
+    """The models whose run is not finished; one that a signal stops ends without an error."""
+    return [model for model, run in runs.items() if not (run / "results.json").is_file()]
+
+
 def measure(run: Path, data: str) -> dict[str, Any]:
     """What a finished run reached: its own curve, and the evaluation of its last weights at both sizes."""
     found = json.loads((run / "results.json").read_text(encoding="utf-8"))
@@ -61,14 +66,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/imagenette_cpu"))
     options = parser.parse_args()
     runs = {model: options.out / f"{model}_{options.hours}" for model in EPOCHS}
-    missing = [model for model, run in runs.items() if not (run / "results.json").is_file()]
+    missing = unfinished(runs)
     cores = sorted(os.sched_getaffinity(0))
     begun = [
         train(cores[i % len(cores)], model, options.hours * EPOCHS[model], options.data, runs[model])
         for i, model in enumerate(missing)
     ]
-    if sum(training.wait() != 0 for training in begun):
-        sys.exit("error: a training stopped; the same call again goes on")
+    for training in begun:
+        training.wait()
+    if stopped := unfinished(runs):
+        sys.exit(f"error: {' and '.join(stopped)} stopped before the end; the same call again goes on")
     torch.set_num_threads(1)
     rows = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if RESULTS.is_file() else []
     rows = [row for row in rows if row["hours"] != options.hours]
