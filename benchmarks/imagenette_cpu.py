@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from training_figures import read_curve
 
 from dgt.bench.measures import machine
 from dgt.training import evaluate
 from dgt.utils.atomic_write import write_json
-from dgt.weights.card import wilson
 
 EPOCHS = {"dgt_nano": 62, "edgenext_x_small": 80}  # in an hour of two cores
 RESULTS = Path(__file__).parent / "results" / "imagenette_cpu.json"
@@ -47,14 +47,11 @@ def unfinished(runs: dict[str, Path]) -> list[str]:
 def measure(run: Path, data: str) -> dict[str, Any]:
     """What a finished run reached: its own curve, and the evaluation of its last weights at both sizes."""
     found = json.loads((run / "results.json").read_text(encoding="utf-8"))
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     row = {key: found[key] for key in ("model", "seed", "parameters", "epochs", "seconds", "versions", "device")}
-    for name, key in (("validated", "epoch"), ("curve", "val/top1")):
-        row[name] = [line[key] for line in lines if "val/top1" in line]
+    row["validated"], row["curve"] = read_curve(str(run), "val/top1")
     for size in (96, 128):
         told = evaluate(run, ["--data.root", data, "--data.image_size", str(size), "--trainer.accelerator", "cpu"])
         row[f"at_{size}"] = {key: told[key] for key in ("top1", "top5", "images")}
-    row["low"], row["high"] = wilson(row["at_128"]["top1"], row["at_128"]["images"])
     return row
 
 
@@ -72,8 +69,8 @@ def main() -> None:
         train(cores[i % len(cores)], model, options.hours * EPOCHS[model], options.data, runs[model])
         for i, model in enumerate(missing)
     ]
-    for training in begun:
-        training.wait()
+    if sum(training.wait() != 0 for training in begun):
+        sys.exit(1)  # the training said why
     if stopped := unfinished(runs):
         sys.exit(f"error: {' and '.join(stopped)} stopped before the end; the same call again goes on")
     torch.set_num_threads(1)

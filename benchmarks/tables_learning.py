@@ -9,6 +9,7 @@ from typing import Any
 from tables_shared import NAMES, Cells, bold, off, read, relative, table
 
 from dgt.experiments.report import interval, number
+from dgt.weights.card import wilson
 
 ABLATED = {  # key of the measures in a table's JSON: head, decimals and factor
     **{"selected": ("mass on selected keys, %", 1, 100), "random": ("random", 1, 100), "window": ("window", 1, 100)},
@@ -133,13 +134,17 @@ def accelerated_on_imagenette() -> Cells:
     return [[*heads, "same class", "attention", "model", "bound"], *rows]
 
 
+def _interval(low: float, high: float) -> str:
+    return f"({number(low, 1, 100)} to {number(high, 1, 100)})"
+
+
 @table
 def weights() -> Cells:
     """What `tools/make_weights.sh` trains and packs: each metric with its 95 % interval."""
     rows = []
     for name, run in read("weights").items():
         metrics = [
-            f"{row['label']} {100 * row['value']:.1f} ({100 * row['low']:.1f} to {100 * row['high']:.1f})"
+            f"{row['label']} {number(row['value'], 1, 100)} {_interval(row['low'], row['high'])}"
             for row in run["evaluation"]["metrics"].values()
         ]
         time, images = number(run["seconds"], 0, 1 / 60), str(run["evaluation"]["images"])
@@ -154,8 +159,8 @@ def imagenette_in_hours() -> Cells:
     for row in read("imagenette_cpu")["rows"]:
         cells = [str(row["hours"]), f"`{row['model']}`", number(row["parameters"], 2, 1e-6), str(row["epochs"])]
         cells += [number(row["seconds"], 0, 1 / 60), number(row["at_96"]["top1"], 1, 100)]
-        interval = f"({100 * row['low']:.1f} to {100 * row['high']:.1f})"
-        cells += [f"**{100 * row['at_128']['top1']:.1f}** {interval}", number(row["at_128"]["top5"], 1, 100)]
+        top1, top5, images = (row["at_128"][key] for key in ("top1", "top5", "images"))
+        cells += [f"{bold(number(top1, 1, 100))} {_interval(*wilson(top1, images))}", number(top5, 1, 100)]
         rows.append(cells)
     heads = ["hours of two cores", "model", "parameters, M", "epochs", "minutes of one core", "top-1 at 96 px, %"]
     return [[*heads, "top-1 at 128 px, % (95 % interval)", "top-5"], *rows]

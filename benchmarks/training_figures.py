@@ -1,7 +1,7 @@
 """Figures of trainings: a segmenter's validation images with truth and prediction, and learning curves of any runs.
 
-    python benchmarks/segmentation_figures.py images RUN OUT.png [--items 0 1 2 3] [--data.root DIR ...]
-    python benchmarks/segmentation_figures.py curves OUT.png NAME=RUN NAME=RUN [--measure top1]
+    python benchmarks/training_figures.py images RUN OUT.png [--items 0 1 2 3] [--data.root DIR ...]
+    python benchmarks/training_figures.py curves OUT.png NAME=RUN NAME=RUN [--measure top1]
 
 Images are drawn as the run's recipe tests them; keys of the recipe's data can be changed as for `dgt evaluate`.
 """
