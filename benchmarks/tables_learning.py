@@ -91,7 +91,7 @@ def comparators() -> Cells:
         cells = [{"classify": "2", "segment": "3"}.get(row["task"], "4 (a)"), row["row"], row["model"] or "-"]
         cells += [number(row["params"], 1, 1e-6), printed[0], number(row["flops"], 1, 1e-9), printed[1]]
         rows.append([*cells, "-" if more is None else f"{more:+.1f}"])
-    return [["table", "row", "model", "parameters, M", "paper", "FLOPs, G", "paper", "more, %"], *rows]
+    return [["table", "row", "model", "parameters, M", "paper", "FLOPs, G", "paper", "over the paper's, %"], *rows]
 
 
 @table
@@ -103,7 +103,7 @@ def predicted_errors() -> Cells:
         cells = [f"{100 * row['asked_error']:.2g} %", str(row["draw"]), f"{grouped} of {len(row['layers'])}"]
         rows.append([*cells, *(relative(row, name) for name in ("predicted", "measured", "unseen")), off(row)])
     heads = ["error asked", "draw", "layers in groups", "predicted", "on images kept aside", "on other images"]
-    return [[*heads, "predicted by that of others"], *rows]
+    return [[*heads, "prediction off by"], *rows]
 
 
 @table
@@ -124,7 +124,7 @@ def accelerated() -> Cells:
 @table
 def accelerated_on_imagenette() -> Cells:
     """A ViT trained on Imagenette at 4,096 tokens, beside itself accelerated within several errors."""
-    heads = ["error asked", "predicted", "on unseen images", "predicted by that", "images", "top-1 gained, points"]
+    heads = ["error asked", "predicted", "on unseen images", "prediction off by", "images", "top-1 gained, points"]
     rows = []
     for row in read("accelerate_imagenette")["rows"]:
         cells = [f"{100 * row['asked_error']:.2g} %", relative(row, "predicted"), relative(row, "unseen"), off(row)]
@@ -388,13 +388,13 @@ def three_numbers() -> Cells:
     groups = bold(number(right["DG, G 48, k 16"], 1))
     return [
         ["", "DG-Attention", "beside it"],
-        ["attention over 128 x 128 tokens, forward; with backward: times as fast", f"{ratio}; {backward}", "global: 1"],
+        ["attention over 128 x 128 tokens, 98 keys a query, forward; with backward: times as fast", f"{ratio}; {backward}", "global: 1"],
         [
             *("a source in the other half of the map is found, %, with 16 of 256 keys", groups),
             f"global {right['global']:.1f}, windows {right['windows 4 x 4']:.1f}, chance 12.5",
         ],
         [
-            "a trained ViT accelerated, no training, error asked 5 %: attention, model times as fast; top-1, %",
+            "a small ViT of 4,096 tokens accelerated, no training, error asked 5 %: attention, model times as fast; top-1, %",
             f"{bold(number(at['attention_speedup'], 1))}, {number(at['model_speedup'], 1)}; {100 * at['top1']:.1f}",
             f"1, 1; {100 * at['top1_before']:.1f}",
         ],

@@ -1,7 +1,7 @@
 """The four group-wise matrix products of the paper's appendix, as operators of their own, in plain PyTorch and Triton.
 
-Form 1 serves Eqs. 1 and 5 of the appendix, form 2 Eqs. 2 and 3, form 3 Eq. 4 and form 4 Eq. 6. The gradient of each is
-made of the others, so they may be differentiated any number of times. The paper builds the attention of them, form 1,
+Form 1 serves Eqs. 11 and 16 of the appendix, form 2 Eqs. 13 and 14, form 3 Eq. 15 and form 4 Eq. 17. The gradient of
+each is made of the others, so they may be differentiated any number of times. The paper builds the attention of them, form 1,
 a softmax, form 2, and keeps P (L x k) in memory: ``tests/ops/test_group_matmul.py`` does it again.
 """
 
@@ -139,7 +139,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients of a product are products (Eqs. 3-6 of the appendix)."""
+    """Gradients of a product are products (Eqs. 14-17 of the appendix)."""
     left, right, group_ids, key_ids = ctx.saved_tensors
 
     def multiply(form: int, a: Tensor, b: Tensor) -> Tensor:
