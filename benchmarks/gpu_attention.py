@@ -2,27 +2,32 @@
 
     python benchmarks/gpu_attention.py forward|backward|profile|accelerated --out FILE.json [--cases 3136,196]
 
-Grouping, selection and attention in bfloat16, D 32, G 48, beside SDPA (flash) over all keys, SDPA in windows of 49 keys
-(what Swin does), the steps launched one by one, and the products of the paper's appendix with P in memory. Every case
-is first checked against dense attention under a mask. A row is on disk as soon as it is measured. The floor is the
-larger of the fewest bytes over the memory's rate and the operations over the matrix units' rate; both are arguments.
-`profile` lists every kernel of forward and backward with its time; kernels are counted once. `accelerated` is forward
-of what `dgt.accelerate` puts into a vision transformer: D 64, a prefix of 5 tokens, a remainder, beside flash SDPA.
+Grouping, selection and attention in bfloat16, D 32, G 48, beside SDPA over all keys, as PyTorch picks its kernel and as
+flash attention, SDPA in windows of 49 keys (what Swin does; the windows are cut beforehand), the steps launched one by
+one, and the products of the paper's appendix with P in memory. Every case is first checked: its groups and keys against
+scores in float64, its output against dense attention under a mask. A row is on disk as soon as it is measured, and says
+what failed in it. The floor is the larger of the fewest bytes over the memory's rate and the operations over the matrix
+units' rate, both measured at the start. `profile` lists every kernel of forward and backward with its time; kernels are
+counted once. `accelerated` is forward of what `dgt.accelerate` puts into a vision transformer: D 64, a prefix of 5
+tokens, a remainder, beside SDPA.
 """
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_common import Rows, times
+from gpu_common import Rows, attempt, ratios, times
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
+from triton.testing import do_bench
 
 import dgt
 from dgt.ops.triton import operators as kernels
@@ -30,49 +35,67 @@ from dgt.ops.triton import operators as kernels
 CASES = ((128, 2, 3136, 98), (128, 8, 196, 98), (32, 2, 16384, 512), (8, 2, 64000, 500), (128, 4, 784, 98),
          (32, 2, 16384, 513))  # fmt: skip
 ACCELERATED, PREFIX = ((8, 6, 4096, 98), (8, 6, 16384, 98)), 5
-TARGETS = {3136: 5.0, 16384: 8.0, 64000: 25.0, 196: 1 / 1.5}  # times as fast as SDPA over all keys
+TARGETS = {3136: 5.0, 16384: 8.0, 64000: 25.0, 196: 1 / 1.5}  # times as fast as flash attention over all keys
 CHANNELS, GROUPS, WINDOW = 32, 48, 49
 MODEL = Path(__file__).parent / "results" / "gpu_model.json"
 
+Case = tuple[int, int, int, int]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def main() -> None:
-    """Measure one part, case by case."""
+    """Measure one part, case by case; 1 if anything failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=["forward", "backward", "profile", "accelerated"])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cases", help="numbers of tokens, comma-separated (default: all)")
-    parser.add_argument("--bandwidth", type=float, default=4.3e12, help="bytes per second of a large copy")
-    parser.add_argument("--rate", type=float, default=790e12, help="bfloat16 operations per second of a large product")
     options = parser.parse_args()
     torch.manual_seed(0)
-    rows = Rows(options.out, options.part)
+    rows, measured = Rows(options.out, options.part), device_rates()
+    rows.document["machine"] |= {"bytes_per_second": measured[0], "operations_per_second": measured[1]}
+    failed = False
     for case in ACCELERATED if options.part == "accelerated" else CASES:
         if options.cases and str(case[2]) not in options.cases.split(","):
             continue
-        if options.part == "accelerated":
-            rows.add(accelerated(*case))
-            continue
-        query, key, value, centroids = inputs(*case[:3])
-        title = "B{} H{} L{} k{}".format(*case) + f" D{CHANNELS} G{GROUPS} bfloat16"
-        attend = candidates(case, centroids)
-        check(query[:1], key[:1], value[:1], centroids, case[3])
-        if options.part == "profile":
-            rows.add({"case": title, "kernels_us": kernel_times(attend["triton"], query, key, value)})
-            continue
-        row = {"case": title, "model_ms": predicted(case, options.part)}
-        backward = options.part == "backward"
-        for name, function in attend.items():
-            row |= timings(name, function, backward, query, key, value)
-        floor = floor_ms(case, options.bandwidth, options.rate, backward)
-        row |= {"floor_ms": floor, "share_of_floor": floor / row["triton_ms"], "target": TARGETS.get(case[2])}
-        row |= {f"times_as_fast_as_{name}": row[f"{name}_ms"] / row["triton_ms"] for name in list(attend)[1:]}
+        row = {"case": "B{} H{} L{} k{}".format(*case) + f" G{GROUPS} bfloat16"}
+        measure = partial(accelerated, case) if options.part == "accelerated" else partial(alone, case, options.part)
+        row |= attempt("case", lambda measure=measure: measure(measured))
+        failed |= any(name.endswith("_error") for name in row)
         rows.add(row)
+    sys.exit(int(failed))
 
 
-def accelerated(batch: int, heads: int, tokens: int, top_k: int) -> dict[str, Any]:
-    """The row of an accelerated call: with the layer's centroids, with the image's own, the plain path, flash SDPA."""
+def device_rates() -> tuple[float, float]:
+    """Bytes a second, read and written, of a large copy, and bfloat16 operations a second of a large product."""
+    source, matrix = torch.empty(2**30, dtype=torch.int8), torch.randn(8192, 8192, dtype=torch.bfloat16)
+    source, matrix = source.cuda(), matrix.cuda()
+    target = torch.empty_like(source)
+    copy = do_bench(lambda: target.copy_(source), return_mode="median")
+    product = do_bench(lambda: matrix @ matrix, return_mode="median")
+    return 2e3 * source.nbytes / copy, 2e3 * 8192**3 / product
+
+
+def alone(case: Case, part: str, measured: tuple[float, float]) -> dict[str, Any]:
+    """The row of a part: times of all candidates, or of kernels."""
+    *tensors, centroids = inputs(*case[:3])
+    attend = candidates(case, centroids)
+    check(*(tensor[:1] for tensor in tensors), centroids, case[3])
+    if part == "profile":
+        return {"kernels_us": kernel_times(attend["triton"], *tensors)}
+    row, backward = {"model_ms": predicted(case, part)}, part == "backward"
+    for name, function in attend.items():
+        given = [windowed(tensor) for tensor in tensors] if name == "windows" else tensors
+        row |= attempt(name, partial(timings, name, function, backward, *given))
+        del given
+    row |= {"floor_ms": (floor := floor_ms(case, *measured, backward)), "target": TARGETS.get(case[2])}
+    ways = [way for way in ("", "_graph") if f"triton{way}_ms" in row]
+    row |= {f"share_of_floor{way}": floor / row[f"triton{way}_ms"] for way in ways}
+    return row | ratios(row, list(attend)[1:])
+
+
+def accelerated(case: Case, measured: tuple[float, float]) -> dict[str, Any]:
+    """The row of an accelerated call: with the layer's centroids, with the image's own, SDPA, the plain path."""
+    batch, heads, tokens, top_k = case
     qkv = torch.randn(batch, PREFIX + tokens, 3, heads, 64, device="cuda", dtype=torch.bfloat16)
     query, key, value = tensors = qkv.permute(2, 0, 3, 1, 4).unbind(0)
     centroids = F.normalize(torch.randn(heads, GROUPS, 64, device="cuda"), dim=-1)
@@ -84,19 +107,20 @@ def accelerated(batch: int, heads: int, tokens: int, top_k: int) -> dict[str, An
     steps = {
         "triton": lambda: groups(centroids, "triton"),
         "own_centroids": lambda: groups(dgt.find_centroids(query[:, :, PREFIX:], centroids, 1), "triton"),
+        "sdpa": lambda: F.scaled_dot_product_attention(query, key, value),
+        "flash": lambda: flash(query, key, value),
         "eager": lambda: groups(centroids, "eager"),
-        "sdpa": lambda: flash(query, key, value),
     }
     found, plain = steps["triton"]().float(), steps["eager"]().float()
     error = float((found - plain).square().mean().sqrt() / plain.square().mean().sqrt())
     if not error <= 0.01:
         raise RuntimeError(f"wrong result before timing: {error:.2e} of its size from the plain path")
-    row: dict[str, Any] = {"case": f"B{batch} H{heads} L{PREFIX}+{tokens} k{top_k} D64 G{GROUPS} bfloat16, remainder"}
-    row |= {"error": error, "model_ms": predicted((batch, heads, tokens, top_k), "accelerated")}
+    row: dict[str, Any] = {"channels": 64, "prefix": PREFIX, "remainder": True, "error": error}
+    row["model_ms"] = predicted(case, "accelerated")
     with torch.no_grad():
         for name, step in steps.items():
-            row |= times(name, step)
-    return row | {f"times_as_fast_as_{name}": row[f"{name}_ms"] / row["triton_ms"] for name in list(steps)[1:]}
+            row |= attempt(name, partial(times, name, step, graph=name != "eager"))
+    return row | ratios(row, list(steps)[1:])
 
 
 def inputs(batch: int, heads: int, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -106,13 +130,14 @@ def inputs(batch: int, heads: int, tokens: int) -> tuple[Tensor, Tensor, Tensor,
     return query, key, value, F.normalize(torch.randn(heads, GROUPS, CHANNELS, device="cuda"), dim=-1)
 
 
-def candidates(case: tuple[int, int, int, int], centroids: Tensor) -> dict[str, Attend]:
+def candidates(case: Case, centroids: Tensor) -> dict[str, Attend]:
     """Ours, and what it is set against."""
     batch, heads, tokens, top_k = case
     found: dict[str, Attend] = {
         "triton": lambda q, k, v: dgt.dynamic_group_attention(q, k, v, centroids, top_k, backend="triton").output,
-        "sdpa": flash,
-        "windows": windows,
+        "sdpa": F.scaled_dot_product_attention,
+        "flash": flash,
+        "windows": F.scaled_dot_product_attention,
         "steps": lambda q, k, v: dgt.attend(q, k, v, *ids_of(q, k, centroids, top_k), backend="triton"),
     }
     if batch * heads * tokens * top_k * 2 < 16e9:  # P must fit
@@ -132,23 +157,33 @@ def forms(query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids:
 
 
 def flash(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """SDPA over all keys."""
+    """SDPA over all keys by its flash attention, whatever PyTorch would pick."""
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         return F.scaled_dot_product_attention(query, key, value)
 
 
-def windows(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """SDPA in windows of 49 tokens; tokens that fill no window are left out."""
-    whole = query.shape[2] // WINDOW * WINDOW
-    parts = (t[:, :, :whole].unflatten(2, (-1, WINDOW)).flatten(0, 2)[:, None] for t in (query, key, value))
-    return F.scaled_dot_product_attention(*parts)
+def windowed(tensor: Tensor) -> Tensor:
+    """Cut into windows of 49 tokens, (B H windows, 1, 49, D); tokens that fill no window are left out."""
+    whole = tensor.shape[2] // WINDOW * WINDOW
+    return tensor[:, :, :whole].unflatten(2, (-1, WINDOW)).flatten(0, 2)[:, None].contiguous()
 
 
 def check(query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, top_k: int) -> None:
-    """Compare 512 queries of the first image with dense attention in float32."""
+    """Compare the ids of one image with scores in float64, and 512 of its queries with dense attention in float32."""
     result = dgt.dynamic_group_attention(query, key, value, centroids, top_k, backend="triton")
+    group_ids, key_ids = result.group_ids, result.key_ids
+    in_range = 0 <= int(group_ids.min()) <= int(group_ids.max()) < GROUPS
+    in_range &= 0 <= int(key_ids.min()) <= int(key_ids.max()) < key.shape[2]
+    if not (in_range and (key_ids.diff(dim=-1) > 0).all()):
+        raise RuntimeError("wrong result before timing: ids out of range or not in ascending order")
+    score = torch.einsum("bhld,hgd->bhlg", query.double(), centroids.double())
+    lost = (score.amax(-1) - score.gather(-1, group_ids[..., None])[..., 0]).amax()
+    score = torch.einsum("hgd,bhld->bhgl", centroids.double(), key.double())
+    lost = max(lost, (score.topk(top_k).values[..., -1] - score.gather(-1, key_ids).amin(-1)).amax())
+    if not lost <= 1e-5:
+        raise RuntimeError(f"wrong result before timing: a group or key whose score is {float(lost):.2e} too low")
     some = torch.randperm(query.shape[2], device=query.device)[:512]
-    ids = torch.take_along_dim(result.key_ids, result.group_ids[:, :, some, None], dim=2)
+    ids = torch.take_along_dim(key_ids, group_ids[:, :, some, None], dim=2)
     mask = torch.zeros(*ids.shape[:3], key.shape[2], dtype=torch.bool, device=ids.device).scatter_(-1, ids, True)
     exact = F.scaled_dot_product_attention(query[:, :, some].float(), key.float(), value.float(), attn_mask=mask)
     ratio = (result.output[:, :, some].float() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
@@ -169,13 +204,13 @@ def timings(name: str, attend: Attend, backward: bool, *tensors: Tensor) -> dict
     return row | times(name, lambda: torch.autograd.grad(attend(*leaves), leaves, grad))
 
 
-def predicted(case: tuple[int, int, int, int], part: str) -> float | None:
+def predicted(case: Case, part: str) -> float | None:
     """What the cycle model says of the kernels, in milliseconds, where it has been asked."""
     known: dict[str, float] = json.loads(MODEL.read_text())["ms"] if MODEL.exists() else {}
     return known.get(f"{part} L{case[2]} k{case[3]}")
 
 
-def floor_ms(case: tuple[int, int, int, int], bandwidth: float, rate: float, backward: bool) -> float:
+def floor_ms(case: Case, bandwidth: float, rate: float, backward: bool) -> float:
     """The least time: each input read once, each output written once, every operation on the matrix units."""
     heads, tokens, top_k = case[0] * case[1], case[2], case[3]
     rows, ids = heads * tokens * CHANNELS * 2, heads * (tokens + GROUPS * top_k) * 8

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 from triton.testing import do_bench, do_bench_cudagraph
 
 from dgt.utils.atomic_write import write_json
@@ -28,6 +27,7 @@ def machine() -> dict[str, Any]:
         "capability": list(torch.cuda.get_device_capability()) if on_gpu else [],
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
         "triton": triton.__version__,
         "python": platform.python_version(),
         "command": shlex.join(sys.argv),
@@ -35,7 +35,7 @@ def machine() -> dict[str, Any]:
 
 
 class Rows:
-    """A JSON file of measured rows, whole after every row; rows of other parts that it holds already stay."""
+    """A JSON file of measured rows, whole after every row; an earlier file of that name is replaced."""
 
     def __init__(self, path: Path, part: str) -> None:
         self.path, self.part = path, part
@@ -48,12 +48,34 @@ class Rows:
         print(*(f"{name}={value}" for name, value in row.items() if not isinstance(value, dict)), flush=True)
 
 
-def times(name: str, step: Callable[[], object], leaves: list[Tensor] | None = None, rep: int = 200) -> dict[str, Any]:
-    """Median milliseconds of a step, launched by the host and replayed as a CUDA graph, whose host time is nothing."""
-    row: dict[str, Any] = {f"{name}_ms": do_bench(step, warmup=25, rep=rep, grad_to_none=leaves, return_mode="median")}
-    try:
-        row[f"{name}_graph_ms"] = do_bench_cudagraph(step, rep=rep // 4, grad_to_none=leaves, return_mode="median")
-    except RuntimeError as error:  # what cannot be captured is worth a word, not the other numbers
-        row[f"{name}_graph_error"] = str(error).splitlines()[0]
-        torch.cuda.synchronize()
+def times(name: str, step: Callable[[], object], graph: bool = True) -> dict[str, Any]:
+    """Median milliseconds of a step: launched by the host, after the L2 cache was cleared, and replayed one after the
+    other as a CUDA graph, without host time and with what is in the cache.
+
+    A step that synchronises cannot be captured, and torch 2.11 captures nothing more after one that failed: `graph`
+    is False for it.
+    """
+    row: dict[str, Any] = {f"{name}_ms": do_bench(step, warmup=25, rep=200, return_mode="median")}
+    if graph:
+        row |= attempt(
+            f"{name}_graph", lambda: {f"{name}_graph_ms": do_bench_cudagraph(step, rep=50, return_mode="median")}
+        )
     return row
+
+
+def attempt(name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What a measurement gives, or its error, which costs no other measurement."""
+    try:
+        return measure()
+    except Exception as error:
+        return {f"{name}_error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+
+
+def ratios(row: dict[str, Any], names: list[str]) -> dict[str, float]:
+    """How many times as fast the kernels are as others, by either way of launching, where both were measured."""
+    found = {}
+    for name in names:
+        for way in ("_ms", "_graph_ms"):
+            if f"triton{way}" in row and f"{name}{way}" in row:
+                found[f"times_as_fast_as_{name}{way.removesuffix('_ms')}"] = row[f"{name}{way}"] / row[f"triton{way}"]
+    return found

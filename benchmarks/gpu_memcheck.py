@@ -1,10 +1,10 @@
 """Every kernel once on small odd shapes, forward and backward: what to run under compute-sanitizer.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
-        python benchmarks/gpu_memcheck.py [--fewer]
+        python benchmarks/gpu_memcheck.py [--shape 0] [--dtype bfloat16]
 """
 
-import sys
+import argparse
 
 import torch
 import torch.nn.functional as F
@@ -13,33 +13,44 @@ import dgt
 from dgt.ops.triton import operators as kernels
 
 SHAPES = ((1, 2, 97, 32, 5, 7), (2, 1, 196, 32, 48, 98), (1, 1, 799, 24, 70, 49), (1, 1, 5000, 128, 5, 60))
+TYPES = ("bfloat16", "float16", "float32")
 
 
 def main() -> None:
-    """Run, and fail on a result that is not finite."""
-    fewer = "--fewer" in sys.argv  # bfloat16 alone: the tool makes every kernel many times slower
-    for batch, heads, tokens, channels, groups, top_k in SHAPES:
-        for dtype in (torch.bfloat16,) if fewer else (torch.bfloat16, torch.float16, torch.float32):
-            shape = (batch, heads, tokens, channels)
-            leaves = [torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)]
-            centroids = F.normalize(torch.randn(heads, groups, channels, device="cuda"), dim=-1)
-            mask = torch.rand(batch, tokens, device="cuda") > 0.3
-            result = dgt.dynamic_group_attention(*leaves, centroids, top_k, key_mask=mask, backend="triton")
-            alone = dgt.attend(*leaves, result.group_ids, result.key_ids, backend="triton")
-            scores = dgt.group_matmul(1, *leaves[:2], result.group_ids, result.key_ids, backend="triton")
-            product = dgt.group_matmul(2, scores, leaves[2], result.group_ids, result.key_ids, backend="triton")
-            (result.output + alone + product).square().sum().backward()
-            kernels.group_statistics(leaves[0], result.group_ids, groups)
-            kernels.select_keys(centroids, leaves[1], tokens // 2, mask)
-            with torch.no_grad():
-                whole = dgt.dynamic_group_attention(*leaves, centroids, top_k, None, mask, "triton", 0, True).output
-                part = dgt.dynamic_group_attention(*leaves, centroids, top_k, None, None, "triton", 3, True).output
-            if not (whole.isfinite().all() and part.isfinite().all()):
-                raise RuntimeError(f"a result with a remainder that is not finite on {shape} {dtype}")
-            if not all(leaf.grad is not None and leaf.grad.isfinite().all() for leaf in leaves):
-                raise RuntimeError(f"gradients that are not finite on {shape} {dtype}")
+    """Run all, or one shape or type, which the tool makes many times slower; fail on a result that is not finite."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", type=int, choices=range(len(SHAPES)))
+    parser.add_argument("--dtype", choices=TYPES)
+    options = parser.parse_args()
+    for shape in SHAPES if options.shape is None else SHAPES[options.shape : options.shape + 1]:
+        for name in TYPES if options.dtype is None else (options.dtype,):
+            run(shape, getattr(torch, name))
     torch.cuda.synchronize()
     print("memcheck shapes done")
+
+
+def run(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    """All operators of one shape; RuntimeError for a result or gradient that is not finite."""
+    batch, heads, tokens, channels, groups, top_k = sizes
+    shape = (batch, heads, tokens, channels)
+    leaves = [torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)]
+    centroids = F.normalize(torch.randn(heads, groups, channels, device="cuda"), dim=-1)
+    mask = torch.rand(batch, tokens, device="cuda") > 0.3
+    result = dgt.dynamic_group_attention(*leaves, centroids, top_k, key_mask=mask, backend="triton")
+    ids = result.group_ids, result.key_ids
+    alone = dgt.attend(*leaves, *ids, backend="triton")
+    scores = dgt.group_matmul(1, leaves[0] * channels**-0.5, leaves[1], *ids, backend="triton")
+    product = dgt.group_matmul(2, scores.softmax(-1), leaves[2], *ids, backend="triton")
+    (result.output + alone + product).float().square().mean().backward()
+    kernels.group_statistics(leaves[0], result.group_ids, groups)
+    kernels.select_keys(centroids, leaves[1], tokens // 2, mask)
+    with torch.no_grad():
+        whole = dgt.dynamic_group_attention(*leaves, centroids, top_k, None, mask, "triton", 0, True).output
+        part = dgt.dynamic_group_attention(*leaves, centroids, top_k, None, None, "triton", 3, True).output
+    if not (whole.isfinite().all() and part.isfinite().all()):
+        raise RuntimeError(f"a result with a remainder that is not finite on {shape} {dtype}")
+    if not all(leaf.grad is not None and leaf.grad.isfinite().all() for leaf in leaves):
+        raise RuntimeError(f"gradients that are not finite on {shape} {dtype}")
 
 
 if __name__ == "__main__":

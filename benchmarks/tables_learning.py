@@ -388,13 +388,17 @@ def three_numbers() -> Cells:
     groups = bold(number(right["DG, G 48, k 16"], 1))
     return [
         ["", "DG-Attention", "beside it"],
-        ["attention over 128 x 128 tokens, 98 keys a query, forward; with backward: times as fast", f"{ratio}; {backward}", "global: 1"],
+        [
+            "attention over 128 x 128 tokens, k 98; with backward: times as fast",
+            f"{ratio}; {backward}",
+            "global: 1",
+        ],
         [
             *("a source in the other half of the map is found, %, with 16 of 256 keys", groups),
             f"global {right['global']:.1f}, windows {right['windows 4 x 4']:.1f}, chance 12.5",
         ],
         [
-            "a small ViT of 4,096 tokens accelerated, no training, error asked 5 %: attention, model times as fast; top-1, %",
+            "a small ViT accelerated, no training, error asked 5 %: attention, model times as fast; top-1, %",
             f"{bold(number(at['attention_speedup'], 1))}, {number(at['model_speedup'], 1)}; {100 * at['top1']:.1f}",
             f"1, 1; {100 * at['top1_before']:.1f}",
         ],

@@ -50,6 +50,14 @@ def test_mixed_groups_are_less_pure_and_unlabelled_tokens_count_for_nothing() ->
     assert sums["like"].tolist() == [4, 0]  # of keys 0 and 3, only 0 has a label
 
 
+def test_patches_of_neighbours_are_as_many_as_groups() -> None:
+    """Of 2 x 4 tokens four patches are 1 x 2 tokens, and two lists of keys, whose number is no square, one patch."""
+    labels = LABELS.clone()
+    labels[:, 6:9] = 0  # 0, 0, 0, 1 in either row
+    found = [measure(layer_input([0] * 8, [[0]] * groups), labels, 2, 1)[1]["patch_pure"].tolist() for groups in (2, 4)]
+    assert found == [[6, 0], [6, 2]]  # one label in a patch, or two alike often, which are both a majority
+
+
 def test_distances_are_in_tokens() -> None:
     sums = measure(layer_input([0] * 8, [[0, 4]]), LABELS, 2, 1)[1]
     columns = [0, 1, 2, 3]

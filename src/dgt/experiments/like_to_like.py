@@ -4,7 +4,8 @@ The figure's groups hold the queries of a bird, of branches and of the backgroun
 the bird, the branches and the background. A token's label is that of most of its pixels. For every DG-Attention layer,
 as shares of its queries that have a label:
 
-- pure: those with the label of most of their group; the same in groups of the same sizes, drawn at random;
+- pure: those with the label of most of their group; the same in groups of the same sizes, drawn at random, and in
+  patches of neighbours, as many as groups or nearly (a square number);
 - like: of a query's keys, those with its label: its group's, as many in a window around it, all by the weight that
   global attention would give them, as many at random;
 
@@ -41,8 +42,9 @@ NAME = "like_to_like"
 AT_ONCE = 512  # queries whose attention to all tokens is in memory at a time
 Labelled = tuple[list[str], Iterator[tuple[Tensor, Tensor]]]
 SHARES = {  # of queries, or of their keys: heads of the table
-    **{"pure": "pure groups, %", "random_pure": "drawn groups", "like": "like among the group's keys, %"},
-    **{"window": "in a window", "attention": "by global attention", "random": "at random"},
+    **{"pure": "pure groups, %", "random_pure": "drawn groups", "patch_pure": "patches"},
+    **{"like": "like among the group's keys, %", "window": "in a window", "attention": "by global attention"},
+    "random": "at random",
 }
 
 
@@ -142,6 +144,7 @@ def measure(seen: LayerInput, labels: Tensor, count: int, seeds: int) -> tuple[s
     sums: dict[str, Any] = {"queries": heads * token.sum(0), "like": (of_group * token).sum((0, 1))}
     sums["pure"] = _pure(token, group_ids)
     sums["random_pure"] = torch.stack([_pure(token, ids) for ids in mixed]).mean(0)
+    sums["patch_pure"] = heads * _pure(token, _patches(seen.grid, key_ids.shape[1])[None])
     sums["random"] = token.mean(0) / token.mean(0).sum().clamp(min=1e-9) * sums["queries"]
     sums["window"] = heads * (_shares(token, nearest(seen.grid, key_ids.shape[2])) * token).sum(0)
     attend = partial(F.scaled_dot_product_attention, key=key, value=token.expand(heads, -1, -1), scale=seen.layer.scale)
@@ -151,6 +154,13 @@ def measure(seen: LayerInput, labels: Tensor, count: int, seeds: int) -> tuple[s
     sums["far"] = torch.stack([between.gather(1, k[g]).mean() for k, g in zip(key_ids, group_ids, strict=True)]).mean()
     sums |= {"anywhere": between.mean(), "images": torch.ones(())}
     return seen.name, {**sums, "tokens": tokens, "top_k": key_ids.shape[2], "groups": key_ids.shape[1]}
+
+
+def _patches(grid: tuple[int, int], count: int) -> Tensor:
+    """(L,): of every token its patch, of a square number of them near ``count``."""
+    side = round(count**0.5)
+    row, column = (torch.arange(length) * side // length for length in grid)
+    return (row[:, None] * side + column).flatten()
 
 
 def _shares(token: Tensor, ids: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """The four group-wise matrix products of the paper's appendix, as operators of their own, in plain PyTorch and Triton.
 
 Form 1 serves Eqs. 11 and 16 of the appendix, form 2 Eqs. 13 and 14, form 3 Eq. 15 and form 4 Eq. 17. The gradient of
-each is made of the others, so they may be differentiated any number of times. The paper builds the attention of them, form 1,
-a softmax, form 2, and keeps P (L x k) in memory: ``tests/ops/test_group_matmul.py`` does it again.
+each is made of the others, so they may be differentiated any number of times. The paper builds the attention of them,
+form 1, a softmax, form 2, and keeps P (L x k) in memory: ``tests/ops/test_group_matmul.py`` does it again.
 """
 
 from collections.abc import Iterator

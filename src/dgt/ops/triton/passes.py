@@ -60,7 +60,7 @@ def score(queries: Launch, keys: Launch) -> None:
 
 def bound(places: Launch | None, best: Tensor | None, width: int, device: torch.device) -> Tensor:
     """Place queries and find the bounds of the selection, float32 (B H G); either may be missing."""
-    best = torch.empty((0, 1, 16), device=device) if best is None else best
+    best = torch.empty((0, 1, 16), dtype=torch.float32, device=device) if best is None else best
     if places is None:
         integers = torch.empty(1, dtype=torch.int32, device=device)
         places = Launch(None, 0, (integers,) * 5 + (1,) * 5, {"T": 16, "GC": 16, "RC": 1, "WP": 32}, None)

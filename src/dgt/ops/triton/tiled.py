@@ -317,7 +317,7 @@ def summarize(
     groups = lists.ids.shape[1]
     sums = sum_queries(query, group_ids, groups, unit=False).sum(2)
     parts, like = triton.cdiv(groups, 16), sums[..., :-1]
-    rest = [torch.empty(shape, device=key.device) for shape in (like.shape, like.shape, like.shape[:3])]
+    rest = [like.new_empty(shape) for shape in (like.shape, like.shape, like.shape[:3])]
     launch(
         sum_up_rest, key.shape[0] * key.shape[1] * parts, key, value,
         key_mask if key_mask is None else key_mask.contiguous(), bits, sums, *rest, *strides_of(key, value),
