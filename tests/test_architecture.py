@@ -61,7 +61,7 @@ ADDED: dict[str, dict[str, int]] = {
     "dgt.accelerate": {"acceleration": 667, "app": 96},
     "the ratios of Eq. 7": {"models": 10},
     "controls of the hybrids": {"layers": 47, "models": 4},
-    "dgt ablate like_to_like": {"experiments": 199, "app": 8},
+    "dgt ablate like_to_like": {"experiments": 209, "app": 8},
     "dgt info --comparators": {"models": 125, "app": 28},
     "runtimes side by side": {"bench": 100, "app": 2},
     "dgt ablate key_choice and replacement": {"experiments": 456, "figures": 70, "app": 8},
@@ -77,6 +77,7 @@ ADDED: dict[str, dict[str, int]] = {
     "a layer that predicts, in one operator": {"layers": 12, "ops": 80},
     "choosing among many keys, in exports": {"inference": 30},
     "choosing among many keys, on CPUs": {"ops": 25},
+    "copies in place, forward mode, nothing to attend to": {"ops": 34, "layers": 25, "models": 2},
     "remainder in Triton": {"ops.triton": 59, "ops": 1},
 }
 MAX_MODULE_LINES = 400

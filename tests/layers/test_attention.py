@@ -145,6 +145,40 @@ def test_inputs_that_do_not_fit(x, error, layer) -> None:
             attention(x)
 
 
+@pytest.mark.parametrize("side", [4, 20])
+@pytest.mark.parametrize("grad", [False, True])
+def test_nothing_to_attend_to(grad, side, layer) -> None:
+    for attention in (layer().eval(), dgt.GlobalAttention(16, 2)):
+        with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=r"x must not be empty, got a \(0, "):
+            attention(torch.zeros(0, side, side, 16))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_top_k_that_was_set_to_nothing(grad, layer, tokens) -> None:
+    attention = layer().eval()
+    attention.top_k = 0
+    with torch.set_grad_enabled(grad), pytest.raises(ValueError, match="top_k must be at least 1, got 0"):
+        attention(tokens(0))
+
+
+def test_forward_mode_differentiation_is_refused_or_right(layer, tokens) -> None:
+    """Never zero without a word, as an operator without a rule for it would have it."""
+    x, tangent = tokens(0).double(), torch.randn(tokens(0).shape, dtype=torch.float64)
+    attention = layer(dtype=torch.float64).eval()
+    with pytest.raises(ValueError, match='backend must be "reference" for forward-mode differentiation, got "auto"'):
+        torch.func.jvp(attention, (x,), (tangent,))
+    attention.backend = "reference"
+    step = 1e-6
+    numeric = (attention(x + step * tangent) - attention(x - step * tangent)) / (2 * step)
+    torch.testing.assert_close(torch.func.jvp(attention, (x,), (tangent,))[1], numeric, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_tokens_of_zeros_have_no_direction(dtype) -> None:
+    attention = dgt.DGAttention(16, 2, num_groups=3, top_k=4, qkv_bias=False, cosine=True, dtype=dtype).eval()
+    assert attention(torch.zeros(1, 4, 4, 16, dtype=dtype)).isfinite().all()
+
+
 @pytest.mark.parametrize("options", [{}, {"cosine": True}, {"dtype": torch.float64}, {"top_k": 99}])
 @pytest.mark.parametrize("side", [4, 9])  # few tokens, and many
 def test_prediction_without_gradients_equals_that_with_them(options, side) -> None:

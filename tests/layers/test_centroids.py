@@ -251,6 +251,40 @@ def test_a_saved_state_goes_on_where_it_was(layer, tokens, step) -> None:
     assert torch.equal(other.num_updates, attention.num_updates)
 
 
+def test_centroids_that_were_copied_in_place_stay(layer, tokens, step) -> None:
+    """As DDP copies those of its first rank: nothing tells the host that they have been learnt."""
+    attention, other = seeded(layer, tokens, step), layer()
+    with torch.no_grad():
+        for name, tensor in other.state_dict().items():
+            tensor.copy_(attention.state_dict()[name])
+    assert not other.seeded
+    for model in (attention, other):
+        step(model, torch.optim.SGD(model.parameters(), lr=1e-3), tokens(1))
+    assert torch.equal(other.centroids, attention.centroids)
+
+
+def test_a_state_in_half_precision_is_brought_to_float32(layer, tokens, step) -> None:
+    state = seeded(layer, tokens, step).bfloat16().state_dict()
+    other = layer()
+    other.load_state_dict({**state, "centroids": state["centroids"].bfloat16()}, assign=True)
+    assert (other.centroids.dtype, other.qkv.weight.dtype) == (torch.float32, torch.bfloat16)
+
+
+def test_layers_may_be_built_while_an_optimizer_steps(layer, tokens, step) -> None:
+    attention = layer()
+    parameters = list(attention.parameters())
+    others = []
+    attention.parameters = lambda: others.append(layer()) or iter(parameters)
+    step(attention, torch.optim.SGD(parameters, lr=1e-3), tokens(0))
+    assert others
+
+
+def test_layers_are_built_on_a_cpu_whatever_the_default_device(tokens) -> None:
+    with torch.device("meta"):
+        attention = dgt.DGAttention(16, 2, device="cpu")
+    assert torch.equal(attention.centroids, dgt.DGAttention(16, 2).centroids)
+
+
 def test_the_state_of_an_untrained_layer_is_still_to_be_seeded(layer, tokens, step) -> None:
     attention = seeded(layer, tokens, step)
     attention.load_state_dict(layer().state_dict())

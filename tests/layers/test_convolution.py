@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Iterator
 
 import pytest
@@ -43,6 +44,14 @@ def test_second_derivatives() -> None:
     x = torch.randn(1, 2, 3, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(module, (x,))
     assert torch.autograd.gradgradcheck(module, (x,))
+
+
+def test_transforms_and_files_take_it() -> None:
+    module, x = InvertedResidualFFN(3, 2).eval(), torch.randn(1, 2, 3, 3)
+    expected = torch.autograd.functional.jacobian(lambda x: module(x).sum(), x)
+    torch.testing.assert_close(torch.func.grad(lambda x: module(x).sum())(x), expected)
+    torch.testing.assert_close(torch.func.jacfwd(lambda x: module(x).sum())(x), expected)
+    torch.jit.save(torch.jit.trace(module, x), io.BytesIO())
 
 
 class CountingGelu(nn.GELU):

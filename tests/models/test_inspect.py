@@ -53,9 +53,9 @@ def test_a_model_without_our_attention() -> None:
 
 
 FOREIGN = {
-    "vit_tiny_patch16_224": ({"img_size": (64, 96), "patch_size": 8, "reg_tokens": 2, "depth": 2}, 3, [(8, 12)] * 2),
-    "swin_tiny_patch4_window7_224": ({"img_size": (64, 96), "embed_dim": 24, "depths": (1, 1)}, 0, [(16, 24), (8, 12)]),
-    "twins_svt_small": ({"img_size": (64, 96), "depths": (1, 1, 2, 1)}, 0, [(16, 24), (8, 12), (4, 6), (2, 3)]),
+    "vit_tiny_patch16_224": ({"img_size": (64, 96), "patch_size": 8, "reg_tokens": 2, "depth": 2}, [(8, 12)] * 2),
+    "swin_tiny_patch4_window7_224": ({"img_size": (64, 96), "embed_dim": 24, "depths": (1, 1)}, [(16, 24), (8, 12)]),
+    "twins_svt_small": ({"img_size": (64, 96), "depths": (1, 1, 2, 1)}, [(16, 24), (8, 12), (4, 6), (2, 3)]),
 }
 
 
@@ -63,15 +63,14 @@ FOREIGN = {
 def test_records_of_a_model_whose_attention_was_replaced(name) -> None:
     """What `diagnose` accepts has records too, of its patches alone: tokens of the class lie on no grid."""
     torch.manual_seed(0)
-    options, prefix, grids = FOREIGN[name]
+    options, grids = FOREIGN[name]
     model = timm.create_model(name, num_classes=5, **options).eval()
     dgt.replace_attention(model, num_groups=4, top_k=5)
     records = dgt.group_records(model, torch.randn(2, 3, 64, 96))
     assert [record.name for record in records] == list(attention_layers(model))
     assert [record.grid for record in records] == grids
-    assert [block.tokens - prefix for block in dgt.diagnose(model, torch.randn(2, 3, 64, 96))] == [
-        rows * columns for rows, columns in grids
-    ]
+    patches = [rows * columns for rows, columns in grids]
+    assert [block.tokens for block in dgt.diagnose(model, torch.randn(2, 3, 64, 96))] == patches
     for record, (rows, columns) in zip(records, grids, strict=True):
         assert record.attention.group_ids.shape[2] == record.attention.output.shape[2] == rows * columns
         assert record.attention.group_ids.min() >= 0

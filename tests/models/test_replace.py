@@ -171,8 +171,9 @@ def test_what_the_selection_is_worth_can_be_measured_and_recorded(kind) -> None:
     found = dgt.diagnose(model, torch.randn(1, 3, 64, 64))
     assert [layer.name.removesuffix(".attn") for layer in found] == [name.removesuffix(".attn") for name in names]
     assert all(0 < layer.selected <= layer.best_for_query + 1e-6 <= 1 + 2e-6 for layer in found)
+    assert [layer.random for layer in found] == pytest.approx([min(1, 5 / layer.tokens) for layer in found])
     for record, layer in zip(dgt.group_records(model, torch.randn(1, 3, 64, 64)), found, strict=True):
-        assert (record.name, record.grid[0] * record.grid[1]) == (layer.name, layer.tokens - PREFIX.get(kind, 0))
+        assert (record.name, record.grid[0] * record.grid[1]) == (layer.name, layer.tokens)
 
 
 def test_compiles_without_a_break() -> None:

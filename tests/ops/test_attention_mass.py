@@ -78,6 +78,19 @@ def test_curve_agrees_with_selection_at_every_k(tensors: tuple[Tensor, ...]) -> 
     assert (curve.diff(dim=-1) >= 0).all()
 
 
+def test_autocast_leaves_masses_alone(tensors: tuple[Tensor, ...]) -> None:
+    query, key, value, centroids = tensors
+    found = dgt.dynamic_group_attention(query, key, value, centroids, top_k=6)
+
+    def masses() -> list[Tensor]:
+        ids = found.group_ids, found.key_ids
+        return [attention_mass(query, key, *ids), attention_mass_curve(query, key, centroids, ids[0], [3])]
+
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = masses()
+    assert all(torch.equal(*pair) for pair in zip(cast, masses(), strict=True))
+
+
 def test_errors_name_the_argument(tensors: tuple[Tensor, ...]) -> None:
     query, key, value, centroids = tensors
     found = dgt.dynamic_group_attention(query, key, value, centroids, top_k=6)

@@ -27,6 +27,8 @@ def three_threads():
 def many_small_parts(monkeypatch, three_threads):
     monkeypatch.setattr(parts, "LEAST", 64)
     monkeypatch.setattr(parts, "MOST", 512)
+    for module in (parts, eager):
+        monkeypatch.setattr(module, "MOST_SCORES", 512)
     monkeypatch.setattr(parts, "SHARED", 0)
     monkeypatch.setattr(eager, "SHARED", 0)
 
@@ -90,6 +92,7 @@ def test_a_forked_process_has_threads_of_its_own(three_threads) -> None:
 @pytest.mark.parametrize("kind", ["plain", "masked", "remainder"])
 def test_parts_change_nothing(tokens, kind, draw, close, with_gradients, many_small_parts) -> None:
     """Queries, groups and heads cut into many parts: the reference's result and gradients; the same every time."""
+    assert tokens * tokens < 512 or len({part[2].start for part in parts.head_parts(2, 3, tokens, tokens)}) > 1
     query, key, value, centroids = draw(2, 3, tokens, 8, 7)
     mask = torch.rand(2, tokens) < 0.7 if kind == "masked" else None
 

@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import dgt
 from dgt import attend_with_logsumexp, find_centroids, merge_attention, seed_centroids
+from dgt.ops import reference
+from dgt.ops import remainder as remainders
 
 BACKENDS = ("eager", "reference")
 
@@ -202,7 +204,12 @@ def test_centroids_of_every_image(draw, close) -> None:
         alone = dgt.dynamic_group_attention(*(t[b : b + 1] for t in (query, key, value)), own[b], 9, remainder=True)
         for all_images, one in zip(together, alone, strict=True):
             assert torch.allclose(all_images[b], one[0], atol=1e-6)
+    same = find_centroids(query, own, steps=0)
+    assert torch.equal(same, own)
+    assert same.data_ptr() != own.data_ptr()
     assert torch.equal(find_centroids(query, centroids, steps=0), centroids.expand(3, -1, -1, -1))
+    with pytest.raises(ValueError, match=r"centroids must have shape \(B, H, G, D\) = .* to match query, got \(2, "):
+        find_centroids(query, own[:2])
 
 
 GOOD = {
@@ -247,3 +254,28 @@ def test_activation_checkpointing(tokens, remainder, draw, close, with_gradients
     again = with_gradients(lambda *qkv: checkpoint(run, *qkv, use_reentrant=False), (query, key, value))
     for actual, expected in zip(again, with_gradients(run, (query, key, value)), strict=True):
         close(actual, expected)
+
+
+def test_keys_that_are_alike_share_their_gradient(close, with_gradients) -> None:
+    """Scores tie, but for rounding, where a maximum has many places and its gradient goes to some of them."""
+    query, value = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 199, 8)
+    key = torch.randn(1, 1, 1, 8).expand(1, 1, 199, 8).contiguous()
+    ids = torch.zeros(1, 1, 4, dtype=torch.int64), torch.arange(5).view(1, 1, 1, 5)
+
+    def run(backend):
+        step = remainders if backend == "eager" else reference
+        return lambda q, k: step.summarize_unselected(q, k, value, *ids, 0.4, None)[2]
+
+    for ours, theirs in zip(*(with_gradients(run(b), (query, key)) for b in BACKENDS), strict=True):
+        close(ours, theirs, "constant")
+
+
+def test_autocast_leaves_prefix_tokens_alone(draw) -> None:
+    *tensors, centroids = (4 * tensor for tensor in draw(1, 2, 40, 8, 4))
+
+    def run():
+        return dgt.dynamic_group_attention(*tensors, centroids / 4, 9, num_prefix_tokens=3).output
+
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = run()
+    assert torch.equal(cast, run())

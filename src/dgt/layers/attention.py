@@ -17,7 +17,7 @@ from dgt.layers.convolution import TokenLinear
 from dgt.layers.scripting import attend_in_groups, check_layer_input, scripting
 from dgt.ops import DynamicGroupAttentionOutput, dynamic_group_attention, predict
 from dgt.ops.backends import resolve_backend
-from dgt.ops.checks import check_count
+from dgt.ops.checks import check_count, has_tangent
 
 
 class SelfAttention(nn.Module):
@@ -61,8 +61,9 @@ class SelfAttention(nn.Module):
         """Return (B, H, L, D) queries and keys ready for their dot products: by cosine, normalised and scaled."""
         if self.cosine:
             scale = self.logit_scale.exp().clamp(max=100.0)
-            query = (F.normalize(query, dim=-1) * scale).to(key.dtype)
-            key = F.normalize(key, dim=-1).to(key.dtype)
+            least = 1e-4 if key.dtype == torch.float16 else 1e-12  # a norm that is no zero in this type
+            query = (F.normalize(query, dim=-1, eps=least) * scale).to(key.dtype)
+            key = F.normalize(key, dim=-1, eps=least).to(key.dtype)
         return query, key
 
     def merge_heads(self, attended: Tensor, x: Tensor) -> Tensor:
@@ -129,8 +130,9 @@ class DGAttention(SelfAttention, CentroidState):
         heads = self.split_heads(x)
         real = None if mask is None else mask.flatten(1)
         if self.training and not self.seeded:
-            self.seed(heads[0], real)
+            self.seed(heads[0], real, False)  # TorchScript knows no default
         if not scripting() and self.only_predicts(heads[0]):
+            check_count("top_k", self.top_k)
             args = self.unit_centroids(), self.top_k, self.scale, real
             attended = predict.attention(torch.stack(heads), *args)
             return self.proj(attended.view(x.shape))
@@ -144,7 +146,7 @@ class DGAttention(SelfAttention, CentroidState):
         """Tell whether these (B, H, L, D) queries get attention alone, on a CPU: no ids, no gradients."""
         exported = torch.compiler.is_exporting() or torch.jit.is_tracing()  # files show the three steps
         plain = query.device.type == "cpu" and not (self.training or query.requires_grad or exported)
-        return plain and resolve_backend(self.backend, query) == "eager"
+        return plain and not has_tangent(query) and resolve_backend(self.backend, query) == "eager"
 
     @torch.jit.ignore
     def inspect(self, x: Tensor, mask: Tensor | None = None) -> DynamicGroupAttentionOutput:

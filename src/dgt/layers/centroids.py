@@ -14,6 +14,7 @@ weights (EMA) never leaves a layer off the sphere.
 """
 
 import itertools
+import threading
 import weakref
 from typing import Any
 
@@ -30,6 +31,7 @@ from dgt.utils.distributed import world_size
 SEED_TOKENS_PER_GROUP = 32  # size of the sample that seeding clusters
 
 _layers: "weakref.WeakSet[CentroidState]" = weakref.WeakSet()
+_enlisting = threading.Lock()  # layers may be built in one thread while another trains
 _serials = itertools.count()
 
 
@@ -75,7 +77,7 @@ class CentroidState(nn.Module):
         """Set random unit centroids, the same for every layer and run: what a never trained model works with."""
         if self.centroids.device.type != "meta":
             generator = torch.Generator().manual_seed(0)
-            noise = torch.randn(self.centroids.shape, generator=generator)
+            noise = torch.randn(self.centroids.shape, generator=generator, device="cpu")
             with torch.no_grad():
                 self.centroids.copy_(F.normalize(noise, dim=-1))
                 self.num_updates.zero_()
@@ -86,11 +88,15 @@ class CentroidState(nn.Module):
         return F.normalize(self.centroids, dim=-1)
 
     @torch.jit.unused
-    def seed(self, query: Tensor, key_mask: Tensor | None) -> None:
-        """Seed the centroids from the first training batch's (B, H, L, D) queries, the same on every rank."""
+    def seed(self, query: Tensor, key_mask: Tensor | None, anew: bool = False) -> None:
+        """Seed the centroids from the first training batch's (B, H, L, D) queries, the same on every rank.
+
+        Those that something copied in place (DDP from its first rank, an average) stay, but ``anew``.
+        """
         with torch.no_grad():
-            self.centroids.copy_(torch.ops.dgt.seed_from_batch(query, self.centroids.shape[1], key_mask))
-            self.num_updates.fill_(1)
+            updates = torch.zeros_like(self.num_updates) if anew else self.num_updates
+            self.centroids.copy_(torch.ops.dgt.seed_from_batch(query, self.centroids, updates, key_mask))
+            self.num_updates.clamp_(min=1)
         self.seeded = True
 
     @torch.jit.unused
@@ -133,6 +139,7 @@ class CentroidState(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
+        self.centroids = self.centroids.float()  # `assign` takes what it is given
         updates = state_dict.get(prefix + "num_updates")
         if updates is not None and updates.device.type != "meta":
             self.seeded = bool(updates > 0)
@@ -143,16 +150,23 @@ class CentroidState(nn.Module):
 
     def _enlist(self) -> None:
         self.serial = next(_serials)  # the same order on every rank, for the collective
-        _layers.add(self)
+        with _enlisting:
+            _layers.add(self)
 
 
 @torch.library.custom_op("dgt::seed_from_batch", mutates_args=())
-def _seed_from_batch(query: Tensor, num_groups: int, key_mask: Tensor | None) -> Tensor:
-    """Cluster evenly spaced tokens of all ranks' batches: every rank gets what one process with it all would get."""
+def _seed_from_batch(query: Tensor, centroids: Tensor, num_updates: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Cluster evenly spaced tokens of all ranks' batches: every rank gets what one process with it all would get.
+
+    Centroids that have been updated stay. A rank that knows so does not come here, so nothing is gathered for them.
+    """
+    if num_updates > 0:
+        return centroids.clone()
+    num_groups = centroids.shape[1]
     tokens = query.detach().float().transpose(0, 1).flatten(1, 2)  # (H, B L, D)
     if key_mask is not None and key_mask.any():
         tokens = tokens[:, key_mask.flatten()]
-    sample = SEED_TOKENS_PER_GROUP * num_groups // world_size()
+    sample = max(1, SEED_TOKENS_PER_GROUP * num_groups // world_size())
     tokens = tokens[:, torch.arange(sample, device=query.device) * tokens.shape[1] // sample]
     if world_size() > 1:
         shares = [torch.empty_like(tokens) for _ in range(world_size())]
@@ -162,8 +176,8 @@ def _seed_from_batch(query: Tensor, num_groups: int, key_mask: Tensor | None) ->
 
 
 @_seed_from_batch.register_fake
-def _(query: Tensor, num_groups: int, key_mask: Tensor | None) -> Tensor:
-    return query.new_empty((query.shape[1], num_groups, query.shape[3]), dtype=torch.float32)
+def _(query: Tensor, centroids: Tensor, num_updates: Tensor, key_mask: Tensor | None) -> Tensor:
+    return torch.empty_like(centroids)
 
 
 @torch.compiler.disable
@@ -171,7 +185,9 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
     """Update every training layer whose weights this optimizer owns, with statistics summed over ranks."""
     groups = optimizer.param_groups
     rates = {id(p): group.get("lr", 0.0) for group in groups for p in group["params"] if p.requires_grad}
-    layers = [layer for layer in _layers if layer.training and any(id(p) in rates for p in layer.parameters())]
+    with _enlisting:
+        layers = list(_layers)
+    layers = [layer for layer in layers if layer.training and any(id(p) in rates for p in layer.parameters())]
     layers.sort(key=lambda layer: layer.serial)
     if not layers:
         return

@@ -113,10 +113,14 @@ def activate_and_norm(
     large as what the activation keeps, of which both are cheap functions: those are kept in their place. Outputs and
     gradients stay the same bit for bit.
     """
-    traced = isinstance(x, Proxy) or torch.compiler.is_compiling()  # a compiler sees to the memory itself
+    # A compiler sees to the memory itself, and a file holds no function of ours.
+    traced = isinstance(x, Proxy) or torch.compiler.is_compiling() or torch.jit.is_tracing()
     if traced or not (torch.is_grad_enabled() and x.requires_grad):
         return then(norm(act(x)), *rest)
-    kept = _Kept.apply(x)
+    try:
+        kept = _Kept.apply(x)
+    except RuntimeError:  # in torch.func's transforms and forward mode, which take no such function either
+        return then(norm(act(x)), *rest)
     activated, node = act(kept), kept.grad_fn
     found: list[Tensor] = []  # the backward pass asks for what was normed, then for what was activated
 

@@ -29,6 +29,8 @@ def check_layer_input(x: Tensor, dim: int, mask: Tensor | None = None, is_map: b
             raise TypeError(f"{expected}, got {describe(x)}")
         if x.dim() not in (3, 4) or x.shape[-1] != dim:
             raise ValueError(f"{expected}, got {describe(x)}")
+        if 0 in x.shape:
+            raise ValueError(f"x must not be empty, got {describe(x)}")
         if is_map and x.dim() != 4:
             raise ValueError(f"x must be a (B, H, W, {dim}) map, got {describe(x)}")
         if mask is not None:

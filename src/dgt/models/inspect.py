@@ -63,14 +63,14 @@ class GroupRecord(NamedTuple):
 
 
 class BlockDiagnosis(NamedTuple):
-    """The DG-Attention layer ``name`` for images of so many ``tokens``.
+    """The DG-Attention layer ``name`` for images of so many ``tokens``, prefix tokens (class, registers) aside.
 
     Masses are shares of global attention, means over images, heads and queries: on the keys that the query's group
     ``selected``; on as many drawn at ``random``, in expectation; on as many in a square ``window`` around the query
-    (clipped at the border and grown to the same number; None where the layer gets tokens without a grid, or more than
-    the grid's); on the k keys that hold most for all queries of a head together, the most that one group could reach,
-    for the queries of the group together, the most that any choice for groups could, and for every query alone. Where
-    ``top_k`` reaches ``tokens``, all are 1. ``perplexity`` is exp(entropy) of the group sizes of all images together,
+    (clipped at the border and grown to the same number; None where the layer gets tokens without a grid); on the k keys
+    that hold most for all queries of a head together, the most that one group could reach, for the queries of the group
+    together, the most that any choice for groups could, and for every query alone. Where ``top_k`` reaches ``tokens``,
+    all are 1. ``perplexity`` is exp(entropy) of the group sizes of all images together,
     G where all are of one size, or image by image; ``groups_in_use`` have a query in any image: means over heads.
     """
 
@@ -185,11 +185,14 @@ def group_records(model: nn.Module, images: Tensor, mask: Tensor | None = None) 
 def _record(seen: LayerInput) -> GroupRecord:
     if seen.grid is None:
         raise UserError(f"the tokens of layer {seen.name!r} must lie on a grid, got {tuple(seen.x.shape)}")
+    return GroupRecord(seen.name, seen.grid, _of_patches(seen))
+
+
+def _of_patches(seen: LayerInput) -> DynamicGroupAttentionOutput:
+    """What a layer does without its prefix, which is of no group and always the first keys of every one."""
     output, group_ids, key_ids = seen.layer.inspect(seen.x, seen.mask)
-    if seen.prefix:  # always the first keys of every group
-        start = seen.prefix
-        output, group_ids, key_ids = output[:, :, start:], group_ids[:, :, start:], key_ids[..., start:] - start
-    return GroupRecord(seen.name, seen.grid, DynamicGroupAttentionOutput(output, group_ids, key_ids))
+    start = seen.prefix
+    return DynamicGroupAttentionOutput(output[:, :, start:], group_ids[:, :, start:], key_ids[..., start:] - start)
 
 
 def diagnose(model: nn.Module, images: Tensor, mask: Tensor | None = None) -> list[BlockDiagnosis]:
@@ -204,10 +207,9 @@ def diagnose(model: nn.Module, images: Tensor, mask: Tensor | None = None) -> li
 
 def _diagnose_layer(seen: LayerInput) -> BlockDiagnosis:
     layer = seen.layer
-    query, key, _ = layer.split_heads(seen.x)
-    _, group_ids, key_ids = layer.inspect(seen.x, seen.mask)
-    grid = None if seen.prefix else seen.grid
-    masses = attention_mass_of_choices(query, key, group_ids, key_ids, layer.scale, grid)
+    query, key, _ = (tensor[:, :, seen.prefix :] for tensor in layer.split_heads(seen.x))
+    _, group_ids, key_ids = _of_patches(seen)
+    masses = attention_mass_of_choices(query, key, group_ids, key_ids, layer.scale, seen.grid)
     means = {choice: float(value[group_ids >= 0].mean()) for choice, value in masses.items()}
     groups = layer.centroids.shape[1]
     counts = nn.functional.one_hot(group_ids + 1, groups + 1).sum(2)[..., 1:]  # (B, H, G); padding is -1

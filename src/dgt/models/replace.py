@@ -186,7 +186,7 @@ def calibrate(model: nn.Module, images: Tensor) -> list[str]:
 
     def seed(seen: LayerInput) -> str:
         query, _, _ = seen.layer.split_heads(seen.x)
-        seen.layer.seed(query[:, :, seen.prefix :], None if seen.mask is None else seen.mask.flatten(1))
+        seen.layer.seed(query[:, :, seen.prefix :], None if seen.mask is None else seen.mask.flatten(1), anew=True)
         return seen.name
 
     return capture(model, images, seed)[0]

@@ -29,6 +29,8 @@ from dgt.ops.checks import (
     check_shape,
     check_tensor,
     check_tokens,
+    full_precision,
+    has_tangent,
 )
 from dgt.ops.grouping import group_queries
 from dgt.ops.remainder import add_remainder
@@ -44,7 +46,10 @@ class DynamicGroupAttentionOutput(NamedTuple):
     group_ids: Tensor
     """(B, H, L) int64: the group of every query, -1 at padding."""
     key_ids: Tensor
-    """(B, H, G, min(top_k, L)) int64: the keys of every group, ascending; -1 where there are fewer real tokens."""
+    """(B, H, G, min(top_k, S)) int64: the keys of every group, ascending; -1 where there are fewer real tokens.
+
+    With a prefix of P tokens (B, H, G, P + min(top_k, L - P)), the prefix first, -1 in the place of one that is masked.
+    """
 
 
 @falls_back
@@ -72,7 +77,7 @@ def dynamic_group_attention(
         top_k: k >= 1 keys for every group; clamped to S.
         scale: factor on the scores; default 1 / sqrt(D).
         key_mask: optional bool (B, S), True where a token is real. Padding is never selected, never counted, and, where
-            L is S, yields zero; what it holds must be finite.
+            L is S, yields zero; what it holds must be finite. None with an image's own centroids.
         backend: ``"reference"`` (dense, any type, twice differentiable, shares no code with the others), ``"eager"``
             (fast, plain PyTorch, any device), ``"triton"`` (fused kernels for CUDA; up to 128 channels per head, no
             float64, no gradients of a remainder), or ``"auto"``: Triton where it can run, eager elsewhere and, with a
@@ -132,7 +137,8 @@ def _three_steps(
         output = _attend(backend, False, patches, *seen[:2], group_ids, seen[2], scale, seen[3])[0]
     if prefix:
         everything = None if key_mask is None else key_mask[:, None, None]
-        whole = F.scaled_dot_product_attention(query[:, :, :prefix], key, value, everything, scale=scale)
+        with full_precision(query.device):
+            whole = F.scaled_dot_product_attention(query[:, :, :prefix], key, value, everything, scale=scale)
         if key_mask is not None:
             whole = whole.masked_fill(~key_mask[:, None, :prefix, None], 0.0)
         output = torch.cat([whole, output], dim=2)
@@ -232,6 +238,8 @@ def _attend(backend: str, with_sums: bool, *arguments: Any) -> tuple[Tensor, ...
 def _resolve(backend: str, forward_only: bool, what: str, *tensors: Tensor | None) -> str:
     """The backend that a call runs on; for some Triton has no gradients of these tensors, the first of them tokens."""
     resolved = resolve_backend(backend, tensors[0])
+    if resolved != "reference" and has_tangent(*tensors):
+        raise ValueError(f'backend must be "reference" for forward-mode differentiation, got "{backend}"')
     wanted = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
     if resolved == "triton" and forward_only and wanted:
         if backend == "triton":

@@ -11,7 +11,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dgt.ops.checks import check_choice, check_count, check_device, check_shape, check_tensor, check_tokens
+from dgt.ops.checks import (
+    check_choice,
+    check_count,
+    check_device,
+    check_shape,
+    check_tensor,
+    check_tokens,
+    full_precision,
+)
 
 CHUNK_ELEMENTS = 1 << 24  # scores held at once
 
@@ -94,7 +102,8 @@ def attention_mass_curve(
     if not counts or max(counts) > key.shape[2]:
         raise ValueError(f"counts must hold at least one k, none above L = {key.shape[2]}, got {list(counts)}")
     places = torch.tensor(counts, device=key.device) - 1
-    ranking = torch.einsum("hgd,bhjd->bhgj", centroids.float(), key.float())
+    with full_precision(key.device):
+        ranking = torch.einsum("hgd,bhjd->bhgj", centroids.float(), key.float())
     ranking = ranking.masked_fill((group_ids < 0)[:, :, None], -torch.inf)
     order = ranking.argsort(dim=-1, descending=True, stable=True)
     total = torch.zeros(*query.shape[:2], len(counts), device=query.device)
@@ -179,7 +188,8 @@ def _score_slices(
     padding = (group_ids < 0)[:, :, None]
     step = max(1, CHUNK_ELEMENTS // (batch * heads * tokens))
     for start in range(0, tokens, step):
-        scores = torch.matmul(query[:, :, start : start + step].float() * scale, key.float().transpose(-1, -2))
+        with full_precision(query.device):
+            scores = torch.matmul(query[:, :, start : start + step].float() * scale, key.float().transpose(-1, -2))
         yield scores.masked_fill(padding, -torch.inf), group_ids[:, :, start : start + step]
 
 

@@ -9,6 +9,7 @@ import contextlib
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
 from dgt.utils.errors import NonFiniteInput
 
@@ -87,6 +88,8 @@ def check_choice(query: Tensor, key: Tensor, group_ids: Tensor, key_ids: Tensor)
     check_tensor("key_ids", key_ids, "BHGK", floating=False)
     check_shape("group_ids", group_ids, "BHL", tuple(query.shape[:3]), "query")
     check_shape("key_ids", key_ids, "BHGK", (*key.shape[:2], *key_ids.shape[2:]), "key")
+    if 0 in key_ids.shape:
+        raise ValueError(f"key_ids must hold at least one group and one place, got shape {tuple(key_ids.shape)}")
     check_device("query", query, group_ids=group_ids, key_ids=key_ids)
 
 
@@ -160,6 +163,13 @@ def _can_check(tensor: Tensor) -> bool:
     """Tell whether a tensor's values can be looked at now, at no cost of waiting for a device."""
     traced = torch.compiler.is_compiling() or isinstance(tensor, FakeTensor)
     return tensor.device.type == "cpu" and not traced and tensor.numel() > 0
+
+
+def has_tangent(*tensors: Tensor | None) -> bool:
+    """Tell whether a tensor takes part in forward-mode differentiation, for which our operators have no rule."""
+    if torch.compiler.is_compiling():
+        return False
+    return any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager[object]:

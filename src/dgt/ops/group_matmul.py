@@ -22,6 +22,7 @@ from dgt.ops.checks import (
     check_shape,
     check_tensor,
     full_precision,
+    has_tangent,
 )
 from dgt.ops.triton.fallback import falls_back
 
@@ -65,6 +66,8 @@ def group_matmul(
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
     _check(form, left, right, group_ids, key_ids, tokens)
+    if has_tangent(left, right):
+        raise ValueError("left and right must have no tangents: forward-mode differentiation is not supported")
     count = tokens or right.shape[2]
     check_ids("group_ids", group_ids, key_ids.shape[2])
     check_key_ids(key_ids, count)
@@ -104,8 +107,9 @@ def _check(form: int, left: Tensor, right: Tensor, group_ids: Tensor, key_ids: T
     check_shape("right", right, LETTERS[form][1], expected[form], "left")
     if form in (2, 4):
         check_shape("left", left, "BHLK", (*left.shape[:3], places), "key_ids")
-    if 0 in left.shape or 0 in right.shape:
-        raise ValueError(f"left and right must not be empty, got {tuple(left.shape)} and {tuple(right.shape)}")
+    if 0 in left.shape or 0 in right.shape or 0 in key_ids.shape:
+        came = f"{tuple(left.shape)}, {tuple(right.shape)} and {tuple(key_ids.shape)}"
+        raise ValueError(f"left, right and key_ids must not be empty, got {came}")
 
 
 @torch.library.custom_op("dgt::group_matmul", mutates_args=())

@@ -225,7 +225,8 @@ def find_centroids(query: Tensor, centroids: Tensor, steps: int = 2) -> Tensor:
         centroids = centroids.expand(len(query), *centroids.shape)
     check_tensor("query", query, "BHLD", floating=True)
     check_tensor("centroids", centroids, "BHGD", floating=True)
-    tokens, found = query.detach().flatten(0, 1)[None], centroids.detach().float().flatten(0, 1)
+    check_shape("centroids", centroids, "BHGD", (*query.shape[:2], *centroids.shape[2:]), "query")
+    tokens, found = query.detach().flatten(0, 1)[None], centroids.detach().to(torch.float32, copy=True).flatten(0, 1)
     check_tokens("query", tokens, found)
     for _ in range(steps):
         sums, counts = group_statistics(tokens, group_queries(tokens, found), found.shape[1])
@@ -237,7 +238,7 @@ def _spread_out(unit: Tensor, num_groups: int) -> Tensor:
     """Choose G of the (H, N, D) unit tokens by k-means++: likelier the farther from those chosen."""
     heads, count, channels = unit.shape
     generator = torch.Generator().manual_seed(0)
-    draws = torch.rand(num_groups, heads, 1, generator=generator).to(unit.device)
+    draws = torch.rand(num_groups, heads, 1, generator=generator, device="cpu").to(unit.device)
     chosen = unit.new_empty(heads, num_groups, channels)
     distance = unit.new_full((heads, count), 2.0)
     for group in range(num_groups):

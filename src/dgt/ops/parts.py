@@ -21,10 +21,10 @@ MOST_SCORES = 1 << 19  # of scores of centroids, and of whole heads: read once o
 SHARED = 0 if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive" else 1 << 14
 
 
-def part_size(total: int, tokens: int, most: int = MOST) -> int:
+def part_size(total: int, tokens: int, most: int | None = None) -> int:
     """Elements of a part's largest temporary tensor, of ``total`` in all: half of what each thread has to do."""
     threads = torch.get_num_threads() if tokens >= SHARED else 1
-    return min(most, max(LEAST, total // (2 * threads) if threads > 1 else total))
+    return min(most or MOST, max(LEAST, total // (2 * threads) if threads > 1 else total))
 
 
 def cut(count: int, most: int) -> list[slice]:

@@ -102,7 +102,8 @@ def _summarize(
     hidden = hidden if padding is None else hidden.masked_fill(padding, HIDDEN)
     score = torch.baddbmm(hidden, mean, key.mT)
     share = score.softmax(-1)
-    mass = score.amax(-1) - share.amax(-1).log()  # the logarithm of the sum, without its exponentials once more
+    # Where scores tie, the gradients of both maxima, which spare the exponentials once more, would not cancel.
+    mass = score.logsumexp(-1) if score.requires_grad else score.amax(-1) - share.amax(-1).log()
     rest_key = torch.bmm(share, key)
     real = tokens if padding is None else (~padding).sum(-1)
     return rest_key, torch.bmm(share, value), mass - (mean * rest_key).sum(-1), listed.sum(-1) >= real

@@ -37,7 +37,8 @@ class RandomKeyAttention(GlobalAttention):
         check_layer_input(x, self.qkv.in_features, mask)
         query, key, value = self.split_heads(x)
         tokens = query.shape[2]
-        drawn = torch.rand(self.num_heads, tokens, tokens, generator=torch.Generator().manual_seed(tokens))
+        generator = torch.Generator().manual_seed(tokens)
+        drawn = torch.rand(self.num_heads, tokens, tokens, generator=generator, device="cpu")
         sees = (drawn >= drawn.topk(min(self.top_k, tokens)).values[..., -1:]).to(x.device)[None]
         if mask is not None:
             real = sees & mask.flatten(1)[:, None, None, :]
