@@ -52,7 +52,8 @@ def sizes_of_detectors() -> Cells:
 
 
 def _like(name: str) -> Cells:
-    shares = {"pure": "pure groups, %", "random_pure": "drawn at random", "like": "like keys: the group's, %"}
+    shares = {"pure": "pure groups, %", "random_pure": "drawn at random", "patch_pure": "patches of neighbours"}
+    shares |= {"like": "like keys: the group's, %"}
     shares |= {"window": "in a window", "attention": "by global attention", "random": "at random"}
     rows = []
     for row in read(f"like_to_like_{name}")["rows"]:
