@@ -148,6 +148,15 @@ def smooth_images(count: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.usefixtures("slow_attention")
+def test_settings_are_timed_as_they_predict(monkeypatch) -> None:
+    """Without the statistics of a training step, whatever mode the model is in."""
+    observed = []
+    monkeypatch.setattr(sdpa.GroupedCall, "observe", lambda *arguments: observed.append(arguments))
+    assert dgt.accelerate(vit().train(), torch.randn(2, 3, SIZE, SIZE), 0.9).layers[0].choice == "groups"
+    assert not observed
+
+
+@pytest.mark.usefixtures("slow_attention")
 def test_where_groups_are_not_faster_nothing_changes(monkeypatch) -> None:
     monkeypatch.setattr(search, "GAIN", 0.01)  # 1 ms there, and the fewest groups take 1.6
     model, images = vit(), torch.randn(2, 3, SIZE, SIZE)
