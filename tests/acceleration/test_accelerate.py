@@ -541,6 +541,50 @@ def test_a_plan_of_other_sizes(options, message, tmp_path) -> None:
         dgt.apply_plan("vit", tmp_path / "plan")
 
 
+@pytest.mark.usefixtures("slow_attention")
+def test_a_plan_of_other_prefix_tokens(tmp_path) -> None:
+    """Is refused, but where the user gave their number, or in plans of before that was written."""
+    counted, given = (dgt.accelerate(vit(), torch.randn(2, 3, SIZE, SIZE), 0.9, number) for number in (None, 1))
+    counted.save(tmp_path / "plan")
+    other = vit(reg_tokens=4)
+    with pytest.raises(ValueError, match=r"plan's 1 class and register tokens at 'blocks\.0\.attn', got 5"):
+        dgt.apply_plan(other, tmp_path / "plan")
+    assert not grouped_calls(other)
+    for report in (given, dataclasses.replace(counted, prefix_told=False)):
+        report.save(tmp_path / "plan")
+        dgt.apply_plan(vit(reg_tokens=4), tmp_path / "plan")
+
+
+@pytest.mark.usefixtures("slow_attention")
+def test_a_plan_of_a_model_that_was_wrapped_since(tmp_path) -> None:
+    model, images = vit(), torch.randn(2, 3, SIZE, SIZE)
+    report = dgt.accelerate(model, images, 0.9)
+    _train_once(model)
+    centroids = {name: call.unit_centroids() for name, call in grouped_calls(model).items()}
+    apart = copy.deepcopy(model)
+    apart.blocks[0].attn = torch.compile(apart.blocks[0].attn)
+    for wrapped in (model, torch.compile(model), nn.DataParallel(torch.compile(model)), apart):
+        report.save(tmp_path / "plan", wrapped)
+        again = dgt.apply_plan(vit(), tmp_path / "plan")
+        torch.testing.assert_close(again.centroids, centroids)
+    for other in (vit(), nn.Sequential(model)):
+        with pytest.raises(
+            ValueError, match=r"model must have the plan's layers in groups, .*: not so '.*blocks\.0\.attn'"
+        ):
+            report.save(tmp_path / "plan", other)
+
+
+@pytest.mark.usefixtures("slow_attention")
+def test_in_inference_mode(tmp_path) -> None:
+    """What was accelerated there can be trained elsewhere."""
+    models = [vit(), vit()]
+    with torch.inference_mode():
+        dgt.accelerate(models[0], torch.randn(2, 3, SIZE, SIZE), 0.9).save(tmp_path / "plan")
+        dgt.apply_plan(models[1], tmp_path / "plan")
+    for model in models:
+        _train_once(model)
+
+
 class Parts(nn.Module):
     """torch's own module, in every way that it is called, in which it calls no attention that can be seen."""
 

@@ -177,7 +177,7 @@ def _accelerate(model: nn.Module, images: Inputs, error: float, prefix: int | No
     return Report(
         error, relative_error(parts[0]), relative_error(parts[1]), speedup, whole / whole_after,
         whole / max(whole - attention, 1e-9), layers_of, centroids, half_interval(parts[0]), half_interval(parts[1]),
-        count_alike(model, layers),
+        count_alike(model, layers), prefix is None,
     )  # fmt: skip
 
 
