@@ -284,6 +284,8 @@ def test_an_accelerated_model_is_a_model() -> None:
         assert torch.equal(twin(images), expected)
         with dgt.exact_attention(twin):
             assert not torch.equal(twin(images), expected)
+            again = copy.deepcopy(twin)  # in which nothing would ever end it
+        assert torch.equal(again(images), expected)
         assert torch.equal(model(images), expected)
         torch.compiler.reset()
         compiled = torch.compile(model, backend="aot_eager")
@@ -622,8 +624,12 @@ class Parts(nn.Module):
 def test_the_multi_head_attention_of_torch(batch_first) -> None:
     torch.manual_seed(0)
     model, images = Parts(batch_first).eval(), torch.randn(2, 256, 32)
+    runs = []
     with torch.no_grad():
         before = model(images)
+        with sdpa.watch_calls(model, lambda _, call: runs.append(call.run()) or runs[-1]):  # as they are timed
+            torch.testing.assert_close(model(images), before)
+        assert [isinstance(output, tuple) for output in runs] == [False, False, True, True, True, True, False]
         report = dgt.accelerate(model, images, 0.9)
         assert {layer.name: layer.reason for layer in report.layers} == {
             "parts.plain": "",
