@@ -10,7 +10,7 @@ import pytest
 from dgt import bench
 from dgt.bench import Candidate, attention, models
 from dgt.bench.measures import table
-from dgt.utils.errors import LostProcess
+from dgt.utils.errors import LostProcess, UserError
 from dgt.utils.records import processor
 from dgt_command import main
 
@@ -137,7 +137,7 @@ def test_forms_of_a_model() -> None:
     ],
 )
 def test_what_is_no_candidate(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         bench.bench_models(("dgt_nano", text))
 
 

@@ -63,6 +63,15 @@ def test_sizes_in_a_model_of_ours_and_in_a_plain_one() -> None:
     assert attention.cases_of_model("test_vit", 160, 12, 5) == [((1, 2, 101, 32), 12, 5)]
 
 
+def test_a_model_that_is_built_for_one_size_is_built_for_the_one_given() -> None:
+    assert attention.cases_of_model("vit_tiny_patch16_384", 64, 4, 8) == [((1, 3, 17, 64), 4, 8)]
+
+
+def test_attention_of_windows_in_a_fifth_dimension_is_left_out() -> None:
+    whole, last = attention.cases_of_model("hiera_tiny_224", 224, 4, 8)
+    assert (whole, last) == (((1, 4, 196, 96), 4, 8), ((1, 8, 49, 96), 4, 8))
+
+
 def test_a_model_that_attends_nowhere_is_refused() -> None:
     with pytest.raises(UserError, match=r"'test_resnet' attends nowhere .* give --shape"):
         attention.cases_of_model("test_resnet", 64, 1, 1)
@@ -74,6 +83,11 @@ def test_a_model_that_attends_nowhere_is_refused() -> None:
         ([], "name a timm model, or give --shape B,H,L,D: one of both"),
         (["dgt_nano", "--shape", "1,2,3,4"], "name a timm model, or give --shape B,H,L,D: one of both"),
         (["no_model"], "'no_model' is no model of timm"),
+        (
+            ["--shape", "1,2,96,8", "--device", "no_device"],
+            "device must be one that PyTorch finds here, got 'no_device'",
+        ),
+        (["maxvit_tiny_tf_224", "--size", "250"], "model must take images of 250 x 250 pixels: "),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

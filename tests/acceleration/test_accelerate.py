@@ -148,6 +148,15 @@ def smooth_images(count: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.usefixtures("slow_attention")
+def test_settings_are_timed_as_they_predict(monkeypatch) -> None:
+    """Without the statistics of a training step, whatever mode the model is in."""
+    observed = []
+    monkeypatch.setattr(sdpa.GroupedCall, "observe", lambda *arguments: observed.append(arguments))
+    assert dgt.accelerate(vit().train(), torch.randn(2, 3, SIZE, SIZE), 0.9).layers[0].choice == "groups"
+    assert not observed
+
+
+@pytest.mark.usefixtures("slow_attention")
 def test_where_groups_are_not_faster_nothing_changes(monkeypatch) -> None:
     monkeypatch.setattr(search, "GAIN", 0.01)  # 1 ms there, and the fewest groups take 1.6
     model, images = vit(), torch.randn(2, 3, SIZE, SIZE)
@@ -275,6 +284,8 @@ def test_an_accelerated_model_is_a_model() -> None:
         assert torch.equal(twin(images), expected)
         with dgt.exact_attention(twin):
             assert not torch.equal(twin(images), expected)
+            again = copy.deepcopy(twin)  # in which nothing would ever end it
+        assert torch.equal(again(images), expected)
         assert torch.equal(model(images), expected)
         torch.compiler.reset()
         compiled = torch.compile(model, backend="aot_eager")
@@ -532,6 +543,50 @@ def test_a_plan_of_other_sizes(options, message, tmp_path) -> None:
         dgt.apply_plan("vit", tmp_path / "plan")
 
 
+@pytest.mark.usefixtures("slow_attention")
+def test_a_plan_of_other_prefix_tokens(tmp_path) -> None:
+    """Is refused, but where the user gave their number, or in plans of before that was written."""
+    counted, given = (dgt.accelerate(vit(), torch.randn(2, 3, SIZE, SIZE), 0.9, number) for number in (None, 1))
+    counted.save(tmp_path / "plan")
+    other = vit(reg_tokens=4)
+    with pytest.raises(ValueError, match=r"plan's 1 class and register tokens at 'blocks\.0\.attn', got 5"):
+        dgt.apply_plan(other, tmp_path / "plan")
+    assert not grouped_calls(other)
+    for report in (given, dataclasses.replace(counted, prefix_told=False)):
+        report.save(tmp_path / "plan")
+        dgt.apply_plan(vit(reg_tokens=4), tmp_path / "plan")
+
+
+@pytest.mark.usefixtures("slow_attention")
+def test_a_plan_of_a_model_that_was_wrapped_since(tmp_path) -> None:
+    model, images = vit(), torch.randn(2, 3, SIZE, SIZE)
+    report = dgt.accelerate(model, images, 0.9)
+    _train_once(model)
+    centroids = {name: call.unit_centroids() for name, call in grouped_calls(model).items()}
+    apart = copy.deepcopy(model)
+    apart.blocks[0].attn = torch.compile(apart.blocks[0].attn)
+    for wrapped in (model, torch.compile(model), nn.DataParallel(torch.compile(model)), apart):
+        report.save(tmp_path / "plan", wrapped)
+        again = dgt.apply_plan(vit(), tmp_path / "plan")
+        torch.testing.assert_close(again.centroids, centroids)
+    for other in (vit(), nn.Sequential(model)):
+        with pytest.raises(
+            ValueError, match=r"model must have the plan's layers in groups, .*: not so '.*blocks\.0\.attn'"
+        ):
+            report.save(tmp_path / "plan", other)
+
+
+@pytest.mark.usefixtures("slow_attention")
+def test_in_inference_mode(tmp_path) -> None:
+    """What was accelerated there can be trained elsewhere."""
+    models = [vit(), vit()]
+    with torch.inference_mode():
+        dgt.accelerate(models[0], torch.randn(2, 3, SIZE, SIZE), 0.9).save(tmp_path / "plan")
+        dgt.apply_plan(models[1], tmp_path / "plan")
+    for model in models:
+        _train_once(model)
+
+
 class Parts(nn.Module):
     """torch's own module, in every way that it is called, in which it calls no attention that can be seen."""
 
@@ -569,8 +624,12 @@ class Parts(nn.Module):
 def test_the_multi_head_attention_of_torch(batch_first) -> None:
     torch.manual_seed(0)
     model, images = Parts(batch_first).eval(), torch.randn(2, 256, 32)
+    runs = []
     with torch.no_grad():
         before = model(images)
+        with sdpa.watch_calls(model, lambda _, call: runs.append(call.run()) or runs[-1]):  # as they are timed
+            torch.testing.assert_close(model(images), before)
+        assert [isinstance(output, tuple) for output in runs] == [False, False, True, True, True, True, False]
         report = dgt.accelerate(model, images, 0.9)
         assert {layer.name: layer.reason for layer in report.layers} == {
             "parts.plain": "",

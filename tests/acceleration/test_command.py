@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import timm
 import torch
@@ -80,6 +82,52 @@ def test_folders_of_transformers(tmp_path, caplog, monkeypatch) -> None:
     (tmp_path / "model" / "model.safetensors").write_bytes(b"no weights")
     with pytest.raises(ValueError, match=r"model '.*model' cannot be loaded: "):
         app.accelerate_model(name, tmp_path, 0.5, None, 4)
+
+
+def test_models_of_timm_on_the_hub(tmp_path, monkeypatch) -> None:
+    """Opened by timm as a folder of it is, by the configuration there: its size, normalisation, head and names."""
+    config = {"pretrained_cfg": {"mean": (0.1,) * 3, "std": (0.2,) * 3, "input_size": (3, SIZE, SIZE)}}
+    options = {"depth": 1, "embed_dim": 32, "num_heads": 2, "img_size": SIZE, "num_classes": 5}
+    model, create = timm.create_model("vit_tiny_patch16_224", **options), timm.create_model
+    timm.models.save_for_hf(model, tmp_path, model_args=options, model_config=config, safe_serialization=True)
+    monkeypatch.setattr(app, "hf_hub_download", lambda name, file: {"timm/vit": str(tmp_path / file)}[name])
+    monkeypatch.setattr(
+        timm, "create_model", lambda name, **more: create({"hf-hub:timm/vit": f"local-dir:{tmp_path}"}[name], **more)
+    )
+    opened, found = app._open("timm/vit", None)
+    assert opened.state_dict().keys() == model.state_dict().keys()
+    assert [tuple(found[key]) for key in ("input_size", "mean", "std")] == [(3, SIZE, SIZE), (0.1,) * 3, (0.2,) * 3]
+
+
+@pytest.mark.parametrize(
+    ("settings", "mean", "warned"),
+    [({"do_normalize": False}, (0.0,) * 3, False), ({"image_mean": None}, None, True), ({}, (0.1,) * 3, False)],
+)
+def test_the_normalisation_of_a_processor(settings, mean, warned, tmp_path, caplog) -> None:
+    name = saved(tmp_path)
+    told = {"image_processor_type": "SiglipImageProcessor", "image_mean": [0.1] * 3, "image_std": [0.2] * 3}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**told, **settings}))
+    assert app._open(name, None)[1].get("mean") == mean
+    assert ("no processor" in caplog.text) == warned
+
+
+def test_a_model_without_an_encoder_of_images_of_that_name(tmp_path) -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    parts = {f"{part}_config": sizes for part in ("text", "image", "multimodal")}
+    transformers.FlavaModel(transformers.FlavaConfig(**parts)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"cannot be loaded: 'FlavaModel' object has no attribute 'vision_model'"):
+        app._open(str(tmp_path), None)
+
+
+def test_images_are_taken_from_all_over(tmp_path, monkeypatch) -> None:
+    for number in range(7):
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / f"{number}.png")
+    monkeypatch.setattr(
+        app, "_open", lambda name, size: (vit(), {"input_size": (3, 8, 8), "mean": (0,) * 3, "std": (1,) * 3})
+    )
+    monkeypatch.setattr(app, "accelerate", lambda model, images, error: (255 * images[:, 0, 0, 0]).round().tolist())
+    for count, expected in ((4, [0, 1, 3, 5]), (2, [0, 3]), (9, [*range(7)])):
+        assert app.accelerate_model("vit", tmp_path, 0.1, None, count) == expected
 
 
 def test_places_that_cannot_be_written_are_refused_first(tmp_path) -> None:

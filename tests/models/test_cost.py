@@ -12,6 +12,7 @@ import dgt
 from dgt.app.info import model_rows, model_table
 from dgt.models.cost import attention_share
 from dgt.ops import flops
+from dgt.utils.errors import UserError
 
 
 @pytest.mark.parametrize(
@@ -86,6 +87,14 @@ def test_a_model_is_counted_as_it_is_and_left_alone() -> None:
 def test_another_model_is_counted_in_the_same_way() -> None:
     linear = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
     assert dgt.cost(linear, (5, 7)).flops == 35 * 3 * 4 + 35 * 4
+
+
+def test_a_model_that_is_built_for_one_size_is_built_for_the_one_given() -> None:
+    counts = [dgt.cost(name, (64, 96)) for name in ("vit_base_patch16_384", "vit_base_patch16_224")]
+    assert counts[0] == counts[1]
+    assert counts[0].flops < dgt.cost("vit_base_patch16_384", (96, 96)).flops
+    with pytest.raises(UserError, match=r"model must take images of 250 x 224 pixels: .*divisible"):
+        dgt.cost("maxvit_tiny_tf_224", (250, 224))
 
 
 def test_rows_stand_beside_the_paper() -> None:

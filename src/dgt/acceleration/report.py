@@ -1,15 +1,18 @@
 """What accelerating a model found and did, as a table, as JSON, and as a plan that does it again."""
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from dgt.acceleration.doors import count_prefix_tokens
 from dgt.acceleration.sdpa import GroupedCall, grouped_calls, install
 from dgt.ops.checks import describe
 from dgt.utils.atomic_write import atomic_write, replacing
@@ -17,6 +20,7 @@ from dgt.utils.errors import UserError
 
 FORMAT = "dgt-plan-1"
 SIZES = {"heads": ("num_heads", "num_attention_heads"), "channels": ("head_dim", "attention_head_size")}  # if told
+WRAPPERS = re.compile(r"(^|\.)(_orig_mod|module)(?=\.|$)")  # torch.compile's and data parallelism's part of a name
 COLOURS = {"before": "#b8b8b8", "groups": "#2a78b5", "dense": "#707070"}
 
 
@@ -62,6 +66,7 @@ class Report:
     predicted_half: float | None = None
     measured_half: float | None = None
     alike: int | None = None  # modules of its layers' classes in the whole model: a plan is for one with as many
+    prefix_told: bool = False  # by the model, which a plan's must then tell, too; not where the user gave the number
 
     def __str__(self) -> str:
         width = max((len(layer.name) for layer in self.layers), default=0)
@@ -112,9 +117,17 @@ class Report:
             figure.savefig(partial, format=Path(path).suffix[1:] or "png", dpi=150)
 
     def save(self, path: str | Path, model: nn.Module | None = None) -> None:
-        """Write the plan for :func:`apply_plan`, a safetensors file; with centroids of a ``model`` trained since."""
-        calls = {} if model is None else grouped_calls(model)
-        centroids = {**self.centroids, **{name: call.unit_centroids() for name, call in calls.items()}}
+        """Write the plan for :func:`apply_plan`, a safetensors file; with centroids of a ``model`` trained since.
+
+        The model may be compiled or wrapped by now; UserError where other layers of it are in groups than the plan's.
+        """
+        centroids = self.centroids
+        if model is not None:
+            calls = {name: call.unit_centroids() for name, call in grouped_calls(model).items()}
+            own = {name if name in centroids else WRAPPERS.sub("", name).strip("."): calls[name] for name in calls}
+            if others := sorted(own.keys() ^ centroids.keys()):
+                raise UserError(f"model must have the plan's layers in groups, and no others: not so {others[0]!r}")
+            centroids = own
         metadata = {"format": FORMAT, "report": json.dumps(self.to_json())}
         atomic_write(Path(path), safetensors.torch.save(centroids, metadata=metadata))
 
@@ -160,6 +173,8 @@ def apply_plan(model: nn.Module, path: str | Path) -> Report:
     if report.alike not in (None, found := count_alike(model, rows)):
         raise UserError(f"model must have the plan's {report.alike} modules that attend, got {found}")
     for name in centroids:
+        if report.prefix_told and (told := count_prefix_tokens(model, name) or 0) != (wanted := rows[name].prefix):
+            raise UserError(f"model must have the plan's {wanted} class and register tokens at {name!r}, got {told}")
         for size, words in SIZES.items():
             wanted, counts = getattr(rows[name], size), [getattr(modules[name], word, None) for word in words]
             if any(isinstance(count, int) and count != wanted for count in counts):
@@ -174,6 +189,7 @@ def count_alike(model: nn.Module, names: Iterable[str]) -> int:
     return sum(type(module) in kinds for module in model.modules())
 
 
+@torch.inference_mode(False)  # else what is made here could not be trained
 def install_plan(model: nn.Module, rows: dict[str, LayerReport], centroids: dict[str, Tensor]) -> None:
     """Have the layers that have centroids answered by groups, as their rows say."""
     modules = dict(model.named_modules())

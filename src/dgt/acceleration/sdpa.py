@@ -26,8 +26,7 @@ watched: list[nn.Module] = []  # models whose calls are being looked at
 
 
 class Call(NamedTuple):
-    """One call: its operands, (B, H, L, D), why groups cannot answer it, if they cannot, and the call itself, which
-    returns None where the operands are not those of the attention."""
+    """One call: its operands, (B, H, L, D), why groups cannot answer it, if they cannot, and the call itself."""
 
     query: Tensor
     key: Tensor
@@ -66,20 +65,18 @@ def read_call(
     return Call(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale, reason, run)
 
 
-def read_multi_head(
-    *operands: Any, training: bool = True, key_padding_mask: Tensor | None = None, need_weights: bool = True,
-    attn_mask: Tensor | None = None, **_: Any,
-) -> tuple[Call, Callable[[Tensor], Tensor]]:  # fmt: skip
+def read_multi_head(*operands: Any, **named: Any) -> tuple[Call, Callable[[Any], Any]]:
     """Read the arguments of ``F.multi_head_attention_forward``, (L, B, C), and what makes its output of an answer.
 
-    Where groups cannot answer it, the call's operands are not projected: only their sizes are right.
+    Where groups cannot answer it, the call's operands are not projected, only their sizes are right, and the call
+    itself is that of the whole function, whose output its answer is.
     """
     query, key, value, _, heads, weight, bias, bias_k, _, add_zero_attn, dropout_p, *output = operands
     reason = why_not({
         "queries and keys are of different tokens": query.shape[0] != key.shape[0],
-        "a mask or bias of pairs": attn_mask is not None or key_padding_mask is not None,
-        "its weights are asked for": need_weights,
-        "dropout of the attention": training and dropout_p > 0,
+        "a mask or bias of pairs": any(named.get(mask) is not None for mask in ("attn_mask", "key_padding_mask")),
+        "its weights are asked for": named.get("need_weights", True),
+        "dropout of the attention": named.get("training", True) and dropout_p > 0,
         "keys added, or projected apart": bias_k is not None or add_zero_attn or weight is None,
     })  # fmt: skip
     parts = [query, query, query]
@@ -89,12 +86,14 @@ def read_multi_head(
     parts = [part if part.dim() == 3 else part[:, None] for part in parts]  # without batches: one image
     call = read_call(*(part.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for part in parts))
 
-    def finish(answer: Tensor) -> Tensor:
+    def finish(answer: Tensor) -> tuple[Tensor, None]:
         joined = answer.permute(2, 0, 1, 3).flatten(2)
-        return F.linear(joined if query.dim() == 3 else joined[:, 0], *output)
+        return F.linear(joined if query.dim() == 3 else joined[:, 0], *output), None
 
-    run = call.run if reason is None else lambda: None
-    return call._replace(reason=reason or call.reason, run=run), finish
+    if reason is None:
+        return call, finish
+    whole = partial(F.multi_head_attention_forward, *operands, **named)
+    return call._replace(reason=reason, run=whole), lambda output: output
 
 
 class Intercept(TorchFunctionMode):
@@ -112,7 +111,7 @@ class Intercept(TorchFunctionMode):
         elif func is F.multi_head_attention_forward:
             call, finish = read_multi_head(*args, **kwargs)
             if (answer := self.answer(call)) is not None:
-                return finish(answer), None
+                return finish(answer)
         return func(*args, **kwargs)
 
 
@@ -181,6 +180,9 @@ class GroupedCall(CentroidState):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Those of the module: the centroids move with the steps of their optimizer."""
         return (parameter for owner in self.owner for parameter in owner.parameters(recurse))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "exact": False})  # exact_attention, in which a copy is made, ends without it
 
     def extra_repr(self) -> str:
         return f"(heads, groups, channels)={tuple(self.centroids.shape)}, top_k={self.top_k}"

@@ -177,7 +177,7 @@ def _accelerate(model: nn.Module, images: Inputs, error: float, prefix: int | No
     return Report(
         error, relative_error(parts[0]), relative_error(parts[1]), speedup, whole / whole_after,
         whole / max(whole - attention, 1e-9), layers_of, centroids, half_interval(parts[0]), half_interval(parts[1]),
-        count_alike(model, layers),
+        count_alike(model, layers), prefix is None,
     )  # fmt: skip
 
 
@@ -236,7 +236,7 @@ def _measure(model: nn.Module, images: Inputs, layers: dict[str, _Layer]) -> Non
             places = torch.arange(n := TOKENS_PER_GROUP * groups, device=patches.device) * patches.shape[1] // n
             centroids = layer.centroids[groups] = seed_centroids(patches[:, places], groups)
             for keys in (number for number in KEYS if 4 * number <= row.tokens):
-                grouped = GroupedCall(centroids, keys, row.prefix, 0)
+                grouped = GroupedCall(centroids, keys, row.prefix, 0).eval()  # observes nothing
                 if (least := timed(partial(grouped, one), ROUNDS)[0]) >= GAIN * own:
                     break  # more keys only take longer
                 error = relative_error(_squares([grouped(few).float()], [whole.float()])[None])

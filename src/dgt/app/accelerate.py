@@ -10,6 +10,7 @@ from typing import Any
 
 import timm
 import torch
+from huggingface_hub import hf_hub_download
 from safetensors import SafetensorError
 from torch import nn
 
@@ -18,6 +19,7 @@ from dgt.data.image_io import decode_image
 from dgt.utils.errors import LOGGER, UserError
 
 ENDINGS = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"}
+LOADING = (OSError, RuntimeError, ValueError, LookupError, ImportError, SafetensorError, TypeError, AttributeError)
 
 
 def accelerate_model(name: str, images: str | Path, error: float, size: int | None, count: int) -> Report:
@@ -42,7 +44,8 @@ def accelerate_model(name: str, images: str | Path, error: float, size: int | No
     options = config.pop("options", {})
     transform = timm.data.create_transform(**config, is_training=False)
     taken = []
-    for path in files[:: max(1, len(files) // count)][:count]:  # from all over: neighbours are often alike
+    number = min(count, len(files))
+    for path in (files[at * len(files) // number] for at in range(number)):  # from all over: neighbours are often alike
         try:
             taken.append(transform(decode_image(path)))
         except UserError as broken:
@@ -70,18 +73,20 @@ def _open(name: str, size: int | None) -> tuple[nn.Module, dict[str, Any]]:
     if folder is None and not timm.is_model(name.partition(".")[0]) and name.count("/") != 1:
         raise UserError(f"model must be one of timm, ORGANISATION/NAME of transformers or a folder, got {name!r}")
     try:
-        own = json.loads((folder / "config.json").read_text(encoding="utf-8")) if folder else {}
-        if "model_type" in own or (folder is None and "/" in name):
+        file = folder / "config.json" if folder else Path(hf_hub_download(name, "config.json")) if "/" in name else None
+        own = json.loads(file.read_text(encoding="utf-8")) if file else {"architecture": name}
+        if "model_type" in own or "architecture" not in own:  # transformers' TimmWrapperModel has both
             return _open_transformers(name, size)
+        source = f"local-dir:{name}" if folder else f"hf-hub:{name}" if file else name
         sized: dict[str, Any] = {"img_size": size}
         for more in (sized, {}) if size is not None else ({},):  # a model of any size takes no such argument
             try:
-                model: nn.Module = timm.create_model(f"local-dir:{name}" if folder else name, pretrained=True, **more)
+                model: nn.Module = timm.create_model(source, pretrained=True, **more)
             except TypeError:
                 continue
             config = timm.data.resolve_model_data_config(model)
             return model, config if size is None else {**config, "input_size": (3, size, size)}
-    except (OSError, RuntimeError, ValueError, KeyError, ImportError, SafetensorError) as error:
+    except LOADING as error:
         raise UserError(f"model {name!r} cannot be loaded: {error}") from error
     raise UserError(f"model {name!r} cannot be built")
 
@@ -98,8 +103,10 @@ def _open_transformers(name: str, size: int | None) -> tuple[nn.Module, dict[str
     config: dict[str, Any] = {"input_size": (3, height, width), "crop_pct": 1.0, "interpolation": "bicubic"}
     try:
         processor = transformers.AutoImageProcessor.from_pretrained(name)
-        config |= {"mean": tuple(processor.image_mean), "std": tuple(processor.image_std)}
-    except (OSError, ValueError, AttributeError):
+        normalises = getattr(processor, "do_normalize", True)
+        mean, std = (processor.image_mean, processor.image_std) if normalises else ((0.0,) * 3, (1.0,) * 3)
+        config |= {"mean": tuple(mean), "std": tuple(std)}
+    except (OSError, ValueError, AttributeError, TypeError):
         LOGGER.warning("%s has no processor of images: they are normalised as ImageNet's", name)
     if size and "interpolate_pos_encoding" in inspect.signature(model.forward).parameters:
         config["options"] = {"interpolate_pos_encoding": True}

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgt.bench.measures import QUIET_ALLOCATOR, medians, memory_peak, milliseconds, own_process
+from dgt.bench.measures import QUIET_ALLOCATOR, check_usable, medians, memory_peak, milliseconds, own_process
 from dgt.models import DynamicGroupTransformer, capture
+from dgt.models.cost import refusals_told, size_option
 from dgt.ops import attend, dynamic_group_attention, group_queries, select_keys
 from dgt.utils.errors import Disagreement, UserError
 
@@ -90,7 +91,8 @@ def time_ways(case: Case, device: str = "cpu", rounds: int = 7, ways: Sequence[s
 
 
 def make_inputs(shape: tuple[int, ...], groups: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Query, key, value of a (B, H, L, D) shape and centroids."""
+    """Query, key, value of a (B, H, L, D) shape and centroids; UserError for a device that is not here."""
+    check_usable(device)
     torch.manual_seed(0)
     (q, k, v), centroids = torch.randn(3, *shape).to(device), torch.randn(shape[1], groups, shape[3]).to(device)
     return q, k, v, F.normalize(centroids, dim=-1)
@@ -138,19 +140,20 @@ def advice(rows: list[dict[str, Any]]) -> str:
 
 
 def cases_of_model(name: str, size: int, groups: int, top_k: int) -> list[Case]:
-    """The sizes of attention in a timm model on one image, in a DGT those of groups; UserError where there are none."""
+    """The sizes of attention in a timm model on one image, in a DGT of groups; UserError for none, or no such size."""
     if not timm.is_model(name):
         raise UserError(f"{name!r} is no model of timm: give a name, or --shape B,H,L,D")
-    model, images = timm.create_model(name).eval(), torch.zeros(1, 3, size, size)
-    if isinstance(model, DynamicGroupTransformer):
-        parts = capture(model, images, lambda seen: (seen.layer, seen.x.shape[1] * seen.x.shape[2], seen.x.shape[3]))[0]
-        found = [((1, of.num_heads, n, c // of.num_heads), of.centroids.shape[1], of.top_k) for of, n, c in parts]
-    else:
-        attend = F.scaled_dot_product_attention
-        with torch.inference_mode(), patch.object(F, attend.__name__, wraps=attend) as seen:
-            model(images)
-        shapes = [[tuple(tensor.shape) for tensor in call.args[:2]] for call in seen.call_args_list]
-        found = [(query, groups, top_k) for query, key in shapes if query == key]
+    with refusals_told((size, size)):
+        model, images = timm.create_model(name, **size_option(name, size)).eval(), torch.zeros(1, 3, size, size)
+        if isinstance(model, DynamicGroupTransformer):
+            layers = capture(model, images, lambda seen: (seen.layer, seen.x.shape[1:3].numel(), seen.x.shape[3]))[0]
+            found = [((1, of.num_heads, n, c // of.num_heads), of.centroids.shape[1], of.top_k) for of, n, c in layers]
+        else:
+            attend = F.scaled_dot_product_attention
+            with torch.inference_mode(), patch.object(F, attend.__name__, wraps=attend) as seen:
+                model(images)
+            shapes = [[tuple(tensor.shape) for tensor in call.args[:2]] for call in seen.call_args_list]
+            found = [(query, groups, top_k) for query, key in shapes if query == key and len(query) == 4]
     if not found:
         raise UserError(f"{name!r} attends nowhere through PyTorch's function with a query for each key: give --shape")
     return list(dict.fromkeys(found))

@@ -17,7 +17,7 @@ import timm
 import torch
 from torch.utils.benchmark import timer  # waits for a GPU, if there is one
 
-from dgt.utils.errors import LostProcess
+from dgt.utils.errors import LostProcess, UserError
 from dgt.utils.records import command_line, markdown_table, processor
 
 # An allocator under which freed memory goes back to the system at once, so that peaks add up.
@@ -32,6 +32,14 @@ def machine() -> dict[str, Any]:
         **{"python": platform.python_version(), "torch": torch.__version__, "timm": timm.__version__},
         "command": command_line(),
     }
+
+
+def check_usable(device: str) -> None:
+    """Raise UserError for what is no device, or none that PyTorch finds here."""
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"device must be one that PyTorch finds here, got {device!r}: {error}") from error
 
 
 def milliseconds(run: Callable[[], object]) -> float:

@@ -22,9 +22,9 @@ from dgt.inference import optimize_for_inference
 from dgt.inference.export import verify
 from dgt.inference.formats import Runner, Source, check_libraries, check_size, encode_onnx, open_onnx
 from dgt.layers import DGAttention
-from dgt.models.cost import attention_share, cost
+from dgt.models.cost import attention_share, cost, size_option
 from dgt.ops.checks import check_count
-from dgt.utils.errors import LostProcess, UserError
+from dgt.utils.errors import LostProcess, UserError, check_range
 from dgt.utils.records import processor
 
 BASELINE = "swin_tiny_patch4_window7_224"
@@ -60,7 +60,7 @@ class Candidate(NamedTuple):
         name, size, forms = match[1], int(match[2] or image_size), tuple(match[3].split("+")[1:])
         if not timm.is_model(name):
             raise UserError(f"models must be timm models, got {name}")
-        check_count("image_size", size, least=32)
+        check_range(32, image_size=size)
         for form in forms:
             if form not in FORMS:
                 raise UserError(f"the form of a model must be one of {', '.join(FORMS)}, got {form!r} in {text!r}")
@@ -73,8 +73,7 @@ class Candidate(NamedTuple):
         for form in set(self.forms).intersection(("inference",) if training else ("checkpointing",)):
             raise UserError(f"the form {form!r} is not one for {'training' if training else 'inference'}: {self.text}")
         options: dict[str, Any] = {"attention": ("global",) * 4} if "global" in self.forms else {}
-        if timm.get_pretrained_cfg_value(self.name, "fixed_input_size"):
-            options["img_size"] = self.size
+        options |= size_option(self.name, self.size)
         torch.manual_seed(0)
         model: Any = timm.create_model(self.name, **options).to(device).train(training)
         if "checkpointing" in self.forms:

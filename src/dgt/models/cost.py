@@ -6,6 +6,7 @@ meta device under ``torch.utils.flop_counter``, so it sees what is executed and 
 formulas are in :mod:`dgt.ops.flops`.
 """
 
+import contextlib
 import copy
 import math
 from collections.abc import Iterator
@@ -51,18 +52,23 @@ class Cost(NamedTuple):
 def cost(model: nn.Module | str, image_size: tuple[int, int] = (224, 224)) -> Cost:
     """Count parameters and FLOPs of one image of this height and width in pixels.
 
-    ``model`` takes (B, C, H, W) images, or is the name of a timm model; TypeError or UserError where it is neither.
+    ``model`` takes (B, C, H, W) images, or is the name of a timm model; TypeError or UserError where it is neither, or
+    takes no images of this size.
     """
     if not isinstance(model, str | nn.Module):
         raise TypeError(f"model must be a module or the name of a timm model, got {type(model).__name__}")
     if isinstance(model, str) and not timm.is_model(model):
         raise UserError(f"model must be a module or the name of a timm model, got {model!r}")
-    twin = timm.create_model(model, device="meta") if isinstance(model, str) else _on_meta(model)
-    shape = (1, getattr(twin, "in_chans", 3), *image_size)
-    images = torch.empty(shape, device="meta", dtype=next(twin.parameters()).dtype)
-    counter = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(NORMS, _normalisation))
-    with counter, torch.no_grad():
-        twin.eval()(images)
+    with refusals_told(image_size):
+        if isinstance(model, str):
+            twin = timm.create_model(model, device="meta", **size_option(model, image_size))
+        else:
+            twin = _on_meta(model)
+        shape = (1, getattr(twin, "in_chans", 3), *image_size)
+        images = torch.empty(shape, device="meta", dtype=next(twin.parameters()).dtype)
+        counter = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(NORMS, _normalisation))
+        with counter, torch.no_grad():
+            twin.eval()(images)
     counts = {name: sum(ops.values()) // 2 for name, ops in counter.get_flop_counts().items()}
     root = type(twin).__name__
     stages = (StageCost(name, _params(part), counts.get(f"{root}.{name}", 0)) for name, part in _parts(twin))
@@ -77,6 +83,21 @@ def attention_share(tokens: int, channels: int, top_k: int = 98, num_groups: int
     """
     top_k = min(top_k, tokens)
     return (top_k + num_groups) / tokens + top_k * num_groups * math.log2(tokens) / (2 * tokens**2 * channels)
+
+
+def size_option(name: str, image_size: int | tuple[int, int]) -> dict[str, Any]:
+    """What `timm.create_model` is told of a size in pixels: ``img_size`` for a model that it builds for one size."""
+    config = timm.get_pretrained_cfg(name)
+    return {"img_size": image_size} if config is not None and config.fixed_input_size else {}
+
+
+@contextlib.contextmanager
+def refusals_told(image_size: tuple[int, int]) -> Iterator[None]:
+    """UserError where a model built or called inside refuses images of this size, which timm's do by assertions."""
+    try:
+        yield
+    except AssertionError as refused:
+        raise UserError(f"model must take images of {image_size[0]} x {image_size[1]} pixels: {refused}") from refused
 
 
 def _params(model: nn.Module) -> int:

@@ -168,7 +168,8 @@ def load_run(path: str | Path) -> LoadedRun:
 
     Args:
         path: a `.ckpt` of a training, its run folder (whose finished model is taken, else its last checkpoint), or a
-            model folder with `config.json` and `model.safetensors`, ours or any that timm or transformers wrote.
+            model folder with `config.json` and `model.safetensors`, ours or a classifier's that timm wrote, or
+            transformers of its wrapper of a timm model.
 
     Raises FileNotFoundError where nothing is there; UserError for a file that is cut off, not of this package, of
     another model's weights, or, in a folder with SHA256SUMS, of another checksum.
@@ -269,7 +270,7 @@ def _weight_file(path: Path) -> Path:
 
 
 def _record_of_timm(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """The record of a classifier that `timm.models.save_for_hf` or transformers wrote, as `config.json` tells it."""
+    """The record of a classifier that timm wrote, or transformers of its wrapper, as `config.json` tells it."""
     prepared = config.get("pretrained_cfg") or config  # timm before 1.0 wrote one level
     architecture, count = config.get("architecture"), prepared.get("num_classes", config.get("num_classes"))
     if not architecture or not count:
