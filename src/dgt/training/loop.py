@@ -144,7 +144,7 @@ class Training:
             undo()
             raise
         self.in_step = True
-        self.fabric.strategy.precision.unscale_gradients(optimizer)
+        self.fabric.strategy.precision.unscale_gradients(optimizer.optimizer)  # the one that a scaler steps
         watched = [losses["loss"], *(weight.grad for weight in network.parameters()), *self.statistics]
         progress.batch += len(batches)
         progress.step += 1
