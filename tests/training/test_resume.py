@@ -311,6 +311,14 @@ def test_another_number_of_processes_is_refused(whole: Path) -> None:
         state.load(path, {**stored, "world_size": 8})
 
 
+def test_weights_shared_out_stay_so(whole: Path) -> None:
+    path, stored = latest_checkpoint(whole) or (Path(), {})
+    groups = [{"params": ["head.weight"]}]  # as `fsdp2` keeps them
+    state = TrainingState(Fabric(accelerator="cpu", devices=1), None, torch.nn.Identity(), None, None, None, 4)
+    with pytest.raises(ValueError, match=r"step-\d+\.ckpt does not fit this run's strategy: .* must be fsdp2"):
+        state.load(path, {**stored, "optimizer": {"state": {}, "param_groups": groups}})
+
+
 def test_a_run_of_an_earlier_version_says_what_to_do(whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "run")
     (tmp_path / "run" / "results.json").unlink()
