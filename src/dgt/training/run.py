@@ -163,18 +163,19 @@ def environment() -> dict[str, Any]:
     return {"versions": versions, "device": processor() + threads, "command": command_line()}
 
 
-def load_run(path: str | Path) -> LoadedRun:
+def load_run(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRun:
     """Open a trained model.
 
     Args:
         path: a `.ckpt` of a training, its run folder (whose finished model is taken, else its last checkpoint), or a
             model folder with `config.json` and `model.safetensors`, ours or any that timm or transformers wrote.
+        overrides: changes to its recipe, as on the command line; the network is built for that `data.image_size`.
 
     Raises FileNotFoundError where nothing is there; UserError for a file that is cut off, not of this package, of
-    another model's weights, or, in a folder with SHA256SUMS, of another checksum.
+    another model's weights, or, in a folder with SHA256SUMS, of another checksum; as `load_recipe` for overrides.
     """
     source, weights, record = _read(path)
-    recipe, names = parse_recipe(record["recipe"]), record["class_names"]
+    recipe, names = parse_recipe(record["recipe"], overrides), record["class_names"]
     settings = replace(recipe.model, args={key: each for key, each in recipe.model.args.items() if key != "pretrained"})
     network = TASKS[recipe.task].build(settings, len(names), recipe.data["image_size"])
     _load_weights(network, weights, f"model {recipe.model.name!r}", str(source))
