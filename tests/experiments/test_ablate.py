@@ -185,7 +185,7 @@ def test_a_second_process_is_kept_out(tmp_path: Path) -> None:
         ([], {"size": "huge"}, ValueError, "size must be one of small, other for table 'peers', got 'huge'"),
         (["--seed=3"], {}, ValueError, "'seed' cannot be changed for table 'peers': its rows, --seeds or --out set it"),
         (["--model.name", "test_vit"], {}, ValueError, r"'model\.name' cannot be changed for table 'peers': its rows"),
-        (["--trainer.devices=2"], {}, ValueError, r"trainer\.devices must be 1, as one process trains each row .* got 2"),
+        (["--trainer.devices=2"], {}, ValueError, r"trainer\.devices must be 1, one process trains .* got 2"),
         (["--trainer.strategy=ddp"], {}, ValueError, r"trainer\.strategy must be auto, .* got 'ddp'"),
         (["--optimiser.lr=1"], {}, ValueError, r"unknown recipe key 'optimiser\.lr'"),
     ],

@@ -119,7 +119,7 @@ def _plan(table: Table, overrides: Sequence[str], seeds: int, folder: Path) -> l
     for recipe in recipes:
         for key, one in ALONE.items():  # Fabric would start this command again for every other process
             if (asked := getattr(recipe.trainer, key)) not in (one, "auto"):
-                raise UserError(f"trainer.{key} must be {one}, as one process trains each row of a table, got {asked!r}")
+                raise UserError(f"trainer.{key} must be {one}, one process trains each row of a table, got {asked!r}")
         network = TASKS[recipe.task].build(recipe.model, 2, recipe.data["image_size"])
         if table.diagnose and hasattr(network, "backbone"):
             told = "must be false where the recipe's task is not classification"
