@@ -50,7 +50,7 @@ RECORD_FORMAT = 1
 RESULTS = "results.json"
 WEIGHT_FILES = ("model/model.safetensors", "model.safetensors", "checkpoints/step-*.ckpt", "checkpoints/best.ckpt")
 
-# What may change between a stop and its resumption; a change of the number of processes is found in the checkpoint.
+# What may change between a stop and its resumption; other processes, or fsdp2 or no more, show in the checkpoint.
 FREE = re.compile(
     r"name|out|checkpoint\..*|data\.(root|num_workers|cache|max_broken_share)"
     r"|trainer\.(accelerator|devices|num_nodes|strategy|check_val_every|max_skipped|pictures_every|compile)"
