@@ -1,6 +1,7 @@
 """Readers of labelled images, and what they say about bad folders and files."""
 
 import io
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -140,3 +141,15 @@ class TestLedger:
         assert data.write_broken_images(tmp_path / "broken.txt") == 2
         assert (tmp_path / "broken.txt").read_text() == "train\ta.jpg\tcut\ntrain\tb.jpg\ttwo lines\n"
         assert [path.name for path in tmp_path.iterdir()] == ["broken.txt"]
+
+    def test_a_root_that_moved_counts_each_image_once(self, folder, tmp_path_factory):
+        data, moved = (
+            ClassificationData(root=str(root), batch_size=2, max_broken_share=1)
+            for root in (folder, shutil.copytree(folder, tmp_path_factory.mktemp("elsewhere") / "root"))
+        )
+        data.setup()
+        data.broken_images["train"].record([BrokenImage(data.reader.samples[0][0], "why")])
+        moved.setup()
+        moved.load_state_dict(data.state_dict())
+        moved.broken_images["train"].record([BrokenImage(moved.reader.samples[0][0], "why")])
+        assert list(moved.broken_images["train"].broken) == [moved.reader.samples[0][0]]

@@ -30,7 +30,7 @@ rows:
   - {name: Peer with heavy decay, small: {model.name: test_resnet, optimizer.weight_decay: 0.5}}
 """
 SMALL = ["--data.image_size=32", "--data.batch_size=16", "--data.train_size=32", "--data.val_size=40"]
-SMALL += ["--schedule.epochs=1", "--schedule.warmup_epochs=0.5", "--trainer.accelerator=cpu", "--trainer.devices=1"]
+SMALL += ["--schedule.epochs=1", "--schedule.warmup_epochs=0.5", "--trainer.accelerator=cpu"]
 SLUGS = ("peer-as-it-is", "peer-with-heavy-decay")
 
 
@@ -73,6 +73,11 @@ def test_the_table_says_what_the_runs_say(done: Path) -> None:
         assert row["diverged"] == 0
     decays = [load_recipe(done / "runs" / slug / "seed-0" / "recipe.yaml").optimizer.weight_decay for slug in SLUGS]
     assert decays == [0.05, 0.5]
+
+
+def test_one_process_trains_each_row(done: Path) -> None:
+    settings = load_recipe(done / "runs" / SLUGS[0] / "seed-0" / "recipe.yaml").trainer
+    assert (settings.devices, settings.num_nodes, settings.strategy) == (1, 1, "auto")
 
 
 def test_the_page_has_the_papers_number_and_the_spread(done: Path) -> None:
@@ -180,6 +185,8 @@ def test_a_second_process_is_kept_out(tmp_path: Path) -> None:
         ([], {"size": "huge"}, ValueError, "size must be one of small, other for table 'peers', got 'huge'"),
         (["--seed=3"], {}, ValueError, "'seed' cannot be changed for table 'peers': its rows, --seeds or --out set it"),
         (["--model.name", "test_vit"], {}, ValueError, r"'model\.name' cannot be changed for table 'peers': its rows"),
+        (["--trainer.devices=2"], {}, ValueError, r"trainer\.devices must be 1, one process trains .* got 2"),
+        (["--trainer.strategy=ddp"], {}, ValueError, r"trainer\.strategy must be auto, .* got 'ddp'"),
         (["--optimiser.lr=1"], {}, ValueError, r"unknown recipe key 'optimiser\.lr'"),
     ],
 )
@@ -195,6 +202,13 @@ def test_a_model_that_cannot_be_built_is_told_before_anything_is_trained(tmp_pat
     table = write_table(tmp_path, TABLE.replace("test_resnet, optimizer.weight_decay: 0.5", "swin_tinny"))
     with pytest.raises(ValueError, match="swin_tinny"):
         ablate(table, SMALL, seeds=1, out=tmp_path / "peers")
+    assert not (tmp_path / "peers").exists()
+
+
+def test_a_diagnosis_is_of_classifiers(tmp_path: Path) -> None:
+    text = "diagnose: true\nsizes: {small: {recipe: scenes_segment}}\nrows: [{name: few keys, small: {seed: 0}}]\n"
+    with pytest.raises(ValueError, match=r"diagnose of table 'peers' must be false .* got 'segment'"):
+        ablate(write_table(tmp_path, text), seeds=1, out=tmp_path / "peers")
     assert not (tmp_path / "peers").exists()
 
 

@@ -97,6 +97,10 @@ def test_what_is_wrong_is_told_in_a_sentence_and_nothing_is_left(
     assert main(["explore", "--export", str(images)]) == 2
     assert "holds something else than an exported page: name a new folder" in capsys.readouterr().err
     assert len(list(images.iterdir())) == 2
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path / "empty")
+        assert main(["explore", "--export", "."]) == 2
+    assert "it must be another one than you are in, got '.'" in capsys.readouterr().err
 
     def broken(*_: object) -> None:
         raise OSError(28, "No space left on device")

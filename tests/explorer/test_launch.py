@@ -69,6 +69,8 @@ def test_mistakes_are_told_before_any_model_is_loaded(tmp_path: Path, monkeypatc
         serve(image=tmp_path / "missing")
     with pytest.raises(ValueError, match="expected 1 to 200 image files"):
         serve(image=tmp_path)
+    with pytest.raises(ValueError, match=r"cannot listen on a{64} port 7860: .*label"):
+        serve(host=64 * "a")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

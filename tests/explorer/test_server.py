@@ -211,6 +211,9 @@ def test_pixels_are_limited_before_decoding(monkeypatch: pytest.MonkeyPatch) -> 
     for side, words in ((7000, "7000 x 7000 pixels"), (40000, "far too many pixels")):
         with pytest.raises(RefusedError, match=words):
             decode_upload(png_header(side, side))
+    scan = b"\xff\xda\x00\x08\x01\x01\x00\x00\x00\x00"
+    with pytest.raises(RefusedError, match="That JPEG has 1001 scans; at most 100 are taken"):
+        decode_upload(image_bytes(form="JPEG")[:-2] + 1000 * scan + b"\xff\xd9")
 
 
 @pytest.mark.parametrize(
@@ -268,10 +271,11 @@ def test_the_page_asks_for_nothing_outside(client: TestClient) -> None:
 def test_files_of_the_user_come_first(tmp_path: Path, make: Callable[[Path], Path]) -> None:
     from dgt.explorer.album import image_files
 
-    for name in ("b.png", "a.txt"):
+    (tmp_path / "a").mkdir()
+    for name in ("b.png", "a.txt", "a/a.png"):
         (tmp_path / name).write_bytes(image_bytes())
     album = Album(image_files(make(tmp_path)))
-    assert album.names()[0] == ("file-0", "b.png")
+    assert [title for key, title in album.names() if key.startswith("file-")] == ["b.png"]
     (tmp_path / "b.png").write_bytes(b"no image")
     with pytest.raises(ValueError, match=r"b\.png' cannot be read as an image"):
         Album(image_files(make(tmp_path)))

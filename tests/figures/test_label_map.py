@@ -41,6 +41,12 @@ def test_the_legend_names_what_is_there_the_largest_first(image: np.ndarray, lab
     assert [axes.get_title() for axes in compared.axes[:3]] == ["image", "truth", "prediction"]
 
 
+def test_a_name_is_no_mathematics(image: np.ndarray, labels: np.ndarray) -> None:
+    figure = figure_label_map(image, labels, ["sky", "$\\no{$ road", "car"])
+    figure.savefig(io.BytesIO())
+    assert legend(figure) == [r"\$\no{\$ road", "sky", "car"]
+
+
 def test_a_class_keeps_its_colour(image: np.ndarray, labels: np.ndarray) -> None:
     colours = class_colours(4)
     assert len({tuple(colour) for colour in colours[:5].round(3)}) == 5

@@ -3,7 +3,7 @@
 A line of standard input, JSON, asks for processes that train together: `folder` with the recipes, their `names`, and
 their `environments`, those of torchrun. Each recipe's run goes to the folder NAME in it, and what process RANK says to
 the file `said-RANK.txt`. When all have ended, a line of standard output tells their exit statuses, negative for a
-signal. At their end they join their reports of broken images.
+signal. At their end they join their reports of broken images, and measure a network whose buffers differ.
 BatchNorm counts over the batches of all processes, as torch's SyncBatchNorm, which is for GPUs alone, does it.
 Where the environment has DIES_AFTER, the process kills itself at the beginning of the step after that one. A training
 named NAME-stopped is stopped after its sixth step, as by SIGTERM, and resumed.
@@ -23,11 +23,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from dgt.data.image_io import BrokenImage, BrokenImages
 from dgt.training import fit, load_recipe
-from dgt.training.loop import Objective, Preempted, Training, join_broken_images
+from dgt.training.loop import Objective, Preempted, Training, join_broken_images, measure
 from dgt.utils.distributed import rank, world_size
 
 
@@ -77,6 +78,10 @@ class SummedObjective(Objective):
         super().__init__(network, losses)
 
 
+class Batches(list[Any]):
+    """A loader without batches."""
+
+
 class MortalTraining(Training):
     """A training whose process kills itself before a step."""
 
@@ -115,6 +120,10 @@ def train(folder: Path, names: list[str]) -> None:
     report.record([BrokenImage(f"met by {number}", "why")])
     join_broken_images({"train": report})
     (folder / f"broken-{number}.txt").write_text(", ".join(sorted(report.broken)))
+    norm = nn.BatchNorm2d(1, momentum=None)
+    norm(torch.tensor([1.0, 3.0]).view(2, 1, 1, 1) + number)
+    measure(Fabric(accelerator="cpu", devices=1), None, norm, Batches())
+    (folder / f"measured-{number}.txt").write_text(f"{norm.running_mean.item()}")
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

@@ -75,6 +75,14 @@ def test_an_evaluation_takes_its_precision(finished: Result) -> None:
     assert 0 < abs(rough["loss"] - exact["loss"]) < 0.2
 
 
+def test_a_model_of_one_size_is_measured_at_another(tmp_path: Path) -> None:
+    network = "--model.args={window_size: 4, embed_dim: 8, depths: [1, 1], num_heads: [1, 1]}"
+    few = ["--data.image_size=64", "--data.val_size=8", "--data.train_size=16", "--schedule.epochs=1", network]
+    keys = [*SMALL, "--model.name=swin_tiny_patch4_window7_224", *few, f"--out={tmp_path / 'swin'}"]
+    folder = fit(load_recipe("scenes", keys)).folder
+    assert evaluate(folder, ["--data.image_size=128"])["images"] == 8
+
+
 def test_the_same_recipe_gives_the_same_model(finished: Result, tmp_path: Path) -> None:
     again = fit(load_recipe("scenes", [*SMALL, f"--out={tmp_path / 'again'}"]))
     other = fit(load_recipe("scenes", [*SMALL, f"--out={tmp_path / 'other'}", "--seed=1"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -74,9 +75,9 @@ def test_rows_go_on_when_there_is_room(
                 report.write_row({"step": step, "loss": 2.0, "top1": 0.5})
         assert read_metrics(tmp_path) == [{"step": 0, "loss": 3.0}]
         assert capsys.readouterr().err.count("metrics could not be written") == 1
-        report.write_row({"step": 3, "loss": 1.0})
+        report.write_row({"step": 3, "loss": math.nan})
         report.write_row({"step": 4, "loss": 1.0})
-    assert [row["step"] for row in read_metrics(tmp_path)] == [0, 3, 4]
+    assert [(row["step"], row["loss"]) for row in read_metrics(tmp_path)] == [(0, 3.0), (3, None), (4, 1.0)]
 
 
 def test_curves_that_cannot_be_written_are_told(

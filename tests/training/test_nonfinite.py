@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision
 from torch import Tensor
 
 from dgt.training.loop import Training, all_finite
@@ -116,6 +119,19 @@ def test_the_guard_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     keys = ("--trainer.max_skipped=null", "--optimizer.clip_grad=null")
     with pytest.raises(FloatingPointError, match="the training diverged, the attention met NaN"):
         train(tmp_path / "run", *FEW, *keys, poke=[spoil], monkeypatch=monkeypatch)
+
+
+def test_the_scale_of_float16_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moments: list[list[Tensor]] = []
+    for scale in (1.0, 256.0):
+        precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale))
+        fabric = Fabric(accelerator="cpu", devices=1, plugins=[precision])
+        monkeypatch.setattr(importlib.import_module("dgt.training.fit"), "build_fabric", lambda *_, one=fabric: one)
+        keys = ("--schedule.steps=1", "--schedule.warmup_steps=0", "--optimizer.clip_grad=null")
+        found = train(tmp_path / str(scale), *keys, monkeypatch=monkeypatch)
+        moments.append([value for name, value in found.items() if name.endswith("['exp_avg']")])
+    assert all(torch.allclose(*pair, rtol=0.05, atol=1e-4) for pair in zip(*moments, strict=True))
+    assert max(float(value.abs().max()) for value in moments[0]) > 1e-2
 
 
 def test_finite_at_any_size() -> None:

@@ -164,6 +164,9 @@ class TestTwoProcesses:
     def test_know_the_broken_images_of_each_other(self, runs: Path) -> None:
         assert [(runs / f"broken-{rank}.txt").read_text() for rank in range(2)] == ["met by 0, met by 1"] * 2
 
+    def test_measure_the_running_statistics_of_the_first(self, runs: Path) -> None:
+        assert [(runs / f"measured-{rank}.txt").read_text() for rank in range(2)] == ["2.0"] * 2
+
 
 def test_a_lost_process_ends_the_training_and_it_goes_on(runs: Path, processes: Processes) -> None:
     write_recipe(runs, "killed", schedule=SHORT, checkpoint={"every_steps": 2})

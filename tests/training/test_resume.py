@@ -16,6 +16,7 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 
+from dgt.data.image_io import BrokenImage, BrokenImagesError
 from dgt.layers import DGAttention
 from dgt.tasks.classify import ClassificationMetrics
 from dgt.training import fit, load_recipe
@@ -229,7 +230,29 @@ def test_an_error_in_a_step_leaves_the_step_before(
     path, stored = latest_checkpoint(tmp_path / "run") or (Path(), {})
     assert (path.name, stored["world_size"]) == ("step-00000008.ckpt", 1)
     assert (stored["progress"]["step"], stored["progress"]["epoch"]) == (8, 1)
+    assert stored["loss_sums"][1] == 3 * 4  # images of this epoch's three whole steps
     assert same(train(tmp_path / "run", monkeypatch=monkeypatch, resume=True), state(whole))
+
+
+def test_too_many_broken_images_leave_the_step_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Training.train_step
+
+    def train_step(training: Training, batches: Any) -> None:
+        if training.progress.step == 3:
+            training.data.broken_images["train"].record([BrokenImage("a.png", "why")])
+        whole(training, batches)
+
+    monkeypatch.setattr(Training, "train_step", train_step)
+    with pytest.raises(BrokenImagesError, match="1 of the 20 images of split 'train' cannot be read"):
+        train(tmp_path / "run", monkeypatch=monkeypatch)
+    assert [path.name for path in step_checkpoints(tmp_path / "run")] == ["step-00000003.ckpt"]
+
+
+def test_a_step_of_fewer_batches_is_their_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = ("--schedule.epochs=1", "--model.drop_path_rate=0", "--optimizer.clip_grad=null", "--data.train_size=4")
+    found = [train(tmp_path / f"{n}", *keys, f"--trainer.accumulate={n}", monkeypatch=monkeypatch) for n in (1, 2)]
+    first, second = ({key: each[key] for key in each if key.endswith("['exp_avg']")} for each in found)
+    assert same(first, second)
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(
@@ -286,6 +309,14 @@ def test_another_number_of_processes_is_refused(whole: Path) -> None:
     state = TrainingState(fabric, None, torch.nn.Identity(), None, None, None, 4)
     with pytest.raises(ValueError, match="was trained by 8 processes, now there are 1"):
         state.load(path, {**stored, "world_size": 8})
+
+
+def test_weights_shared_out_stay_so(whole: Path) -> None:
+    path, stored = latest_checkpoint(whole) or (Path(), {})
+    groups = [{"params": ["head.weight"]}]  # as `fsdp2` keeps them
+    state = TrainingState(Fabric(accelerator="cpu", devices=1), None, torch.nn.Identity(), None, None, None, 4)
+    with pytest.raises(ValueError, match=r"step-\d+\.ckpt does not fit this run's strategy: .* must be fsdp2"):
+        state.load(path, {**stored, "optimizer": {"state": {}, "param_groups": groups}})
 
 
 def test_a_run_of_an_earlier_version_says_what_to_do(whole: Path, tmp_path: Path) -> None:

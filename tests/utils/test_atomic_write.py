@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -47,3 +48,5 @@ def test_a_folder_takes_the_place_of_another(tmp_path: Path) -> None:
 def test_json(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", {"a": [1, None]})
     assert json.loads((tmp_path / "a.json").read_text()) == {"a": [1, None]}
+    write_json(tmp_path / "a.json", {"a": [math.nan, math.inf, 0.1]})
+    assert (tmp_path / "a.json").read_text().split() == ["{", '"a":', "[", "null,", "null,", "0.1", "]", "}"]

@@ -99,10 +99,11 @@ def run_evaluate(options: argparse.Namespace, overrides: list[str]) -> None:
     from dgt.training import evaluate, load_run
 
     _quiet()
-    run = load_run(options.checkpoint)
+    run = options.checkpoint
     if options.plan is not None:
         from dgt.acceleration import apply_plan
 
+        run = load_run(run)
         apply_plan(run.network, options.plan)
     metrics = evaluate(run, overrides, options.predictions)
     shown = [summary for row in TASKS.values() if (summary := row.summary(metrics))]

@@ -47,6 +47,7 @@ MEASURES = {  # of `diagnose`, means over the blocks where k is below the number
     "perplexity": "perplexity of groups",
 }
 CHOSEN_HERE = ("seed", "out", "name")
+ALONE: dict[str, Any] = {"devices": 1, "num_nodes": 1, "strategy": "auto"}
 
 
 class PlannedRun(NamedTuple):
@@ -106,19 +107,29 @@ def ablate(
 
 
 def _plan(table: Table, overrides: Sequence[str], seeds: int, folder: Path) -> list[PlannedRun]:
-    """The runs of a table in their order, every model built once; UserError for a key that is not free."""
+    """The runs of a table in their order, each of one process, every model built once.
+
+    UserError for a key that is not free, several processes, or a diagnosis of what is no classifier.
+    """
     own = {*CHOSEN_HERE, *table.common}.union(*(row.changes for row in table.rows))
     if taken := sorted(own & override_keys(overrides)):
         told = f"cannot be changed for table {table.name!r}: its rows, --seeds or --out set it"
         raise UserError(f"recipe key {taken[0]!r} {told}")
     recipes = [load_recipe(table.recipe, [*overrides, *table.overrides(row)]) for row in table.rows]
     for recipe in recipes:
-        TASKS[recipe.task].build(recipe.model, 2, recipe.data["image_size"])
+        for key, one in ALONE.items():  # Fabric would start this command again for every other process
+            if (asked := getattr(recipe.trainer, key)) not in (one, "auto"):
+                raise UserError(f"trainer.{key} must be {one}, one process trains each row of a table, got {asked!r}")
+        network = TASKS[recipe.task].build(recipe.model, 2, recipe.data["image_size"])
+        if table.diagnose and hasattr(network, "backbone"):
+            told = "must be false where the recipe's task is not classification"
+            raise UserError(f"diagnose of table {table.name!r} {told}, got {recipe.task!r}")
     runs = []
     for seed in range(seeds):
         for row, recipe in zip(table.rows, recipes, strict=True):
             place = folder / "runs" / row.slug / f"seed-{seed}"
-            runs.append(PlannedRun(row, replace(recipe, seed=seed, out=str(place)), place))
+            trainer = replace(recipe.trainer, **ALONE)
+            runs.append(PlannedRun(row, replace(recipe, seed=seed, out=str(place), trainer=trainer), place))
     return runs
 
 

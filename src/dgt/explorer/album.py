@@ -25,6 +25,7 @@ from dgt.utils.errors import UserError
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 MAX_BYTES = 16 * 2**20
 MAX_PIXELS = 40_000_000
+MAX_SCANS = 100  # of a progressive JPEG, which has about ten: each of them goes over all pixels
 LONG_SIDE = 1024
 """Larger images are kept at this size: more than any page shows."""
 MAX_UPLOADS = 24
@@ -45,7 +46,7 @@ def decode_upload(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Decode bytes from anybody to an upright RGB image of at most `LONG_SIDE` pixels a side.
 
     `data` is a whole JPEG, PNG, WebP, GIF (its first frame) or BMP file. Larger images than `max_pixels` are refused by
-    their header, before anything is decoded. Raises RefusedError for anything else.
+    their header, before anything is decoded, and JPEGs of very many scans. Raises RefusedError for anything else.
     """
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
@@ -54,6 +55,8 @@ def decode_upload(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
                 raise RefusedError(f"That image has {size}; at most {max_pixels // 1_000_000} million are taken.")
             if min(opened.size) < 8 or max(opened.size) > 40 * min(opened.size):
                 raise RefusedError(f"An image of {size} is too thin or too small to look at.")
+            if data.startswith(b"\xff\xd8") and (scans := data.count(b"\xff\xda")) > MAX_SCANS:
+                raise RefusedError(f"That JPEG has {scans} scans; at most {MAX_SCANS} are taken.")
         return _small(decode_image(data))
     except MemoryError:
         raise RefusedError("That image is too large for the memory left.", 413) from None
@@ -83,7 +86,7 @@ def image_files(path: str | Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise FileNotFoundError(f"image: there is no file or folder {str(path)!r}")
-    files = [Path(file) for file in readers.image_files(path)]
+    files = [Path(file) for file in readers.image_files(path) if Path(file).parent == path]
     if not 0 < len(files) <= MAX_FILES:
         raise UserError(f"image: expected 1 to {MAX_FILES} image files in {path}, found {len(files)}")
     return files
@@ -96,7 +99,7 @@ class Album:
     """
 
     def __init__(self, files: Sequence[str | Path] = (), scenes: bool = True) -> None:
-        self._lock = threading.Lock()
+        self._lock, self._decoding = threading.Lock(), threading.Lock()  # uploads are decoded one at a time
         self._uploads: OrderedDict[str, tuple[str, Image.Image]] = OrderedDict()
         self._fixed: dict[str, tuple[str, Image.Image]] = {}
         for number, path in enumerate(files):
@@ -112,7 +115,8 @@ class Album:
 
     def add(self, data: bytes, title: str = "your image") -> str:
         """Take an upload; return its id, the same for the same bytes. Raises as `decode_upload`."""
-        image = decode_upload(data)
+        with self._decoding:
+            image = decode_upload(data)
         key = "upload-" + hashlib.sha256(data).hexdigest()[:16]
         with self._lock:
             self._uploads[key] = (title, image)

@@ -79,5 +79,5 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address, family=family)
-    except OSError as error:
-        raise UserError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
+    except (OSError, UnicodeError) as error:  # of a name that is none, with a label of more than 63 characters, say
+        raise UserError(f"cannot listen on {host} port {port}: {getattr(error, 'strerror', None) or error}") from error

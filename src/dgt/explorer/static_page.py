@@ -57,7 +57,9 @@ def export_page(explorer: Explorer, folder: str | Path) -> int:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise UserError where something other than an earlier export would be replaced."""
+    """Raise UserError where something other than an earlier export would be replaced, or the folder one is in."""
+    if folder.resolve() == Path.cwd():
+        raise UserError(f"the folder is replaced whole: it must be another one than you are in, got {str(folder)!r}")
     if folder.exists() and not (folder / ANSWERS).is_file() and (folder.is_file() or any(folder.iterdir())):
         raise UserError(f"{str(folder)!r} holds something else than an exported page: name a new folder")
 

@@ -105,5 +105,6 @@ def _with_legend(
     figure = sheet(cells, columns, width, (entry, 0.21 * -(-len(names) // across) + 0.12))
     patches = [Patch(facecolor=colour, edgecolor="0.4", linewidth=0.5) for colour in colours[: len(names)]]
     look = {"fontsize": 8, "frameon": False, "borderaxespad": 0.2, "handlelength": 1.2, "columnspacing": 1.2}
-    figure.legend(patches, names, loc="lower left", ncols=min(len(names), across) or 1, **look)
+    plain = [name.replace("$", r"\$") for name in names]  # between two, matplotlib reads mathematics
+    figure.legend(patches, plain, loc="lower left", ncols=min(len(names), across) or 1, **look)
     return figure

@@ -204,7 +204,7 @@ def evaluate(
         if not key.startswith(OF_AN_EVALUATION):
             allowed = ", ".join(OF_AN_EVALUATION)
             raise UserError(f"recipe key {key!r} cannot be changed in an evaluation, only {allowed}")
-    run = path if isinstance(path, LoadedRun) else load_run(path)
+    run = path if isinstance(path, LoadedRun) else load_run(path, overrides)
     task = TASKS[run.recipe.task]
     if predictions is not None and not task.has_results:
         raise UserError(f"predictions are written of detectors alone, {run.source} is of task {task.name!r}")

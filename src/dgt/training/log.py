@@ -5,7 +5,6 @@ A full disk costs lines of the log, the metrics or the curves, not the training.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
@@ -26,7 +25,7 @@ from tqdm import tqdm
 from dgt.tasks import Losses
 from dgt.training.run import read_json
 from dgt.training.state import Progress, step_checkpoints
-from dgt.utils.atomic_write import write_json
+from dgt.utils.atomic_write import json_text, write_json
 from dgt.utils.errors import LOGGER
 
 LOG, METRICS, STATUS = "log.txt", "metrics.jsonl", "status.json"
@@ -132,7 +131,7 @@ class Report(logging.Handler):
             return
         after_half_a_line = "\n" * ("metrics" in self.told)
         with self._tolerating("metrics"), (self.folder / METRICS).open("a", encoding="utf-8") as file:
-            file.write(f"{after_half_a_line}{json.dumps(row)}\n")
+            file.write(f"{after_half_a_line}{json_text(row)}\n")
         with self._tolerating("events"):
             for name in row.keys() - {"step", "epoch"} if self.board is not None else ():
                 self.board.add_scalar(name, row[name], row["step"])

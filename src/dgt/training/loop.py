@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from lightning.fabric import Fabric
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ from dgt.tasks.optim import batch_scale, learning_rate
 from dgt.training.log import Report
 from dgt.training.recipe import Recipe
 from dgt.training.state import Checkpoints, TrainingState
-from dgt.utils.distributed import gather_objects
+from dgt.utils.distributed import gather_objects, world_size
 from dgt.utils.errors import LOGGER, NonFiniteInput
 from dgt.utils.seeding import reseed
 
@@ -105,7 +106,7 @@ class Training:
                 self.end_epoch(epoch + 1)
         except Exception as error:
             if not (self.in_step or self.fabric.world_size > 1 or isinstance(error, FloatingPointError)):
-                self.save()
+                self.checkpoints.save(self.state)  # not `save`, which raises anew for too many broken images
             raise
         finally:
             for number, handler in usual.items():
@@ -137,14 +138,15 @@ class Training:
         rate *= batch_scale(self.recipe.optimizer, self.state.global_batch)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        undo = undoing(network)
+        undo, sums = undoing(network), self.state.loss_sums.clone()
         try:
             losses = self.backward(batches)
         except Exception:
             undo()
+            self.state.loss_sums = sums
             raise
         self.in_step = True
-        self.fabric.strategy.precision.unscale_gradients(optimizer)
+        self.fabric.strategy.precision.unscale_gradients(optimizer.optimizer)  # the one that a scaler steps
         watched = [losses["loss"], *(weight.grad for weight in network.parameters()), *self.statistics]
         progress.batch += len(batches)
         progress.step += 1
@@ -171,7 +173,7 @@ class Training:
             torch.manual_seed(torch.initial_seed())  # devices too
             with self.fabric.no_backward_sync(self.state.objective, enabled=index + 1 < len(batches)):
                 losses = self.state.objective(batch)
-                self.fabric.backward(losses["loss"] / self.settings.accumulate)
+                self.fabric.backward(losses["loss"] / len(batches))  # an epoch's last step may have fewer
             found.append({name: value.detach().float() for name, value in losses.items()})
             loss_and_one = torch.stack([found[-1]["loss"], torch.ones_like(found[-1]["loss"])])
             self.state.loss_sums += torch.where(loss_and_one[0].isfinite(), loss_and_one * len(batch.images), 0.0)
@@ -282,8 +284,14 @@ class Training:
 def measure(
     fabric: Fabric, metrics: Any, network: nn.Module, loader: Any, between: Callable[[], None] = lambda: None
 ) -> None:
-    """Run one validation, with `between` called before every batch; leaves the network in evaluation mode."""
+    """Run one validation, with `between` called before every batch; leaves the network in evaluation mode.
+
+    All processes measure the first one's buffers, which are exported: BatchNorm's differ where each counts alone.
+    """
     network.eval()
+    for buffer in network.buffers() if world_size() > 1 else ():
+        if buffer.is_floating_point():
+            dist.broadcast(buffer, 0)
     loader.device = fabric.device
     with torch.no_grad():
         for images, targets in loader:

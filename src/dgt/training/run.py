@@ -50,7 +50,7 @@ RECORD_FORMAT = 1
 RESULTS = "results.json"
 WEIGHT_FILES = ("model/model.safetensors", "model.safetensors", "checkpoints/step-*.ckpt", "checkpoints/best.ckpt")
 
-# What may change between a stop and its resumption; a change of the number of processes is found in the checkpoint.
+# What may change between a stop and its resumption; other processes, or fsdp2 or no more, show in the checkpoint.
 FREE = re.compile(
     r"name|out|checkpoint\..*|data\.(root|num_workers|cache|max_broken_share)"
     r"|trainer\.(accelerator|devices|num_nodes|strategy|check_val_every|max_skipped|pictures_every|compile)"
@@ -163,19 +163,20 @@ def environment() -> dict[str, Any]:
     return {"versions": versions, "device": processor() + threads, "command": command_line()}
 
 
-def load_run(path: str | Path) -> LoadedRun:
+def load_run(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRun:
     """Open a trained model.
 
     Args:
         path: a `.ckpt` of a training, its run folder (whose finished model is taken, else its last checkpoint), or a
             model folder with `config.json` and `model.safetensors`, ours or a classifier's that timm wrote, or
             transformers of its wrapper of a timm model.
+        overrides: changes to its recipe, as on the command line; the network is built for that `data.image_size`.
 
     Raises FileNotFoundError where nothing is there; UserError for a file that is cut off, not of this package, of
-    another model's weights, or, in a folder with SHA256SUMS, of another checksum.
+    another model's weights, or, in a folder with SHA256SUMS, of another checksum; as `load_recipe` for overrides.
     """
     source, weights, record = _read(path)
-    recipe, names = parse_recipe(record["recipe"]), record["class_names"]
+    recipe, names = parse_recipe(record["recipe"], overrides), record["class_names"]
     settings = replace(recipe.model, args={key: each for key, each in recipe.model.args.items() if key != "pretrained"})
     network = TASKS[recipe.task].build(settings, len(names), recipe.data["image_size"])
     _load_weights(network, weights, f"model {recipe.model.name!r}", str(source))

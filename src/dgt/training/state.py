@@ -93,12 +93,16 @@ class TrainingState:
     def load(self, path: Path, stored: dict[str, Any]) -> None:
         """Go to where a checkpoint was taken, from what `latest_checkpoint` returned; a matter of all processes.
 
-        UserError for another number of processes, which would share out the images in another way.
+        UserError for another number of processes, which would share out the images in another way, and for weights that
+        are shared out now and were not, or the other way round: the optimizer's state is kept by name only there.
         """
         before, now = stored["world_size"], self.fabric.world_size
         if before != now:
             hint = "set trainer.devices and trainer.num_nodes as before"
             raise UserError(f"{path} was trained by {before} processes, now there are {now}: {hint}")
+        if self.sharded != isinstance(stored["optimizer"]["param_groups"][0]["params"][0], str):
+            hint = "trainer.strategy must be fsdp2 where it was, and must not be where it was not"
+            raise UserError(f"{path} does not fit this run's strategy: {hint}")
         self.progress = Progress(**stored["progress"])
         if self.fabric.is_global_zero:  # goes on from the sum of all processes
             self.loss_sums.copy_(stored["loss_sums"])

@@ -57,7 +57,12 @@ def atomic_write(path: str | Path, content: str | bytes | memoryview) -> None:
 
 def write_json(path: str | Path, value: Any) -> None:
     """Write plain values as indented JSON, whole or not at all."""
-    atomic_write(path, json.dumps(value, indent=2) + "\n")
+    atomic_write(path, json_text(value, indent=2) + "\n")
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """Plain values as JSON; null stands for NaN and infinities, which it does not have."""
+    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None), indent=indent)
 
 
 def remove_leftovers(folder: Path) -> None:
