@@ -1,6 +1,5 @@
 """What the data modules of all tasks share: two splits, their loaders, and the report of unreadable images."""
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -143,17 +142,19 @@ class ImageData(ABC):
         return Loader(self, "val")
 
     def state_dict(self) -> dict[str, Any]:
-        """What goes into checkpoints: the unreadable images met so far, as they lie in the root, which may move."""
-        inside = f"{Path(self.root or '')}{os.sep}"
-        broken = {part: report.broken.items() for part, report in self.broken_images.items()}
-        return {"broken": {part: {key.removeprefix(inside): why for key, why in of} for part, of in broken.items()}}
+        """What goes into checkpoints: the unreadable images met so far, without the root, which may move."""
+        root, broken = self._root(), {part: report.broken.items() for part, report in self.broken_images.items()}
+        return {"broken": {part: {name.removeprefix(root): why for name, why in of} for part, of in broken.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume with the unreadable images of a checkpoint."""
-        root = Path(self.root or "")
+        root = self._root()
         for part, broken in state_dict["broken"].items():
-            names = (name if name.startswith(str(root)) else str(root / name) for name in broken)
+            names = (name if name.startswith(root) else root + name for name in broken)
             self.broken_images[part].broken.update(zip(names, broken.values(), strict=True))
+
+    def _root(self) -> str:
+        return "" if self.root is None else str(Path(self.root))  # what names of images begin with
 
     def write_broken_images(self, path: StrPath) -> int:
         """Write a line `split <tab> path <tab> reason` for each unreadable image met so far; return how many."""
