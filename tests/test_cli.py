@@ -153,7 +153,7 @@ def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path:
 
 
 def test_a_bug_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dgt.training.load_run", lambda _: torch.zeros(2) @ torch.zeros(3))
+    monkeypatch.setattr("dgt.training.evaluate", lambda *_: torch.zeros(2) @ torch.zeros(3))
     with pytest.raises(RuntimeError):
         main(["evaluate", str(tmp_path)])
 
