@@ -100,9 +100,9 @@ def accelerated(case: Case, measured: tuple[float, float]) -> dict[str, Any]:
     query, key, value = tensors = qkv.permute(2, 0, 3, 1, 4).unbind(0)
     centroids = F.normalize(torch.randn(heads, GROUPS, 64, device="cuda"), dim=-1)
 
-    def groups(centers: Tensor, backend: str) -> Tensor:
+    def groups(centers: Tensor, backend: str, *given: Tensor) -> Tensor:
         options = {"backend": backend, "num_prefix_tokens": PREFIX, "remainder": True}
-        return dgt.dynamic_group_attention(*tensors, centers, top_k, **options).output
+        return dgt.dynamic_group_attention(*(given or tensors), centers, top_k, **options).output
 
     steps = {
         "triton": lambda: groups(centroids, "triton"),
@@ -111,7 +111,8 @@ def accelerated(case: Case, measured: tuple[float, float]) -> dict[str, Any]:
         "flash": lambda: flash(query, key, value),
         "eager": lambda: groups(centroids, "eager"),
     }
-    found, plain = steps["triton"]().float(), steps["eager"]().float()
+    # In float32: in bfloat16 the plain path rounds the remainder's constant, 1 % of its result at 16,384 tokens.
+    found, plain = steps["triton"]().float(), groups(centroids, "eager", *(tensor.float() for tensor in tensors))
     error = float((found - plain).square().mean().sqrt() / plain.square().mean().sqrt())
     if not error <= 0.01:
         raise RuntimeError(f"wrong result before timing: {error:.2e} of its size from the plain path")
@@ -179,7 +180,7 @@ def check(query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, top_k: i
     score = torch.einsum("bhld,hgd->bhlg", query.double(), centroids.double())
     lost = (score.amax(-1) - score.gather(-1, group_ids[..., None])[..., 0]).amax()
     score = torch.einsum("hgd,bhld->bhgl", centroids.double(), key.double())
-    lost = max(lost, (score.topk(top_k).values[..., -1] - score.gather(-1, key_ids).amin(-1)).amax())
+    lost = torch.maximum(lost, (score.topk(top_k).values[..., -1] - score.gather(-1, key_ids).amin(-1)).amax())
     if not lost <= 1e-5:
         raise RuntimeError(f"wrong result before timing: a group or key whose score is {float(lost):.2e} too low")
     some = torch.randperm(query.shape[2], device=query.device)[:512]
@@ -231,6 +232,8 @@ def kernel_times(attend: Attend, *tensors: Tensor) -> dict[str, float]:
             torch.autograd.grad(attend(*leaves), leaves, grad)
         torch.cuda.synchronize()
     on_device = [event for event in trace.key_averages() if event.device_type == DeviceType.CUDA]
+    if not on_device:
+        raise RuntimeError("the profiler saw no kernel")
     found = {event.key: event.self_device_time_total / 5 for event in on_device}
     return {name: time for name, time in sorted(found.items(), key=lambda item: -item[1])[:25] if time > 0}
 

@@ -8,6 +8,7 @@ compiling took are told. DGT is seeded before it is compiled: groups are those o
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 import timm
 import torch
-from gpu_common import Rows
+from gpu_common import Rows, attempt
 
 import dgt  # noqa: F401  (registers its models)
 
@@ -33,8 +34,13 @@ def main() -> None:
     options = parser.parse_args()
     torch.backends.cudnn.benchmark = True
     rows = Rows(options.out, f"models {options.size}")
+    failed = False
     for training in (False, True):
-        rows.add(compare(options.size, training, None if training else options.mode))
+        arguments = options.size, training, None if training else options.mode
+        row = attempt("compare", lambda arguments=arguments: compare(*arguments))
+        failed |= "compare_error" in row
+        rows.add({"size": options.size, "training": training, **row})
+    sys.exit(int(failed))
 
 
 def compare(size: int, training: bool, mode: str | None) -> dict[str, Any]:

@@ -31,7 +31,7 @@ sanitize() { # PyTorch's cache of blocks hides overruns: off. The kernels are co
     local pids=() pid shape dtype tool
     for shape in 0 1 2 3; do
         for dtype in bfloat16 float16 float32; do
-            run 180 "$python" benchmarks/gpu_memcheck.py --shape $shape --dtype $dtype &
+            run 140 "$python" benchmarks/gpu_memcheck.py --shape $shape --dtype $dtype &
             pids+=($!)
         done
     done
@@ -49,7 +49,7 @@ sanitize() { # PyTorch's cache of blocks hides overruns: off. The kernels are co
 "$python" -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "error: no CUDA device")' || exit 1
 case $part in
 tests)
-    tests 260 gpu_tests tests/ops/triton/test_gpu.py tests/layers/test_triton_layer.py
+    tests 260 gpu_tests -n 4 --dist worksteal tests/ops/triton/test_gpu.py tests/layers/test_triton_layer.py
     tests 300 gpu_tests_kernels -n 12 --dist worksteal tests/ops/triton tests/ops/test_group_matmul.py \
         --ignore tests/ops/triton/test_gpu.py --ignore tests/ops/triton/test_compile.py
     ;;
