@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,7 @@ def main() -> None:
     rows = Rows(options.out, f"models {options.size}")
     failed = False
     for training in (False, True):
-        arguments = options.size, training, None if training else options.mode
-        row = attempt("compare", lambda arguments=arguments: compare(*arguments))
+        row = attempt("compare", partial(compare, options.size, training, None if training else options.mode))
         failed |= "compare_error" in row
         rows.add({"size": options.size, "training": training, **row})
     sys.exit(int(failed))
