@@ -142,22 +142,26 @@ def test_centroids_get_no_gradient(draw) -> None:
     assert grad is None
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [60, 600])
-def test_half_precision_is_as_good_as_attention_under_a_mask(dtype, tokens, draw, with_gradients) -> None:
+def test_half_precision_is_as_good_as_attention_under_a_mask(dtype, tokens, biased, draw, with_gradients) -> None:
     """At most 1.5 times the error that PyTorch's own attention makes at the same precision, against float64."""
     *inputs, centroids = draw(2, 2, tokens, 32, 8, dtype=dtype)
     group_ids = dgt.group_queries(inputs[0], centroids)
     key_ids = dgt.select_keys(centroids, inputs[1], 20)
     chosen = torch.zeros(2, 2, 8, tokens, dtype=torch.bool).scatter(-1, key_ids, True)
     mask = torch.take_along_dim(chosen, group_ids[..., None], dim=2)
+    bias = torch.linspace(6, 12, tokens).expand(2, 2, tokens) if biased else None  # as large as a remainder's
+    added = mask if bias is None else torch.where(mask, bias[:, :, None], -torch.inf)
 
-    def masked(*qkv):
-        return F.scaled_dot_product_attention(*qkv, attn_mask=mask)
+    def masked(query, key, value):
+        attn_mask = added.double() if biased and query.dtype == torch.double else added
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask)
 
     exact = with_gradients(masked, tuple(tensor.double() for tensor in inputs))
     theirs = with_gradients(masked, tuple(inputs))
-    ours = with_gradients(dgt.attend, tuple(inputs), group_ids, key_ids, None, "eager")
+    ours = with_gradients(dgt.attend, tuple(inputs), group_ids, key_ids, None, "eager", bias)
     for what, truth, their, our in zip(("output", "query", "key", "value"), exact, theirs, ours, strict=True):
         assert our.dtype == dtype
         for measure in (lambda error: error.square().mean().sqrt(), lambda error: error.max()):
