@@ -13,6 +13,7 @@ from PIL import Image
 from dgt.experiments import like_to_like as module
 from dgt.experiments.like_to_like import like_to_like, measure
 from dgt.models.inspect import LayerInput
+from dgt.training import load_recipe
 
 
 def layer_input(group_ids: list[int], key_ids: list[list[int]]) -> LayerInput:
@@ -48,6 +49,7 @@ def test_mixed_groups_are_less_pure_and_unlabelled_tokens_count_for_nothing() ->
     assert sums["queries"].tolist() == [4, 2]
     assert sums["pure"].tolist() == [4, 0]
     assert sums["like"].tolist() == [4, 0]  # of keys 0 and 3, only 0 has a label
+    assert sums["attention"].tolist() == pytest.approx([4 * 4 / 6, 2 * 2 / 6])  # six of the eight keys have one
 
 
 def test_patches_of_neighbours_are_as_many_as_groups() -> None:
@@ -55,7 +57,7 @@ def test_patches_of_neighbours_are_as_many_as_groups() -> None:
     labels = LABELS.clone()
     labels[:, 6:9] = 0  # 0, 0, 0, 1 in either row
     found = [measure(layer_input([0] * 8, [[0]] * groups), labels, 2, 1)[1]["patch_pure"].tolist() for groups in (2, 4)]
-    assert found == [[6, 0], [6, 2]]  # one label in a patch, or two alike often, which are both a majority
+    assert found == [[6, 0], [5, 1]]  # one label in a patch, or two alike often, of which one counts, each in part
 
 
 def test_distances_are_in_tokens() -> None:
@@ -67,9 +69,7 @@ def test_distances_are_in_tokens() -> None:
 
 def test_a_table_of_scenes_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    data = {"dataset": "scenes", "crop_ratio": 1.0, "image_size": 64, "mean": (0.5,) * 3, "std": (0.2,) * 3}
-    recipe = SimpleNamespace(task="classify", data=data)
-    run = SimpleNamespace(network=timm.create_model("dgt_nano", num_classes=8).eval(), recipe=recipe)
+    run = SimpleNamespace(network=timm.create_model("dgt_nano", num_classes=8).eval(), recipe=load_recipe("scenes"))
     monkeypatch.setattr(module, "load_run", lambda _: run)
     words = ["--run", "runs/demo", "--images", "2"]
     folder = like_to_like(words, 1, tmp_path)
@@ -81,6 +81,12 @@ def test_a_table_of_scenes_is_written_once(tmp_path: Path, monkeypatch: pytest.M
     assert (like_to_like(words, 1, tmp_path) / "like_to_like.md").read_text("utf-8") == text
     with pytest.raises(ValueError, match="other settings"):
         like_to_like([*words[:-1], "3"], 1, tmp_path)
+
+
+def test_keys_of_the_data_are_heeded() -> None:
+    for recipe, key, size in (("scenes", "image_size=96", (96, 96)), ("scenes_segment", "scale=[64,48]", (48, 48))):
+        image, _ = next(module._labelled(load_recipe(recipe), [f"--data.{key}"], 1)[1])
+        assert image.shape == (1, 3, *size)
 
 
 def test_masks_of_coco_are_labels(tmp_path: Path) -> None:
@@ -111,7 +117,7 @@ def test_masks_of_coco_are_labels(tmp_path: Path) -> None:
 def test_what_it_cannot_measure_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="give --run RUN"):
         like_to_like([], 1, tmp_path)
-    recipe = SimpleNamespace(task="classify", data={"dataset": "auto", "crop_ratio": 1.0})
-    monkeypatch.setattr(module, "load_run", lambda _: SimpleNamespace(network=None, recipe=recipe))
+    run = SimpleNamespace(network=None, recipe=load_recipe("cifar10", ["--data.root=images"]))
+    monkeypatch.setattr(module, "load_run", lambda _: run)
     with pytest.raises(ValueError, match="a classifier of scenes or a segmenter"):
         like_to_like(["--run", "x"], 1, tmp_path)

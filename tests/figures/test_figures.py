@@ -28,6 +28,8 @@ from dgt.figures import (
     figure_contact_sheet,
     figure_group_map,
     figure_groups,
+    figure_titled,
+    raster,
     save_animation,
     save_figure,
 )
@@ -131,6 +133,12 @@ def test_figure_has_titles_and_a_dashed_frame_per_pair() -> None:
     assert [texts.count(text) for text in ("image", "queries", "keys", "stage 1")] == [1, 2, 2, 1]
     frames = [artist for artist in figure.findobj(FancyBboxPatch) if artist.get_linestyle() != "-"]
     assert len(frames) == 4
+
+
+def test_names_with_dollars_are_no_mathematics() -> None:
+    name = "from_$5_to_$10"
+    raster(figure_titled(np.zeros((8, 8, 3), np.uint8), name), dpi=20)
+    raster(figure_groups([_panel(title=name)]), dpi=20)
 
 
 def test_panel_with_fewer_groups_leaves_its_pairs_blank() -> None:

@@ -4,10 +4,10 @@ The figure's groups hold the queries of a bird, of branches and of the backgroun
 the bird, the branches and the background. A token's label is that of most of its pixels. For every DG-Attention layer,
 as shares of its queries that have a label:
 
-- pure: those with the label of most of their group; the same in groups of the same sizes, drawn at random, and in
-  patches of neighbours, as many as groups or nearly (a square number);
-- like: of a query's keys, those with its label: its group's, as many in a window around it, all by the weight that
-  global attention would give them, as many at random;
+- pure: those with the label of most of their group, of labels that tie one; the same in groups of the same sizes, drawn
+  at random, and in patches of neighbours, as many as groups or nearly (a square number);
+- like: of a query's keys that have a label, those with its own: its group's, as many in a window around it, all by the
+  weight that global attention would give them, as many at random;
 
 and far: the mean distance from a query to its group's keys in tokens, beside that to any token.
 """
@@ -35,6 +35,7 @@ from dgt.experiments.fixed_weights import open_data
 from dgt.experiments.report import number, read_words, write_results
 from dgt.models.inspect import LayerInput, capture
 from dgt.training import load_run
+from dgt.training.recipe import parse_recipe
 from dgt.utils.errors import UserError, check_range
 from dgt.utils.records import markdown_table
 
@@ -86,7 +87,7 @@ def like_to_like(words: Sequence[str] = (), seeds: int = 3, out: str | Path | No
 
 def _labelled(recipe: Any, keys: Sequence[str], images: int) -> Labelled:
     """Names of labels, and normalised images (1, 3, H, W) with label maps (H', W'), 255 where there is no label."""
-    data = recipe.data
+    data = parse_recipe(recipe.to_dict(), keys).data
     if "crop_ratio" in data and data["dataset"] == "scenes":  # a classifier's, which has no label maps of its own
         scenes, normalise = Scenes("val", images, data["image_size"]), Normalize(data["mean"], data["std"])
         drawn = (scenes[i] for i in range(images))
@@ -142,13 +143,13 @@ def measure(seen: LayerInput, labels: Tensor, count: int, seeds: int) -> tuple[s
     of_group = _shares(token, key_ids).gather(1, group_ids[..., None].expand(-1, -1, count))
     mixed = [group_ids[:, torch.randperm(tokens, generator=torch.Generator().manual_seed(s))] for s in range(seeds)]
     sums: dict[str, Any] = {"queries": heads * token.sum(0), "like": (of_group * token).sum((0, 1))}
-    sums["pure"] = _pure(token, group_ids)
-    sums["random_pure"] = torch.stack([_pure(token, ids) for ids in mixed]).mean(0)
+    sums |= {"pure": _pure(token, group_ids), "random_pure": sum(_pure(token, ids) for ids in mixed) / seeds}
     sums["patch_pure"] = heads * _pure(token, _patches(seen.grid, key_ids.shape[1])[None])
     sums["random"] = token.mean(0) / token.mean(0).sum().clamp(min=1e-9) * sums["queries"]
     sums["window"] = heads * (_shares(token, nearest(seen.grid, key_ids.shape[2])) * token).sum(0)
     attend = partial(F.scaled_dot_product_attention, key=key, value=token.expand(heads, -1, -1), scale=seen.layer.scale)
-    sums["attention"] = (torch.cat([attend(part) for part in query.split(AT_ONCE, 1)], 1) * token).sum((0, 1))
+    mass = torch.cat([attend(part) for part in query.split(AT_ONCE, 1)], 1)
+    sums["attention"] = (F.normalize(mass, 1, -1) * token).sum((0, 1))
     places = torch.cartesian_prod(*(torch.arange(side, dtype=torch.float32) for side in seen.grid))
     between = torch.cdist(places, places)
     sums["far"] = torch.stack([between.gather(1, k[g]).mean() for k, g in zip(key_ids, group_ids, strict=True)]).mean()
@@ -170,9 +171,9 @@ def _shares(token: Tensor, ids: Tensor) -> Tensor:
 
 
 def _pure(token: Tensor, group_ids: Tensor) -> Tensor:
-    """(labels,): how many queries with each label are in a group most of whose members have it."""
+    """(labels,): how many queries with each label are in a group whose label it is; a tie counts each label in part."""
     counts = F.one_hot(group_ids).float().transpose(1, 2) @ token  # (H, G, labels)
-    return (counts * (counts == counts.amax(-1, keepdim=True))).sum((0, 1))
+    return (counts * F.normalize((counts == counts.amax(-1, keepdim=True)).float(), 1, -1)).sum((0, 1))
 
 
 def _row(name: str, sums: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -193,6 +194,5 @@ def markdown(content: dict[str, Any]) -> str:
     heads = [[str(row[key]) for key in ("layer", "tokens", "top_k")] for row in rows]
     table = [head + [number(row[key], 1, units[key]) for key in units] for head, row in zip(heads, rows, strict=True)]
     text = markdown_table(["layer", "tokens", "k", *SHARES.values(), "far", "anywhere"], table)
-    labels = rows[0]["by_label"].items()
-    cells = [[label, *(number(found[key], 1, 100) for key in ("share", *SHARES))] for label, found in labels]
+    cells = [[name, *(number(of[k], 1, 100) for k in ("share", *SHARES))] for name, of in rows[0]["by_label"].items()]
     return f"{text}\n{markdown_table([rows[0]['layer'], 'share, %', *SHARES.values()], cells)}"

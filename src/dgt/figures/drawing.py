@@ -119,7 +119,7 @@ def sheet(cells: Sequence[Cell], columns: int, width: float, room: tuple[float, 
         bottom -= height + caption + (GAP if row is not rows[0] else MARGIN)
         for column, (image, grid, label) in enumerate(row):
             axes = show(figure, (MARGIN + column * (width + GAP), bottom, width, height), image, grid)
-            axes.set_title(label, fontsize=7.5, color="0.42", pad=3)
+            axes.set_title(label, fontsize=7.5, color="0.42", pad=3, parse_math=False)  # names of users
     return figure
 
 

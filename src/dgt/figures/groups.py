@@ -49,7 +49,7 @@ def figure_groups(panels: Sequence[GroupPanel], groups: int | Sequence[int] = 3)
     bottom = top - LABEL - FRAME + ROW_GAP
     for panel, indices, image, height in zip(panels, shown, images, heights, strict=True):
         bottom -= ROW_GAP + height
-        say(left - LABEL / 2 - 0.03, bottom + height / 2, panel.title, rotation=90)
+        say(left - LABEL / 2 - 0.03, bottom + height / 2, panel.title, rotation=90, parse_math=False)
         drawing.show(figure, (left, bottom, CELL, height), image, panel.grid)
         for start, group, name in zip(starts, indices, drawing.PAIR_COLOURS * len(indices), strict=False):
             colour = np.array(to_rgb(name))

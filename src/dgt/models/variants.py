@@ -83,7 +83,7 @@ ROWS: dict[str, tuple[str, Row]] = {
     "dgt_base": ("DGT-B: 90.28 M parameters, 16.40 GFLOPs at 224 px; cosine attention, residual post-norm.", BASE),
     "dgt_tiny_swin_block": ("DGT-T with Swin's blocks: 23.74 M parameters.", SWIN_BLOCK),
     "dgt_tiny_cswin_block": ("DGT-T with CSWin's blocks: 23.76 M parameters.", CSWIN_BLOCK),
-    "dgt_tiny_cmt_block": ("DGT-T with CMT's blocks: 24.13 M parameters, 0.58 M in tables of positions.", CMT_BLOCK),
+    "dgt_tiny_cmt_block": ("DGT-T with CMT's blocks: 24.71 M parameters, 0.58 M of them for positions.", CMT_BLOCK),
     "dgt_nano_swin_block": ("``dgt_nano`` with Swin's blocks.", NANO_SWIN_BLOCK),
     "dgt_nano_cswin_block": ("``dgt_nano`` with CSWin's blocks.", NANO_CSWIN_BLOCK),
     "dgt_nano_cmt_block": ("``dgt_nano`` with CMT's blocks.", NANO_CMT_BLOCK),
