@@ -282,6 +282,24 @@ def test_resuming_begins_where_nothing_is_and_leaves_alone_what_is_finished(
         train(whole, monkeypatch=monkeypatch)
 
 
+def test_a_second_training_in_a_folder_is_refused_and_changes_nothing(
+    whole: Path, tmp_path: Path, at_work: Callable[[Path], int]
+) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    (tmp_path / "run" / "results.json").unlink()
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("[!.]*")}
+    at_work(tmp_path / "run")
+    with pytest.raises(FileExistsError, match=f"another process is at work in {tmp_path / 'run'}"):
+        fit(load_recipe("scenes", [*KEYS, f"--out={tmp_path / 'run'}"]), resume=True)
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("[!.]*")}
+
+
+def test_killed_before_the_recipe_was_written_the_folder_serves_again(tmp_path: Path) -> None:
+    for name in (".lock", ".recipe.yaml.12.partial"):
+        (tmp_path / name).touch()
+    assert run_folder(load_recipe("scenes", [f"--out={tmp_path}"])) == tmp_path
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
