@@ -209,7 +209,7 @@ def test_a_model_that_cannot_be_built_is_told_before_anything_is_trained(tmp_pat
 def test_a_diagnosis_is_of_classifiers(tmp_path: Path) -> None:
     text = "diagnose: true\nsizes: {small: {recipe: scenes_segment}}\nrows: [{name: few keys, small: {seed: 0}}]\n"
     with pytest.raises(ValueError, match=r"diagnose of table 'peers' must be false .* got 'segment'"):
-        ablate(write_table(tmp_path, text), seeds=1, out=tmp_path / "peers")
+        ablate(write_table(tmp_path, text), SMALL, seeds=1, out=tmp_path / "peers")
     assert not (tmp_path / "peers").exists()
 
 

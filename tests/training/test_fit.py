@@ -248,7 +248,7 @@ def test_pictures_are_drawn_when_asked_for_and_cost_no_more_than_a_warning(
         given.append(len(images))
         raise RuntimeError("no ink")
 
-    few = ["--schedule.epochs=5", "--data.train_size=16", "--data.val_size=8", "--trainer.pictures_every=3"]
+    few = ["--schedule.epochs=4", "--data.train_size=16", "--data.val_size=8", "--trainer.pictures_every=3"]
     fit(load_recipe("scenes", [*SMALL, *few, f"--out={tmp_path / 'run'}"]), draw=draw)
     assert given == [4, 4, 4]
     assert capsys.readouterr().err.count("no images were drawn: RuntimeError('no ink')") == 3
