@@ -62,6 +62,8 @@ def main() -> None:
     parser.add_argument("--hours", type=int, default=1, help="of two cores, for each model")
     parser.add_argument("--out", type=Path, default=Path("runs/imagenette_cpu"))
     options = parser.parse_args()
+    if not (train_folder := Path(options.data, "train")).is_dir():
+        parser.error(f"there is no folder {train_folder}")
     runs = {model: options.out / f"{model}_{options.hours}" for model in EPOCHS}
     missing = unfinished(runs)
     cores = sorted(os.sched_getaffinity(0))

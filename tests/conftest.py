@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import inspect
+import operator
 import os
 import random
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -58,17 +62,39 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+# What is patched of Triton's interpreter, which promises none of it, and how many arguments each takes.
+PATCHED = {
+    **{"_patch_lang": 1, "_get_np_dtype": 1, "GridExecutor.__call__": 3},
+    **{"tl.block_type.__init__": 3, "tl.tensor.__init__": 3},
+}
+
+
+def changed(interpreter: ModuleType) -> list[str]:
+    """Of PATCHED, what this version of Triton does not have, or has with other arguments."""
+    found = []
+    for name, arguments in PATCHED.items():
+        try:
+            count = len(inspect.signature(operator.attrgetter(name)(interpreter)).parameters)
+        except AttributeError:
+            count = None
+        found += [name] * (count != arguments)
+    return found
+
+
 @pytest.fixture(scope="session", autouse=True)
-def _quick_interpreter() -> None:
+def changed_in_triton() -> list[str]:
     """Let Triton's interpreter do once what it does anew each time to the same effect: most of what a kernel takes.
 
     It patches its language in every call of one function by another, where once a launch is enough; and it works out
-    the attributes of a type from its name and shape for every value, those of a value from its type.
+    the attributes of a type from its name and shape for every value, those of a value from its type. Where anything of
+    that is not as it was, it is left as it is and named; a test of kernels fails then, all others take longer.
     """
     if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
-        return
+        return []
     from triton.runtime import interpreter
 
+    if found := changed(interpreter):
+        return found
     patch, run = interpreter._patch_lang, interpreter.GridExecutor.__call__
     language = interpreter.tl
     kinds: dict[int, tuple[bool, ...]] = {}  # of a module's names: by which it knows Triton's language
@@ -114,6 +140,7 @@ def _quick_interpreter() -> None:
 
     language.block_type.__init__, language.tensor.__init__ = type_once, value_once
     interpreter._get_np_dtype = numpy_once
+    return []
 
 
 @pytest.fixture(autouse=True)
@@ -122,6 +149,37 @@ def _same_seeds() -> None:
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002  (third-party code draws from the legacy state)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def at_work() -> Iterator[Callable[[Path], int]]:
+    """Begins a process, whose id it returns, that is alone at work in a folder, with a child as a loader has."""
+    begun: list[int] = []
+
+    def begin(folder: Path) -> int:
+        from dgt.utils.atomic_write import alone
+
+        told, tell = os.pipe()
+        begun.append(os.fork())
+        if begun[-1] == 0:
+            try:
+                os.setpgid(0, 0)
+                with alone(folder):
+                    os.fork()
+                    os.write(tell, b"x")
+                    signal.pause()
+            finally:
+                os._exit(1)
+        os.close(tell)
+        assert os.read(told, 1)
+        os.close(told)
+        return begun[-1]
+
+    yield begin
+    for process in begun:
+        os.killpg(process, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):  # the test waited for it
+            os.waitpid(process, 0)
 
 
 @pytest.fixture(scope="session")

@@ -55,7 +55,7 @@ BUDGETS = {
 }
 # What came after it, by feature: the lines that it adds to each package.
 ADDED: dict[str, dict[str, int]] = {
-    "dgt ablate retrieval": {"experiments": 400, "figures": 100},
+    "dgt ablate retrieval": {"experiments": 382, "figures": 100},
     "remainder, prefixes, sums and constants of keys": {"ops": 520, "models": 40},
     "steps that threads share": {"ops": 40},
     "dgt.accelerate": {"acceleration": 667, "app": 96},
@@ -82,6 +82,7 @@ ADDED: dict[str, dict[str, int]] = {
     "saved in spite of errors, other sizes, null for NaN": {"training": 12, "experiments": 11, "data": 5, "utils": 4},
     "uploads and folders of the explorer": {"explorer": 6, "figures": 1, "app": 1},
     "remainder in Triton": {"ops.triton": 59, "ops": 1},
+    "one process a folder": {"utils": 20, "training": 1, "app": 1},
 }
 MAX_MODULE_LINES = 400
 MAX_FUNCTION_LINES = 60

@@ -6,6 +6,7 @@ import json
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
@@ -20,17 +21,8 @@ from dgt_command import SECTIONS, main
 TRAIN = ["train", "scenes", "--data.train_size=64", "--data.val_size=24", "--data.batch_size=16"]
 TRAIN += ["--schedule.epochs=2", "--schedule.warmup_epochs=0.5", "--trainer.accelerator=cpu", "--trainer.devices=1"]
 COMMANDS = (
-    "demo",
-    "train",
-    "ablate",
-    "evaluate",
-    "predict",
-    "visualize",
-    "diagnose",
-    "explore",
-    "export",
-    "info",
-    "bench",
+    *("demo", "train", "status", "ablate", "evaluate", "predict", "accelerate", "weights", "export"),
+    *("visualize", "diagnose", "explore", "info", "bench", "profile"),
 )
 
 
@@ -225,7 +217,9 @@ def test_a_model_without_groups_cannot_be_drawn(tmp_path: Path, image: str, caps
     )
 
 
-def test_the_demo_writes_what_it_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_writes_what_it_promises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_work: Callable[[Path], int]
+) -> None:
     from dgt.app import demo
 
     whole = demo.load_recipe
@@ -237,6 +231,10 @@ def test_the_demo_writes_what_it_promises(tmp_path: Path, monkeypatch: pytest.Mo
     for name in ("groups.png", "group_map.png", "results.json", "model/model.safetensors"):
         assert (tmp_path / "demo" / name).is_file(), name
     demo.run(tmp_path / "demo", epochs=1)
+    at_work(tmp_path / "demo")
+    with pytest.raises(FileExistsError, match="another process is at work in"):
+        demo.run(tmp_path / "demo", epochs=1)
+    assert (tmp_path / "demo" / "results.json").is_file()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years")
     with pytest.raises(FileExistsError, match="is not an earlier demo"):

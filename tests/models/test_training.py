@@ -85,6 +85,8 @@ def test_a_compiled_training_step_is_the_same(small) -> None:
             optimizer.zero_grad()
             model(images).square().mean().backward()
             optimizer.step()
+        for (name, a), b in zip(plain.named_parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(b, a, rtol=0, atol=1e-5, msg=name)
         for a, b in zip(attention_layers(plain), attention_layers(other), strict=True):
             torch.testing.assert_close(a.centroids, b.centroids, rtol=0, atol=1e-5)
             assert a.num_updates == b.num_updates == step + 2
@@ -107,8 +109,8 @@ def test_five_sizes_need_at_most_two_graphs(small) -> None:
     assert 1 <= counters["stats"]["unique_graphs"] <= 2
 
 
-def test_exports() -> None:
-    model, images = timm.create_model("dgt_nano", num_classes=10).eval(), torch.randn(2, 3, 64, 64)
+def test_exports(small) -> None:
+    model, images = small(**SHORT), torch.randn(2, 3, 64, 48)
     exported = torch.export.export(model, (images,))
     torch.testing.assert_close(exported.module()(images), model(images), rtol=0, atol=1e-5)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import importlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from PIL import Image
 
 from dgt.data.image_io import BrokenImagesError
 from dgt.tasks.classify import read_image
-from dgt.training import Result, evaluate, fit, load_recipe, load_run, predict
+from dgt.training import LoadedRun, Result, evaluate, fit, load_recipe, load_run, predict
 from dgt.training.loop import Training
 
 from .conftest import SMALL, read_metrics
@@ -133,6 +136,23 @@ def test_a_training_that_breaks_off_leaves_a_checkpoint(tmp_path: Path, monkeypa
     assert not (tmp_path / "cut" / "results.json").exists()
 
 
+def test_a_model_that_cannot_be_written_ends_a_training_that_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    few = ["--schedule.epochs=1", "--data.train_size=16", "--data.val_size=8"]
+    recipe = load_recipe("scenes", [*SMALL, *few, f"--out={tmp_path / 'run'}"])
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.import_module("dgt.training.fit"), "export_model", full)
+        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+            fit(recipe)
+    assert not (tmp_path / "run" / "results.json").exists()
+    assert fit(recipe, resume=True).metrics.keys() >= {"top1", "loss"}
+    assert load_run(tmp_path / "run").source == tmp_path / "run" / "model" / "model.safetensors"
+
+
 def test_unreadable_images_are_listed_and_the_folder_serves_again(tmp_path: Path) -> None:
     for split in ("train", "val"):
         for name in ("cat", "dog"):
@@ -216,6 +236,22 @@ def test_a_loss_that_is_no_number_stops_the_training_with_advice(
     keys = [*SMALL, "--trainer.max_skipped=null", f"--out={tmp_path / 'run'}"]
     with pytest.raises(FloatingPointError, match=r"the training loss became nan in epoch 1: lower optimizer\.lr"):
         fit(load_recipe("scenes", keys))
+
+
+def test_pictures_are_drawn_when_asked_for_and_cost_no_more_than_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After the first and the last epoch, and every third."""
+    given: list[int] = []
+
+    def draw(run: LoadedRun, images: list[torch.Tensor]) -> dict[str, Any]:
+        given.append(len(images))
+        raise RuntimeError("no ink")
+
+    few = ["--schedule.epochs=4", "--data.train_size=16", "--data.val_size=8", "--trainer.pictures_every=3"]
+    fit(load_recipe("scenes", [*SMALL, *few, f"--out={tmp_path / 'run'}"]), draw=draw)
+    assert given == [4, 4, 4]
+    assert capsys.readouterr().err.count("no images were drawn: RuntimeError('no ink')") == 3
 
 
 def test_each_epoch_gives_one_line(finished: Result) -> None:

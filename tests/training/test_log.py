@@ -98,6 +98,17 @@ def test_curves_that_cannot_be_written_are_told(
     assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2]
 
 
+def test_steps_that_are_trained_again_are_drawn_once(tmp_path: Path) -> None:
+    """Killed after its third step, a training resumes from the checkpoint of its first."""
+    with begun(tmp_path) as report:
+        for step in (1, 2, 3):
+            report.write_row({"step": step, "loss": 3.0})
+    with begun(tmp_path, step=1) as report:
+        report.write_row({"step": 2, "loss": 1.0})
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(each.step, each.value) for each in events.Scalars("loss")] == [(1, 3.0), (2, 1.0)]
+
+
 def test_curves_that_cannot_be_opened_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SummaryWriter, "__init__", fail)
     with begun(tmp_path) as report:

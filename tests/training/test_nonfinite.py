@@ -107,11 +107,14 @@ def test_a_step_that_is_not_finite_leaves_no_trace(
     )
 
 
-def test_too_many_in_a_row_stop_the_training_and_name_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spoil = Spoil((1, 2, 3), lambda images: images.mul_(1e30))
-    told = r"3 steps in a row .* up to step 4 \(epoch 1, batch 4\), .* The first not finite: the (output of|buffer) net"
-    with pytest.raises(FloatingPointError, match=told):
-        train(tmp_path / "run", *FEW, "--trainer.max_skipped=2", poke=[spoil], monkeypatch=monkeypatch)
+@pytest.mark.parametrize(("steps", "most"), [((1, 2, 3), 2), ((0, 1, 2, 3, 4), 10)], ids=["three", "a whole epoch"])
+def test_too_many_in_a_row_stop_the_training_and_name_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: tuple[int, ...], most: int
+) -> None:
+    spoil, last = Spoil(steps, lambda images: images.mul_(1e30)), steps[-1] + 1
+    told = rf"{len(steps)} steps in a row .* up to step {last} \(epoch 1, batch {last}\), .* The first not finite: the "
+    with pytest.raises(FloatingPointError, match=told + "(output of|buffer) net"):
+        train(tmp_path / "run", *FEW, f"--trainer.max_skipped={most}", poke=[spoil], monkeypatch=monkeypatch)
 
 
 def test_the_guard_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,12 +124,26 @@ def test_the_guard_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         train(tmp_path / "run", *FEW, *keys, poke=[spoil], monkeypatch=monkeypatch)
 
 
+def scale_losses(patch: pytest.MonkeyPatch, scale: float) -> None:
+    """Train in float16, with losses multiplied by this at first, by 2^-16 of it after a gradient that overflows."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, backoff_factor=2.0**-16)
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    patch.setattr(importlib.import_module("dgt.training.fit"), "build_fabric", lambda *_: fabric)
+
+
+def test_a_scale_of_float16_that_is_too_large_falls_and_counts_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scale_losses(monkeypatch, 2.0**40)
+    train(tmp_path / "run", *FEW, "--trainer.max_skipped=0", monkeypatch=monkeypatch)
+    assert 1 <= json.loads((tmp_path / "run" / "results.json").read_text())["skipped_steps"] <= 3
+    assert all_finite(numbers(tmp_path / "run"))
+
+
 def test_the_scale_of_float16_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     moments: list[list[Tensor]] = []
     for scale in (1.0, 256.0):
-        precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale))
-        fabric = Fabric(accelerator="cpu", devices=1, plugins=[precision])
-        monkeypatch.setattr(importlib.import_module("dgt.training.fit"), "build_fabric", lambda *_, one=fabric: one)
+        scale_losses(monkeypatch, scale)
         keys = ("--schedule.steps=1", "--schedule.warmup_steps=0", "--optimizer.clip_grad=null")
         found = train(tmp_path / str(scale), *keys, monkeypatch=monkeypatch)
         moments.append([value for name, value in found.items() if name.endswith("['exp_avg']")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from dgt.data.image_io import BrokenImage, BrokenImagesError
 from dgt.layers import DGAttention
 from dgt.tasks.classify import ClassificationMetrics
 from dgt.training import fit, load_recipe
-from dgt.training.log import Report
+from dgt.training.log import Report, run_status
 from dgt.training.loop import Preempted, Training
 from dgt.training.run import run_folder
 from dgt.training.state import TrainingState, latest_checkpoint, read_checkpoint, step_checkpoints
@@ -150,9 +152,12 @@ def test_stopped_by_a_signal(whole: Path, tmp_path: Path, monkeypatch: pytest.Mo
 def test_annealed_keys_are_a_function_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped in the middle of the annealing, the weights are those of a training that never stopped."""
     keys = ("--model.top_k_schedule=0.7", "--model.args.top_k=2", "--model.args.stem_stride=1", "--schedule.epochs=1")
-    stop = Poke("after a step", lambda training: training.progress.step == 2, terminate)
-    with pytest.raises(Preempted):
+    keys += ("--model.top_k_start=100",)
+    ctrl_c = partial(signal.raise_signal, signal.SIGINT)
+    stop = Poke("after a step", lambda training: training.progress.step == 2, ctrl_c)
+    with pytest.raises(Preempted) as raised:
         train(tmp_path / "run", *keys, poke=[stop], monkeypatch=monkeypatch)
+    assert raised.value.code == 130
     resumed = train(tmp_path / "run", *keys, monkeypatch=monkeypatch, resume=True)
     seen: list[tuple[bool, int]] = []
     attend = DGAttention.forward
@@ -164,9 +169,22 @@ def test_annealed_keys_are_a_function_of_the_step(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(DGAttention, "forward", watched)
     assert same(resumed, train(tmp_path / "whole", *keys, monkeypatch=monkeypatch))
-    expected = [max(2, round(256 * (1 - step / 5 / 0.7))) for step in range(5)]
+    expected = [max(2, round(100 * (1 - step / 5 / 0.7))) for step in range(5)]
     assert [top_k for training, top_k in seen if training] == expected
     assert {top_k for training, top_k in seen if not training} == {2}
+
+
+def test_a_state_that_cannot_be_saved_is_told_by_the_exit_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("dgt.training.state.atomic_write", full)
+    with pytest.raises(Preempted) as raised:
+        train(tmp_path / "run", poke=[Poke("after a step", lambda _: True, terminate)], monkeypatch=monkeypatch)
+    assert raised.value.code == 1
+    assert "its state could NOT be saved" in capsys.readouterr().out
 
 
 def test_a_second_ctrl_c_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +233,13 @@ def test_killed(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     process = subprocess.run([sys.executable, "-c", KILLED, *map(str, words)], check=False)
     assert process.returncode == -signal.SIGKILL
     assert [path.name for path in step_checkpoints(tmp_path / "run")] == ["step-00000008.ckpt", "step-00000006.ckpt"]
-    assert same(train(tmp_path / "run", *keys, monkeypatch=monkeypatch, resume=True), state(whole))
+    half = tmp_path / "run" / "checkpoints" / ".step-00000010.ckpt.12.partial"
+    half.touch()
+    seen: list[str] = []
+    look = Poke("in a validation", lambda _: True, lambda: seen.append(run_status(tmp_path / "run")["state"]))
+    resumed = train(tmp_path / "run", *keys, poke=[look], monkeypatch=monkeypatch, resume=True)
+    assert same(resumed, state(whole))
+    assert (seen, half.exists()) == (["validating"], False)
 
 
 def test_an_error_in_a_step_leaves_the_step_before(
@@ -280,6 +304,24 @@ def test_resuming_begins_where_nothing_is_and_leaves_alone_what_is_finished(
     assert (whole / "results.json").stat().st_mtime_ns == stamp
     with pytest.raises(FileExistsError, match="holds a run already"):
         train(whole, monkeypatch=monkeypatch)
+
+
+def test_a_second_training_in_a_folder_is_refused_and_changes_nothing(
+    whole: Path, tmp_path: Path, at_work: Callable[[Path], int]
+) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    (tmp_path / "run" / "results.json").unlink()
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("[!.]*")}
+    at_work(tmp_path / "run")
+    with pytest.raises(FileExistsError, match=f"another process is at work in {tmp_path / 'run'}"):
+        fit(load_recipe("scenes", [*KEYS, f"--out={tmp_path / 'run'}"]), resume=True)
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("[!.]*")}
+
+
+def test_killed_before_the_recipe_was_written_the_folder_serves_again(tmp_path: Path) -> None:
+    for name in (".lock", ".recipe.yaml.12.partial"):
+        (tmp_path / name).touch()
+    assert run_folder(load_recipe("scenes", [f"--out={tmp_path}"])) == tmp_path
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from dgt.training.log import Report
 from dgt.training.recipe import CheckpointSettings
-from dgt.training.state import Checkpoints, read_checkpoint
+from dgt.training.state import Checkpoints, Progress, read_checkpoint
 
 CONTENT = {"weights": torch.arange(4096.0), "step": 3}
 
@@ -42,6 +42,24 @@ def test_cut_off_or_changed_in_one_bit(share: float, bit: int | None) -> None:
             return
         assert torch.equal(stored["weights"], CONTENT["weights"])  # type: ignore[arg-type]  # a bit without meaning
         assert stored["step"] == 3
+
+
+def test_a_checkpoint_is_due_by_steps_epochs_or_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("dgt.training.state.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    often = Checkpoints(tmp_path, CheckpointSettings(every_epochs=2, every_steps=5, every_minutes=1.5), {})
+    never = Checkpoints(tmp_path, CheckpointSettings(every_epochs=None, every_minutes=None), {})
+    assert [step for step in range(1, 12) if often.is_due(step)] == [5, 10]
+    assert [epoch for epoch in range(1, 6) if often.is_due(1, epoch)] == [2, 4]
+    clock[0] = 89.0
+    assert not often.is_due(1)
+    clock[0] = 90.0
+    assert often.is_due(1)
+    fabric = SimpleNamespace(is_global_zero=True)
+    state: Any = SimpleNamespace(state_dict=dict, fabric=fabric, progress=Progress(step=1))
+    often.save(state)
+    assert not often.is_due(1)
+    assert not any(never.is_due(step, step) for step in range(1, 12))
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])

@@ -89,6 +89,3 @@ def test_a_damaged_status_is_told(tmp_path: Path, content: str) -> None:
 def test_what_is_not_a_run(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="is not the folder of a run"):
         run_status(tmp_path)
-    (a_run(tmp_path) / "status.json").write_text("{")
-    with pytest.raises(ValueError, match=r"status\.json is damaged"):
-        run_status(tmp_path)

@@ -1,15 +1,19 @@
-"""Files appear whole or not at all."""
+"""Files appear whole or not at all, in folders in which one process writes."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import math
 import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from dgt.utils.atomic_write import atomic_write, remove_leftovers, replacing, write_json
+from dgt.utils.atomic_write import alone, atomic_write, remove_leftovers, replacing, write_json
 
 
 def test_a_file_is_written_and_replaced_whole(tmp_path: Path) -> None:
@@ -43,6 +47,28 @@ def test_a_folder_takes_the_place_of_another(tmp_path: Path) -> None:
     (tmp_path / ".folder.12.partial").mkdir()
     remove_leftovers(tmp_path)
     assert os.listdir(tmp_path) == ["folder"]
+
+
+def test_a_second_process_is_kept_out_until_the_first_is_gone(tmp_path: Path, at_work: Callable[[Path], int]) -> None:
+    """Killed, the first leaves no lock behind, though a child of it lives on."""
+    first = at_work(tmp_path / "run")
+    with pytest.raises(FileExistsError, match=r"another process is at work in .*run"), alone(tmp_path / "run"):
+        pass
+    os.kill(first, signal.SIGKILL)
+    os.waitpid(first, 0)
+    os.killpg(first, 0)  # the child is there
+    for _ in range(2):
+        with alone(tmp_path / "run"):
+            pass
+
+
+def test_a_file_system_without_locks_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    with alone(tmp_path / "run"):
+        assert (tmp_path / "run").is_dir()
 
 
 def test_json(tmp_path: Path) -> None:

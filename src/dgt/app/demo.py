@@ -10,6 +10,7 @@ from dgt.app.visualize import visualize
 from dgt.data.scenes import Scenes
 from dgt.training import evaluate, fit, load_recipe, load_run, predict
 from dgt.training.run import check_folder, is_run
+from dgt.utils.atomic_write import alone
 
 SAMPLES = 6
 
@@ -30,10 +31,8 @@ def run(out: str | Path = "runs/demo", seed: int = 0, epochs: int | None = None)
     metrics = evaluate(folder)
     images = _write_scenes(folder / "images", recipe.data["image_size"])
     trained = load_run(folder)
-    lines = [
-        f"\ntop-1 {100 * metrics['top1']:.2f} % on {metrics['images']} held-out scenes, "
-        f"{time.perf_counter() - start:.0f} s in all\n"
-    ]
+    found = f"top-1 {100 * metrics['top1']:.2f} % on {metrics['images']} held-out scenes"
+    lines = [f"\n{found}, {time.perf_counter() - start:.0f} s in all\n"]
     for prediction in predict(trained, images, top_k=1):
         name, score = prediction.classes[0]
         lines.append(f"  {prediction.image}: {name} ({100 * score:.1f} %)")
@@ -64,8 +63,10 @@ def _write_scenes(folder: Path, image_size: int) -> list[Path]:
 def _clear(folder: Path) -> Path:
     """Remove an earlier demo; refuse to remove anything else."""
     check_folder(folder)
-    if folder.exists() and any(folder.iterdir()):
+    if any(folder.glob("[!.]*")):
         if not is_run(folder, "demo"):
             raise FileExistsError(f"{folder} is not an earlier demo: give another folder with --out")
+        with alone(folder):
+            pass
         shutil.rmtree(folder)
     return folder

@@ -24,14 +24,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dgt.experiments.report import alone, number
+from dgt.experiments.report import number
 from dgt.experiments.tables import Row, Table, load_table
 from dgt.models import cost, diagnose
 from dgt.tasks import TASKS
 from dgt.training import fit, load_run
 from dgt.training.recipe import Recipe, build_data, load_recipe, override_keys
 from dgt.training.run import RESULTS, check_folder, is_run, read_json, run_folder
-from dgt.utils.atomic_write import atomic_write, write_json
+from dgt.utils.atomic_write import alone, atomic_write, write_json
 from dgt.utils.errors import UserError, check_range
 from dgt.utils.records import markdown_table
 

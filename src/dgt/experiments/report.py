@@ -1,37 +1,19 @@
-"""What an experiment writes as it goes: a folder for one process alone, and its rows as JSON and Markdown."""
+"""What an experiment writes as it goes: its rows as JSON and Markdown, in a folder for one process alone."""
 
 from __future__ import annotations
 
 import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from dgt.training.run import environment
-from dgt.utils.atomic_write import atomic_write, write_json
+from dgt.utils.atomic_write import alone, atomic_write, write_json
 from dgt.utils.errors import UserError
 
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # half of a 95 % interval, by degrees of freedom
-
-
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Make the folder and keep a second process, which would take what is unfinished for left over, out of it.
-
-    FileExistsError where another one is in it.
-    """
-    import fcntl
-
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go of it however the process ends
-        except BlockingIOError as error:
-            raise FileExistsError(f"another process is at work in {folder}") from error
-        yield
 
 
 def write_results(

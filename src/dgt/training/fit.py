@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -35,7 +35,7 @@ from dgt.training.loop import ADVICE, Draw, Objective, Training, measure
 from dgt.training.recipe import Recipe, TrainerSettings, build_data, override_keys, parse_recipe
 from dgt.training.run import RESULTS, export_model, initialize, load_run, make_record, read_json, results, run_folder
 from dgt.training.state import Checkpoints, TrainingState, latest_checkpoint
-from dgt.utils.atomic_write import atomic_write, remove_leftovers, write_json
+from dgt.utils.atomic_write import alone, atomic_write, remove_leftovers, write_json
 from dgt.utils.distributed import rank, world_size
 from dgt.utils.errors import LOGGER, LostProcess, NonFiniteInput, UserError
 
@@ -64,7 +64,7 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
         draw: makes the images that `trainer.pictures_every` asks for; None for none.
 
     Raises:
-        OSError: the data or `model.init_from` is not there; as `run_folder` for `out`.
+        OSError: the data or `model.init_from` is not there; as `run_folder` for `out`; a process is training there.
         UserError: the model or the data cannot be built as the recipe says; no checkpoint of the run can be read.
         BrokenImagesError: more images are unreadable than `data.max_broken_share` allows; the run's folder lists them.
         FloatingPointError: too many steps in a row were not finite.
@@ -80,7 +80,8 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
     fabric = build_fabric(recipe.trainer, TASKS[recipe.task])
     fabric.launch()  # from here on every process of the training is here; nothing was written before
     folder = fabric.broadcast(folder)
-    with Report(folder if fabric.is_global_zero else None) as report, explaining(folder, data):
+    writer = alone(folder) if fabric.is_global_zero else nullcontext()
+    with writer, Report(folder if fabric.is_global_zero else None) as report, explaining(folder, data):
         if fabric.is_global_zero:
             atomic_write(folder / "recipe.yaml", yaml.safe_dump(recipe.to_dict(), sort_keys=False))
             report.write_status("begun")

@@ -69,7 +69,7 @@ def run_folder(recipe: Recipe, resume: bool = False) -> Path:
     folder = Path(recipe.out or f"runs/{recipe.name}")
     check_folder(folder)
     found = None
-    if folder.exists() and any(folder.iterdir()) and not is_run(folder):
+    if any(folder.glob("[!.]*")) and not is_run(folder):  # hidden is what a kill left before the recipe
         found = "holds files that are not a run's"
     elif any((folder / "checkpoints").glob("*.ckpt")) or (folder / RESULTS).exists():
         there, asked = (flatten(each.to_dict()) for each in (load_recipe(folder / "recipe.yaml"), recipe))

@@ -1,6 +1,6 @@
 """Files that are whole or not there: written beside their place under another name, flushed, then renamed onto it.
 
-The only module of the package that renames files into place.
+And folders in which one process alone writes. The only module of the package that renames files into place.
 """
 
 import json
@@ -20,8 +20,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
     The folder that `path` lies in is made if it is missing. Where the block fails, what was there is as it was.
 
-    Raises:
-        OSError: the folder cannot be written to or the disk is full, naming `path`.
+    Raises OSError, naming `path`, where the folder cannot be written to or the disk is full.
     """
     path = Path(path)
     partial, old = (path.with_name(f".{path.name}.{os.getpid()}.{word}") for word in LEFTOVERS)
@@ -48,8 +47,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
 def atomic_write(path: str | Path, content: str | bytes | memoryview) -> None:
     """Write text (as UTF-8) or bytes so that a reader, a crash or a power cut never meets half of a file.
 
-    Raises:
-        OSError: as :func:`replacing`.
+    Raises OSError as :func:`replacing`.
     """
     with replacing(path) as partial:
         partial.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
@@ -63,6 +61,28 @@ def write_json(path: str | Path, value: Any) -> None:
 def json_text(value: Any, indent: int | None = None) -> str:
     """Plain values as JSON; null stands for NaN and infinities, which it does not have."""
     return json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None), indent=indent)
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Make the folder and keep a second process, which would take what is unfinished for left over, out of it.
+
+    However this one ends, the system lets go of its lock at once: no child of it, as a loader's worker is one, has it.
+    Where there are no such locks (Windows, some file systems of networks), nobody is kept out.
+
+    Raises FileExistsError where another process is in it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        try:
+            import fcntl
+
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            raise FileExistsError(f"another process is at work in {folder}") from error
+        except (ImportError, OSError):
+            pass
+        yield
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
+import triton
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
@@ -30,6 +31,12 @@ SHAPES = [
 ]
 TYPES = [torch.float32, torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])]
 pytestmark = pytest.mark.usefixtures("poison")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU")
+def test_the_interpreter_is_the_one_that_is_made_quick(changed_in_triton: list[str]) -> None:
+    told = f"Triton {triton.__version__} has another {', '.join(changed_in_triton)}: adapt tests/conftest.py"
+    assert not changed_in_triton, told
 
 
 def size(x: Tensor) -> float:
