@@ -125,7 +125,7 @@ def _small_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention of P times T queries: (P, T, D), and (P, T) logarithms of sums, which PyTorch's keeps to itself."""
     if not with_sums:
-        # A CPU adds float32 to scores of half precision; in bfloat16 a remainder's constant would be off by a hundredth.
+        # CPUs add float32 to scores of half precision; a remainder's constant in bfloat16 would be a hundredth off.
         mask = None if bias is None else bias.to(_wide(q) if q.device.type == "cpu" else q.dtype)[:, None]
         output = F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], attn_mask=mask, scale=scale)
         return output[:, 0], output
