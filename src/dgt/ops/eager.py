@@ -300,8 +300,7 @@ def _mask(x: _Heads) -> Tensor:
 def rows_of_groups(table: Tensor, groups: Tensor) -> Tensor:
     """Pick for every query its group's row: (N, G, S) and (N, L) give (N, L, S); padding, -1, gets any row."""
     first = torch.arange(len(table), device=table.device)[:, None] * table.shape[1]
-    rows = table.flatten(0, 1).index_select(0, (groups.clamp(min=0) + first).flatten())
-    return rows.view(*groups.shape, -1)
+    return _pick(table.flatten(0, 1), groups.clamp(min=0) + first)
 
 
 class _Tiles(NamedTuple):
