@@ -88,6 +88,7 @@ def test_a_model_that_attends_nowhere_is_refused() -> None:
             "device must be one that PyTorch finds here, got 'no_device'",
         ),
         (["maxvit_tiny_tf_224", "--size", "250"], "model must take images of 250 x 250 pixels: "),
+        (["levit_128", "--size", "20"], "model must take images of 20 x 20 pixels: "),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -379,6 +379,25 @@ def test_a_layer_made_on_the_meta_device_starts_with_no_statistics(layer) -> Non
     assert made.group_counts.abs().sum() == 0
 
 
+@pytest.mark.parametrize("how", ["assigned", "set"])
+def test_a_layer_that_is_given_its_weights_on_the_meta_device_learns(how, layer, tokens, step) -> None:
+    """By `load_state_dict`, or one by one and then `train`, as transformers does."""
+    source = seeded(layer, tokens, step)
+    made = dgt.DGAttention(16, 2, num_groups=5, top_k=6, tau=0.3, tau_weighs="new", device="meta")
+    if how == "assigned":
+        made.load_state_dict(copy.deepcopy(source.state_dict()), assign=True)
+    else:
+        for name, buffer in source.named_buffers():
+            setattr(made, name, buffer.clone())
+        for name, weight in source.named_parameters():
+            parent, _, child = name.rpartition(".")
+            setattr(made.get_submodule(parent), child, nn.Parameter(weight.detach().clone()))
+        made.eval().train()
+    for model in (source, made):
+        step(model, torch.optim.SGD(model.parameters(), lr=1e-3), tokens(1))
+    assert torch.equal(made.centroids, source.centroids)
+
+
 def test_a_frozen_layer_in_an_optimizer_stays(layer, tokens, step) -> None:
     attention, head = layer(), nn.Linear(16, 1)
     model = nn.Sequential(attention, head)

@@ -93,8 +93,35 @@ def test_a_model_that_is_built_for_one_size_is_built_for_the_one_given() -> None
     counts = [dgt.cost(name, (64, 96)) for name in ("vit_base_patch16_384", "vit_base_patch16_224")]
     assert counts[0] == counts[1]
     assert counts[0].flops < dgt.cost("vit_base_patch16_384", (96, 96)).flops
-    with pytest.raises(UserError, match=r"model must take images of 250 x 224 pixels: .*divisible"):
-        dgt.cost("maxvit_tiny_tf_224", (250, 224))
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "reason"),
+    [
+        ("maxvit_tiny_tf_224", (250, 224), "divisible"),
+        ("levit_128", (20, 20), "invalid"),
+        ("maxvit_tiny_rw_224", (20, 20), "zero"),
+    ],
+)
+def test_a_size_that_a_model_refuses_is_told_in_a_sentence(name: str, size: tuple[int, int], reason: str) -> None:
+    """Whatever kind of error the model raises."""
+    with pytest.raises(UserError, match=rf"model must take images of {size[0]} x {size[1]} pixels: .*{reason}"):
+        dgt.cost(name, size)
+
+
+def test_a_fault_at_a_models_own_size_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr(timm.models.resnet.ResNet, "forward", fail)
+    with pytest.raises(RuntimeError, match="a fault"):
+        dgt.cost("test_resnet", (20, 20))
+
+
+def test_a_part_that_gets_a_parameter_is_counted() -> None:
+    """A class token, say: the counter's own bookkeeping failed for it."""
+    total = dgt.cost("pit_ti_224")
+    assert (round(total.params / 1e6, 2), round(total.flops / 1e9, 2)) == (4.85, 0.7)
 
 
 def test_rows_stand_beside_the_paper() -> None:

@@ -143,17 +143,18 @@ def cases_of_model(name: str, size: int, groups: int, top_k: int) -> list[Case]:
     """The sizes of attention in a timm model on one image, in a DGT of groups; UserError for none, or no such size."""
     if not timm.is_model(name):
         raise UserError(f"{name!r} is no model of timm: give a name, or --shape B,H,L,D")
-    with refusals_told((size, size)):
-        model, images = timm.create_model(name, **size_option(name, size)).eval(), torch.zeros(1, 3, size, size)
+
+    def calls(sides: tuple[int, int]) -> list[Case]:
+        model, images = timm.create_model(name, **size_option(name, sides)).eval(), torch.zeros(1, 3, *sides)
         if isinstance(model, DynamicGroupTransformer):
             layers = capture(model, images, lambda seen: (seen.layer, seen.x.shape[1:3].numel(), seen.x.shape[3]))[0]
-            found = [((1, of.num_heads, n, c // of.num_heads), of.centroids.shape[1], of.top_k) for of, n, c in layers]
-        else:
-            attend = F.scaled_dot_product_attention
-            with torch.inference_mode(), patch.object(F, attend.__name__, wraps=attend) as seen:
-                model(images)
-            shapes = [[tuple(tensor.shape) for tensor in call.args[:2]] for call in seen.call_args_list]
-            found = [(query, groups, top_k) for query, key in shapes if query == key and len(query) == 4]
+            return [((1, of.num_heads, n, c // of.num_heads), of.centroids.shape[1], of.top_k) for of, n, c in layers]
+        attend = F.scaled_dot_product_attention
+        with torch.inference_mode(), patch.object(F, attend.__name__, wraps=attend) as spy:
+            model(images)
+        return [(q.shape, groups, top_k) for (q, k, *_), _ in spy.call_args_list if q.shape == k.shape and q.dim() == 4]
+
+    found = refusals_told(name, (size, size), calls)
     if not found:
         raise UserError(f"{name!r} attends nowhere through PyTorch's function with a query for each key: give --shape")
     return list(dict.fromkeys(found))

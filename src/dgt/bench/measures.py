@@ -66,8 +66,7 @@ def own_process(name: str, environment: dict[str, str] | None = None) -> Iterato
         try:
             return process.submit(function, *arguments).result()
         except Exception as error:  # of many kinds: whatever a model raises, or the end of its process
-            reason = f"{type(error).__name__}: {error}"
-            raise LostProcess(f"the process of {name} ended early: {reason}") from error
+            raise LostProcess(f"the process of {name} ended early: {type(error).__name__}: {error}") from error
 
     with ProcessPoolExecutor(1, get_context("spawn")) as process, patch.dict(os.environ, environment or {}):
         ask(torch.set_num_threads, torch.get_num_threads())

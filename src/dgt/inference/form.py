@@ -52,14 +52,9 @@ def inference_form(module: nn.Module) -> nn.Module:
     return module
 
 
-def takes_gradients(x: Tensor) -> bool:
-    """Tell whether what is computed from a tensor must be differentiable."""
-    return torch.is_grad_enabled() and x.requires_grad
-
-
 def _gelu(x: Tensor) -> Tensor:
     """GELU of a tensor that nobody else holds: in place, unless gradients ask for it."""
-    return F.gelu(x) if takes_gradients(x) else torch.ops.aten.gelu_(x)
+    return F.gelu(x) if torch.is_grad_enabled() and x.requires_grad else torch.ops.aten.gelu_(x)
 
 
 def affine(norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:

@@ -118,10 +118,12 @@ class CentroidState(nn.Module):
             self.group_counts.zero_()
 
     def train(self, mode: bool = True) -> "CentroidState":
-        """Set the mode; a copy that something gave seeded centroids (an average of weights) knows it from here on."""
+        """Set the mode; what something set in the buffers' place (an average, transformers) is known from here on."""
         super().train(mode)
         if mode and not self.seeded and not self.num_updates.is_meta:
             self.seeded = bool(self.num_updates > 0)
+        if self.group_sums.device != self.centroids.device:
+            self._apply(lambda tensor: tensor, recurse=False)
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -131,18 +133,16 @@ class CentroidState(nn.Module):
         device = self.centroids.device
         if self.centroids.dtype != torch.float32:
             self.centroids = before.to(device)
-        if self.group_sums.is_meta and device.type != "meta":  # nothing was observed there
-            self.group_sums = torch.zeros(self.group_sums.shape, device=device)
-            self.group_counts = torch.zeros(self.group_counts.shape, device=device)
-        self.group_sums, self.group_counts = self.group_sums.to(device), self.group_counts.to(device)
+        for name in ("group_sums", "group_counts"):
+            found = getattr(self, name)  # on the meta device nothing was observed
+            setattr(self, name, torch.zeros_like(found, device=device) if found.is_meta else found.to(device))
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.centroids = self.centroids.float()  # `assign` takes what it is given
-        updates = state_dict.get(prefix + "num_updates")
-        if updates is not None and updates.device.type != "meta":
-            self.seeded = bool(updates > 0)
+        self.seeded = not self.num_updates.is_meta and bool(self.num_updates > 0)
+        self._apply(lambda tensor: tensor, recurse=False)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

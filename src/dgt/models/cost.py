@@ -6,11 +6,10 @@ meta device under ``torch.utils.flop_counter``, so it sees what is executed and 
 formulas are in :mod:`dgt.ops.flops`.
 """
 
-import contextlib
 import copy
 import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import timm
 import torch
@@ -19,11 +18,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dgt.utils.errors import UserError
 
+Value = TypeVar("Value")
 aten = torch.ops.aten
 
-NORMS = (
-    *(aten.native_layer_norm, aten.native_group_norm, aten.native_batch_norm),
-    aten._native_batch_norm_legit_no_training,
+NORMS = dict.fromkeys(  # one per element; torch's counter counts two per multiply-add, and `_count` halves the sum
+    (aten.native_layer_norm, aten.native_group_norm, aten.native_batch_norm, aten._native_batch_norm_legit_no_training),
+    lambda x, *_, **__: 2 * math.prod(x),
 )
 
 # Parameters in millions and GFLOPs at 224 px, as printed in Table 1.
@@ -53,22 +53,25 @@ def cost(model: nn.Module | str, image_size: tuple[int, int] = (224, 224)) -> Co
     """Count parameters and FLOPs of one image of this height and width in pixels.
 
     ``model`` takes (B, C, H, W) images, or is the name of a timm model; TypeError or UserError where it is neither, or
-    takes no images of this size.
+    a named one takes no images of this size. A module raises for those what it raises.
     """
     if not isinstance(model, str | nn.Module):
         raise TypeError(f"model must be a module or the name of a timm model, got {type(model).__name__}")
-    if isinstance(model, str) and not timm.is_model(model):
+    if not isinstance(model, str):
+        return _count(_on_meta(model), image_size)
+    if not timm.is_model(model):
         raise UserError(f"model must be a module or the name of a timm model, got {model!r}")
-    with refusals_told(image_size):
-        if isinstance(model, str):
-            twin = timm.create_model(model, device="meta", **size_option(model, image_size))
-        else:
-            twin = _on_meta(model)
-        shape = (1, getattr(twin, "in_chans", 3), *image_size)
-        images = torch.empty(shape, device="meta", dtype=next(twin.parameters()).dtype)
-        counter = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(NORMS, _normalisation))
-        with counter, torch.no_grad():
-            twin.eval()(images)
+    return refusals_told(
+        model, image_size, lambda at: _count(timm.create_model(model, device="meta", **size_option(model, at)), at)
+    )
+
+
+def _count(twin: Any, image_size: tuple[int, int]) -> Cost:
+    """The cost of a module on the meta device."""
+    twin.eval().requires_grad_(False)  # the counter would follow what a module gets that asks for gradients
+    shape, dtype = (1, getattr(twin, "in_chans", 3), *image_size), next(twin.parameters()).dtype
+    with FlopCounterMode(display=False, custom_mapping=NORMS) as counter, torch.no_grad():
+        twin(torch.empty(shape, device="meta", dtype=dtype))
     counts = {name: sum(ops.values()) // 2 for name, ops in counter.get_flop_counts().items()}
     root = type(twin).__name__
     stages = (StageCost(name, _params(part), counts.get(f"{root}.{name}", 0)) for name, part in _parts(twin))
@@ -91,12 +94,12 @@ def size_option(name: str, image_size: int | tuple[int, int]) -> dict[str, Any]:
     return {"img_size": image_size} if config is not None and config.fixed_input_size else {}
 
 
-@contextlib.contextmanager
-def refusals_told(image_size: tuple[int, int]) -> Iterator[None]:
-    """UserError where a model built or called inside refuses images of this size, which timm's do by assertions."""
+def refusals_told(name: str, image_size: tuple[int, int], run: Callable[[tuple[int, int]], Value]) -> Value:
+    """What ``run`` gives for images of a size; UserError where it fails there, but not at the timm model's own size."""
     try:
-        yield
-    except AssertionError as refused:
+        return run(image_size)
+    except Exception as refused:  # of many kinds: models assert, reshape, convolve, divide by what is zero
+        run(getattr(timm.get_pretrained_cfg(name), "input_size", (3, *image_size))[1:])
         raise UserError(f"model must take images of {image_size[0]} x {image_size[1]} pixels: {refused}") from refused
 
 
@@ -120,7 +123,3 @@ def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield from ((f"{name}.{inner}", part) for inner, part in child.named_children())
         else:
             yield name, child
-
-
-def _normalisation(x: Any, *_: Any, **__: Any) -> int:
-    return 2 * math.prod(x)  # one per element; torch's counter counts two per multiply-add, and cost() halves the sum
