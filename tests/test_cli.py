@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import runpy
 import subprocess
@@ -130,6 +131,21 @@ def test_an_interruption_is_a_word(
     assert capsys.readouterr().err == "dgt: interrupted\n"
 
 
+@pytest.mark.parametrize("broken", ["write", "flush"])
+def test_a_reader_that_has_closed_is_no_error(
+    broken: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`dgt COMMAND | head`: what is printed meets a broken pipe, or, where it is little, its last flush does."""
+
+    def closed(*_: object) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(sys, "stdout", type("Closed", (io.StringIO,), {broken: closed})())
+    assert main(["weights", "list"]) == 1
+    assert capsys.readouterr().err == ""
+    assert sys.stdout is None  # nothing is left for Python to flush at its end
+
+
 def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "unknown recipe key 'optimiser.lr'; did you mean optimizer.lr" in fails(
         capsys, *TRAIN, "--optimiser.lr", "1"
@@ -149,6 +165,7 @@ def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path:
     few = fails(capsys, *TRAIN, "--data.batch_size=128", f"--out={tmp_path / 'few'}")
     assert "error: batch_size: 64 training images do not fill one batch of 128" in few
     assert "there is no checkpoint" in fails(capsys, "evaluate", str(missing))
+    assert "is taken as the model: name image files after it" in fails(capsys, "predict", str(tmp_path))
     assert "model.name must be a model that timm knows" in fails(capsys, *TRAIN, "--model.name", "dgt_huge")
 
 

@@ -54,8 +54,7 @@ def _write_scenes(folder: Path, image_size: int) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     scenes = Scenes("test", SAMPLES, image_size)
     paths = []
-    for index in range(SAMPLES):
-        scene = scenes[index]
+    for index, scene in enumerate(map(scenes.__getitem__, range(SAMPLES))):
         paths.append(folder / f"{index}_{scenes.class_names[scene.label]}.png")
         scene.to_pil().save(paths[-1])
     return paths
