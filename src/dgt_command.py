@@ -96,7 +96,7 @@ def _mistakes(options: argparse.Namespace, keys: list[str]) -> Iterator[str]:
     if options.command == "status" and not (Path(options.folder) / "recipe.yaml").is_file():
         yield f"{options.folder!r} is not the folder of a run: it has no recipe.yaml"
     if options.command == "predict" and not options.images:
-        yield f"name an image after the model {options.checkpoint!r}"
+        yield f"{options.checkpoint!r} is taken as the model: name image files after it, a folder's one by one"
     one = getattr(options, "checkpoint", None)
     for checkpoint in getattr(options, "checkpoints", [one] if one else []):
         if not Path(checkpoint).exists():
@@ -249,9 +249,9 @@ def _add_using(add: Callable[..., None]) -> None:
     add(
         *("predict", "print the most probable classes of image files, or draw their label maps, boxes and masks"),
         _value("images", "[CHECKPOINT] IMAGE", f"{MODEL[1]['help']} (default: the newest run), then images", nargs="+"),
-        JSON,
-        _number("--top-k", 1, 5, "classes for each image (default: 5)"),
+        *(JSON, _number("--top-k", 1, 5, "classes for each image (default: 5)")),
         _value("--out", "DIR", "folder of the drawings (%(default)s)", default="predictions"),
+        usage="dgt predict [CHECKPOINT] IMAGE [IMAGE ...] [--json] [--top-k N] [--out DIR]",
     )
     add(
         *("accelerate", "have a pretrained model's attention done by groups, within an error, where that is faster"),

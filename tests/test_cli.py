@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import runpy
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 
@@ -122,6 +125,31 @@ def test_an_interruption_is_a_word(
     assert capsys.readouterr().err == "dgt: interrupted\n"
 
 
+@pytest.mark.parametrize("through", [True, False])
+def test_a_reader_that_has_closed_is_no_error(
+    through: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`dgt COMMAND | head`: what is printed meets the broken pipe, or, where it is buffered, the last flush does."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    output = io.TextIOWrapper(os.fdopen(writer, "wb", 0 if through else -1), write_through=through)
+    monkeypatch.setattr(sys, "stdout", output)
+    assert main(["weights", "list"]) == 1
+    assert capsys.readouterr().err == ""
+    assert sys.stdout is None  # nothing is left for Python to flush at its end
+    with suppress(BrokenPipeError):
+        output.close()
+
+
+def test_another_broken_pipe_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose_a_worker(*_: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("dgt.app.cli.run_weights", lose_a_worker)
+    with pytest.raises(BrokenPipeError):
+        main(["weights", "list"])
+
+
 def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "unknown recipe key 'optimiser.lr'; did you mean optimizer.lr" in fails(
         capsys, *TRAIN, "--optimiser.lr", "1"
@@ -141,6 +169,7 @@ def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path:
     few = fails(capsys, *TRAIN, "--data.batch_size=128", f"--out={tmp_path / 'few'}")
     assert "error: batch_size: 64 training images do not fill one batch of 128" in few
     assert "there is no checkpoint" in fails(capsys, "evaluate", str(missing))
+    assert "is taken as the model: name image files after it" in fails(capsys, "predict", str(tmp_path))
     assert "model.name must be a model that timm knows" in fails(capsys, *TRAIN, "--model.name", "dgt_huge")
 
 

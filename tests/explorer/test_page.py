@@ -137,6 +137,9 @@ def test_two_pins_are_compared_and_kept_in_the_link(page: Any, address: str) -> 
     page.wait("explorer.state.pins.length === 2")
     assert "keys in common" in page.run("document.getElementById('common').textContent")
     assert page.run("document.querySelectorAll('.pin canvas').length") == 4
+    cut = "[...document.querySelectorAll('.pin header span')].filter((told) => told.scrollWidth > told.clientWidth)"
+    assert page.run(f"{cut}.length") == 0
+    assert "trained on" not in page.run("document.getElementById('model').textContent")  # a run's name is no data's
     pinned, link = page.run(groups), page.run("location.href")
     page.open(link)
     settle(page, "explorer.state.pins.length === 2")

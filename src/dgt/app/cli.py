@@ -17,7 +17,15 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
     """Run a command that `dgt_command` parsed, with the recipe's keys among its words, and return the exit status."""
     try:
         status: int | None = globals()[f"run_{options.command}"](options, overrides)
+        sys.stdout.flush()
         return status or 0
+    except BrokenPipeError:
+        try:
+            print(flush=True)
+        except BrokenPipeError:  # who reads has closed, as `head` does
+            sys.stdout = None  # which Python would flush at its end, and complain
+            return 1
+        raise
     except (UserError, OSError, LostProcess, Disagreement, FloatingPointError) as error:
         print(f"dgt: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError | OSError) else 1
@@ -60,8 +68,7 @@ def run_status(options: argparse.Namespace, _: list[str]) -> None:
 def run_ablate(options: argparse.Namespace, overrides: list[str]) -> None:
     """`dgt ablate`: trains what is missing and prints the table; without one, which there are."""
     if options.table in options.experiments:
-        _experiment(options, overrides)
-        return
+        return _experiment(options, overrides)
     from dgt.experiments.ablate import ablate
     from dgt.experiments.tables import tables_text
 
@@ -129,8 +136,7 @@ def run_predict(options: argparse.Namespace, _: list[str]) -> int:
         if prediction["error"] is not None:
             print(f"dgt: error: {prediction['error']}", file=sys.stderr)
         elif not options.json:
-            print(prediction["image"])
-            print("\n".join(prediction_lines(prediction)))
+            print("\n".join([prediction["image"], *prediction_lines(prediction)]))
     return int(any(prediction["error"] is not None for prediction in found))
 
 
@@ -199,9 +205,8 @@ def run_weights(options: argparse.Namespace, overrides: list[str]) -> None:
     else:
         folders = [options.folder] if options.what == "check" else list_weights().values()
         found = {Path(folder): check_weights(folder) for folder in folders}
-        lines = [weights_line(folder, results) for folder, results in found.items()]
         told = {folder.resolve().name: results for folder, results in found.items()}
-        print(json.dumps(told, indent=2) if options.json else "\n".join(lines))
+        print(json.dumps(told, indent=2) if options.json else "\n".join(weights_line(*each) for each in found.items()))
 
 
 def run_info(options: argparse.Namespace, _: list[str]) -> None:

@@ -98,7 +98,7 @@ def check_libraries(what: str = "ONNX", libraries: Sequence[str] = LIBRARIES, ex
     """Raise UserError, with the remedy, unless all libraries are installed that something needs."""
     missing = ", ".join(name for name in libraries if importlib.util.find_spec(name) is None)
     if missing:
-        remedy = f"pip install 'dynamic-group-transformer[{extra}]'"
+        remedy = f"pip install '.[{extra}]' in the checkout"
         raise UserError(f"{what} needs {missing}, not installed here: {remedy}")
 
 

@@ -568,7 +568,7 @@ try {
   now.table = colourTable(now.model.colours);
   const parameters = `${(now.model.parameters / 1e6).toFixed(1)} M parameters`;
   $("model").textContent = now.model.name;
-  $("model").append(Object.assign(document.createElement("span"), { className: "more", textContent: `, ${parameters}, trained on ${now.model.source}` }));
+  $("model").append(Object.assign(document.createElement("span"), { className: "more", textContent: `, ${parameters}, from ${now.model.source}` }));
   restore();
   controls();
   listImages();
