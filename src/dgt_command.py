@@ -96,7 +96,7 @@ def _mistakes(options: argparse.Namespace, keys: list[str]) -> Iterator[str]:
     if options.command == "status" and not (Path(options.folder) / "recipe.yaml").is_file():
         yield f"{options.folder!r} is not the folder of a run: it has no recipe.yaml"
     if options.command == "predict" and not options.images:
-        yield f"{options.checkpoint!r} is taken as the model: name image files after it, a folder's one by one"
+        yield f"{options.checkpoint!r} is taken as the model: name image files after it"
     one = getattr(options, "checkpoint", None)
     for checkpoint in getattr(options, "checkpoints", [one] if one else []):
         if not Path(checkpoint).exists():

@@ -233,7 +233,7 @@ def test_predict_needs_no_model(
     assert main(["predict", "runs/mine", "photo.jpg"]) == 0
     assert capsys.readouterr().err == ""
     assert main(["predict", "runs/mine"]) == 2
-    assert capsys.readouterr().err == "dgt: error: name an image after the model 'runs/mine'\n"
+    assert capsys.readouterr().err == "dgt: error: 'runs/mine' is taken as the model: name image files after it\n"
     assert main(["predict", "missing.jpg"]) == 1
     assert "there is no image file 'missing.jpg'" in capsys.readouterr().err
 
