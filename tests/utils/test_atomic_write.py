@@ -38,6 +38,14 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path, monkeyp
     assert os.listdir(tmp_path) == ["file.txt"]
 
 
+@pytest.mark.parametrize("named", [str, Path])
+def test_an_error_names_the_file_that_was_asked_for(tmp_path: Path, named: type) -> None:
+    """A library may open the partial file by its path, or by its name as a string."""
+    target = tmp_path / "figure.png"
+    with pytest.raises(OSError, match=f"'{target}'"), replacing(target) as partial:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), named(partial))
+
+
 def test_a_folder_takes_the_place_of_another(tmp_path: Path) -> None:
     for content in ("one", "two"):
         with replacing(tmp_path / "folder") as partial:

@@ -35,7 +35,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
         with suppress(OSError):  # Windows opens no folder, some network file systems flush none
             _flush(path.parent)
     except OSError as error:
-        if error.errno is not None and error.filename in (None, str(partial)):
+        if error.errno is not None and error.filename in (None, partial, str(partial)):
             raise type(error)(error.errno, error.strerror, str(path)) from error  # else a full disk names no file
         raise
     finally:
