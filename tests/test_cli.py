@@ -105,6 +105,15 @@ def test_the_command_knows_what_a_recipe_consists_of() -> None:
     assert all(name in SECTIONS["task"] for name in TASKS)
 
 
+def test_the_usage_of_predict_names_all_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is written by hand: argparse would have a checkpoint before every image."""
+    with pytest.raises(SystemExit):
+        main(["predict", "--help"])
+    usage, _, rest = capsys.readouterr().out.partition("options:")
+    options = {word.strip(",") for word in rest.split() if word.startswith("--")} - {"--help"}
+    assert options == {word.strip("[]") for word in usage.split() if word.startswith("[--")}
+
+
 @pytest.mark.parametrize("arguments", [[], ["fly"], ["predict"], ["demo", "--loud"], ["demo", "--epochs", "0"]])
 def test_bad_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:

@@ -67,6 +67,6 @@ def _clear(folder: Path) -> Path:
         if not is_run(folder, "demo"):
             raise FileExistsError(f"{folder} is not an earlier demo: give another folder with --out")
         with alone(folder):
-            pass
+            pass  # and lets go of its file, which Windows would not remove
         shutil.rmtree(folder)
     return folder
