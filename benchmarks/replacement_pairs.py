@@ -22,6 +22,7 @@ from dgt.bench.measures import machine
 from dgt.experiments import fixed_weights
 from dgt.experiments.choices import attend_by
 from dgt.experiments.fixed_weights import Subject
+from dgt.experiments.report import interval
 from dgt.tasks.segment import segmentation_scores
 from dgt.utils.atomic_write import write_json
 
@@ -67,8 +68,8 @@ def main() -> None:
     rows = {}
     for choice in RIVALS:
         whole, *left_out = (found[choice] - found[OURS]).tolist()
-        spread = float(torch.tensor(left_out).std(correction=0)) * (len(left_out) - 1) ** 0.5
-        rows[choice] = {"ahead": whole, "half": 2.07 * spread}  # Student's t of 23 degrees of freedom
+        _, half = interval(left_out)  # a jackknife's is (n - 1) times that of its values
+        rows[choice] = {"ahead": whole, "half": None if half is None else half * (len(left_out) - 1)}
     content = {**machine(), "images": options.images, "top_k": options.top_k, "score": float(found[OURS][0])}
     write_json(options.out, content | {"rows": rows})
     print(rows)
