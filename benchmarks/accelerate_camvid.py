@@ -242,6 +242,8 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=3, help="predict: draws of images")
     parser.add_argument("--out", default="accelerate_camvid.json")
     options = parser.parse_args()
+    if options.steps < 4:
+        parser.error(f"argument --steps: must be at least 4, got {options.steps}")
     {"train": train, "measure": measure, "predict": predict, "heads": heads}[options.what](options)
 
 
