@@ -237,8 +237,9 @@ inline void write_list(const Candidates& found, const dgt_problem& x, const uint
     for (int64_t j = 0; j < x.prefix; ++j) list[j] = mask && !mask[j] ? -1 : j;
     int64_t* selected = list + x.prefix;
     int64_t places = x.list_length - x.prefix;
-    for (int64_t j = 0; j < found.count; ++j) selected[j] = found.ids[j];
-    for (int64_t j = found.count; j < places; ++j) selected[j] = -1;
+    int64_t count = min(found.count, places);  // there are more where NaN stopped the choice
+    for (int64_t j = 0; j < count; ++j) selected[j] = found.ids[j];
+    for (int64_t j = count; j < places; ++j) selected[j] = -1;
 }
 
 }  // namespace dgt
