@@ -175,7 +175,8 @@ DGT_INLINE void keep_above_and_first(Candidates& found, int64_t vectors, float b
 }
 
 // Keep the k largest, ties to the lowest id, in order; with `slack` at least these, and that many more at most. Where k
-// or more reach a bound, no later score that is not above it can be among the k largest. False where a score is NaN.
+// or more reach a bound, no later score that is not above it can be among the k largest. False, and none is kept, where
+// a score is NaN.
 inline bool keep_largest(Candidates& found, int64_t top_k, int64_t slack) {
     int64_t count = found.count;
     int64_t vectors = divide_up(count, W);
@@ -189,7 +190,10 @@ inline bool keep_largest(Candidates& found, int64_t top_k, int64_t slack) {
         most = larger(most, score);
         nan |= is_nan(score);
     }
-    if (nan) return false;
+    if (nan) {
+        found.count = 0;
+        return false;
+    }
     if (count <= top_k) return true;
     for (int64_t i = count; i < vectors * W; ++i) found.scores[i] = -INFINITE;
 
