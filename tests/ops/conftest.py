@@ -19,7 +19,7 @@ CHOICES = {"fast": FAST, "backend": ("reference", *FAST)}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a test that asks for a ``backend`` on all of them, one that asks for a ``fast`` one on all but the reference."""
+    """Run a test that asks for a ``backend`` on all, and one for a ``fast`` backend on all but the reference."""
     marks = metafunc.definition.iter_markers("parametrize")
     given = " ".join(str(mark.args[0]) for mark in marks)
     for name, backends in CHOICES.items():

@@ -114,9 +114,7 @@ def test_auto_takes_triton_where_it_has_been_seen_to_be_right(capability, truste
     asked: list[Any] = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(
-        backends.fallback, "can_trust", lambda *of: asked.append(of) or trusted, raising=False
-    )
+    monkeypatch.setattr(backends.fallback, "can_trust", lambda *of: asked.append(of) or trusted, raising=False)
     tokens = SimpleNamespace(
         is_cuda=True, is_meta=False, dtype=torch.float16, shape=(1, 1, 5, 8), device=torch.device("cuda", 1)
     )
@@ -135,7 +133,9 @@ def test_unknown_names_are_refused_by_every_step(draw) -> None:
         lambda: dgt.attend(query, key, value, group_ids, key_ids, backend="forms"),
         lambda: dgt.dynamic_group_attention(query, key, value, centroids, 2, backend="forms"),
     ):
-        with pytest.raises(ValueError, match="backend must be one of auto, reference, native, torch, triton, got 'forms'"):
+        with pytest.raises(
+            ValueError, match="backend must be one of auto, reference, native, torch, triton, got 'forms'"
+        ):
             run()
 
 

@@ -15,7 +15,6 @@ from dgt import attend_with_logsumexp, find_centroids, merge_attention, seed_cen
 from dgt.ops.backends import load_backend
 
 
-
 def oracle(query: Tensor, key: Tensor, value: Tensor, found: dgt.DynamicGroupAttentionOutput, scale: float) -> Tensor:
     """The definition, group by group in float64: the selected keys, and one more for the others."""
     rows = []

@@ -11,7 +11,7 @@ Either way no shape depends on data, and what an output row holds whose query se
 
 import inspect
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -198,8 +198,8 @@ def _attend_varlen(query: Tensor, segments: _Segments, size: int, scale: float) 
     if scale < 0:  # which it does not take
         in_order, scale = -in_order, -scale
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # sure to take sequences of length 0, forward and backward
-        attended = varlen_attn(in_order[:, None], k, v, bounds, key_bounds, size, places, scale=scale)
-    attended = attended[:, 0]
+        found = varlen_attn(in_order[:, None], k, v, bounds, key_bounds, size, places, scale=scale)
+    attended = cast(Tensor, found)[:, 0]
     return attended.new_empty(attended.shape).index_copy_(0, order, attended).view(query.shape)
 
 
