@@ -13,7 +13,6 @@ from types import ModuleType
 from typing import NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dgt.ops.backends import FORWARD_ONLY, load_backend, resolve_backend
@@ -28,9 +27,9 @@ from dgt.ops.checks import (
     check_shape,
     check_tensor,
     check_tokens,
-    full_precision,
     has_tangent,
 )
+from dgt.ops.prefix import join_prefix, prepend_prefix
 from dgt.ops.remainder import add_remainder
 from dgt.ops.triton.fallback import falls_back
 
@@ -120,17 +119,15 @@ def dynamic_group_attention(
     scale = check_scale(scale, query.shape[-1])
     backend = _resolve(backend, "a remainder" if remainder else None, query, key, value)
 
-    found = _attend_in_groups(
+    found = _group_select_attend(
         load_backend(backend, query), query, key, value, centroids, top_k, scale, key_mask, num_prefix_tokens, remainder
     )
-    if num_prefix_tokens:
-        found = _join_prefix(found, query, key, value, scale, key_mask, num_prefix_tokens)
     if images is not None:
-        found = DynamicGroupAttentionOutput(*(tensor[0].unflatten(0, images) for tensor in found))
-    return found
+        found = tuple(tensor[0].unflatten(0, images) for tensor in found)
+    return DynamicGroupAttentionOutput(*found)
 
 
-def _attend_in_groups(
+def _group_select_attend(
     steps: ModuleType,
     query: Tensor,
     key: Tensor,
@@ -141,58 +138,27 @@ def _attend_in_groups(
     key_mask: Tensor | None,
     num_prefix_tokens: int,
     remainder: bool,
-) -> DynamicGroupAttentionOutput:
-    """Group, select, attend: the tokens behind the prefix, which are told of it only as keys that all of them see."""
-    fused = getattr(steps, "attention", None)
-    if fused is not None:
-        found = fused(query, key, value, centroids, top_k, scale, key_mask, num_prefix_tokens, remainder)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, groups and keys: in one step where the backend has it for such a call, else in three."""
+    in_one_step = getattr(steps, "attention", None)
+    if in_one_step is not None:
+        found = in_one_step(query, key, value, centroids, top_k, scale, key_mask, num_prefix_tokens, remainder)
         if found is not None:
-            return DynamicGroupAttentionOutput(*found)
+            return cast(tuple[Tensor, Tensor, Tensor], found)
     patches = query[:, :, num_prefix_tokens:]
     mask = None if key_mask is None else key_mask[:, num_prefix_tokens:]
     group_ids = steps.group_queries(patches, centroids, mask if query.shape[2] == key.shape[2] else None)
     key_ids = steps.select_keys(centroids, key[:, :, num_prefix_tokens:], top_k, mask)
-    lists = _prepend_prefix(key_ids, num_prefix_tokens, key_mask)
+    key_ids = prepend_prefix(key_ids, num_prefix_tokens, key_mask)
     if remainder:
-        rest = steps.summarize_unselected(patches, key, value, group_ids, lists, scale, key_mask)
-        more = add_remainder(key, value, lists, rest)
+        rest = steps.summarize_unselected(patches, key, value, group_ids, key_ids, scale, key_mask)
+        more = add_remainder(key, value, key_ids, rest)
         output = steps.attend(patches, more.key, more.value, group_ids, more.key_ids, scale, more.key_bias)
     else:
-        output = steps.attend(patches, key, value, group_ids, lists, scale)
-    return DynamicGroupAttentionOutput(output, group_ids, key_ids)
-
-
-def _join_prefix(
-    found: DynamicGroupAttentionOutput,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    key_mask: Tensor | None,
-    num_prefix_tokens: int,
-) -> DynamicGroupAttentionOutput:
-    """Let the prefix attend to all tokens, and put it before the others."""
-    sees = None if key_mask is None else key_mask[:, None, None]
-    with full_precision(query.device):
-        output = F.scaled_dot_product_attention(query[:, :, :num_prefix_tokens], key, value, sees, scale=scale)
-    if key_mask is not None:
-        output = output.masked_fill(~key_mask[:, None, :num_prefix_tokens, None], 0.0)
-    return DynamicGroupAttentionOutput(
-        torch.cat([output, found.output], dim=2),
-        F.pad(found.group_ids, (num_prefix_tokens, 0), value=-1),
-        _prepend_prefix(found.key_ids, num_prefix_tokens, key_mask),
-    )
-
-
-def _prepend_prefix(key_ids: Tensor, num_prefix_tokens: int, key_mask: Tensor | None) -> Tensor:
-    """Lists of keys behind the prefix as lists of all keys, the prefix first."""
-    if not num_prefix_tokens:
-        return key_ids
-    prefix = torch.arange(num_prefix_tokens, device=key_ids.device)
-    if key_mask is not None:
-        prefix = prefix.where(key_mask[:, :num_prefix_tokens], -1)[:, None, None]
-    prefix = prefix.expand(*key_ids.shape[:3], num_prefix_tokens)
-    return torch.cat([prefix, (key_ids + num_prefix_tokens).where(key_ids >= 0, -1)], dim=-1)
+        output = steps.attend(patches, key, value, group_ids, key_ids, scale)
+    if num_prefix_tokens:
+        output, group_ids = join_prefix(output, group_ids, query, key, value, scale, key_mask)
+    return output, group_ids, key_ids
 
 
 @falls_back

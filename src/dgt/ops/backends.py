@@ -15,8 +15,7 @@ Each module offers the same functions over arguments that are right already; the
 - ``summarize_unselected(query, key, value, group_ids, key_ids, scale, key_mask)``
 - ``group_statistics(query, group_ids, num_groups)``
 - ``attention(query, key, value, centroids, top_k, scale, key_mask, num_prefix_tokens, remainder)``, only where it has
-  the steps in one: ``(output, group_ids, key_ids)`` of all tokens but the prefix, the prefix not in ``key_ids``; or
-  None where it would rather be asked for the steps.
+  the steps in one: what :func:`dgt.dynamic_group_attention` returns; or None where such a call takes the three steps.
 
 A backend that is named is never exchanged for another.
 """

@@ -1,15 +1,16 @@
-"""Whether the native kernel for CPUs is here and takes a call, without loading it before it is asked for.
+"""Whether the native kernel for CPUs is here and takes a call; it is loaded when that is asked first.
 
 The kernel is :mod:`dgt.ops.native`: ``library.load()`` returns None where it was not built or cannot be loaded, and
 ``library.why_not()`` says why.
 """
 
 import functools
-import importlib
 from types import ModuleType
 
 import torch
 from torch import Tensor
+
+from dgt.ops.native import library, operators
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_CHANNELS = 256
@@ -48,13 +49,9 @@ def reason_against_native() -> str | None:
 
 @functools.cache
 def _reason() -> str | None:
-    try:
-        library = importlib.import_module("dgt.ops.native.library")
-    except ModuleNotFoundError:
-        return "the kernel is no part of this installation"
     return None if library.load() is not None else str(library.why_not())
 
 
 def load_native() -> ModuleType:
     """Return the native backend, :mod:`dgt.ops.native.operators`."""
-    return importlib.import_module("dgt.ops.native.operators")
+    return operators

@@ -12,10 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dgt.ops.checks import check_no_nan, full_precision, wide_type
+from dgt.ops.remainder import sum_groups, summarize_unselected
 from dgt.ops.torch_attention import Heads, attend_in_heads
 
-SCORE_ELEMENTS = 1 << 24  # scores of (G, S) that a remainder holds at once on CPUs
-HIDDEN = -1e30  # the score of a key that is no part of a remainder; finite, so that no row can become NaN
+__all__ = [
+    "attend",
+    "attend_with_logsumexp",
+    "group_queries",
+    "group_statistics",
+    "select_keys",
+    "summarize_unselected",
+]
+
 BIAS_CHANNELS = 8  # more channels that carry key_bias; kernels like multiples of eight
 
 
@@ -123,68 +131,3 @@ def group_statistics(query: Tensor, group_ids: Tensor, num_groups: int) -> tuple
     """Sum the normalised queries of every group over batch and tokens, and count them: (H, G, D), (H, G) float32."""
     with full_precision(query.device):
         return sum_groups(F.normalize(query.detach().float(), dim=-1), group_ids, num_groups)
-
-
-def sum_groups(tokens: Tensor, group_ids: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-    """Sum the (B, H, L, D) tokens of every group over batch and tokens, (H, G, D), and count them, (H, G)."""
-    heads, channels = tokens.shape[1], tokens.shape[3]
-    # Padding is sent to one extra group, which is cut off again: no data-dependent shape.
-    slots = num_groups + 1
-    first = torch.arange(heads, device=tokens.device)[None, :, None] * slots
-    slot = (torch.where(group_ids < 0, num_groups, group_ids) + first).flatten()
-    sums = tokens.new_zeros(heads * slots, channels).index_add(0, slot, tokens.flatten(0, 2))
-    counts = tokens.new_zeros(heads * slots).index_add(0, slot, tokens.new_ones(()).expand_as(slot))
-    return sums.view(heads, slots, channels)[:, :num_groups], counts.view(heads, slots)[:, :num_groups]
-
-
-def summarize_unselected(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    group_ids: Tensor,
-    key_ids: Tensor,
-    scale: float,
-    key_mask: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sum up, for every group, the keys that its list does not name (:mod:`dgt.ops.remainder`); differentiable.
-
-    Args:
-        query: (B, H, L, D).
-        key, value: (B, H, S, D).
-        group_ids: (B, H, L) int64, -1 for queries of no group.
-        key_ids: (B, H, G, K) int64, -1 for an empty place.
-        scale: factor on the scores.
-        key_mask: optional bool (B, S), True where a key is real; no other is ever part of a remainder.
-
-    Returns:
-        (B, H, G, D) k' and v', (B, H, G) b, in float32 (of float64 in float64), and bool (B, H, G), True where nothing
-        was left out; the others are finite there, and of no meaning.
-    """
-    batch, heads, groups, _ = key_ids.shape
-    tokens = key.shape[2]
-    real = key.new_ones((batch, tokens), dtype=torch.bool) if key_mask is None else key_mask
-    with full_precision(query.device):
-        q, k, v = (tensor.flatten(0, 1).to(wide_type(query.dtype)) for tensor in (query, key, value))
-        sums, counts = sum_groups(q[None], group_ids.flatten(0, 1)[None], groups)
-        mean = sums / counts.clamp(min=1)[..., None] * scale  # s m, (B H, G, D)
-        whole = (mean, k, v, key_ids.flatten(0, 1), real.repeat_interleave(heads, dim=0))
-        at_once = max(1, SCORE_ELEMENTS // (groups * tokens)) if query.device.type == "cpu" else len(mean)
-        parts = [_summarize(*part) for part in zip(*(tensor.split(at_once) for tensor in whole), strict=True)]
-    rest_key, rest_value, bias, empty = (torch.cat(part) for part in zip(*parts, strict=True))
-    shape = (batch, heads, groups)
-    return rest_key.view(*shape, -1), rest_value.view(*shape, -1), bias.view(shape), empty.view(shape)
-
-
-def _summarize(
-    mean: Tensor, key: Tensor, value: Tensor, lists: Tensor, real: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """k' and v' (N, G, D), b and whether nothing was left out (N, G), of N heads with their s m."""
-    tokens = key.shape[1]
-    hidden = mean.new_zeros(*mean.shape[:2], tokens + 1)  # one column more for empty places
-    hidden = hidden.scatter(-1, lists.remainder(tokens + 1), HIDDEN)[..., :-1]
-    hidden = hidden.masked_fill(~real[:, None], HIDDEN)
-    score = torch.baddbmm(hidden, mean, key.mT)
-    share = score.softmax(-1)
-    rest_key = torch.bmm(share, key)
-    bias = score.logsumexp(-1) - (mean * rest_key).sum(-1)
-    return rest_key, torch.bmm(share, value), bias, (lists >= 0).sum(-1) >= real.sum(-1)[:, None]

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from dgt.ops.checks import check_no_nan
-from dgt.ops.torch_ops import summarize_unselected
+from dgt.ops.prefix import join_prefix, prepend_prefix
+from dgt.ops.remainder import summarize_unselected
 from dgt.ops.triton import operators
 
 __all__ = [
@@ -88,4 +89,6 @@ def attention(
     patches = query[:, :, num_prefix_tokens:]
     arguments = (patches, key, value, centroids.detach(), top_k, float(scale), key_mask, remainder)
     output, _, group_ids, key_ids, *_ = torch.ops.dgt.triton_attention(*arguments)
-    return output, group_ids, key_ids
+    if num_prefix_tokens:
+        output, group_ids = join_prefix(output, group_ids, query, key, value, scale, key_mask)
+    return output, group_ids, prepend_prefix(key_ids, num_prefix_tokens, key_mask)
