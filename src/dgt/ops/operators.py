@@ -134,7 +134,7 @@ def _attend(
 ) -> Tensor:
     steps = _steps(implementation, query)
     output: Tensor = steps.attend(query, key, value, group_ids, key_ids, scale, key_bias)
-    return output
+    return output.contiguous()  # the native kernel lays it out for the next projection; a graph is told one layout
 
 
 @_attend.register_fake
@@ -155,7 +155,7 @@ def _attend_with_logsumexp(
 ) -> tuple[Tensor, Tensor]:
     steps = _steps(implementation, query)
     output, sums = steps.attend_with_logsumexp(query, key, value, group_ids, key_ids, scale, key_bias)
-    return output, sums
+    return output.contiguous(), sums
 
 
 @_attend_with_logsumexp.register_fake

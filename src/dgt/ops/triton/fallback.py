@@ -15,7 +15,7 @@ class KernelError(RuntimeError):
 
 
 def falls_back(step: Callable[P, R]) -> Callable[P, R]:
-    """Let ``backend="auto"`` be ``"torch"`` from the first kernel on that fails, with one warning; a named one raises."""
+    """Let ``"auto"`` be ``"torch"`` from the first kernel on that fails, with one warning; a named backend raises."""
 
     @functools.wraps(step)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
