@@ -5,10 +5,13 @@ results and the choice of a backend are no TorchScript. They predict; learning c
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dgt.ops import dynamic_group_attention
+from dgt.ops.attention import attention_output
 from dgt.ops.checks import describe
+from dgt.ops.dense import dense_attention
 
 scripting = torch.jit.is_scripting  # for branches over modules, which TorchScript takes as no argument of a function
 
@@ -52,3 +55,20 @@ def attend_in_groups(
         return torch.ops.dgt.attend(query, key, value, groups, keys, scale), groups
     attention = dynamic_group_attention(query, key, value, centroids, top_k, scale, real, backend)
     return attention.output, attention.group_ids
+
+
+def attend_without_ids(
+    heads: tuple[Tensor, Tensor, Tensor], centroids: Tensor, top_k: int, scale: float, real: Tensor | None, backend: str
+) -> Tensor:
+    """Return the output alone, (B, H, L, D)."""
+    if torch.jit.is_scripting():
+        return attend_in_groups(heads, centroids, top_k, scale, real, backend)[0]
+    query, key, value = heads
+    return attention_output(query, key, value, centroids, top_k, scale, real, backend)
+
+
+def attend_densely(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Return the output of :func:`dgt.dense_attention`, (B, H, L, D); in TorchScript PyTorch's own."""
+    if torch.jit.is_scripting():
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    return dense_attention(query, key, value, mask, scale=scale)
