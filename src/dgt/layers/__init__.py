@@ -3,7 +3,7 @@
 from dgt.layers.attention import DGAttention, GlobalAttention
 from dgt.layers.block import Block, FeedForward
 from dgt.layers.centroids import renormalize_centroids
-from dgt.layers.convolution import ConditionalPositionEncoding, ConvStem, InvertedResidualFFN, PatchMerging, keep_real
+from dgt.layers.convolution import ConditionalPositionEncoding, ConvStem, InvertedResidualFFN, PatchMerging, mask_padding
 from dgt.layers.head import Head
 
 __all__ = [
@@ -16,6 +16,6 @@ __all__ = [
     "Head",
     "InvertedResidualFFN",
     "PatchMerging",
-    "keep_real",
+    "mask_padding",
     "renormalize_centroids",
 ]

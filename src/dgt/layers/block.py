@@ -10,7 +10,7 @@ from typing import Any
 from timm.layers import DropPath, LayerNorm
 from torch import Tensor, nn
 
-from dgt.layers.convolution import ConditionalPositionEncoding, InvertedResidualFFN, TokenLinear, keep_real
+from dgt.layers.convolution import ConditionalPositionEncoding, InvertedResidualFFN, TokenLinear, mask_padding
 
 
 class FeedForward(nn.Module):
@@ -83,7 +83,7 @@ class Block(nn.Module):
 
     def positioned(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Apply the position encoding, if there is one (Eq. 8)."""
-        x = keep_real(x, mask)
+        x = mask_padding(x, mask)
         if self.cpe is not None:
             x = x + self.cpe(x)
         return x

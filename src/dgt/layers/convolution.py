@@ -20,7 +20,7 @@ from torch.fx import Proxy
 from dgt.layers.scripting import scripting
 
 
-def keep_real(x: Tensor, mask: Tensor | None) -> Tensor:
+def mask_padding(x: Tensor, mask: Tensor | None) -> Tensor:
     """Zero the padding of a (B, H, W, C) tensor; ``mask`` is bool (B, H, W), True where a token is real, or None."""
     return x if mask is None else x * mask.unsqueeze(-1)
 

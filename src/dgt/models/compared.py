@@ -1,38 +1,33 @@
-"""What the paper compares its model with, as parts in its place: Table 4 (c) and the hybrids of the appendix.
+"""The parts of the models that the paper compares itself with, in the place of DGT's.
 
-The ablation of blocks changes ``attention``, ``cpe`` and ``ffn`` in DGT's own skeleton; the hybrids change
-``attention`` and ``cpe`` in Swin's and CSWin's.
+The ablation of blocks (Table 4 (c)) changes ``attention``, ``cpe`` and ``ffn`` in DGT's own skeleton; the hybrids of the
+appendix change ``attention`` and ``cpe`` in Swin's and CSWin's; CMT, ViL and CrossFormer are rebuilt as a whole.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+from timm.models import checkpoint
 from torch import Tensor, nn
 
-from dgt.layers import Block, DGAttention, GlobalAttention, PatchMerging
+from dgt.layers import Block, DGAttention, GlobalAttention, PatchMerging, mask_padding
 from dgt.layers.baselines.cmt import CMTBlock, PositionTable, ReducedAttention
+from dgt.layers.baselines.crossformer import CrossScaleMerging, CrossScaleStem, LongShortDistanceAttention
 from dgt.layers.baselines.cswin import StripeAttention
+from dgt.layers.baselines.longformer import GlobalTokensAndPositions, LongformerAttention, LongformerBlock
 from dgt.layers.baselines.random_keys import RandomKeyAttention
 from dgt.layers.baselines.swin import PatchConcatenation, PatchStem, WindowAttention
 from dgt.models.dgt import Parts, Stage
 from dgt.utils.errors import UserError
 
-KINDS: dict[str, tuple[Callable[..., nn.Module], str]] = {  # with the name of what `extents` gives
-    "group": (DGAttention, ""),
-    "global": (GlobalAttention, ""),
-    "window": (WindowAttention, "window"),
-    "plain window": (partial(WindowAttention, table=False), "window"),
-    "random": (RandomKeyAttention, "top_k"),
-    "stripe": (StripeAttention, "width"),
-    "reduced": (ReducedAttention, "ratio"),
-}
-SKELETONS = ("dgt", "swin", "cswin", "cmt")
+Factory = Callable[..., nn.Module]
 
 
 class PatchConvolution(nn.Module):
-    """CMT's patch merging: a convolution of 2 x 2 tokens to ``dim`` channels, then LayerNorm."""
+    """The patch merging of CMT and ViL: a convolution of 2 x 2 tokens to ``dim`` channels, then LayerNorm."""
 
     def __init__(self, in_dim: int, dim: int, **factory: Any) -> None:
         super().__init__()
@@ -43,19 +38,88 @@ class PatchConvolution(nn.Module):
         return self.merge(x.permute(0, 3, 1, 2))
 
 
+class Kind(NamedTuple):
+    """A kind of attention, the block around it, and the argument that a stage's extent is."""
+
+    attention: Factory
+    extent: str = ""  # none
+    block: type[Block] = Block
+
+
+class Skeleton(NamedTuple):
+    """What is around the blocks: the patch merging, and a stem that makes the tokens of stage one by itself."""
+
+    merge: Factory = PatchMerging
+    stem: Factory | None = None  # DGT's, with a merging after it
+
+
+KINDS = {
+    "group": Kind(DGAttention),
+    "global": Kind(GlobalAttention),
+    "window": Kind(WindowAttention, "window"),
+    "plain window": Kind(partial(WindowAttention, table=False), "window"),
+    "random": Kind(RandomKeyAttention, "top_k"),
+    "stripe": Kind(StripeAttention, "width"),
+    "reduced": Kind(ReducedAttention, "ratio", CMTBlock),
+    "sliding window": Kind(LongformerAttention, "window", LongformerBlock),
+    "long-short": Kind(LongShortDistanceAttention, "group"),
+}
+SKELETONS = {
+    "dgt": Skeleton(),
+    "swin": Skeleton(PatchConcatenation, PatchStem),
+    "cswin": Skeleton(PatchMerging, partial(PatchStem, overlap=True)),
+    "cmt": Skeleton(PatchConvolution),
+    "vil": Skeleton(PatchConvolution, PatchStem),
+    "crossformer": Skeleton(CrossScaleMerging, CrossScaleStem),
+}
+
+
+class LongformerStage(Stage):
+    """A stage of ViL: patch merging, positions and global tokens, blocks; the global tokens end with it."""
+
+    def __init__(self, merge: nn.Module, blocks: list[Block], tokens: nn.Module) -> None:
+        super().__init__(merge, blocks)
+        self.tokens = tokens
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Map as :class:`dgt.models.dgt.Stage` does."""
+        x = self.merge(x)
+        rows, columns = x.shape[1], x.shape[2]
+        tokens = self.tokens(x)
+        real = None if mask is None else mask.flatten(1)
+        if self.grad_checkpointing and torch.is_grad_enabled():
+            tokens = self.run_tokens_checkpointed(tokens, rows, columns, real)
+        else:
+            for block in self.blocks:
+                tokens = block(tokens, rows, columns, real)
+        x = tokens[:, tokens.shape[1] - rows * columns :].unflatten(1, [rows, columns])
+        return mask_padding(x, mask)
+
+    @torch.jit.unused
+    def run_tokens_checkpointed(self, tokens: Tensor, rows: int, columns: int, real: Tensor | None) -> Tensor:
+        """Run the blocks on tokens (B, T, C), keeping only their inputs for the backward pass."""
+        for block in self.blocks:
+            tokens = checkpoint(block, tokens, rows, columns, real)
+        return tokens
+
+
 @dataclass(frozen=True)
 class ComparedParts(Parts):
     """Parts of the models that the paper compares itself with.
 
     Args:
         attention: kind of attention of each stage: ``"group"``, ``"global"``, ``"window"`` (Swin's), ``"plain window"``
-            (without its table of positions), ``"stripe"`` (CSWin's), ``"reduced"`` (CMT's) or ``"random"`` keys.
-        extents: of each stage, the side of a window, the width of a stripe (0: the whole map), the ratio of reduction,
-            in tokens, or the number of random keys; the other kinds need none.
-        table_side: side of the first stage's map, in tokens, that CMT's position tables are made for.
+            (without its table of positions), ``"stripe"`` (CSWin's), ``"reduced"`` (CMT's), ``"random"`` keys,
+            ``"sliding window"`` (ViL's) or ``"long-short"`` distance (CrossFormer's).
+        extents: of each stage, the side of a window or group, the width of a stripe (0: the whole map), the ratio of
+            reduction, in tokens, or the number of random keys; the other kinds need none.
+        intervals: of each stage, the interval of CrossFormer's long distance attention in tokens.
+        global_tokens: of each stage, the number of ViL's global tokens.
+        table_side: side of the first stage's map, in tokens, that CMT's and ViL's positions are made for.
         cpe, ffn: the position encoding and feed-forward network of the blocks, as in :class:`dgt.layers.Block`.
-        skeleton: stem, patch merging and head around the blocks: ``"dgt"``, ``"cmt"`` with its own merging, ``"swin"``
-            or ``"cswin"``; the last two have patches of 2 ``stem_stride`` pixels, no ``stem_width``, no ``head_width``.
+        skeleton: stem, patch merging and head around the blocks: ``"dgt"``, ``"cmt"`` with its own merging, or
+            ``"swin"``, ``"cswin"``, ``"vil"`` or ``"crossformer"``; the last four have patches of 2 ``stem_stride``
+            pixels, no ``stem_width``, no ``head_width``.
 
     Raises:
         UserError: for another skeleton or kind of attention.
@@ -63,6 +127,8 @@ class ComparedParts(Parts):
 
     attention: tuple[str, ...] = ("group", "group", "group", "global")
     extents: tuple[int, ...] = (0, 0, 0, 0)
+    intervals: tuple[int, ...] = (8, 4, 2, 1)
+    global_tokens: tuple[int, ...] = (1, 1, 1, 0)
     table_side: int = 56
     cpe: bool = True
     ffn: str = "irffn"
@@ -78,40 +144,56 @@ class ComparedParts(Parts):
     @property
     def patches(self) -> bool:  # type: ignore[override]
         """Whether the stem alone makes the tokens of stage one."""
-        return self.skeleton in ("swin", "cswin")
+        return SKELETONS[self.skeleton].stem is not None
 
     def check(self, stages: int) -> None:
-        """Raise UserError unless there are an attention and an extent for each of so many stages."""
+        """Check that there are an attention and what it needs for each stage.
+
+        Raises:
+            UserError: there are more or fewer than so many ``stages``.
+        """
         if not len(self.attention) == len(self.extents) == stages:
             came = f"{self.attention} and {self.extents} for {stages} stages"
             raise UserError(f"dims, depths, num_heads, attention and extents must be equally long, got {came}")
+        needed = {"long-short": ("intervals", self.intervals), "sliding window": ("global_tokens", self.global_tokens)}
+        for kind, (name, values) in needed.items():
+            if kind in self.attention and len(values) != stages:
+                raise UserError(f"{name} must have one number for each of {stages} stages, got {values}")
 
     def make_stem(self, in_chans: int, width: int, dim: int, stride: int, **factory: Any) -> nn.Module:
-        """DGT's stem, or a convolution of patches."""
-        if not self.patches:
+        """Make DGT's stem, or one of patches."""
+        stem = SKELETONS[self.skeleton].stem
+        if stem is None:
             return super().make_stem(in_chans, width, dim, stride, **factory)
-        return PatchStem(in_chans, dim, stride, overlap=self.skeleton == "cswin", **factory)
+        return stem(in_chans, dim, stride, **factory)
 
     def make_merge(self, in_dim: int, dim: int, **factory: Any) -> nn.Module:
-        """A strided convolution, CMT's smaller one, or Swin's concatenation."""
-        merges: dict[str, Callable[..., nn.Module]] = {"swin": PatchConcatenation, "cmt": PatchConvolution}
-        return merges.get(self.skeleton, PatchMerging)(in_dim, dim, **factory)
+        """Make the skeleton's patch merging."""
+        return SKELETONS[self.skeleton].merge(in_dim, dim, **factory)
 
     def make_block(
         self, place: tuple[int, int], last: bool, groups: dict[str, Any], attention: dict[str, Any], **options: Any
     ) -> Block:
-        """A block with the stage's kind of attention; windows are shifted in every second block."""
-        kind, extent = self.attention[place[0]], self.extents[place[0]]
-        cls, name = KINDS[kind]
-        own: dict[str, Any] = {name: extent} if name else groups if kind == "group" else {}
-        if name == "window" and place[1] % 2:
-            own["shift"] = extent // 2
-        block = CMTBlock if kind == "reduced" else Block
-        return block(attention=cls(**own, **attention), cpe=self.cpe, ffn=self.ffn, **options)
+        """Make a block with the stage's kind of attention; every second one shifts windows, or attends at distance."""
+        stage, index = place
+        kind = KINDS[self.attention[stage]]
+        second = index % 2 == 1
+        own = dict(groups) if self.attention[stage] == "group" else {}
+        if kind.extent:
+            own[kind.extent] = self.extents[stage]
+        if self.attention[stage] in ("window", "plain window") and second:
+            own["shift"] = self.extents[stage] // 2
+        if self.attention[stage] == "long-short" and second:
+            own["interval"] = self.intervals[stage]
+        return kind.block(attention=kind.attention(**own, **attention), cpe=self.cpe, ffn=self.ffn, **options)
 
     def make_stage(self, index: int, last: bool, dims: tuple[int, int], num_heads: int, *args: Any, **kw: Any) -> Stage:
-        """The stage, with a table of positions where CMT has one."""
+        """Make the stage, with CMT's table of positions, or ViL's positions and global tokens."""
         stage = super().make_stage(index, last, dims, num_heads, *args, **kw)
+        side = -(-self.table_side // 2**index)
         if self.attention[index] == "reduced":
-            stage.position = PositionTable(num_heads, -(-self.table_side // 2**index), self.extents[index], **kw)
+            stage.position = PositionTable(num_heads, side, self.extents[index], **kw)
+        if self.attention[index] == "sliding window":
+            tokens = GlobalTokensAndPositions(dims[1], side, self.global_tokens[index], **kw)
+            return LongformerStage(stage.merge, list(stage.blocks), tokens)  # type: ignore[arg-type]
         return stage

@@ -13,7 +13,7 @@ from timm.models import checkpoint, register_notrace_function
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from dgt.layers import Block, ConvStem, DGAttention, GlobalAttention, Head, PatchMerging, keep_real
+from dgt.layers import Block, ConvStem, DGAttention, GlobalAttention, Head, PatchMerging, mask_padding
 from dgt.utils.errors import UserError
 
 
@@ -61,7 +61,7 @@ class Stage(nn.Module):
             position = self.position(x)
             for block in self.blocks:
                 x = block(x, mask, position)
-        return keep_real(x, mask)
+        return mask_padding(x, mask)
 
     @torch.jit.unused
     def run_checkpointed(self, x: Tensor, mask: Tensor | None) -> Tensor:
@@ -213,7 +213,15 @@ class DynamicGroupTransformer(nn.Module):
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         """Names of the parameters that are not to decay: position encodings and tables, and logit scales."""
-        free = (".cpe.", "logit_scale", "position_table", "relative_position_bias_table")
+        free = (
+            ".cpe.",
+            "logit_scale",
+            "position_table",
+            "relative_position_bias_table",
+            "row_position",
+            "column_position",
+            "global_tokens",
+        )
         return {name for name, _ in self.named_parameters() if any(part in name for part in free)}
 
     @torch.jit.ignore

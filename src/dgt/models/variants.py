@@ -72,6 +72,14 @@ SWIN = {**SWIN_BLOCK, **WIDE, "skeleton": "swin", "depths": (2, 2, 6, 2), "top_k
 CSWIN = {**CSWIN_BLOCK, "skeleton": "cswin", "depths": (1, 2, 21, 1)}  # as wide as DGT-T
 DEEP: Row = {"depths": (2, 4, 32, 2)}  # CSWin-S and -B
 CMT_SMALL = {**CMT_BLOCK, "skeleton": "cmt", "depths": (3, 3, 16, 3), "num_heads": (1, 2, 4, 8), "mlp_ratio": 3.6}
+# ViL and CrossFormer, from their papers' tables of architectures.
+LONGFORMER: Row = {"attention": ("sliding window",) * 4, "extents": (15,) * 4, "cpe": False, "ffn": "mlp"}
+VIL: Row = {**LONGFORMER, "skeleton": "vil", "dims": (96, 192, 384, 768), "num_heads": (3, 3, 6, 12)}
+CROSSFORMER: Row = {
+    **{"attention": ("long-short",) * 4, "extents": (7,) * 4, "cpe": False, "ffn": "mlp"},
+    **WIDE,
+    "skeleton": "crossformer",
+}
 NANO_DIMS: Row = {"dims": (32, 64, 128, 256), "num_heads": (2, 2, 4, 8), "num_groups": 16}
 NANO_SWIN = {**SWIN, **NANO_DIMS, "depths": (2, 2, 4, 2), "extents": (4, 4, 4, 4), "top_k": 16}
 NANO_CSWIN = {**CSWIN, **NANO_DIMS, "depths": (1, 1, 4, 1), "extents": (1, 2, 4, 0), "top_k": 32}
@@ -94,6 +102,15 @@ ROWS: dict[str, tuple[str, Row]] = {
     "cswin_small": ("CSWin-S: 34.64 M parameters.", {**CSWIN, **DEEP}),
     "cswin_base": ("CSWin-B: 77.38 M parameters.", {**CSWIN, **DEEP, **WIDE, "num_heads": (4, 8, 16, 32)}),
     "cmt_small": ("CMT-S: 24.70 M parameters.", CMT_SMALL),
+    "vil_small": ("ViL-S: 24.6 M parameters.", {**VIL, "depths": (1, 2, 8, 1)}),
+    "vil_medium": ("ViL-M, the deep one: 39.7 M parameters.", {**VIL, "depths": (1, 4, 16, 1)}),
+    "vil_base": ("ViL-B, the deep one: 55.7 M parameters.", {**VIL, "depths": (1, 8, 24, 1)}),
+    "crossformer_small": ("CrossFormer-S: 30.7 M parameters.", {**CROSSFORMER, "depths": (2, 2, 6, 2)}),
+    "crossformer_base": ("CrossFormer-B: 52.0 M parameters.", {**CROSSFORMER, "depths": (2, 2, 18, 2)}),
+    "crossformer_large": (
+        "CrossFormer-L: 92.0 M parameters.",
+        {**CROSSFORMER, "depths": (2, 2, 18, 2), "dims": (128, 256, 512, 1024), "num_heads": (4, 8, 16, 32)},
+    ),
     "swin_nano": ("A Swin of small windows for small images.", NANO_SWIN),
     "swin_nano_dga": ("The same with DG-Attention, k = 16 as its windows have tokens.", {**NANO_SWIN, **DGA}),
     "cswin_nano": ("A CSWin for small images.", NANO_CSWIN),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dgt.layers.attention import SelfAttention
 from dgt.layers.baselines.swin import pad_map
 from dgt.layers.block import Block
-from dgt.layers.convolution import keep_real
+from dgt.layers.convolution import mask_padding
 from dgt.layers.scripting import check_layer_input
 from dgt.ops.checks import check_count
 
@@ -51,7 +51,7 @@ class ReducedAttention(SelfAttention):
         check_layer_input(x, self.qkv.in_features, mask, is_map=True)
         dim = x.shape[-1]
         mask = None if mask is None else mask.view(x.shape[:-1])
-        reduced = pad_map(keep_real(x, mask), self.ratio, self.ratio).permute(0, 3, 1, 2)
+        reduced = pad_map(mask_padding(x, mask), self.ratio, self.ratio).permute(0, 3, 1, 2)
         reduced = self.reduce(reduced).flatten(2).transpose(1, 2)
         weight, bias = self.qkv.weight, self.qkv.bias
         query = F.linear(x, weight[:dim], None if bias is None else bias[:dim])

@@ -14,7 +14,7 @@ from timm.models import register_notrace_function, register_notrace_module
 from torch import Tensor, nn
 
 from dgt.layers.attention import SelfAttention
-from dgt.layers.convolution import TokenLinear, keep_real
+from dgt.layers.convolution import TokenLinear, mask_padding
 from dgt.layers.scripting import check_layer_input
 from dgt.ops.checks import check_count
 
@@ -159,7 +159,7 @@ class PatchStem(nn.Module):
     def forward(self, image: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, in_chans, H, W) images to (B, ceil(H / stride), ceil(W / stride), dim); ``mask`` is of that size."""
         x = self.conv(pad_map(image.permute(0, 2, 3, 1), self.stride, self.stride).permute(0, 3, 1, 2))
-        return keep_real(self.norm(x.permute(0, 2, 3, 1)), mask)
+        return mask_padding(self.norm(x.permute(0, 2, 3, 1)), mask)
 
 
 class PatchConcatenation(nn.Module):
