@@ -40,12 +40,28 @@ def create_variant(variant: str, pretrained: bool = False, **options: Any) -> Dy
 
 def _default_cfg(name: str) -> dict[str, Any]:
     """What timm wants to know of a model: the size of its images in pixels, and their preparation."""
-    size = 64 if "nano" in name else 224
+    nano = "nano" in name
+    size = 64 if nano else 224
+    crop = 0.9
+    if name.startswith("dgt"):
+        crop = 0.875
+    if nano:
+        crop = 1.0
+    first_conv: str | tuple[str, ...] = "stem.conv"
+    if name.startswith(("dgt", "cmt")):
+        first_conv = "stem.convs.0"
+    if name.startswith("crossformer"):
+        first_conv = tuple(f"stem.patches.convs.{i}" for i in range(4))
     return {
-        **{"url": "", "num_classes": 1000, "input_size": (3, size, size), "pool_size": (size // 32, size // 32)},
-        **{"interpolation": "bicubic", "mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)},
-        "crop_pct": 1.0 if "nano" in name else 0.875 if name.startswith("dgt") else 0.9,
-        "first_conv": "stem.convs.0" if name.startswith(("dgt", "cmt")) else "stem.conv",
+        "url": "",
+        "num_classes": 1000,
+        "input_size": (3, size, size),
+        "pool_size": (size // 32, size // 32),
+        "interpolation": "bicubic",
+        "mean": (0.485, 0.456, 0.406),
+        "std": (0.229, 0.224, 0.225),
+        "crop_pct": crop,
+        "first_conv": first_conv,
         "classifier": "head.fc",
     }
 
