@@ -1,9 +1,18 @@
-"""The modules a Dynamic Group Transformer is made of (Eqs. 8-10), in channels-last layout: (B, H, W, C) in and out."""
+"""The modules a Dynamic Group Transformer is made of (Eqs. 8-10).
+
+Tensors are channels-last in and out: (B, H, W, C).
+"""
 
 from dgt.layers.attention import DGAttention, GlobalAttention
 from dgt.layers.block import Block, FeedForward
 from dgt.layers.centroids import renormalize_centroids
-from dgt.layers.convolution import ConditionalPositionEncoding, ConvStem, InvertedResidualFFN, PatchMerging, mask_padding
+from dgt.layers.convolution import (
+    ConditionalPositionEncoding,
+    ConvStem,
+    InvertedResidualFFN,
+    PatchMerging,
+    mask_padding,
+)
 from dgt.layers.head import Head
 
 __all__ = [
