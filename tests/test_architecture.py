@@ -6,7 +6,6 @@ What is not met yet stands in `EXCEPTIONS`, which only shrinks: an exception tha
 from __future__ import annotations
 
 import ast
-import collections
 import graphlib
 import importlib
 import importlib.util

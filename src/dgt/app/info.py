@@ -27,7 +27,10 @@ def model_rows(
 
 
 def comparator_rows(task: str = "classify") -> list[dict[str, Any]]:
-    """Return every row of the paper's table of this task, in its order: as in :func:`model_rows`, with its name there."""
+    """Return every row of the paper's table of this task, in its order.
+
+    As in :func:`model_rows`, with the row's name in the table.
+    """
     counted, rows = _known(task).counted, []
     for printed in json.loads(COMPARATORS.read_text(encoding="utf-8"))[task]:
         size = (printed["size"],) * 2 if "size" in printed else counted.image_size

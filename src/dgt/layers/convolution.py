@@ -1,4 +1,4 @@
-"""The convolutional parts: stem, patch merging, position encoding (CPE), feed-forward network (IRFFN).
+"""The convolutional parts: stem, patch merging, position encoding (CPE), feed-forward (IRFFN).
 
 Everything outside attention is CMT's (stem, inverted residual feed-forward network) or CPVT's
 (conditional position encoding). Every convolution has a bias, which is what makes the paper's
@@ -182,7 +182,7 @@ def _is_traced(x: Tensor) -> bool:
 
 
 def _in_place_of(tensor: Tensor, again: Callable[[], Tensor]) -> saved_tensors_hooks:
-    """In this context, keep how to compute ``tensor`` ``again`` for the backward pass, not itself."""
+    """In this context, do not keep a tensor for the backward pass, but how to compute it again."""
     place = tensor.data_ptr()
     shape = tensor.shape
 

@@ -15,7 +15,9 @@ from dgt.ops.checks import describe
 scripting = torch.jit.is_scripting
 
 
-def check_layer_input(x: Tensor, dim: int, mask: Tensor | None = None, is_map: bool = False) -> None:
+def check_layer_input(
+    x: Tensor, dim: int, mask: Tensor | None = None, is_map: bool = False
+) -> None:
     """Check the input of a layer; silent in TorchScript.
 
     Args:

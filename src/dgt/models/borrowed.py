@@ -147,7 +147,9 @@ class PositionedBlock(nn.Module):
         return torch.cat([before, (grid + self.cpe(grid)).flatten(1, 2)], 1)
 
 
-def _build_cpvt(deit: str, class_token: bool, pretrained: bool = False, **options: Any) -> nn.Module:
+def _build_cpvt(
+    deit: str, class_token: bool, pretrained: bool = False, **options: Any
+) -> nn.Module:
     """Build DeiT without its table of positions, with a CPE after the first block.
 
     Pooled by average, or by class token.

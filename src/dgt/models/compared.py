@@ -1,13 +1,14 @@
 """The parts of the models that the paper compares itself with, in the place of DGT's.
 
-The ablation of blocks (Table 4 (c)) changes ``attention``, ``cpe`` and ``ffn`` in DGT's own skeleton; the hybrids of the
-appendix change ``attention`` and ``cpe`` in Swin's and CSWin's; CMT, ViL and CrossFormer are rebuilt as a whole.
+The ablation of blocks (Table 4 (c)) changes ``attention``, ``cpe`` and ``ffn`` in DGT's own
+skeleton; the hybrids of the appendix change ``attention`` and ``cpe`` in Swin's and CSWin's; CMT,
+ViL and CrossFormer are rebuilt as a whole.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from timm.models import checkpoint
@@ -15,19 +16,27 @@ from torch import Tensor, nn
 
 from dgt.layers import Block, DGAttention, GlobalAttention, PatchMerging, mask_padding
 from dgt.layers.baselines.cmt import CMTBlock, PositionTable, ReducedAttention
-from dgt.layers.baselines.crossformer import CrossScaleMerging, CrossScaleStem, LongShortDistanceAttention
+from dgt.layers.baselines.crossformer import (
+    CrossScaleMerging,
+    CrossScaleStem,
+    LongShortDistanceAttention,
+)
 from dgt.layers.baselines.cswin import StripeAttention
-from dgt.layers.baselines.longformer import GlobalTokensAndPositions, LongformerAttention, LongformerBlock
+from dgt.layers.baselines.longformer import (
+    GlobalTokensAndPositions,
+    LongformerAttention,
+    LongformerBlock,
+)
 from dgt.layers.baselines.random_keys import RandomKeyAttention
 from dgt.layers.baselines.swin import PatchConcatenation, PatchStem, WindowAttention
-from dgt.models.dgt import Parts, Stage
+from dgt.models.parts import Parts, Stage
 from dgt.utils.errors import UserError
 
 Factory = Callable[..., nn.Module]
 
 
 class PatchConvolution(nn.Module):
-    """The patch merging of CMT and ViL: a convolution of 2 x 2 tokens to ``dim`` channels, then LayerNorm."""
+    """The patch merging of CMT and ViL: a convolution of 2 x 2 tokens, then LayerNorm."""
 
     def __init__(self, in_dim: int, dim: int, **factory: Any) -> None:
         super().__init__()
@@ -39,18 +48,29 @@ class PatchConvolution(nn.Module):
 
 
 class Kind(NamedTuple):
-    """A kind of attention, the block around it, and the argument that a stage's extent is."""
+    """A kind of attention.
+
+    Attributes:
+        attention: makes the layer.
+        extent: name of the argument that a stage's extent is; "" for none.
+        block: the block around it.
+    """
 
     attention: Factory
-    extent: str = ""  # none
+    extent: str = ""
     block: type[Block] = Block
 
 
 class Skeleton(NamedTuple):
-    """What is around the blocks: the patch merging, and a stem that makes the tokens of stage one by itself."""
+    """What is around the blocks.
+
+    Attributes:
+        merge: patch merging.
+        stem: makes the tokens of stage one by itself; None for DGT's, with a merging after it.
+    """
 
     merge: Factory = PatchMerging
-    stem: Factory | None = None  # DGT's, with a merging after it
+    stem: Factory | None = None
 
 
 KINDS = {
@@ -75,14 +95,20 @@ SKELETONS = {
 
 
 class LongformerStage(Stage):
-    """A stage of ViL: patch merging, positions and global tokens, blocks; the global tokens end with it."""
+    """A stage of ViL: patch merging, positions and global tokens, blocks.
+
+    Args:
+        merge: as in :class:`dgt.models.parts.Stage`.
+        blocks: map global tokens and those of a map, (B, T, C), to the same shape.
+        tokens: adds positions and global tokens, which end with the stage.
+    """
 
     def __init__(self, merge: nn.Module, blocks: list[Block], tokens: nn.Module) -> None:
         super().__init__(merge, blocks)
         self.tokens = tokens
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Map as :class:`dgt.models.dgt.Stage` does."""
+        """Merge patches and run the blocks, as :meth:`dgt.models.parts.Stage.forward`."""
         x = self.merge(x)
         rows, columns = x.shape[1], x.shape[2]
         tokens = self.tokens(x)
@@ -96,8 +122,10 @@ class LongformerStage(Stage):
         return mask_padding(x, mask)
 
     @torch.jit.unused
-    def run_tokens_checkpointed(self, tokens: Tensor, rows: int, columns: int, real: Tensor | None) -> Tensor:
-        """Run the blocks on tokens (B, T, C), keeping only their inputs for the backward pass."""
+    def run_tokens_checkpointed(
+        self, tokens: Tensor, rows: int, columns: int, real: Tensor | None
+    ) -> Tensor:
+        """Run the blocks on (B, T, C), keeping only their inputs for the backward pass."""
         for block in self.blocks:
             tokens = checkpoint(block, tokens, rows, columns, real)
         return tokens
@@ -108,18 +136,22 @@ class ComparedParts(Parts):
     """Parts of the models that the paper compares itself with.
 
     Args:
-        attention: kind of attention of each stage: ``"group"``, ``"global"``, ``"window"`` (Swin's), ``"plain window"``
-            (without its table of positions), ``"stripe"`` (CSWin's), ``"reduced"`` (CMT's), ``"random"`` keys,
-            ``"sliding window"`` (ViL's) or ``"long-short"`` distance (CrossFormer's).
-        extents: of each stage, the side of a window or group, the width of a stripe (0: the whole map), the ratio of
-            reduction, in tokens, or the number of random keys; the other kinds need none.
-        intervals: of each stage, the interval of CrossFormer's long distance attention in tokens.
+        attention: kind of attention of each stage: ``"group"``, ``"global"``, ``"window"``
+            (Swin's), ``"plain window"`` (without its table of positions), ``"stripe"`` (CSWin's),
+            ``"reduced"`` (CMT's), ``"random"`` keys, ``"sliding window"`` (ViL's) or
+            ``"long-short"`` distance (CrossFormer's).
+        extents: of each stage, in tokens: the side of a window or group, the width of a stripe (0:
+            the whole map), the ratio of reduction, or the number of random keys; the other kinds
+            need none.
+        intervals: of each stage, the interval of CrossFormer's long distance attention, in tokens.
         global_tokens: of each stage, the number of ViL's global tokens.
-        table_side: side of the first stage's map, in tokens, that CMT's and ViL's positions are made for.
-        cpe, ffn: the position encoding and feed-forward network of the blocks, as in :class:`dgt.layers.Block`.
-        skeleton: stem, patch merging and head around the blocks: ``"dgt"``, ``"cmt"`` with its own merging, or
-            ``"swin"``, ``"cswin"``, ``"vil"`` or ``"crossformer"``; the last four have patches of 2 ``stem_stride``
-            pixels, no ``stem_width``, no ``head_width``.
+        table_side: side of the first stage's map, in tokens, that CMT's and ViL's positions are
+            made for.
+        cpe, ffn: the position encoding and feed-forward network of the blocks, as in
+            :class:`dgt.layers.Block`.
+        skeleton: stem, patch merging and head around the blocks: ``"dgt"``, ``"cmt"`` with its own
+            merging, or ``"swin"``, ``"cswin"``, ``"vil"`` or ``"crossformer"``; the last four have
+            patches of 2 ``stem_stride`` pixels, no ``stem_width`` and no ``head_width``.
 
     Raises:
         UserError: for another skeleton or kind of attention.
@@ -136,10 +168,12 @@ class ComparedParts(Parts):
 
     def __post_init__(self) -> None:
         if self.skeleton not in SKELETONS:
-            raise UserError(f"skeleton must be one of {', '.join(SKELETONS)}, got {self.skeleton!r}")
+            known = ", ".join(SKELETONS)
+            raise UserError(f"skeleton must be one of {known}, got {self.skeleton!r}")
         for kind in self.attention:
             if kind not in KINDS:
-                raise UserError(f"attention must be one of {', '.join(KINDS)} for every stage, got {kind!r}")
+                known = ", ".join(KINDS)
+                raise UserError(f"attention must be one of {known} for every stage, got {kind!r}")
 
     @property
     def patches(self) -> bool:  # type: ignore[override]
@@ -154,13 +188,24 @@ class ComparedParts(Parts):
         """
         if not len(self.attention) == len(self.extents) == stages:
             came = f"{self.attention} and {self.extents} for {stages} stages"
-            raise UserError(f"dims, depths, num_heads, attention and extents must be equally long, got {came}")
-        needed = {"long-short": ("intervals", self.intervals), "sliding window": ("global_tokens", self.global_tokens)}
-        for kind, (name, values) in needed.items():
-            if kind in self.attention and len(values) != stages:
-                raise UserError(f"{name} must have one number for each of {stages} stages, got {values}")
+            raise UserError(
+                "dims, depths, num_heads, attention and extents must be equally long, got " + came
+            )
+        if "long-short" in self.attention:
+            self._check_length("intervals", self.intervals, stages)
+        if "sliding window" in self.attention:
+            self._check_length("global_tokens", self.global_tokens, stages)
 
-    def make_stem(self, in_chans: int, width: int, dim: int, stride: int, **factory: Any) -> nn.Module:
+    def _check_length(self, name: str, values: tuple[int, ...], stages: int) -> None:
+        """Raise UserError unless there is a value for each stage."""
+        if len(values) != stages:
+            raise UserError(
+                f"{name} must have one number for each of {stages} stages, got {values}"
+            )
+
+    def make_stem(
+        self, in_chans: int, width: int, dim: int, stride: int, **factory: Any
+    ) -> nn.Module:
         """Make DGT's stem, or one of patches."""
         stem = SKELETONS[self.skeleton].stem
         if stem is None:
@@ -172,9 +217,17 @@ class ComparedParts(Parts):
         return SKELETONS[self.skeleton].merge(in_dim, dim, **factory)
 
     def make_block(
-        self, place: tuple[int, int], last: bool, groups: dict[str, Any], attention: dict[str, Any], **options: Any
+        self,
+        place: tuple[int, int],
+        last: bool,
+        groups: dict[str, Any],
+        attention: dict[str, Any],
+        **options: Any,
     ) -> Block:
-        """Make a block with the stage's kind of attention; every second one shifts windows, or attends at distance."""
+        """Make a block with the stage's kind of attention; as :meth:`Parts.make_block`.
+
+        In every second block, Swin's windows are shifted and CrossFormer's attention is distant.
+        """
         stage, index = place
         kind = KINDS[self.attention[stage]]
         second = index % 2 == 1
@@ -185,15 +238,28 @@ class ComparedParts(Parts):
             own["shift"] = self.extents[stage] // 2
         if self.attention[stage] == "long-short" and second:
             own["interval"] = self.intervals[stage]
-        return kind.block(attention=kind.attention(**own, **attention), cpe=self.cpe, ffn=self.ffn, **options)
+        layer = kind.attention(**own, **attention)
+        return kind.block(attention=layer, cpe=self.cpe, ffn=self.ffn, **options)
 
-    def make_stage(self, index: int, last: bool, dims: tuple[int, int], num_heads: int, *args: Any, **kw: Any) -> Stage:
-        """Make the stage, with CMT's table of positions, or ViL's positions and global tokens."""
-        stage = super().make_stage(index, last, dims, num_heads, *args, **kw)
+    def make_stage(
+        self,
+        index: int,
+        last: bool,
+        dims: tuple[int, int],
+        num_heads: int,
+        *arguments: Any,
+        **factory: Any,
+    ) -> Stage:
+        """Make the stage, with CMT's table of positions, or ViL's positions and global tokens.
+
+        Arguments as in :meth:`Parts.make_stage`.
+        """
+        stage = super().make_stage(index, last, dims, num_heads, *arguments, **factory)
         side = -(-self.table_side // 2**index)
         if self.attention[index] == "reduced":
-            stage.position = PositionTable(num_heads, side, self.extents[index], **kw)
+            stage.position = PositionTable(num_heads, side, self.extents[index], **factory)
         if self.attention[index] == "sliding window":
-            tokens = GlobalTokensAndPositions(dims[1], side, self.global_tokens[index], **kw)
-            return LongformerStage(stage.merge, list(stage.blocks), tokens)  # type: ignore[arg-type]
+            count = self.global_tokens[index]
+            tokens = GlobalTokensAndPositions(dims[1], side, count, **factory)
+            return LongformerStage(stage.merge, cast(list[Block], list(stage.blocks)), tokens)
         return stage

@@ -1,9 +1,9 @@
 """Parameters and FLOPs of any model, by stage, in the paper's convention.
 
 One multiply-add counts one. A convolution or linear layer counts its multiply-adds, DG-Attention
-2 k L C + 2 L G C + k G log2(L) (the last per head), global attention 2 L^2 C, a normalization one per
-element. Counting runs the model on the meta device under ``torch.utils.flop_counter``, so it sees
-what is executed and computes nothing; the operators' formulas are in :mod:`dgt.ops.flops`.
+2 k L C + 2 L G C + k G log2(L) (the last per head), global attention 2 L^2 C, a normalization one
+per element. Counting runs the model on the meta device under ``torch.utils.flop_counter``, so it
+sees what is executed and computes nothing; the operators' formulas are in :mod:`dgt.ops.flops`.
 """
 
 import copy
@@ -47,9 +47,9 @@ class StageCost(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Parameters and FLOPs (multiply-adds of one image) of a model, and the same by stage, in order.
+    """Parameters and FLOPs (multiply-adds of one image) of a model, and the same by stage.
 
-    Stages are stem, stages and head, or the direct children of other models.
+    Stages are stem, stages and head, or the direct children of other models, in order.
     """
 
     params: int
@@ -152,7 +152,8 @@ def explain_size_errors(
     except Exception as refused:  # of many kinds: models assert, reshape, convolve, divide by zero
         run(getattr(timm.get_pretrained_cfg(name), "input_size", (3, *image_size))[1:])
         height, width = image_size
-        raise UserError(f"model must take images of {height} x {width} pixels: {refused}") from refused
+        message = f"model must take images of {height} x {width} pixels: {refused}"
+        raise UserError(message) from refused
 
 
 def _params(model: nn.Module) -> int:

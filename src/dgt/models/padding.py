@@ -1,11 +1,43 @@
-"""Images of different sizes in one padded batch, each a rectangle in the upper left corner."""
+"""Batches of images and their padding: each image is a rectangle in the upper left corner."""
 
 from collections.abc import Sequence
 
 import torch
+from timm.models import register_notrace_function
 from torch import Tensor
 
 from dgt.utils.errors import UserError
+
+
+@register_notrace_function
+def check_images(x: Tensor, in_chans: int, mask: Tensor | None = None) -> Tensor:
+    """Return ``x`` unchanged if it is a batch of images, and the mask fits it.
+
+    Args:
+        x: (B, in_chans, H, W), of at least 32 x 32 pixels.
+        in_chans: channels of the images.
+        mask: bool (B, H, W), True where a pixel is real, or None.
+
+    Raises:
+        TypeError: images that are not floating point, or a mask that is not bool.
+        ValueError: another shape, smaller images, or a mask of another shape.
+    """
+    if not x.is_floating_point():
+        raise TypeError(f"images must be floating point, got {x.dtype}")
+    if x.dim() != 4 or x.shape[1] != in_chans:
+        raise UserError(f"images must be a (B, {in_chans}, H, W) tensor, got shape {x.shape}")
+    if x.shape[2] < 32 or x.shape[3] < 32:
+        raise UserError(f"images must be at least 32 x 32 pixels, got {x.shape[2]} x {x.shape[3]}")
+    if mask is not None:
+        if mask.dtype != torch.bool:
+            raise TypeError(
+                f"mask must be bool (B, H, W), True where a pixel is real, got {mask.dtype}"
+            )
+        if mask.dim() != 3 or mask.shape[0] != x.shape[0] or mask.shape[1:] != x.shape[2:]:
+            raise UserError(
+                f"mask must have the images' shape (B, H, W), got {mask.shape} for {x.shape}"
+            )
+    return x
 
 
 def real_pixels(

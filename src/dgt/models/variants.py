@@ -1,11 +1,13 @@
 """The models by name: rows of data over one class, registered with timm.
 
-DGT-T, -S, -B and a small one; the ablation of blocks, with Swin's, CSWin's and CMT's in all stages of
-DGT-T, which with their own feed-forward networks and position encodings have 23.74, 23.76 and 24.13 M
-parameters (and 0.58 M for CMT's position tables); the hybrids of the appendix: Swin-T and CSWin-T as
-they are, and with DG-Attention in the place of windows or stripes and a CPE at the block's start in
-that of the table of positions or LePE; and other models of the paper's tables. The nano models are
-for images of 32 to 64 pixels; at 32, take ``stem_stride=1``.
+- DGT-T, -S, -B and a small one.
+- The ablation of blocks: Swin's, CSWin's and CMT's in all stages of DGT-T, with their own
+  feed-forward networks and position encodings.
+- The hybrids of the appendix: Swin-T and CSWin-T as they are, and with DG-Attention in the place of
+  windows or stripes and a CPE at the block's start in that of the table of positions or LePE.
+- Other models of the paper's tables: CSWin, CMT, ViL and CrossFormer.
+
+The nano models are for images of 32 to 64 pixels; at 32, take ``stem_stride=1``.
 """
 
 import json
@@ -46,7 +48,7 @@ def create_variant(
 
 
 def _default_cfg(name: str) -> dict[str, Any]:
-    """What timm wants to know of a model: the size of its images in pixels, and their preparation."""
+    """Return what timm asks of a model: the size of its images in pixels, and their preparation."""
     nano = "nano" in name
     size = 64 if nano else 224
     crop = 0.9
@@ -90,8 +92,8 @@ NANO: Row = {
 }
 PLAIN: Row = {"cpe": False, "ffn": "mlp"}
 
-# The ablation of blocks. In dgt_nano, windows of 4 x 4, and stripes and reduced maps of 16 tokens are
-# what 7 x 7 and 49 are for DGT-T, on maps of 16 to 2 tokens.
+# The ablation of blocks. In dgt_nano, windows of 4 x 4, and stripes and reduced maps of 16 tokens
+# are what 7 x 7 and 49 are for DGT-T, on maps of 16 to 2 tokens.
 SWIN_BLOCK: Row = {**PLAIN, "attention": ("window",) * 4, "extents": (7, 7, 7, 7)}
 CSWIN_BLOCK: Row = {**PLAIN, "attention": ("stripe",) * 4, "extents": (1, 2, 7, 0)}
 CMT_BLOCK: Row = {"attention": ("reduced",) * 4, "extents": (8, 4, 2, 1)}
@@ -244,7 +246,7 @@ TAGS: dict[str, Row] = {
         "pool_size": (4, 4),
     },
 }
-_cfgs = {name: {**_default_cfg(name), **row} for name, row in TAGS.items()}
+_cfgs: dict[str, Any] = {name: {**_default_cfg(name), **row} for name, row in TAGS.items()}
 _cfgs |= {f"{name}.*": _default_cfg(name) for name in ROWS}
 default_cfgs = generate_default_cfgs(_cfgs)
 
@@ -278,7 +280,7 @@ def _register(name: str, variant: Variant) -> Callable[..., DynamicGroupTransfor
 
     def build(pretrained: bool = False, **options: Any) -> DynamicGroupTransformer:
         options = _with_weights(name, options) if pretrained else options
-        return create_variant(name, pretrained, **{**variant.row, **options})
+        return create_variant(name, pretrained, **(variant.row | options))
 
     build.__name__ = name
     build.__qualname__ = name

@@ -50,7 +50,9 @@ def plain(attention: LongShortDistanceAttention, x: Tensor) -> Tensor:
 
 @given(SIDES, SIDES, st.integers(1, 5), st.integers(0, 4))
 @settings(max_examples=25)
-def test_it_is_masked_attention_with_a_bias_by_offset(rows: int, columns: int, group: int, interval: int) -> None:
+def test_it_is_masked_attention_with_a_bias_by_offset(
+    rows: int, columns: int, group: int, interval: int
+) -> None:
     attention = lively(LongShortDistanceAttention(32, 2, group, interval))
     x = torch.randn(2, rows, columns, 32)
     torch.testing.assert_close(attention(x), plain(attention, x), rtol=0, atol=2e-5)
@@ -72,9 +74,13 @@ def test_a_padded_image_gives_what_it_gives_alone(height: int, width: int, inter
 
 
 @pytest.mark.parametrize("interval", [0, 2])
-def test_an_image_of_padding_alone_stays_finite_and_every_parameter_has_a_gradient(interval: int) -> None:
+def test_an_image_of_padding_alone_stays_finite_and_every_parameter_has_a_gradient(
+    interval: int,
+) -> None:
     attention = lively(LongShortDistanceAttention(32, 2, 3, interval, cosine=True))
-    attention(torch.randn(2, 5, 4, 32), torch.zeros(2, 5, 4, dtype=torch.bool)).square().sum().backward()
+    attention(
+        torch.randn(2, 5, 4, 32), torch.zeros(2, 5, 4, dtype=torch.bool)
+    ).square().sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in attention.parameters())
     attention(torch.randn(2, 5, 4, 32)).square().sum().backward()
     assert all(p.grad is not None and p.grad.any() for p in attention.parameters())
@@ -95,7 +101,10 @@ def test_larger_kernels_give_fewer_channels() -> None:
         (32, 12),
     ]
     merge = CrossScaleMerging(96, 192)
-    assert [(conv.kernel_size[0], conv.out_channels) for conv in merge.patches.convs] == [(2, 96), (4, 96)]
+    assert [(conv.kernel_size[0], conv.out_channels) for conv in merge.patches.convs] == [
+        (2, 96),
+        (4, 96),
+    ]
 
 
 @pytest.mark.parametrize(("height", "width"), [(32, 32), (33, 50), (7, 9)])
@@ -126,5 +135,7 @@ def test_bad_settings(arguments: tuple[int, ...], message: str) -> None:
 
 def test_inputs_that_do_not_fit() -> None:
     attention = LongShortDistanceAttention(32, 2)
-    with pytest.raises(ValueError, match=r"x must be a \(B, H, W, 32\) map, got a \(2, 30, 32\) tensor"):
+    with pytest.raises(
+        ValueError, match=r"x must be a \(B, H, W, 32\) map, got a \(2, 30, 32\) tensor"
+    ):
         attention(torch.randn(2, 30, 32))

@@ -10,7 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dgt.layers.baselines.longformer import GlobalTokensAndPositions, LongformerAttention, LongformerBlock
+from dgt.layers.baselines.longformer import (
+    GlobalTokensAndPositions,
+    LongformerAttention,
+    LongformerBlock,
+)
 
 
 def lively(module: nn.Module) -> nn.Module:
@@ -61,7 +65,9 @@ def test_padding_is_no_key(rows: int, columns: int, count: int) -> None:
     seen = sees(rows, columns, 3, count)[None].repeat(2, 1, 1)
     seen[:, :, count:] &= mask[:, None]
     real = torch.cat([mask.new_ones(2, count), mask], dim=1)
-    expected = plain(attention, x, (seen | ~real[:, :, None])[:, None])  # what padding sees is not compared
+    expected = plain(
+        attention, x, (seen | ~real[:, :, None])[:, None]
+    )  # what padding sees is not compared
     out = attention(x, rows, columns, mask)
     assert out.isfinite().all()
     torch.testing.assert_close(out[real], expected[real], rtol=0, atol=1e-5)

@@ -62,7 +62,8 @@ class ReducedAttention(SelfAttention):
 
         Args:
             x: the map.
-            mask: bool (B, H, W), True where a token is real; a key is real where its first token is.
+            mask: bool (B, H, W), True where a token is real; a key is real where its first token
+                is.
             position: (H, L, K) scores to add, from :class:`PositionTable`.
         """
         check_layer_input(x, self.qkv.in_features, mask, is_map=True)

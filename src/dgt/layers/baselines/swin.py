@@ -55,8 +55,7 @@ def cut_windows(x: Tensor, window: Window) -> Tensor:
     if window.down + window.right > 0:
         x = x.roll((-window.down, -window.right), (1, 2))
     x = x.unflatten(1, [x.shape[1] // window.height, window.height])
-    x = x.unflatten(3, [x.shape[3] // window.width, window.width])
-    # (B, rows, height, columns, width, C)
+    x = x.unflatten(3, [x.shape[3] // window.width, window.width])  # six axes, C the last
     return x.transpose(2, 3).flatten(3, 4).flatten(1, 2)
 
 
