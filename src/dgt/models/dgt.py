@@ -30,6 +30,25 @@ NO_WEIGHT_DECAY = (
 )
 
 
+def _check_sizes(
+    dims: tuple[int, ...], depths: tuple[int, ...], num_heads: tuple[int, ...], stem_stride: int
+) -> None:
+    """Raise UserError for sizes that make no model."""
+    if not len(dims) == len(depths) == len(num_heads):
+        came = f"{dims}, {depths}, {num_heads}"
+        raise UserError(f"dims, depths and num_heads must be equally long, got {came}")
+    if stem_stride not in (1, 2):
+        raise UserError(f"stem_stride must be 1 or 2, got {stem_stride}")
+
+
+def _describe_stages(dims: tuple[int, ...], strides: list[int]) -> list[dict[str, Any]]:
+    """Return what timm asks of the maps of the stages."""
+    return [
+        {"num_chs": dim, "reduction": stride, "module": f"stages.{i}"}
+        for i, (dim, stride) in enumerate(zip(dims, strides, strict=True))
+    ]
+
+
 class DynamicGroupTransformer(nn.Module):
     """Dynamic Group Transformer for images of any size from 32 x 32 pixels on.
 
@@ -87,11 +106,7 @@ class DynamicGroupTransformer(nn.Module):
         dtype: Any = None,
     ) -> None:
         super().__init__()
-        if not len(dims) == len(depths) == len(num_heads):
-            came = f"{dims}, {depths}, {num_heads}"
-            raise UserError(f"dims, depths and num_heads must be equally long, got {came}")
-        if stem_stride not in (1, 2):
-            raise UserError(f"stem_stride must be 1 or 2, got {stem_stride}")
+        _check_sizes(dims, depths, num_heads, stem_stride)
         parts.check(len(dims))
         factory = {"device": device, "dtype": dtype}
         groups = {
@@ -109,20 +124,17 @@ class DynamicGroupTransformer(nn.Module):
         stages = [2 * stem_stride * 2**i for i in range(len(dims))]
         # Of the stem and of every stage.
         self.strides = [stages[0] if parts.patches else stem_stride, *stages]
-        self.feature_info: list[dict[str, Any]] = [
-            {"num_chs": dim, "reduction": stride, "module": f"stages.{i}"}
-            for i, (dim, stride) in enumerate(zip(dims, stages, strict=True))
-        ]
+        self.feature_info = _describe_stages(dims, stages)
         self.stem = parts.make_stem(in_chans, stem_width, dims[0], self.strides[0], **factory)
         rates = torch.linspace(0, drop_path_rate, sum(depths), device="cpu").split(list(depths))
         self.stages = nn.ModuleList()
-        in_dim = stem_width
-        for i, (dim, heads) in enumerate(zip(dims, num_heads, strict=True)):
+        widths = (stem_width, *dims)
+        for i, heads in enumerate(num_heads):
             last = i == len(dims) - 1
+            around = (widths[i], widths[i + 1])
             drops = rates[i].tolist()
-            stage = parts.make_stage(i, last, (in_dim, dim), heads, drops, groups, block, **factory)
+            stage = parts.make_stage(i, last, around, heads, drops, groups, block, **factory)
             self.stages.append(stage)
-            in_dim = dim
         self.num_features = dims[-1]
         hidden = None if parts.patches else head_width
         self.head = Head(dims[-1], hidden, num_classes, global_pool, drop_rate, **factory)
