@@ -130,10 +130,9 @@ class DynamicGroupTransformer(nn.Module):
         self.stages = nn.ModuleList()
         widths = (stem_width, *dims)
         for i, heads in enumerate(num_heads):
-            last = i == len(dims) - 1
-            around = (widths[i], widths[i + 1])
-            drops = rates[i].tolist()
-            stage = parts.make_stage(i, last, around, heads, drops, groups, block, **factory)
+            ends = (widths[i], widths[i + 1])
+            drops, last = rates[i].tolist(), i == len(dims) - 1
+            stage = parts.make_stage(i, last, ends, heads, drops, groups, block, **factory)
             self.stages.append(stage)
         self.num_features = dims[-1]
         hidden = None if parts.patches else head_width

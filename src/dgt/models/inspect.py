@@ -16,15 +16,15 @@ from dgt.layers import DGAttention
 from dgt.layers.centroids import check_tau, check_tau_weighs
 from dgt.ops import DynamicGroupAttentionOutput
 from dgt.ops.attention_mass import attention_mass_of_choices
-from dgt.ops.backends import resolve_backend
+from dgt.ops.backends import check_backend
 from dgt.ops.checks import check_count
 from dgt.utils.errors import UserError
 
 Value = TypeVar("Value")
 
-SETTINGS: dict[str, Callable[[Any], Any]] = {
+CHECKS: dict[str, Callable[[Any], Any]] = {
     "top_k": lambda value: check_count("top_k", value),
-    "backend": resolve_backend,
+    "backend": check_backend,
     "tau": check_tau,
     "tau_weighs": check_tau_weighs,
 }
@@ -144,14 +144,16 @@ def set_attention(model: nn.Module, **settings: Any) -> int:
         ValueError: for a value out of range, or a model without such a layer; nothing is set then.
 
     Example:
-        >>> dgt.set_attention(timm.create_model("dgt_tiny"), top_k=500, backend="eager")
+        >>> dgt.set_attention(timm.create_model("dgt_tiny"), top_k=500, backend="torch")
         20
     """
     layers = attention_layers(model).values()
     for name, value in settings.items():
-        if name not in SETTINGS:
-            raise TypeError(f"settings must be among {', '.join(SETTINGS)}, got {name!r}")
-        SETTINGS[name](value)
+        if name not in CHECKS:
+            raise TypeError(f"settings must be among {', '.join(CHECKS)}, got {name!r}")
+        CHECKS[name](value)
+    if "backend" in settings:
+        settings["backend"] = check_backend(settings["backend"])  # by its name of today
     for layer in layers:
         for name, value in settings.items():
             setattr(layer, name, value)
