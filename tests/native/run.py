@@ -78,8 +78,9 @@ class Outcome(NamedTuple):
 
 def find_compiler() -> list[str] | None:
     """Return the command of the C++ compiler, None where there is none."""
-    if os.environ.get("CXX"):
-        return shlex.split(os.environ["CXX"])
+    named = shlex.split(os.environ.get("CXX", ""))
+    if named:
+        return named if shutil.which(named[0]) else None
     for name in ("c++", "g++", "clang++"):
         if shutil.which(name):
             return [name]
@@ -164,7 +165,9 @@ def main(names: Iterable[str]) -> int:
     """Try what is named, print the table and return the exit status."""
     compiler = find_compiler()
     if compiler is None:
-        print("skipped: there is no C++ compiler, the native kernels are not checked")
+        named = os.environ.get("CXX")
+        which = f"no C++ compiler {named!r}" if named else "no C++ compiler"
+        print(f"skipped: there is {which}, the native kernels are not checked")
         return 0
     levels = levels_here(compiler)
     builds = builds_of(levels)
