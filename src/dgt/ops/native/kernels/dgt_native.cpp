@@ -95,7 +95,7 @@ void write_list_of(const dgt_problem& x, const Head& h, int64_t g, const Candida
 
 void attend(const dgt_problem& x, const Head& h, const Part& part, const FewKeys& keys, const FewBuffers& few,
             AttendBuffers& buffers) {
-    if (has_few_keys(x) && attend_few(x, h, part, keys, few)) return;
+    if (has_few_keys(x) && part.count <= FEW_QUERIES_OF_A_LIST && attend_few(x, h, part, keys, few)) return;
     attend_part(x, h, part, buffers);
 }
 

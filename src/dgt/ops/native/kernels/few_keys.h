@@ -10,6 +10,7 @@
 namespace dgt {
 
 constexpr int64_t FEW_KEYS = 320;
+constexpr int64_t FEW_QUERIES_OF_A_LIST = 6;  // for more, gathering their keys pays
 constexpr int64_t MOST_FEW_VECTORS = FEW_KEYS / W;
 
 // Whether scores with all keys cost less than gathering those of a list.
