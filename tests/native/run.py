@@ -25,6 +25,7 @@ BUILD = ROOT / "build" / "native_check"
 CHECK = ROOT / "tests" / "native" / "native_check.cpp"
 KERNELS = ROOT / "src" / "dgt" / "ops" / "native" / "kernels" / "dgt_native.cpp"
 LIMIT = 300.0  # seconds, of one build or one run
+ENVIRONMENT = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}  # what has raced may wait forever
 
 # The language as in CMakeLists.txt. The two warnings are GCC 12's own about its headers for AVX-512.
 LANGUAGE = (
@@ -152,7 +153,9 @@ def run_command(command: list[str]) -> None:
         Failure: with its first lines, where it fails or takes too long.
     """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT)
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=LIMIT, env=ENVIRONMENT
+        )
     except subprocess.TimeoutExpired as error:
         raise Failure(f"{shlex.join(command)} took more than {LIMIT:.0f} s") from error
     if done.returncode:
