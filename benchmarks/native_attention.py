@@ -1,4 +1,4 @@
-"""The native CPU kernels beside PyTorch's attention: grouped and dense, with gradients, alone and beside a busy process.
+"""The native CPU kernels beside PyTorch's attention: grouped and dense, with gradients, beside a busy process.
 
     python benchmarks/native_attention.py --json benchmarks/results/native_attention_zen4.json
 
