@@ -1,4 +1,4 @@
-"""What does choosing keys by content buy on real images? Six kinds of attention in one skeleton.
+r"""What does choosing keys by content buy on real images? Six kinds of attention in one skeleton.
 
     python studies/content_selection.py --data IMAGENETTE --out runs/content_selection
 
@@ -29,7 +29,7 @@ The command may be stopped at any time; the same command continues where it was.
 each core, the processes share the work:
 
     for core in 0 1; do
-        OMP_NUM_THREADS=1 taskset -c $core \\
+        OMP_NUM_THREADS=1 taskset -c $core \
             python studies/content_selection.py --data IMAGENETTE --out OUT &
     done; wait
 """
