@@ -44,7 +44,8 @@ test-timm: $(READY)
 test-kernels: $(READY)
 	$(BIN)/python benchmarks/compile_kernels.py --arch 90
 
-docs: $(READY) ## the pages as a site in build/site; warnings are errors, nothing is fetched
+docs: $(READY) ## check every number of the pages, build the site in build/site; warnings are errors, nothing is fetched
+	$(BIN)/python benchmarks/tables.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 lint: $(READY) ## ruff and mypy (strict)
