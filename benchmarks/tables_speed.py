@@ -322,5 +322,5 @@ def what_has_run_where() -> Cells:
         where = generations(path.stem)
         name = where[0] if len(where) == 1 else f"several: {', '.join(where)}"
         found.setdefault(name if where else NOWHERE, []).append(f"`{path.stem}`")
-    order = sorted(found, key=lambda where: (NOWHERE == where, UNKNOWN in where, where))
+    order = sorted(found, key=lambda where: (where == NOWHERE, UNKNOWN in where, where))
     return [["processor", "raw results"], *([where, ", ".join(found[where])] for where in order)]
