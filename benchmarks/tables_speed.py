@@ -57,39 +57,45 @@ def runs_of(row: dict[str, Any], key: str) -> list[float]:
 
 
 def native_files() -> list[str]:
-    """The raw files of the native kernel, by name."""
-    return sorted(path.stem for path in RESULTS.glob("native_*.json"))
+    """The raw files of the native kernel, `native_*.json`, by name.
+
+    They are as `dgt bench attention --json` prints them: `machine` with `processor` and `threads`, and
+    `rows` with `case` ("B1 H2 L16384 k98 G48 D32 float32"), `sdpa_ms`, `dgt_ms`, `ratio`, and, where
+    they were measured, `ratio_backward`, and `ratios` and `ratios_backward` of several runs. Other
+    files of that name, without such rows, are left to tables of their own.
+    """
+    paths = sorted(RESULTS.glob("native_*.json"))
+    return [path.stem for path in paths if _is_of_the_attention(read(path.stem))]
+
+
+def _is_of_the_attention(content: Any) -> bool:
+    rows = content.get("rows", []) if isinstance(content, dict) else []
+    return bool(rows) and all({"case", "sdpa_ms", "dgt_ms", "ratio"} <= set(row) for row in rows)
 
 
 def attention_files() -> list[str]:
-    """The raw files of the attention's times: the native kernel's where there are any, else the eager path's."""
+    """The raw files of the attention's times: the native kernel's if there are any, else the eager path's."""
     return native_files() or ["attention_cpu", "attention_zen4"]
 
 
 @table
 def native_kernel() -> Cells:
     """The native kernel beside PyTorch's attention, one row for each case and file."""
-    heads = [
-        "attention",
-        "processor, threads",
-        "SDPA ms",
-        "DG-Attention ms",
-        "times as fast",
-        "with backward",
-    ]
+    heads = ["attention", "processor, threads", "SDPA ms", "DG-Attention ms", "times as fast"]
     rows = []
     for name in native_files():
-        machine = read(name)["machine"]
-        where = f"{' and '.join(generations(name))}, {machine['threads']}"
-        for row in read(name)["rows"]:
+        content = read(name)
+        where = f"{' and '.join(generations(name))}, {content['machine']['threads']}"
+        for row in content["rows"]:
             cells = [row["case"].removesuffix(" float32"), where]
-            cells += [number(row.get(key), 2) for key in ("sdpa_ms", "dgt_ms")]
-            ratios = [
-                span(runs_of(row, key), 1) if key in row else "-"
-                for key in ("ratio", "ratio_backward")
-            ]
-            rows.append([*cells, *map(bold, ratios)])
-    return [heads, *(rows or [["not measured yet", "-", "-", "-", "-", "-"]])]
+            cells += [number(row[key], 2) for key in ("sdpa_ms", "dgt_ms")]
+            cells.append(bold(span(runs_of(row, "ratio"), 1)))
+            backward = "ratio_backward" in row
+            rows.append(
+                [*cells, bold(span(runs_of(row, "ratio_backward"), 1)) if backward else "-"]
+            )
+    missing = ["not measured yet", "-", "-", "-", "-", "-"]
+    return [[*heads, "with backward"], *(rows or [missing])]
 
 
 @table
@@ -160,18 +166,18 @@ def _fast_row() -> list[str]:
         for row in read(name)["rows"]
         if "L16384 k98" in row["case"]
     ]
-    ratios = [
-        bold(span([run for _, row in found if key in row for run in runs_of(row, key)], 0))
-        for key in ("ratio", "ratio_backward")
-    ]
+    ratios = []
+    for key in ("ratio", "ratio_backward"):
+        runs = [run for _, row in found if key in row for run in runs_of(row, key)]
+        ratios += [bold(span(runs, 0))] if runs else []
     count = sum(len(runs_of(row, "ratio")) for _, row in found)
     where = " and ".join(sorted({one for name, _ in found for one in generations(name)}))
     what = "attention over 128 x 128 tokens of random numbers, k 98: times as fast, forward; with backward"
     return [
-        what,
+        what if len(ratios) > 1 else what.partition(";")[0],
         "; ".join(ratios),
         "PyTorch over all keys: 1",
-        f"{where}, two cores, {count} runs",
+        f"{where}, two cores, {count} run{'s' if count > 1 else ''}",
     ]
 
 

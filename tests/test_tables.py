@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -103,6 +104,40 @@ def test_a_processor_is_that_of_the_raw_file(tables: ModuleType) -> None:
     for files in ("attention_cpu; attention_zen4", "exported_cpu", "sizes"):
         with pytest.raises(ValueError, match="ran on"):
             tables.written(f"Zen 5<!-- is ran on: {files} -->")
+
+
+def test_files_of_the_native_kernel_become_its_table(
+    tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the README's first row and the numbers of the text are then those of the native kernel."""
+    shared, speed = sys.modules["tables_shared"], sys.modules["tables_speed"]
+    kept = shared.RESULTS
+    for path in kept.glob("*.json"):
+        (tmp_path / path.name).symlink_to(path)
+    for path in tmp_path.glob("native_*.json"):
+        path.unlink()
+    row = {
+        "case": "B1 H2 L16384 k98 G48 D32 float32",
+        "sdpa_ms": 500.0,
+        "dgt_ms": 8.0,
+        "ratio": 62.5,
+    }
+    content = {
+        "machine": {"processor": "AMD EPYC (family 25, model 17)", "threads": 2},
+        "rows": [row],
+    }
+    (tmp_path / "native_zen4.json").write_text(json.dumps(content))
+    (tmp_path / "native_other.json").write_text(json.dumps({"rows": [{"step": 1}]}))
+    for module in (shared, speed):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    shared.read.cache_clear()
+    try:
+        _, cells = tables.TABLES["native kernel"]()
+        _, first, *_ = tables.TABLES["three numbers"]()
+    finally:
+        shared.read.cache_clear()
+    assert cells == ["B1 H2 L16384 k98 G48 D32", "Zen 4, 2", "500.00", "8.00", "**62.5**", "-"]
+    assert first[1:] == ["**62**", "PyTorch over all keys: 1", "Zen 4, two cores, 1 run"]
 
 
 @pytest.mark.parametrize(
