@@ -6,6 +6,8 @@ from tables_shared import Cells, bold, off, read, relative, table
 
 from dgt.experiments.report import number
 
+SETS = {"chose": "searched with", "aside": "held out", "others": "others, unseen"}
+
 
 @table
 def predicted_errors() -> Cells:
@@ -32,7 +34,7 @@ def predicted_errors() -> Cells:
         "draw",
         "layers in groups",
         "predicted",
-        "on images kept aside",
+        "on held-out images",
         "on other images",
     ]
     return [[*heads, "prediction off by"], *rows]
@@ -44,7 +46,7 @@ def accelerated() -> Cells:
     heads = [
         "error asked",
         "predicted",
-        "on images kept aside",
+        "on held-out images",
         "on those measured",
         "same class",
         "mIoU",
@@ -133,14 +135,11 @@ def shapes_of_all_kinds() -> Cells:
 
 @table
 def neighbours_of_a_plan() -> Cells:
-    """A plan and two that nobody chose, on the images that chose it, on those kept aside, and on others."""
+    """A plan and two others, on the images that it was chosen with, on held-out and unseen ones."""
     found = read("accelerate_neighbours")
     heads = [
         "keys",
-        *(
-            "{}: {} images".format(name, found["images"][name])
-            for name in ("chose", "aside", "others")
-        ),
+        *(f"{told}: {found['images'][name]} images" for name, told in SETS.items()),
     ]
     rows = []
     for row in found["rows"]:
@@ -151,7 +150,7 @@ def neighbours_of_a_plan() -> Cells:
         keys = "as chosen" if row["times"] == 1 else f"times {row['times']:g}"
         rows.append([keys, *(f"{error} ± {half} %" for error, half in pairs)])
         rows[-1].append(f"{100 * (row['chose_by_others'] - 1):+.0f} %")
-    return [[*heads, "chose by others"], *rows]
+    return [[*heads, "prediction off by"], *rows]
 
 
 @table
@@ -186,9 +185,9 @@ def predicted_by_more_images() -> Cells:
     heads = [
         "error asked",
         "images given",
-        "of which choose",
+        "searched with",
         "predicted",
-        "on images kept aside",
+        "on held-out images",
         "on unseen images",
     ]
     return [

@@ -36,8 +36,8 @@ NO_MEASURES = re.compile(
     r"(?: below)?\s\d[\d.]*(?:\s(?:and|to)\s\d[\d.]*)*"
 )
 PARTS = "third|quarter|fifth|sixth|seventh|eighth|ninth|tenth|twentieth|hundredth"
-FRACTION = re.compile(rf"\b(?:an?|one|two|three)\s(?:{PARTS})s?\b")
-MARKED_FRACTION = re.compile(rf"{FRACTION.pattern}<!-- (?:is|paper|setting)[^>]*-->")
+FRACTION = re.compile(rf"\b(?:an?|one|two|three)\s(?:{PARTS})s?\b", re.IGNORECASE)
+MARKED_FRACTION = re.compile(rf"{FRACTION.pattern}<!-- (?:is|paper|setting)[^>]*-->", re.IGNORECASE)
 PROCESSOR = re.compile(r"\bZen\s\d\b")
 SETTING = re.compile(
     rf"(?<![\w.])((?:{ONE}{JOINT})*{ONE})<!-- setting(?:: ([\w./-]+))? -->", re.DOTALL

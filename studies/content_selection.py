@@ -1,6 +1,6 @@
 r"""What does choosing keys by content buy on real images? Six kinds of attention in one skeleton.
 
-    python studies/content_selection.py --data IMAGENETTE --out runs/content_selection
+    python -m studies.content_selection --data IMAGENETTE --out runs/content_selection
 
 DGT-Nano is trained by the recipe `imagenette_nano`, shortened to 30 epochs at 96 pixels. Stages one
 and two attend by one of six kinds. Everything else is the same in all of them: the position
@@ -30,7 +30,7 @@ each core, the processes share the work:
 
     for core in 0 1; do
         OMP_NUM_THREADS=1 taskset -c $core \
-            python studies/content_selection.py --data IMAGENETTE --out OUT &
+            python -m studies.content_selection --data IMAGENETTE --out OUT &
     done; wait
 """
 
@@ -48,8 +48,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from content_selection_models import KINDS, compared_layers
-from content_selection_summary import AS_TRAINED, STORED_SIZE, slug, summarize
+from studies.content_selection_models import KINDS, compared_layers
+from studies.content_selection_summary import AS_TRAINED, STORED_SIZE, slug, summarize
 from torch import Tensor, nn
 
 from dgt.tasks.base import LoadedRun, Metrics
@@ -267,7 +267,12 @@ def work_on(study: Study, kind: str, seed: int) -> None:
 def parse(arguments: Sequence[str] | None = None) -> Study:
     """Read the command line; further `--data.KEY VALUE` words change the recipe's data."""
     about = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=about, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m studies.content_selection",
+        description=__doc__,
+        formatter_class=about,
+        allow_abbrev=False,
+    )
     parser.add_argument(
         "--data", type=Path, required=True, help="folder with train/CLASS/ and val/CLASS/"
     )

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from content_selection_models import KINDS
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
+from studies.content_selection_models import KINDS
 
 from dgt.experiments.report import interval
 from dgt.figures import save_figure

@@ -147,7 +147,8 @@ def documented_scripts() -> dict[str, set[tuple[str, ...]]]:
         text = page.read_text(encoding="utf-8").replace("\\\n", " ")
         lines = [line.strip() for line in text.splitlines() if line.startswith("    ")]
         for line in [*lines, *code_spans(page)]:
-            for command in re.findall(r"python ((?:benchmarks|studies|tests)/[\w/]+\.py[^;|&#]*)", line):
+            module = re.sub(r"python -m (studies)\.(\w+)", r"python \1/\2.py", line)
+            for command in re.findall(r"python ((?:benchmarks|studies|tests)/[\w/]+\.py[^;|&#]*)", module):
                 script, *words = shlex.split(re.split(r"\s{2,}", command)[0])
                 found.setdefault(script, set()).add(tuple(word for word in words if word != "&"))
     return found
@@ -162,6 +163,7 @@ def test_every_command_of_a_script_parses(
 ) -> None:
     """Its help, asked for with its subcommand, names every option that the pages give it."""
     path = ROOT / script
+    monkeypatch.syspath_prepend(str(ROOT))
     monkeypatch.syspath_prepend(str(path.parent))
     if "argparse" not in path.read_text(encoding="utf-8"):
         assert all(not word.startswith("-") for words in documented_scripts()[script] for word in words)

@@ -1,7 +1,8 @@
-"""studies/content_selection.py: run tiny, continued, and refused in a sentence."""
+"""`python -m studies.content_selection`: run tiny, continued, and refused in a sentence."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -13,16 +14,16 @@ import pytest
 import torch
 from PIL import Image
 
-SCRIPT = Path(__file__).resolve().parents[2] / "studies" / "content_selection.py"
+ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--seeds", "1", "--epochs", "1", "--train-size", "32", "--sizes", "32", "64"]
 
 
 @pytest.fixture(scope="module")
-def study(load_script: Callable[[Path], ModuleType]) -> Iterator[ModuleType]:
-    """The script, whose parts stand beside it."""
+def study() -> Iterator[ModuleType]:
+    """The module, which is imported from the root of the checkout."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPT.parent))
-        yield load_script(SCRIPT)
+        patch.syspath_prepend(str(ROOT))
+        yield importlib.import_module("studies.content_selection")
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +172,7 @@ def test_intervals_over_images_count_an_image_once(study: ModuleType) -> None:
     """Four copies of a seed say no more about images than one."""
     first = {seed: np.arange(100) % 4 == 0 for seed in range(4)}
     second = {seed: np.arange(100) % 5 == 0 for seed in range(4)}
-    compare = sys.modules["content_selection_summary"].compare
+    compare = sys.modules["studies.content_selection_summary"].compare
     one = compare({0: first[0]}, {0: second[0]})
     four = compare(first, second)
     assert one["ahead"] == pytest.approx(5.0)
