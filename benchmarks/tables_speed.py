@@ -13,6 +13,7 @@ from tables_shared import (
     UNKNOWN,
     Cells,
     bold,
+    generation,
     generations,
     read,
     span,
@@ -132,7 +133,8 @@ def attention_bound() -> Cells:
     """The eager operator against its bound by products, on both processors, on one thread and on two."""
     found: dict[str, dict[tuple[int, str], str]] = {}
     for row in read("attention_bound"):
-        if not row["busy"] and row["label"] in ("after", "zen4"):
+        where = generation(row["machine"]["processor"])
+        if not row["busy"] and (row["label"], where) in (("after", "Zen 5"), ("zen4", "Zen 4")):
             cell = f"{number(row['ratio'], 1)} ({number(row['share'], 0, 100)} %)"
             found.setdefault(row["case"], {})[row["threads"], row["label"]] = cell
     columns = [(threads, label) for label in ("after", "zen4") for threads in (1, 2)]

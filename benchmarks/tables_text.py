@@ -7,7 +7,18 @@ import statistics
 from typing import Any
 
 import torch
-from tables_shared import RESULTS, TABLES, UNKNOWN, generations, number_of_text, numbers_in, read, span
+from tables_shared import (
+    RESULTS,
+    TABLES,
+    UNKNOWN,
+    generation,
+    generations,
+    number_of_text,
+    numbers_in,
+    processors,
+    read,
+    span,
+)
 from tables_speed import attention_files, runs_of
 
 from dgt.experiments.report import interval, number
@@ -50,6 +61,16 @@ def ran_on(*files: str) -> str:
             f"{', '.join(files)} ran on {', '.join(sorted(found)) or 'nothing recorded'}"
         )
     return found.pop()
+
+
+@number_of_text
+def bound_ran_on(case: str, *labels: str) -> str:
+    """The generation of processor that all rows of `attention_bound` with this case and labels name."""
+    rows = [
+        row for row in read("attention_bound") if row["case"] == case and row["label"] in labels
+    ]
+    (found,) = {generation(processor) for processor in processors(rows)}
+    return found
 
 
 @number_of_text
@@ -270,7 +291,9 @@ def points(file: str, row: str, beside: str) -> str:
 
 def _pairs(file: str, row: str, beside: str) -> list[float]:
     runs = {found["name"]: found["runs"] for found in read(file)["rows"]}
-    first, second = ({run["seed"]: run["metrics"]["top1"] for run in runs[name]} for name in (row, beside))
+    first, second = (
+        {run["seed"]: run["metrics"]["top1"] for run in runs[name]} for name in (row, beside)
+    )
     return [100 * (first[seed] - second[seed]) for seed in first if seed in second]
 
 
