@@ -117,15 +117,14 @@ def attention() -> Cells:
 @table
 def attention_memory() -> Cells:
     """What a forward pass adds at its peak, beside a mask of all pairs."""
-    one, other = (read(name)["rows"] for name in ("attention_cpu", "attention_zen4"))
+    names = ("attention_cpu", "attention_zen4")
+    one, other = (read(name)["rows"] for name in names)
+    where = [f"{place}, MiB" for name in names for place in generations(name)]
     rows = []
     for row, also in zip(one, other, strict=True):
         sizes = (row["peak_mib"], also["peak_mib"], row["bool_mask_mib"])
         rows.append([row["case"].removesuffix(" float32"), *(number(mib, 1) for mib in sizes)])
-    return [
-        ["attention", "Zen 5, MiB", "Zen 4, MiB", "bool mask of L x L for one head, MiB"],
-        *rows,
-    ]
+    return [["attention", *where, "bool mask of L x L for one head, MiB"], *rows]
 
 
 @table
