@@ -173,7 +173,8 @@ def _fast_row() -> list[str]:
         ratios += [bold(span(runs, 0))] if runs else []
     count = sum(len(runs_of(row, "ratio")) for _, row in found)
     where = " and ".join(sorted({one for name, _ in found for one in generations(name)}))
-    what = "attention over 128 x 128 tokens of random numbers, k 98: times as fast, forward; with backward"
+    path = "by the native kernel" if native_files() else "by the previous version, in Python"
+    what = f"attention over 128 x 128 tokens of random numbers, k 98, {path}: times as fast, forward; with backward"
     return [
         what if len(ratios) > 1 else what.partition(";")[0],
         "; ".join(ratios),

@@ -22,9 +22,9 @@ from tables_shared import (
 from tables_speed import attention_files, runs_of
 
 from dgt.experiments.report import interval, number
-from dgt.experiments.retrieval import LEARNING_RATE
 from dgt.training import load_recipe
 
+RETRIEVAL_RATE = 4e-3  # the largest learning rate of the retrieval task
 IMAGES = 1_281_167  # ImageNet-1K's training images
 BACKBONES = ("dgt_tiny", "dgt_small", "dgt_base")
 
@@ -152,8 +152,8 @@ def sum_of_rates(where: str) -> str:
 def retrieval_rates() -> list[float]:
     """The learning rate of every step of the retrieval task."""
     steps = read("retrieval")["settings"]["steps"]
-    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], LEARNING_RATE)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, steps, pct_start=0.1)
+    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], RETRIEVAL_RATE)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RETRIEVAL_RATE, steps, pct_start=0.1)
     rates = []
     for _ in range(steps):
         rates.append(schedule.get_last_lr()[0])

@@ -1,4 +1,4 @@
-"""Keeps the architecture: exact imports, no cycles, no private names of others, small modules, one registry, a light import.
+"""Keeps the architecture: exact imports, no cycles, no private names of others, small modules, a light import.
 
 What is not met yet stands in `EXCEPTIONS`, which only shrinks: an exception that is no longer needed is an error, too.
 """
@@ -6,7 +6,6 @@ What is not met yet stands in `EXCEPTIONS`, which only shrinks: an exception tha
 from __future__ import annotations
 
 import ast
-import collections
 import graphlib
 import importlib
 import importlib.util
@@ -50,7 +49,7 @@ ALLOWED: dict[str, set[str]] = {
 MAX_MODULE_LINES = 400
 MAX_FUNCTION_LINES = 60
 TASK_NAMES = {"classify", "segment", "detect"}
-BACKENDS = ("reference", "eager", "triton")
+BACKENDS = ("reference", "native", "torch", "triton")
 PUBLIC_UNDERSCORES = {"_asdict", "_replace", "_fields", "_make", "_exit"}  # of named tuples and `os`, documented
 
 # What is not met yet. Nothing may be added; what is no longer needed has to go.
@@ -79,7 +78,7 @@ TREES = {path: ast.parse(path.read_text(encoding="utf-8"), str(path)) for path i
 
 
 def dotted(path: Path) -> list[str]:
-    """The parts of a module's name: src/dgt/ops/eager.py is ["dgt", "ops", "eager"]."""
+    """The parts of a module's name: src/dgt/ops/reference.py is ["dgt", "ops", "reference"]."""
     parts = list(path.relative_to(SOURCE_ROOT).with_suffix("").parts)
     return parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts
 
@@ -368,7 +367,7 @@ def is_kernel(node: Function) -> bool:
 
 
 def test_modules_and_functions_stay_small() -> None:
-    """At most 400 lines in a module and 60 in a function, docstrings counted, kernels exempt."""
+    """At most 400 lines in a module and 60 in a function, its docstring aside, kernels exempt."""
     large = []
     for path, tree in TREES.items():
         lines = len(path.read_text(encoding="utf-8").splitlines())
@@ -376,7 +375,8 @@ def test_modules_and_functions_stay_small() -> None:
             large.append(f"{where(path)} has {lines} lines")
         for node in ast.walk(tree):
             if isinstance(node, Function) and not is_kernel(node):
-                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                docstring = ast.get_docstring(node, clean=False) or ""
+                length = (node.end_lineno or node.lineno) - node.lineno - docstring.count("\n")
                 if length > MAX_FUNCTION_LINES:
                     large.append(f"{where(path, node)} {node.name} has {length} lines")
     assert not large, "\n".join(["", *large])

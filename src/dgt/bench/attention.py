@@ -21,7 +21,7 @@ from dgt.utils.errors import Disagreement, UserError
 
 Case = tuple[tuple[int, ...], int, int]  # (B, H, L, D), G and k
 GLOBAL = "PyTorch, all keys"
-WAYS = {"eager": ("eager", False), "eager, remainder": ("eager", True), "triton": ("triton", False)}  # + "auto"
+WAYS = {"auto": ("auto", False), "auto, remainder": ("auto", True), "triton": ("triton", False)}
 ATTENTION_CASES = (  # batch, heads, tokens, top_k: DGT-T's stages at 224 px, and larger images
     *((1, 2, 3136, 98), (8, 2, 3136, 98), (8, 4, 784, 98), (8, 8, 196, 98)),
     *((1, 2, 16384, 98), (1, 2, 25600, 500)),
