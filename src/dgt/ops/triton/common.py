@@ -60,14 +60,15 @@ def split_centers(centers, ids, groups, narrow: tl.constexpr, D: tl.constexpr, D
 def exact(left, right):
     """``left @ right`` to float32 rounding, of pairs of which one is thrice the same and one a sum of :func:`split`.
 
-    The products of each summand are exact in the matrix units' float32 accumulators.
+    The products of each summand are exact in the matrix units' float32 accumulators. Each product has an accumulator of
+    its own: Triton 3.6 to 3.8 are said to compile products that are chained into one wrongly for Blackwell.
     """
     narrow: tl.constexpr = left[0].dtype
     if narrow == tl.float32:
         return multiply(left[0], right[0])
     shrink: tl.constexpr = 1 / 2048.0 if narrow == tl.float16 else 1.0
-    low = tl.dot(left[2], right[2]) * shrink
-    return tl.dot(left[0], right[0], tl.dot(left[1], right[1], low) * shrink)
+    low, middle = tl.dot(left[2], right[2]), tl.dot(left[1], right[1])
+    return tl.dot(left[0], right[0]) + (middle + low * shrink) * shrink
 
 
 @triton.jit
@@ -88,7 +89,7 @@ def expand(word, first, target, place, room, W: tl.constexpr):
     count = popcount(word)
     where = place + tl.cumsum(count, 0) - count
     base = (first + tl.arange(0, W)) * 32
-    while tl.max((word != 0).to(tl.int32), 0) > 0:
+    for _ in range(tl.max(count, 0)):  # counted beforehand: no turn waits for the other threads
         lowest = (word & (0 - word)).to(tl.uint32, bitcast=True)
         bit = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
         tl.store(target + where, base + bit, mask=(word != 0) & (where < room))

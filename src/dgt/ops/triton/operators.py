@@ -47,7 +47,7 @@ group_statistics.register_fake(lambda q, _, groups: q.new_empty((q.shape[1], gro
 def select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) -> Tensor:
     """Keys of every group; contract as in :func:`dgt.select_keys`."""
     check_runnable("key", key)
-    return passes.group_and_select(None, key, centroids, top_k, key_mask, many=True)[2]
+    return passes.select(centroids, key, top_k, key_mask)
 
 
 @select_keys.register_fake
@@ -130,7 +130,7 @@ def _(
     key_ids = key.new_empty((*key.shape[:2], groups, width), dtype=torch.int64)
     output, logsum, *extra = _like_attend(query, key, groups, width + key.shape[2] - query.shape[2])
     if not remainder and tiled.are_few(query, key):
-        words = extra[0].new_empty((len(extra[0]), groups, power_of_two(key.shape[2], 32) // 32))
+        words = extra[0].new_empty((query.shape[0] * query.shape[1], groups, power_of_two(key.shape[2], 32) // 32))
         extra = [*no_segments(words), words, words.new_empty(0)]
     return (output, logsum, group_ids, key_ids, *extra)  # type: ignore[return-value]
 
