@@ -19,7 +19,7 @@ from dgt.ops.triton.search import choose_row, find_threshold, keep_best, rank_of
 
 LEAST_BLOCKS = 256  # so that few tokens have one for each
 MOST_BLOCKS = 4096  # block maxima of a row, which a program holds to find the bound
-GOLDEN = 0.381966  # the part of a turn by which passes differ most from one another, however many there are
+GOLDEN = 0.618034  # the part of a turn whose multiples keep farthest from one another, however many there are
 LEAST_ROOM = 512  # candidates
 LOWEST_RANK = tl.constexpr(-2139095040)  # of the least finite score
 SLACK = tl.constexpr(2.0**-20)  # of the largest score of a row: 16 times the rounding of float32
@@ -67,10 +67,7 @@ def best_of_blocks(
     D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, GP: tl.constexpr, N: tl.constexpr, TURN: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The best scores of GP groups in T of the N blocks of a head's keys; N is a power of two.
-
-    Key ``j`` belongs to block ``(j + j // N * TURN) % N``: see :func:`block_turn`.
-    """
+    """The best scores of GP groups in T of the N blocks of a head's keys, dealt out by :func:`block_of_key`."""
     head, part, piece = pid // slices // parts, pid // slices % parts, pid % slices
     ids = part * GP + tl.arange(0, GP)
     centers = centroids + (head % heads).to(tl.int64) * groups * D
@@ -81,7 +78,7 @@ def best_of_blocks(
     full, passes = tokens // N, tl.cdiv(tokens, N)  # the last pass is apart where keys end in it
     for TAIL in tl.static_range(2):
         for nth in tl.range(full * TAIL, full + (passes - full) * TAIL, num_stages=1 if TAIL else None):
-            place = nth * N + ((block - nth * TURN) & (N - 1))
+            place = nth * N + ((block - (nth * (nth + 1) >> 1) * TURN) & (N - 1))
             score, inside = score_keys(
                 center, rows, key_mask, head, heads, place, kl, tokens, D, DP, TAIL == 1, MASKED
             )  # fmt: skip
@@ -101,7 +98,8 @@ def bound_row(best, bound, row, width, N: tl.constexpr):
     # beside the terms that cancelled, by so many of the largest score's.
     size = tl.abs(score)
     largest = tl.max(tl.where(size < float("inf"), size, 0.0), 0)
-    low = tl.maximum(tl.minimum(score_of(tl.maximum(rank_of(low), LOWEST_RANK + 16) - 16), low - largest * SLACK), LOWEST)
+    step_lower = score_of(tl.maximum(rank_of(low), LOWEST_RANK + 16) - 16)
+    low = tl.maximum(tl.minimum(step_lower, low - largest * SLACK), LOWEST)
     tl.store(bound + row, tl.where(most > 0, low, float("inf")))
 
 
@@ -199,7 +197,8 @@ def pick_best(
 ):  # fmt: skip
     """Choose the ``width`` best of a row of candidates, which are bits; up to ``room`` of them are listed at once.
 
-    Up to C, as nearly always, are held in registers, and more are read KEEP at a time. ``width + 32 * REFILL`` or ``tokens`` must not exceed ``room``.
+    Up to C, as nearly always, are held in registers, and more are read KEEP at a time. ``width + 32 * REFILL`` or
+    ``tokens`` must not exceed ``room``.
     """
     row = tl.program_id(0).to(tl.int64)
     head, group = tl.program_id(0) // groups, tl.program_id(0) % groups
@@ -276,12 +275,18 @@ class Room(NamedTuple):
 
 
 def block_turn(blocks: int) -> int:
-    """Return by how many blocks the keys of one pass are shifted against those of the pass before.
-
-    Key ``j`` belongs to block ``(j + j // blocks * turn) % blocks``. Without a turn, a column of an image whose width
-    divides ``blocks`` would fall into few blocks, and its keys, which are alike, would hide one another there.
-    """
+    """Return R, an odd number: from pass p - 1 to pass p blocks turn by ``p R``; see :func:`block_of_key`."""
     return int(blocks * GOLDEN) | 1
+
+
+def block_of_key(places: Tensor, blocks: int) -> Tensor:
+    """Return the block of every key, N a power of two: ``(j + p (p + 1) / 2 R) mod N`` with the pass ``p = j // N``.
+
+    Without turns, a column of an image whose width divides N would fall into few blocks, and its keys, which are alike,
+    would hide one another there. Turns that grow with the passes fall into step with no width.
+    """
+    passes = places // blocks
+    return (places + passes * (passes + 1) // 2 * block_turn(blocks)) % blocks
 
 
 def room_for(width: int, tokens: int) -> Room:
