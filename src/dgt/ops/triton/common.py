@@ -1,10 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Pieces that several kernels share: rows by index, exact products, numbers of set bits.
+"""Pieces that several kernels share: rows by index, exact products, the running softmax, numbers of set bits.
 
 Letters as in :mod:`dgt.ops`; a *head* is one of B * H. Addresses are 64-bit, sums are float32. Kernels take tensors as
 pointer and strides (batch, head, token); channels lie one after the other. ``D`` channels are padded to ``DP``, the
 next power of two of at least 16.
 """
+
+import math
 
 import triton
 import triton.language as tl
@@ -96,3 +98,27 @@ def expand(word, first, target, place, room, W: tl.constexpr):
         word = word & (word - 1)
         where += 1
     return place + tl.sum(count, 0)
+
+
+@triton.jit
+def running_softmax(score, scale, top, total):
+    """One step of the running softmax, base 2: weights, the factor on what came before, new maximum and sum.
+
+    ``scale`` is positive, and ``top`` begins with LOWEST, which keeps rows that have seen no key yet apart from NaN.
+    """
+    new_top = tl.maximum(top, tl.max(score, 1) * scale)
+    weight = tl.exp2(score * scale - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    return weight, shrink, new_top, total * shrink + tl.sum(weight, 1)
+
+
+@triton.jit
+def finish_softmax(result, top, total):
+    """The weighted mean and the log-sum-exp; zero and minus infinity where a row has seen no key."""
+    safe = tl.where(total > 0, total, 1.0)
+    return result * (1.0 / safe)[:, None], tl.where(total > 0, top + tl.log2(safe), float("-inf"))
+
+
+def base_two(scale: float) -> float:
+    """Return the factor that makes scores exponents of two; never zero, which minus infinity must survive."""
+    return (scale or 1e-30) * math.log2(math.e)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from dgt.ops import flops
-from dgt.ops.triton import grouping, passes, products, tiled
+from dgt.ops.triton import dense, gathered, grouping, passes, products, rest
 from dgt.ops.triton.grouping import Segments, count_slots, no_segments, tile_size
 from dgt.ops.triton.inverse import PAD, Lists, lists_of, with_prefix
 from dgt.ops.triton.launch import check_runnable, new_rows, power_of_two
@@ -68,7 +68,7 @@ def attend(
     """
     check_runnable("query", query)
     segments, lists = sort_queries(group_ids, key_ids.shape[2]), lists_of(key_ids, key.shape[2])
-    found = tiled.attend(query, key, value, group_ids, segments, lists, scale, key_bias)
+    found = gathered.attend(query, key, value, segments, lists, scale, key_bias)
     return (*found, *segments, *lists)
 
 
@@ -92,8 +92,10 @@ def attend_backward(
 ) -> Grads:  # fmt: skip
     """Gradients of query, key and value; the same bits in every run."""
     check_runnable("query", query)
+    if not len(order):  # few tokens: the bits of groups stand in the place of the lists
+        return dense.backward(grad, query, key, value, output, logsum, group_ids, ids, scale)
     segments, lists = Segments(order, ends, tiles), Lists(ids, counts)
-    return tiled.backward(grad, query, key, value, output, logsum, group_ids, segments, lists, scale)
+    return gathered.backward(grad, query, key, value, output, logsum, segments, lists, scale)
 
 
 attend_backward.register_fake(lambda grad, query, key, value, *_: (new_rows(query), new_rows(key), new_rows(value)))
@@ -112,11 +114,14 @@ def attention(
     check_runnable("query", query)
     prefix = key.shape[2] - query.shape[2]
     keys, values = key[:, :, prefix:], value[:, :, prefix:]
-    many = remainder or not tiled.are_few(query, key)
+    many = remainder or not dense.are_few(query, key)
     group_ids, segments, key_ids, lists = passes.group_and_select(query, keys, centroids, top_k, key_mask, many)
-    rest = tiled.summarize(query, keys, values, group_ids, lists, scale, key_mask) if remainder else None
+    if not many:
+        found = dense.attend(query, key, value, group_ids, lists.ids, scale)
+        return (*found, group_ids, key_ids, *segments, *lists)
+    rest_of = rest.summarize(query, keys, values, group_ids, lists, scale, key_mask) if remainder else None
     lists = with_prefix(lists, key_ids.shape[3], prefix) if prefix else lists
-    found = tiled.attend(query, key, value, group_ids, segments, lists, scale, None, rest)
+    found = gathered.attend(query, key, value, segments, lists, scale, None, rest_of)
     return (*found, group_ids, key_ids, *segments, *lists)
 
 
@@ -129,7 +134,7 @@ def _(
     group_ids = query.new_empty(query.shape[:3], dtype=torch.int64)
     key_ids = key.new_empty((*key.shape[:2], groups, width), dtype=torch.int64)
     output, logsum, *extra = _like_attend(query, key, groups, width + key.shape[2] - query.shape[2])
-    if not remainder and tiled.are_few(query, key):
+    if not remainder and dense.are_few(query, key):
         words = extra[0].new_empty((query.shape[0] * query.shape[1], groups, power_of_two(key.shape[2], 32) // 32))
         extra = [*no_segments(words), words, words.new_empty(0)]
     return (output, logsum, group_ids, key_ids, *extra)  # type: ignore[return-value]
