@@ -160,14 +160,14 @@ def test_a_group_with_most_queries_is_split(make_case: Any) -> None:
     check_operator(case)
 
 
-@pytest.mark.parametrize("tokens", [97, 299])
-def test_a_value_of_infinity_reaches_those_who_see_it(make_case: Any, tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "scale"), [(97, None), (97, -0.3), (299, None)])
+def test_a_value_of_infinity_reaches_those_who_see_it(make_case: Any, tokens: int, scale: float | None) -> None:
     """And nobody else, few tokens or many: zero times infinity would be NaN."""
     case = make_case(1, 2, tokens, 16, 5, 20)
     value = case.value.detach().clone()
     value[0, 0, 7], value[0, 1, 30:33, 3] = torch.inf, -torch.inf
-    found = dgt.dynamic_group_attention(case.query, case.key, value, case.centroids, 20, backend="triton")
-    plain = dgt.attend(case.query, case.key, value, *case.ids(), backend="eager")
+    found = dgt.dynamic_group_attention(case.query, case.key, value, case.centroids, 20, scale, backend="triton")
+    plain = dgt.attend(case.query, case.key, value, *case.ids(), scale, backend="eager")
     assert not found.output.isnan().any()
     assert 0 < int(plain.isinf().any(-1).sum()) < plain[..., 0].numel()
     assert torch.equal(found.output.isinf(), plain.isinf())

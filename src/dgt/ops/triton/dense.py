@@ -54,6 +54,7 @@ def attend_densely(
     head, rows = tl.program_id(0) // tiles, tl.program_id(0) % tiles * T + tl.arange(0, T)
     present = rows < tokens
     q = load_rows(head_base(query, head, heads, qb, qh), rows, ql, present, D, DP)
+    given = scale
     if scale < 0:
         q, scale = -q, -scale
     key_rows, value_rows = head_base(key, head, heads, kb, kh), head_base(value, head, heads, vb, vh)
@@ -69,32 +70,42 @@ def attend_densely(
         weight, shrink, top, total = running_softmax(score, scale, top, total)
         result = result * shrink[:, None] + multiply(weight.to(v.dtype), v)
     result, logs = finish_softmax(result, top, total)
-    if tl.max(tl.max((result != result).to(tl.int32), 1), 0) > 0:  # zero times a value that is not finite
-        result = attend_key_by_key(
-            q, key_rows, value_rows, row, real, logs, kl, vl, tokens, scale, D, DP, T, value.dtype.element_ty
-        )  # fmt: skip
     store_rows(head_base(output, head, heads, ob, oh), rows, ol, present, result, D, DP)
     tl.store(logsum + head.to(tl.int64) * tokens + rows, logs, mask=present)
+    if tl.max(tl.max((result != result).to(tl.int32), 1), 0) > 0:  # zero times a value that is not finite
+        tl.debug_barrier()  # what some threads wrote, others read and write
+        attend_key_by_key(
+            query, key, value, words, group_ids, output, logsum, qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, heads,
+            tokens, groups, pitch, tiles, given, D, DP, T,
+        )  # fmt: skip
 
 
 @triton.jit
 def attend_key_by_key(
-    q, key_rows, value_rows, row, real, logs, key_stride, value_stride, tokens, scale,
-    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, narrow: tl.constexpr,
+    query, key, value, words, group_ids, output, logsum, qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, heads, tokens,
+    groups, pitch, tiles, scale, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """The same sum, slowly, in which values that a query does not see are not even multiplied by zero."""
+    """The same sum, slowly, in which values that a query does not see are not even multiplied by zero.
+
+    All is read again, so that :func:`attend_densely` holds nothing for a case that hardly ever comes.
+    """
+    head, rows = tl.program_id(0) // tiles, tl.program_id(0) % tiles * T + tl.arange(0, T)
+    q = load_rows(head_base(query, head, heads, qb, qh), rows, ql, rows < tokens, D, DP).to(tl.float32)
+    key_rows, value_rows = head_base(key, head, heads, kb, kh), head_base(value, head, heads, vb, vh)
+    row, real = find_words(words, group_ids, head, rows, tokens, groups, pitch)
     channel = tl.arange(0, DP)
+    logs = tl.load(logsum + head.to(tl.int64) * tokens + rows, mask=rows < tokens, other=0.0)
     result = tl.zeros([T, DP], tl.float32)
-    for key in range(tokens):
+    for nth in range(tokens):
         k = tl.load(key_rows + channel, mask=channel < D, other=0.0)
         v = tl.load(value_rows + channel, mask=channel < D, other=0.0)
-        score = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1)
-        seen = real & (((tl.load(row + key // 32, mask=real, other=0) >> (key % 32)) & 1) == 1)
-        weight = tl.exp2(score * scale - logs).to(narrow).to(tl.float32)
+        score = tl.sum(q * k.to(tl.float32)[None, :], 1)
+        seen = real & (((tl.load(row + nth // 32, mask=real, other=0) >> (nth % 32)) & 1) == 1)
+        weight = tl.exp2(score * scale - logs).to(v.dtype).to(tl.float32)
         result += tl.where(seen[:, None], weight[:, None] * v.to(tl.float32)[None, :], 0.0)
-        key_rows += key_stride
-        value_rows += value_stride
-    return result
+        key_rows += kl
+        value_rows += vl
+    store_rows(head_base(output, head, heads, ob, oh), rows, ol, rows < tokens, result, D, DP)
 
 
 @triton.jit
