@@ -43,6 +43,8 @@ test-timm: $(READY)
 
 test-kernels: $(READY)
 	$(BIN)/python benchmarks/compile_kernels.py --arch 90
+	$(BIN)/python benchmarks/compile_kernels.py --others
+	$(BIN)/python benchmarks/gpu_model/estimate.py --forward --check
 
 docs: $(READY) ## the pages as a site in build/site; warnings are errors, nothing is fetched
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict

@@ -12,6 +12,27 @@ import triton
 import triton.language as tl
 
 LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)  # the least finite number
+BLACKWELL = 100
+compiled_for: list[int] = []  # the architecture of an offline compiler, e.g. 90; empty on a GPU
+
+
+def target_architecture() -> int:
+    """Return ten times the compute capability that kernels are compiled for; 90 where there is no GPU."""
+    if compiled_for:
+        return compiled_for[-1]
+    try:
+        return int(triton.runtime.driver.active.get_current_target().arch)
+    except (RuntimeError, ValueError):  # no driver, or none of CUDA
+        return 90
+
+
+target_architecture.__triton_builtin__ = True  # type: ignore[attr-defined]  # Python that a kernel may ask
+
+
+@triton.constexpr_function
+def chains_products():
+    """Whether products may be chained into one accumulator: Triton 3.6 to 3.8 are said to do it wrongly on Blackwell."""
+    return target_architecture() < BLACKWELL
 
 
 @triton.jit
@@ -62,15 +83,16 @@ def split_centers(centers, ids, groups, narrow: tl.constexpr, D: tl.constexpr, D
 def exact(left, right):
     """``left @ right`` to float32 rounding, of pairs of which one is thrice the same and one a sum of :func:`split`.
 
-    The products of each summand are exact in the matrix units' float32 accumulators. Each product has an accumulator of
-    its own: Triton 3.6 to 3.8 are said to compile products that are chained into one wrongly for Blackwell.
+    The products of each summand are exact in the matrix units' float32 accumulators.
     """
     narrow: tl.constexpr = left[0].dtype
     if narrow == tl.float32:
         return multiply(left[0], right[0])
     shrink: tl.constexpr = 1 / 2048.0 if narrow == tl.float16 else 1.0
-    low, middle = tl.dot(left[2], right[2]), tl.dot(left[1], right[1])
-    return tl.dot(left[0], right[0]) + (middle + low * shrink) * shrink
+    low = tl.dot(left[2], right[2]) * shrink
+    if chains_products():
+        return tl.dot(left[0], right[0], tl.dot(left[1], right[1], low) * shrink)
+    return tl.dot(left[0], right[0]) + (tl.dot(left[1], right[1]) + low) * shrink
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from dgt.ops import flops
-from dgt.ops.triton import dense, gathered, grouping, passes, products, rest
+from dgt.ops.triton import dense, fallback, gathered, grouping, passes, products, rest
 from dgt.ops.triton.grouping import Segments, count_slots, no_segments, tile_size
 from dgt.ops.triton.inverse import PAD, Lists, lists_of, with_prefix
 from dgt.ops.triton.launch import check_runnable, new_rows, power_of_two
@@ -156,16 +156,39 @@ def group_matmul(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """For :func:`attend` and :func:`attention`, whose arguments, but for the third to fifth, have the same places."""
-    ids = inputs[3:5] if len(output) == 7 else output[2:4]
-    ctx.save_for_backward(*inputs[:3], *output[:2], *ids, *output[-5:])
+    whole = len(output) == 9
+    query, key, value = inputs[:3]
+    group_ids, key_ids = output[2:4] if whole else inputs[3:5]
+    ctx.save_for_backward(query, key, value, *output[:2], group_ids, key_ids, *output[-5:])
     ctx.scale, ctx.forward_only = inputs[5], isinstance(inputs[-1], Tensor) or inputs[-1] is True
+    ctx.prefix = key.shape[2] - query.shape[2] if whole else 0  # which ``key_ids`` leave out
+    ctx.automatic = fallback.chosen_automatically()
 
 
 def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     if ctx.forward_only:
         raise NotImplementedError('backend="triton" has no gradients of a remainder or key_bias; use backend="eager"')
-    grads: Grads = torch.ops.dgt.triton_attend_backward(grad, *ctx.saved_tensors, ctx.scale)
+    try:
+        grads: Grads = torch.ops.dgt.triton_attend_backward(grad, *ctx.saved_tensors, ctx.scale)
+    except fallback.KernelError as error:
+        if not ctx.automatic:
+            raise
+        fallback.give_up(error)
+        grads = _plain_gradients(grad, ctx)
     return (*grads, *[None] * (len(ctx.needs_input_grad) - 3))
+
+
+def _plain_gradients(grad: Tensor, ctx: Any) -> Grads:
+    """Gradients where a kernel failed: attention again, by the same groups and keys, in plain PyTorch."""
+    query, key, value, _, _, group_ids, key_ids, *_ = ctx.saved_tensors
+    if ctx.prefix:
+        always = torch.arange(ctx.prefix, device=key_ids.device).expand(*key_ids.shape[:3], ctx.prefix)
+        key_ids = torch.cat([always, torch.where(key_ids >= 0, key_ids + ctx.prefix, -1)], dim=-1)
+    with torch.enable_grad():
+        leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
+        output = torch.ops.dgt.attend(*leaves, group_ids, key_ids, ctx.scale)
+    one, two, three = torch.autograd.grad(output, leaves, grad)
+    return one, two, three
 
 
 def _refuse_backward(ctx: Any, *grads: Any) -> None:

@@ -51,7 +51,7 @@ def bound_and_place(
 def score(queries: QueryPlan, keys: KeyPlan) -> None:
     """Group queries and find block maxima of keys, in one launch."""
     channels, masked = queries.query.shape[3], queries.key_mask is not None
-    options: dict[str, int] = {"num_warps": 4}
+    options: dict[str, int] = {"num_warps": 4, **at_most(keys.key, 168)}  # three programs on a multiprocessor
     if channels > 64:
         options["maxnreg"] = 240  # spills if left to ptxas
     if queries.tile >= queries.run:  # one tile: there is nothing to prefetch

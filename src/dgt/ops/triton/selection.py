@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dgt.ops.triton.common import LOWEST, exact, expand, head_base, load_rows, popcount, split_centers
 from dgt.ops.triton.inverse import PAD, Lists
-from dgt.ops.triton.launch import block_of, launch, power_of_two, strides_of
+from dgt.ops.triton.launch import at_most, block_of, launch, power_of_two, strides_of
 from dgt.ops.triton.search import choose_row, find_threshold, keep_best, rank_of, score_of
 
 LEAST_BLOCKS = 256  # so that few tokens have one for each
@@ -347,7 +347,8 @@ def choose_by_bounds(
         pick_best, rows * groups, plan.key, centroids, words, found, scores, key_ids, *lists, *strides_of(plan.key),
         heads, tokens, groups, words.shape[2], width, length, room.listed, D=channels, DP=padded,
         W=min(power_of_two(words.shape[2]), 256), C=room.held, N=max(16, 2048 // padded), REFILL=room.refill,
-        KEEP=min(room.held, 256 * warps), num_warps=warps,
+        KEEP=min(room.held, 64 * warps), num_warps=warps,
+        **at_most(plan.key, 88),
     )  # fmt: skip
     return key_ids, lists
 
