@@ -13,18 +13,14 @@ import argparse
 import collections
 import json
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import triton
-from torch import Tensor
+from gpu_model.compiling import body, source_of, tool
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from dgt.ops.triton import common, operators, products
 from dgt.ops.triton.launch import Launch, interpreting, recording
@@ -37,7 +33,8 @@ STAGES = {
     "vision": (8, 4101, 6, 98),  # forward of an accelerated model: D 64, a prefix of 5 tokens, a remainder
     "wide": (8, 4096, 6, 98),  # the widest heads
 }  # fmt: skip
-OTHERS = (("stage 1", "stage 3"), ((80, "float16"), (86, "bfloat16"), (90, "float32"), (100, "bfloat16"), (100, "float16")))
+OTHER_STAGES = ("stage 1", "stage 3")
+OTHER_TARGETS = ((80, "float16"), (86, "bfloat16"), (90, "float32"), (100, "bfloat16"), (100, "float16"))
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # of a program, at most
 CHANNELS = {"vision": 64, "wide": 128}
 PREFIX = 5
@@ -51,7 +48,8 @@ BUDGETS = {
     "query_gradient": (128, 32768, 360, 4), "key_gradients": (224, 32768, 640, 2),
     "attend_densely": (96, 16384, 220, 5),
     "query_gradient_densely": (128, 32768, 320, 4), "key_gradients_densely": (168, 16384, 500, 6),
-    "add_runs": (64, 8192, 80, 8), "gather_partials": (96, 8192, 200, 4), "mark_keys": (48, 8192, 0, 8), "fill_entries": (64, 8192, 140, 8),
+    "add_runs": (64, 8192, 80, 8),
+    "gather_partials": (96, 8192, 200, 4), "mark_keys": (48, 8192, 0, 8), "fill_entries": (64, 8192, 140, 8),
     "sum_up_rest": (152, 49152, 704, 3), "sum_run": (128, 16384, 400, 4),
 }  # fmt: skip
 WIDE = {  # what differs for D 64 and D 128
@@ -65,10 +63,6 @@ WIDE = {  # what differs for D 64 and D 128
         "key_gradients": (176, 40960, 320, 2), "sum_run": (240, 32768, 720, 2),
     },
 }  # fmt: skip
-TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.bool: "i1", torch.int16: "i16"}
-INTEGERS = {torch.int64: "i64", torch.int32: "i32"}
-
-
 class Report(NamedTuple):
     """What one kernel takes on one shape; -1 where it did not compile."""
 
@@ -121,52 +115,6 @@ def walk(name: str, channels: int = 32, dtype: torch.dtype = torch.bfloat16, pla
         products.by_rows(2, weights, value, segments, key_ids)
         products.by_columns(weights, output, segments, key_ids, tokens)
     return launches
-
-
-def body(operator: Any) -> Any:
-    """The function under ``torch.library.custom_op``, which on meta tensors itself would only tell shapes."""
-    return getattr(operator, "_init_fn", operator)
-
-
-def describe_argument(value: Any) -> tuple[str, bool]:
-    """Type of an argument in a signature, and whether it is known to be divisible by 16."""
-    if isinstance(value, Tensor):
-        return "*" + (TYPES | INTEGERS)[value.dtype], True
-    if isinstance(value, float):
-        return "fp32", False
-    if value is None or value == 1:
-        return "constexpr", False
-    return ("i32" if -(2**31) <= value < 2**31 else "i64"), value % 16 == 0
-
-
-def source_of(launch: Launch) -> tuple[ASTSource, dict[str, int]]:
-    """Specialise a kernel for the arguments of a launch as Triton itself would; source, and options of the compiler."""
-    kernel = launch.kernel
-    names = kernel.arg_names
-    options = {name: value for name, value in launch.options.items() if name not in names}
-    signature: dict[str, str] = {}
-    constants: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], Any] = {}
-    for place, name in enumerate(names):
-        if place < len(launch.arguments):
-            signature[name], even = describe_argument(launch.arguments[place])
-            if signature[name] == "constexpr":
-                constants[(place,)] = launch.arguments[place]
-            elif even:
-                attributes[(place,)] = [["tt.divisibility", 16]]
-        else:
-            signature[name], constants[(place,)] = "constexpr", launch.options[name]
-    return ASTSource(kernel, signature, constants, attributes), options
-
-
-def tool(name: str, *options: str, cubin: bytes) -> str:
-    """What a CUDA tool that Triton brings says of a cubin."""
-    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(folder / name), *options, file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
@@ -253,9 +201,8 @@ def reports(
 
 def others() -> Iterator[tuple[int, str, Report]]:
     """What a model launches, for other GPUs and types."""
-    shapes, targets = OTHERS
-    for arch, dtype in targets:
-        for row in reports(arch, getattr(torch, dtype), shapes, plain=True):
+    for arch, dtype in OTHER_TARGETS:
+        for row in reports(arch, getattr(torch, dtype), OTHER_STAGES, plain=True):
             yield arch, dtype, row
 
 
@@ -303,7 +250,8 @@ def main(arguments: list[str] | None = None) -> int:
         versions = {"triton": triton.__version__, "torch": torch.__version__}
         print(json.dumps({"arch": options.arch, **versions, "failed": len(failed), "kernels": kernels}, indent=1))
     else:
-        print(f"Triton {triton.__version__}, torch {torch.__version__}, sm_{options.arch}, {options.dtype}, D 32, G {GROUPS}")
+        versions_told = f"Triton {triton.__version__}, torch {torch.__version__}"
+        print(f"{versions_told}, sm_{options.arch}, {options.dtype}, D 32, G {GROUPS}")
         print(table(found))
     for row, words in failed.items():
         print(f"{row.kernel} on {row.shape}: {words}", file=sys.stderr)

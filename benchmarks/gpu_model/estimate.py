@@ -15,21 +15,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
-
 import torch
 import triton
-from compile_kernels import body, source_of
+from compiling import body, source_of
 from sass import Code, Needs, disassemble, needs_of
 from simulate import CLOCK, PROCESSORS, cycles_of, microseconds, side_by_side
-from triton.backends.compiler import GPUTarget
 from trips import TRIPS, MissingRuleError, Statistics, path
+from triton.backends.compiler import GPUTarget
 
 from dgt.ops.triton import operators
 from dgt.ops.triton.launch import Launch, interpreting, recording
 
-INPUTS = HERE.parent / "results" / "gpu_inputs.json"
+INPUTS = Path(__file__).resolve().parents[1] / "results" / "gpu_inputs.json"
 GROUPS, CHANNELS = 48, 32
 SHAPES = {  # images, heads, tokens, k
     "L196 k98": (128, 8, 196, 98),

@@ -4,13 +4,11 @@ Read from a cubin by the tools that Triton brings. A loop is known by the statem
 """
 
 import re
-import subprocess
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-import triton
+from compiling import tool
 
 REGISTERS, SHARED_BYTES, MOST_WARPS, MOST_BLOCKS = 65536, 228 << 10, 64, 32  # of a multiprocessor of sm_90
 
@@ -57,16 +55,6 @@ class Needs(NamedTuple):
         by_registers = 4 * (REGISTERS // 4 // (-(-self.registers // 8) * 256)) // self.warps
         by_shared = SHARED_BYTES // (self.shared + 1024)
         return max(1, min(by_registers, by_shared, MOST_WARPS // self.warps, MOST_BLOCKS))
-
-
-def tool(name: str, *options: str, cubin: bytes) -> str:
-    """What a CUDA tool that Triton brings says of a cubin."""
-    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(folder / name), *options, file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def needs_of(cubin: bytes, warps: int, shared: int) -> Needs:

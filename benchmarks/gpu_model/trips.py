@@ -99,10 +99,9 @@ def pick_all(a: Launched, s: Statistics) -> list[Part]:
 
 def attend_tiles(a: Launched, s: Statistics) -> list[Part]:
     """Tiles that hold queries, over the keys of their group."""
-    keys = s["top_k"]
-    return [
-        Part("", a.programs / a.slots * s["tiles"], {"for start in tl.range(full * LAST": (keys // a.N, int(keys % a.N > 0))})
-    ]
+    full, rest = divmod(s["top_k"], a.N)
+    trips: dict[str, float | tuple[float, ...]] = {"for start in tl.range(full * LAST": (full, int(rest > 0))}
+    return [Part("", a.programs / a.slots * s["tiles"], trips)]
 
 
 def query_gradient(a: Launched, s: Statistics) -> list[Part]:

@@ -30,8 +30,8 @@ target_architecture.__triton_builtin__ = True  # type: ignore[attr-defined]  # P
 
 
 @triton.constexpr_function
-def chains_products():
-    """Whether products may be chained into one accumulator: Triton 3.6 to 3.8 are said to do it wrongly on Blackwell."""
+def chains_products() -> bool:
+    """Whether products may be chained into one accumulator: Triton 3.6 to 3.8 are said to fail there on Blackwell."""
     return target_architecture() < BLACKWELL
 
 

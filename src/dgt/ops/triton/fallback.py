@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import inspect
 import threading
 import warnings
@@ -58,7 +59,7 @@ def can_trust(device: torch.device | str, dtype: torch.dtype) -> bool:
 def _find_verdict(device: torch.device, dtype: torch.dtype) -> bool:
     """Ask the file, or try."""
     try:
-        from dgt.ops.triton import self_check
+        self_check = importlib.import_module("dgt.ops.triton.self_check")  # which imports the kernels, and they this
     except ImportError:  # no Triton
         return False
     try:

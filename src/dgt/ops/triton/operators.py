@@ -17,6 +17,18 @@ from dgt.ops.triton.grouping import Segments, count_slots, no_segments, tile_siz
 from dgt.ops.triton.inverse import PAD, Lists, lists_of, with_prefix
 from dgt.ops.triton.launch import check_runnable, new_rows, power_of_two
 from dgt.ops.triton.passes import sort_queries
+from dgt.ops.triton.statistics import move_centroids
+
+__all__ = [
+    "attend",
+    "attend_backward",
+    "attention",
+    "group_matmul",
+    "group_queries",
+    "group_statistics",
+    "move_centroids",
+    "select_keys",
+]
 
 Grads = tuple[Tensor, Tensor, Tensor]
 Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
