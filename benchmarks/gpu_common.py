@@ -138,7 +138,7 @@ def scene_inputs(batch: int, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tenso
     for layer in model.modules():
         if isinstance(layer, dgt.DGAttention):
             layer.register_forward_pre_hook(keep)
-            layer.backend = "eager"
+            layer.backend = "torch"
     with torch.no_grad(), contextlib.suppress(EnoughError):
         pixels = torch.stack([image.float() / 255 for image in images]).cuda()
         model((pixels - 0.45) / 0.225)

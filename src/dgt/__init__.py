@@ -3,6 +3,7 @@
 Importing the package registers its models with timm: ``timm.create_model("dgt_tiny")``.
 """
 
+from dgt import native
 from dgt.acceleration import accelerate, apply_plan, exact_attention, register_attention
 from dgt.inference import optimize_for_inference
 from dgt.layers import DGAttention, GlobalAttention
@@ -21,6 +22,7 @@ from dgt.ops import (
     DynamicGroupAttentionOutput,
     attend,
     attend_with_logsumexp,
+    dense_attention,
     dynamic_group_attention,
     find_centroids,
     group_matmul,
@@ -46,6 +48,7 @@ __all__ = [
     "build_upernet",
     "calibrate",
     "cost",
+    "dense_attention",
     "diagnose",
     "dynamic_group_attention",
     "exact_attention",
@@ -54,6 +57,7 @@ __all__ = [
     "group_queries",
     "group_records",
     "merge_attention",
+    "native",
     "optimize_for_inference",
     "register_attention",
     "replace_attention",

@@ -20,7 +20,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 def test_a_training_step_is_the_same(layer, tokens, step) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     states = []
-    for backend in ("eager", "triton"):
+    for backend in ("torch", "triton"):
         attention = layer(backend=backend).to(device)
         optimizer = torch.optim.SGD(attention.parameters(), lr=1e-3)
         for i in range(2):
@@ -65,7 +65,7 @@ def test_the_step_of_eq_4_in_one_launch(
     """The same centroids, counts and sums as by PyTorch's operators, also of empty groups and diverged statistics."""
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    plain = dgt.DGAttention(80, num_heads=2, num_groups=37, top_k=3, tau_weighs=tau_weighs, backend="eager").to(device)
+    plain = dgt.DGAttention(80, num_heads=2, num_groups=37, top_k=3, tau_weighs=tau_weighs, backend="torch").to(device)
     plain.centroids.mul_(1 + torch.rand(2, 37, 1, device=device))  # as something that averages leaves them
     plain.group_counts.copy_(torch.randint(0, 3, (2, 37)))
     plain.group_sums.copy_(torch.randn(2, 37, 40) * plain.group_counts[..., None].cpu())

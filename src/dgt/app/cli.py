@@ -210,12 +210,12 @@ def run_weights(options: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def run_info(options: argparse.Namespace, _: list[str]) -> None:
-    """`dgt info`: prints the table."""
-    from dgt.app.info import comparator_rows, model_rows, model_table
+    """`dgt info`: prints the table, and which native kernels are in use."""
+    from dgt.app.info import comparator_rows, model_rows, model_table, native_line
 
     size = tuple(options.size) if options.size else None
     rows = comparator_rows(options.task) if options.comparators else model_rows(options.model, size, options.task)
-    print(json.dumps(rows, indent=2) if options.json else model_table(rows))
+    print(json.dumps(rows, indent=2) if options.json else f"{model_table(rows)}\n\n{native_line()}")
 
 
 def run_bench(options: argparse.Namespace, _: list[str]) -> None:

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from dgt.bench.measures import QUIET_ALLOCATOR, check_usable, medians, memory_peak, milliseconds, own_process
 from dgt.models import DynamicGroupTransformer, capture
-from dgt.models.cost import refusals_told, size_option
+from dgt.models.cost import explain_size_errors, size_option
 from dgt.ops import attend, dynamic_group_attention, group_queries, select_keys
 from dgt.utils.errors import Disagreement, UserError
 
 Case = tuple[tuple[int, ...], int, int]  # (B, H, L, D), G and k
 GLOBAL = "PyTorch, all keys"
-WAYS = {"eager": ("eager", False), "eager, remainder": ("eager", True), "triton": ("triton", False)}  # + "auto"
+WAYS = {"auto": ("auto", False), "auto, remainder": ("auto", True), "triton": ("triton", False)}
 ATTENTION_CASES = (  # batch, heads, tokens, top_k: DGT-T's stages at 224 px, and larger images
     *((1, 2, 3136, 98), (8, 2, 3136, 98), (8, 4, 784, 98), (8, 8, 196, 98)),
     *((1, 2, 16384, 98), (1, 2, 25600, 500)),
@@ -154,7 +154,7 @@ def cases_of_model(name: str, size: int, groups: int, top_k: int) -> list[Case]:
             model(images)
         return [(q.shape, groups, top_k) for (q, k, *_), _ in spy.call_args_list if q.shape == k.shape and q.dim() == 4]
 
-    found = refusals_told(name, (size, size), calls)
+    found = explain_size_errors(name, (size, size), calls)
     if not found:
         raise UserError(f"{name!r} attends nowhere through PyTorch's function with a query for each key: give --shape")
     return list(dict.fromkeys(found))

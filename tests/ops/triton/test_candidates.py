@@ -95,7 +95,7 @@ def test_more_candidates_than_room(
     key[:, :, 950:1250] = key[:, :, 950:951]
     monkeypatch.setattr(selection, "room_for", lambda *_: room)
     found = kernels.select_keys(case.centroids, key, case.top_k, case.key_mask)
-    assert torch.equal(found, dgt.select_keys(case.centroids, key, case.top_k, case.key_mask, "eager"))
+    assert torch.equal(found, dgt.select_keys(case.centroids, key, case.top_k, case.key_mask, "torch"))
 
 
 def test_a_bound_near_zero_leaves_enough_keys(make_case: Any) -> None:

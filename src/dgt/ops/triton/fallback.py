@@ -24,10 +24,10 @@ class KernelError(RuntimeError):
 
 
 def give_up(error: Exception) -> None:
-    """Let ``backend="auto"`` take no kernel from here on, with one warning."""
+    """Let ``backend="auto"`` be ``"torch"`` from here on, with one warning."""
     if not failures:
         failures.append(error)
-        warnings.warn(f'{error}; backend="auto" takes no Triton kernel from here on', RuntimeWarning, stacklevel=3)
+        warnings.warn(f'{error}; backend="auto" is "torch" from here on', RuntimeWarning, stacklevel=3)
 
 
 def can_trust(device: torch.device | str, dtype: torch.dtype) -> bool:
@@ -92,7 +92,7 @@ def _choosing(automatic: bool) -> Iterator[None]:
 
 
 def falls_back(step: Callable[P, R]) -> Callable[P, R]:
-    """Let ``backend="auto"`` do without kernels from the first that fails on, with one warning; a named one raises.
+    """Let ``"auto"`` be ``"torch"`` from the first kernel on that fails, with one warning; a named backend raises.
 
     The gradients of what was computed by ``backend="auto"`` then come from the plain path, too.
     """

@@ -4,6 +4,7 @@ Operators are opaque to ``torch.compile``, so they never break a graph. They wor
 under autocast, whose casts happen in the layers before them.
 """
 
+import importlib
 import math
 from typing import Any
 
@@ -17,18 +18,6 @@ from dgt.ops.triton.grouping import Segments, count_slots, no_segments, tile_siz
 from dgt.ops.triton.inverse import PAD, Lists, lists_of, with_prefix
 from dgt.ops.triton.launch import check_runnable, new_rows, power_of_two
 from dgt.ops.triton.passes import sort_queries
-from dgt.ops.triton.statistics import move_centroids
-
-__all__ = [
-    "attend",
-    "attend_backward",
-    "attention",
-    "group_matmul",
-    "group_queries",
-    "group_statistics",
-    "move_centroids",
-    "select_keys",
-]
 
 Grads = tuple[Tensor, Tensor, Tensor]
 Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -179,7 +168,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     if ctx.forward_only:
-        raise NotImplementedError('backend="triton" has no gradients of a remainder or key_bias; use backend="eager"')
+        raise NotImplementedError('backend="triton" has no gradients of a remainder or key_bias; use backend="torch"')
     try:
         grads: Grads = torch.ops.dgt.triton_attend_backward(grad, *ctx.saved_tensors, ctx.scale)
     except fallback.KernelError as error:
@@ -196,9 +185,10 @@ def _plain_gradients(grad: Tensor, ctx: Any) -> Grads:
     if ctx.prefix:
         always = torch.arange(ctx.prefix, device=key_ids.device).expand(*key_ids.shape[:3], ctx.prefix)
         key_ids = torch.cat([always, torch.where(key_ids >= 0, key_ids + ctx.prefix, -1)], dim=-1)
+    plain = importlib.import_module("dgt.ops.torch_ops")  # of another backend, which only a failure needs
     with torch.enable_grad():
         leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
-        output = torch.ops.dgt.attend(*leaves, group_ids, key_ids, ctx.scale)
+        output = plain.attend(*leaves, group_ids, key_ids, ctx.scale)
     one, two, three = torch.autograd.grad(output, leaves, grad)
     return one, two, three
 

@@ -1,0 +1,334 @@
+// The native kernels against naive loops in double precision, without Python: for every instruction set, for
+// sanitizers, and for other processors in emulation. `make test-native` builds and runs it, or the commands of
+// CONTRIBUTING.md do. `native_check reduced` tries few and small cases.
+
+#include "naive.h"
+#include "problem.h"
+
+#include <cstdio>
+#include <limits>
+#include <numeric>
+
+namespace native_check {
+namespace {
+
+int failures = 0;
+
+void expect(bool good, const char* what, const std::string& name) {
+    if (good) return;
+    ++failures;
+    std::printf("FAILED  %s: %s\n", name.c_str(), what);
+}
+
+// Largest errors of a case.
+struct Errors {
+    double output = 0;
+    double gradients = 0;
+};
+
+// Of the output, relative to 1 + |x|: a rounding of the output's type, and the sums' own.
+double output_tolerance(dgt_type type) {
+    if (type == DGT_BFLOAT16) return 1.0 / 256;
+    if (type == DGT_FLOAT16) return 1.0 / 2048;
+    return 1e-5;
+}
+
+constexpr double GRADIENT_TOLERANCE = 1e-4;  // relative to 1 + |x|, of sums over all queries of a key
+
+// ---- lists -----------------------------------------------------------------------------------------------------------
+
+// Whether all ids are in range, so that they can be followed.
+bool check_ranges(const Head& head, const std::string& name) {
+    const Case& c = head.size();
+    bool good = true;
+    for (int64_t i = 0; i < c.queries; ++i) {
+        const bool grouped = i >= c.prefix && head.is_real_query(i);
+        const int64_t group = head.group_of(i);
+        good = good && (grouped ? group >= 0 && group < c.groups : group == -1);
+    }
+    expect(good, "group ids in range, -1 for padding and prefix", name);
+    for (int64_t place = 0; place < c.groups * c.list_length(); ++place) {
+        const int64_t j = head.list(0)[place];
+        good = good && j >= -1 && j < c.keys;
+    }
+    expect(good, "key ids in range", name);
+    return good;
+}
+
+// The group of the greatest score, ties to the lowest id.
+void check_groups(const Head& head, const std::string& name) {
+    const Case& c = head.size();
+    for (int64_t i = c.prefix; i < c.queries; ++i) {
+        if (!head.is_real_query(i)) continue;
+        int64_t best = 0;
+        for (int64_t group = 1; group < c.groups; ++group) {
+            if (head.group_score(i, group) > head.group_score(i, best)) best = group;
+        }
+        const int64_t ours = head.group_of(i);
+        const double lost = head.group_score(i, best) - head.group_score(i, ours);
+        expect(c.whole ? ours == best : lost < 1e-4, "the best group", name);
+    }
+}
+
+// The prefix, then the k real keys of the greatest scores, ties to the lowest id, ascending, then -1.
+void check_list(const Head& head, int64_t group, const std::string& name) {
+    const Case& c = head.size();
+    const int64_t* ours = head.list(group);
+    for (int64_t j = 0; j < c.prefix; ++j) {
+        expect(ours[j] == (head.is_real_key(j) ? j : -1), "the prefix stands first in a list", name);
+    }
+    ours += c.prefix;
+
+    Doubles score(c.keys);
+    Ids order;
+    for (int64_t j = c.prefix; j < c.keys; ++j) {
+        score[j] = head.key_score(group, j);
+        if (head.is_real_key(j)) order.push_back(j);
+    }
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return score[a] > score[b]; });
+    const int64_t places = c.list_length() - c.prefix;
+    const int64_t count = std::min<int64_t>(places, order.size());
+    double lost = 0;
+    bool ascending = true;
+    for (int64_t n = 0; n < count; ++n) {
+        if (ours[n] < c.prefix || !head.is_real_key(ours[n])) return expect(false, "a list holds real keys", name);
+        lost += score[order[n]] - score[ours[n]];
+        ascending = ascending && (n == 0 || ours[n] > ours[n - 1]);
+    }
+    expect(ascending, "key ids ascend", name);
+    expect(std::abs(lost) <= (c.whole ? 0 : 1e-5 * count), "the k best keys", name);
+    std::sort(order.begin(), order.begin() + count);
+    if (c.whole) expect(std::equal(ours, ours + count, order.begin()), "ties to the lowest id", name);
+    for (int64_t n = count; n < places; ++n) expect(ours[n] == -1, "places left over are -1", name);
+}
+
+// Sums of normalized queries, and counts (Eq. 3).
+void check_statistics(const Head& head, const std::string& name) {
+    const Case& c = head.size();
+    Doubles sums(c.groups * c.channels);
+    Doubles counts(c.groups);
+    for (int64_t i = 0; i < c.queries; ++i) {
+        const int64_t group = head.group_of(i);
+        if (group < 0) continue;
+        double squares = 0;
+        for (int64_t d = 0; d < c.channels; ++d) squares += head.query(i, d) * head.query(i, d);
+        const double length = std::max(std::sqrt(squares), 1e-12);
+        for (int64_t d = 0; d < c.channels; ++d) sums[group * c.channels + d] += head.query(i, d) / length;
+        counts[group] += 1;
+    }
+    double wrong = 0;  // relative to the number of unit vectors that were added up
+    for (int64_t n = 0; n < c.groups * c.channels; ++n) {
+        const double ours = head.data.group_sums[head.index * c.groups * c.channels + n];
+        wrong = std::max(wrong, std::abs(ours - sums[n]) / (1 + counts[n / c.channels]));
+    }
+    expect(wrong < 1e-6, "sums of groups", name);
+    const float* ours = head.data.group_counts.data() + head.index * c.groups;
+    expect(std::equal(counts.begin(), counts.end(), ours), "counts of groups", name);
+}
+
+// ---- outputs and gradients -------------------------------------------------------------------------------------------
+
+double relative(double ours, double expected) { return std::abs(ours - expected) / (1 + std::abs(expected)); }
+
+double largest_error(const Floats& ours, int64_t index, const Doubles& expected) {
+    double worst = 0;
+    const float* first = ours.data() + index * expected.size();
+    for (size_t n = 0; n < expected.size(); ++n) worst = std::max(worst, relative(first[n], expected[n]));
+    return worst;
+}
+
+void compare(const Head& head, const Expected& expected, Errors& errors, const std::string& name) {
+    const Case& c = head.size();
+    for (int64_t i = 0; i < c.queries; ++i) {
+        for (int64_t d = 0; d < c.channels; ++d) {
+            const double ours = head.output(i, d);
+            errors.output = std::max(errors.output, relative(ours, expected.output[i * c.channels + d]));
+        }
+        const double ours = head.data.logsumexp[head.index * c.queries + i];
+        const bool blind = expected.logsumexp[i] == -INFINITE;
+        expect(blind == (ours == -INFINITE), "a logsumexp of -inf where nothing is seen", name);
+        if (!blind) expect(relative(ours, expected.logsumexp[i]) < 1e-5, "logsumexp", name);
+    }
+    double& worst = errors.gradients;
+    worst = std::max(worst, largest_error(head.data.grad_query, head.index, expected.grad_query));
+    worst = std::max(worst, largest_error(head.data.grad_key, head.index, expected.grad_key));
+    worst = std::max(worst, largest_error(head.data.grad_value, head.index, expected.grad_value));
+    if (c.biased) worst = std::max(worst, largest_error(head.data.grad_key_bias, head.index, expected.grad_key_bias));
+}
+
+void report(const Case& c, const Errors& errors, const char* what) {
+    const std::string name = name_of(c) + what;
+    expect(errors.output < output_tolerance(c.type), "output", name);
+    expect(errors.gradients < GRADIENT_TOLERANCE, "gradients", name);
+    std::printf("%-90s output %.1e gradients %.1e\n", name.c_str(), errors.output, errors.gradients);
+}
+
+// ---- the checks ------------------------------------------------------------------------------------------------------
+
+// Step by step, the lists are the same; the output may be summed up in another order.
+void check_steps(const Case& c, const Data& whole) {
+    Data data = make_data(c);
+    const std::string name = name_of(c) + " step by step";
+    expect(call(dgt_group_queries, data) == DGT_GOOD, "grouping returns 0", name);
+    expect(call(dgt_select_keys, data) == DGT_GOOD, "selecting returns 0", name);
+    expect(data.group_ids == whole.group_ids, "the same groups", name);
+    expect(data.key_ids == whole.key_ids, "the same lists", name);
+    expect(call(dgt_attend, data) == DGT_GOOD, "attending returns 0", name);
+    double worst = 0;
+    for (int64_t index = 0; index < c.all_heads(); ++index) {
+        const Head ours{data, index};
+        const Head theirs{whole, index};
+        for (int64_t i = 0; i < c.queries; ++i) {
+            for (int64_t d = 0; d < c.channels; ++d) {
+                worst = std::max(worst, relative(ours.output(i, d), theirs.output(i, d)));
+            }
+        }
+    }
+    expect(worst < 2 * output_tolerance(c.type), "the same output", name);
+}
+
+void check_groups_and_gradients(const Case& c) {
+    Data data = make_data(c);
+    const std::string name = name_of(c);
+    expect(call(dgt_attention, data) == DGT_GOOD, "attention returns 0", name);
+    for (int64_t index = 0; index < c.all_heads(); ++index) {
+        if (!check_ranges({data, index}, name)) return;
+    }
+    expect(call(dgt_attend_backward, data) == DGT_GOOD, "the gradients return 0", name);
+    expect(call(dgt_group_statistics, data) == DGT_GOOD, "the statistics return 0", name);
+    Errors errors;
+    for (int64_t index = 0; index < c.all_heads(); ++index) {
+        const Head head{data, index};
+        check_groups(head, name);
+        for (int64_t group = 0; group < c.groups; ++group) check_list(head, group, name);
+        check_statistics(head, name);
+        compare(head, expected_of(head, keys_in_group), errors, name);
+    }
+    report(c, errors, "");
+    check_steps(c, data);
+}
+
+void check_dense(Case c) {
+    c.masked = false;
+    c.prefix = 0;
+    Data data = make_data(c);
+    const std::string name = name_of(c) + " dense";
+    expect(call(dgt_dense, data) == DGT_GOOD, "dense attention returns 0", name);
+    expect(call(dgt_dense_backward, data) == DGT_GOOD, "its gradients return 0", name);
+    Errors errors;
+    for (int64_t index = 0; index < c.all_heads(); ++index) {
+        const Head head{data, index};
+        compare(head, expected_of(head, keys_under_mask), errors, name);
+    }
+    report(c, errors, " dense");
+}
+
+// The same bits, however many threads there are.
+void check_threads(const Case& c) {
+    Data one = make_data(c);
+    Data more = one;
+    one.size.threads = 1;
+    more.size.threads = 3;
+    for (Data* data : {&one, &more}) {
+        call(dgt_attention, *data);
+        call(dgt_attend_backward, *data);
+    }
+    const std::string name = name_of(more.size);
+    expect(one.group_ids == more.group_ids, "the groups of one thread", name);
+    expect(one.key_ids == more.key_ids, "the lists of one thread", name);
+    expect(one.output == more.output, "the output of one thread, bit for bit", name);
+    expect(one.logsumexp == more.logsumexp, "the logsumexp of one thread, bit for bit", name);
+    expect(one.grad_query == more.grad_query, "query's gradient of one thread, bit for bit", name);
+    expect(one.grad_key == more.grad_key, "key's gradient of one thread, bit for bit", name);
+    expect(one.grad_value == more.grad_value, "value's gradient of one thread, bit for bit", name);
+}
+
+void check_nan(const Case& c) {
+    const float nan = std::numeric_limits<float>::quiet_NaN();
+    const int64_t place = (c.queries - 3) * c.channels;  // of the first head: in its last panel
+    Data query = make_data(c);
+    Data key = query;
+    query.query.set(place, nan);
+    key.key.set(place, nan);
+    expect(call(dgt_attention, query) == DGT_NAN_IN_QUERY, "NaN is reported", name_of(c) + ", query");
+    expect(call(dgt_attention, key) == DGT_NAN_IN_KEY, "NaN is reported", name_of(c) + ", key");
+}
+
+// ---- cases -----------------------------------------------------------------------------------------------------------
+
+Case sizes(int64_t images, int64_t heads, int64_t tokens, int64_t channels, int64_t groups, int64_t top_k,
+           int64_t threads) {
+    Case c;
+    c.images = images;
+    c.heads = heads;
+    c.key_heads = heads;
+    c.queries = tokens;
+    c.keys = tokens;
+    c.channels = channels;
+    c.groups = groups;
+    c.top_k = top_k;
+    c.threads = threads;
+    return c;
+}
+
+// Any combination of sizes and forms.
+Case random_case(std::mt19937& random) {
+    auto from = [&](int64_t low, int64_t high) { return low + (int64_t)(random() % (uint64_t)(high - low + 1)); };
+    auto one_in = [&](int64_t count) { return from(1, count) == 1; };
+    const int64_t channels = one_in(3) ? from(1, 80) : 8 * from(1, 6);
+    const int64_t heads = from(1, 4);
+    Case c = sizes(from(1, 3), heads, from(1, 150), channels, from(1, 50), from(1, 170), from(1, 3));
+    if (heads % 2 == 0 && one_in(3)) c.key_heads = heads / 2;
+    if (one_in(3)) c.keys = from(1, 150);
+    else if (one_in(3)) c.prefix = from(0, c.keys - 1);
+    c.type = (dgt_type)from(0, 2);
+    c.dense_mask = (dgt_mask_type)from(0, 2);
+    c.whole = one_in(2);
+    c.strided = one_in(2);
+    c.masked = one_in(2);
+    c.biased = one_in(2);
+    c.own_centroids = one_in(3);
+    return c;
+}
+
+void check_large_cases() {
+    const std::vector<Case> large = {
+        sizes(2, 2, 196, 32, 48, 98, 1),
+        sizes(1, 1, 2500, 17, 9, 64, 2),
+        sizes(1, 1, 2100, 64, 3, 300, 2),
+        sizes(1, 1, 70, 256, 5, 20, 2),
+    };
+    for (const Case& c : large) check_groups_and_gradients(c);
+    Case ties = sizes(1, 1, 2500, 8, 5, 100, 2);
+    ties.whole = true;
+    check_groups_and_gradients(ties);
+    check_dense(sizes(1, 1, 1100, 32, 1, 1, 2));
+    check_threads(sizes(1, 1, 2500, 17, 9, 64, 1));
+    check_nan(sizes(1, 1, 2500, 16, 4, 98, 2));
+}
+
+int run(bool reduced) {
+    std::printf("%d lanes\n", dgt_lanes());
+    expect(dgt_abi_version() == DGT_ABI_VERSION, "the version of the interface", "library");
+    std::mt19937 random(11);
+    const int cases = reduced ? 24 : 80;
+    for (int n = 0; n < cases; ++n) {
+        Case c = random_case(random);
+        check_dense(c);
+        c.dense_mask = DGT_NO_MASK;
+        check_groups_and_gradients(c);
+    }
+    check_threads(sizes(1, 2, 300, 32, 4, 98, 1));
+    check_threads(sizes(4, 4, 60, 32, 4, 10, 1));
+    check_nan(sizes(1, 1, 300, 32, 4, 98, 1));
+    if (!reduced) check_large_cases();
+    std::printf("%s\n", failures ? "FAILED" : "all good");
+    return failures != 0;
+}
+
+}  // namespace
+}  // namespace native_check
+
+int main(int count, char** words) {
+    return native_check::run(count > 1 && std::strcmp(words[1], "reduced") == 0);
+}
