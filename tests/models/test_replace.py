@@ -276,8 +276,9 @@ def test_every_step_goes_through_the_chosen_backend(kind, monkeypatch) -> None:
     model, images, taken = make(kind), torch.randn(2, 3, 64, 64), []
     steps = ("group_queries", "select_keys", "attend")
     for name in steps:
+        step = getattr(reference, name)
 
-        def recording(*arguments, name=name, step=getattr(reference, name)):
+        def recording(*arguments, name=name, step=step):
             taken.append(name)
             return step(*arguments)
 
