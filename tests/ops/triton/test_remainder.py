@@ -11,7 +11,7 @@ from torch import Tensor
 
 import dgt
 from dgt.ops import attention
-from dgt.ops.triton import backend
+from dgt.ops.triton import backend as triton_backend
 from dgt.ops.triton import operators as kernels
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -121,7 +121,7 @@ def test_gradients_are_of_the_plain_path(make_case: Any, monkeypatch: pytest.Mon
     def reach(*_: Any) -> None:
         raise AssertionError("the kernels were reached")
 
-    monkeypatch.setattr(backend, "attention", reach)
+    monkeypatch.setattr(triton_backend, "attention", reach)
     dgt.dynamic_group_attention(*case[:5], remainder=True).output.sum().backward()
     with pytest.raises(AssertionError, match="the kernels were reached"):
         dgt.dynamic_group_attention(*plain(case), *case[3:5], remainder=True)
