@@ -38,7 +38,8 @@ SHAPES = {  # images, heads, tokens, k
 }
 BACKWARD = ("L196 k98", "L3136 k98")
 CHECKED = ("L196 k98", "L3136 k98", "L16384 k512", "L64000 k500")  # where time is short
-BUDGETS: dict[str, dict[str, float]] = {  # microseconds of a forward pass: on random scores as measured by the model, with 5 % to spare
+# Microseconds of a forward pass; on random scores what the model gave, with 5 % to spare.
+BUDGETS: dict[str, dict[str, float]] = {
     "random": {
         "L196 k98": 138, "L784 k98": 495, "L3136 k98": 360,
         "L16384 k512": 640, "L16384 k513": 710, "L64000 k500": 594,
