@@ -62,7 +62,8 @@ test-kernels: $(NATIVE)
 	$(BIN)/python benchmarks/compile_kernels.py --others
 	$(BIN)/python benchmarks/gpu_model/estimate.py --forward --check
 
-docs: $(NATIVE) ## the pages as a site in build/site; warnings are errors, nothing is fetched
+docs: $(NATIVE) ## check every number of the pages, build the site in build/site; warnings are errors, nothing is fetched
+	$(BIN)/python benchmarks/tables.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 lint: $(NATIVE) ## ruff and mypy (strict)

@@ -1,8 +1,10 @@
-"""Cut a COCO annotation file down to its first images with an object, to see a detector learn them by heart.
+"""Cut a COCO annotation file down to its first images with an object, to see a detector overfit them.
 
     python benchmarks/coco_subset.py COCO/annotations/instances_train2017.json 16 sixteen.json
     dgt train coco_mini_cpu --data.root COCO --data.train_annotations "$PWD/sixteen.json" \
-        --data.val_annotations "$PWD/sixteen.json" --data.val_images train2017 --data.flip 0
+        --data.val_annotations "$PWD/sixteen.json" --data.val_images train2017 --data.flip 0 \
+        --data.batch_size 4 --optimizer.lr_batch 4 --optimizer.weight_decay 0 --schedule.epochs 100 \
+        --schedule.warmup_epochs 5 --trainer.check_val_every 25
 """
 
 from __future__ import annotations
