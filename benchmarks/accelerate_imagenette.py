@@ -39,8 +39,8 @@ from dgt.acceleration.report import Report
 from dgt.acceleration.sdpa import grouped_calls
 from dgt.acceleration.search import half_interval, relative_error, roles
 from dgt.bench.measures import machine
+from dgt.runs.recipe import build_data, parse_recipe
 from dgt.training import load_run
-from dgt.training.recipe import build_data, parse_recipe
 from dgt.utils.atomic_write import replacing, write_json
 
 OWN = "own"  # the model's attention, among the plans

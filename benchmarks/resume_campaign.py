@@ -31,11 +31,11 @@ from typing import Any
 
 import torch
 
+from dgt.runs.checkpoints import latest_checkpoint, read_checkpoint, step_checkpoints
 from dgt.tasks.classify import ClassificationMetrics
 from dgt.tasks.segment import SegmentationMetrics
 from dgt.training import fit, load_recipe
 from dgt.training.loop import Training
-from dgt.training.state import latest_checkpoint, read_checkpoint, step_checkpoints
 
 SMALL = (
     "{stem_width: 8, dims: [16, 32, 64, 64], num_heads: [1, 2, 2, 2], depths: [1, 1, 1, 1], num_groups: 4, top_k: 8}"

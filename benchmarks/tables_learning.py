@@ -8,7 +8,7 @@ from typing import Any
 
 from tables_shared import NAMES, Cells, bold, off, read, relative, table
 
-from dgt.experiments.report import interval, number
+from dgt.utils.records import interval, number
 from dgt.weights.card import wilson
 
 ABLATED = {  # key of the measures in a table's JSON: head, decimals and factor

@@ -9,8 +9,8 @@ from typing import Any
 
 from tables_shared import NAMES, ROOT, Cells, bold, off, read, relative, table
 
-from dgt.experiments.report import number
 from dgt.models.cost import attention_share
+from dgt.utils.records import number
 
 
 @table

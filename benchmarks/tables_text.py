@@ -8,7 +8,7 @@ from typing import Any
 
 from tables_shared import TABLES, number_of_text, read
 
-from dgt.experiments.report import interval, number
+from dgt.utils.records import interval, number
 
 BACKBONES = ("dgt_tiny", "dgt_small", "dgt_base")
 

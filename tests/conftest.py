@@ -157,14 +157,14 @@ def at_work() -> Iterator[Callable[[Path], int]]:
     begun: list[int] = []
 
     def begin(folder: Path) -> int:
-        from dgt.utils.atomic_write import alone
+        from dgt.utils.atomic_write import exclusive_lock
 
         told, tell = os.pipe()
         begun.append(os.fork())
         if begun[-1] == 0:
             try:
                 os.setpgid(0, 0)
-                with alone(folder):
+                with exclusive_lock(folder):
                     os.fork()
                     os.write(tell, b"x")
                     signal.pause()

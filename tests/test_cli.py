@@ -17,8 +17,8 @@ import pytest
 import torch
 from PIL import Image
 
+from dgt.runs.recipe import Recipe
 from dgt.tasks import TASKS
-from dgt.training.recipe import Recipe
 from dgt_command import SECTIONS, main
 
 TRAIN = ["train", "scenes", "--data.train_size=64", "--data.val_size=24", "--data.batch_size=16"]

@@ -8,12 +8,12 @@ import pytest
 import timm
 import torch
 import transformers
+from dgt.app.cli import run_accelerate
 from PIL import Image
 from torch import nn
 
 from dgt.acceleration import search
 from dgt.app import accelerate as app
-from dgt.app.cli import run_accelerate
 from dgt_command import build_parser
 
 SIZE = 96

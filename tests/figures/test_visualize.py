@@ -17,9 +17,9 @@ import dgt
 from dgt.app.visualize import draw_training, visualize
 from dgt.data.loader import Key
 from dgt.data.scenes import KINDS
+from dgt.runs.recipe import build_data
 from dgt.tasks.network import build_classifier
 from dgt.training import LoadedRun, fit, load_recipe
-from dgt.training.recipe import build_data
 
 
 def make_run(seed: int, name: str = "dgt_nano") -> LoadedRun:

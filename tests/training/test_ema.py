@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dgt.runs.checkpoints import read_checkpoint, step_checkpoints
+from dgt.runs.recipe import parse_recipe
 from dgt.tasks import TASKS
 from dgt.training import fit, load_recipe, load_run
-from dgt.training.fit import build_fabric, build_state
-from dgt.training.recipe import parse_recipe
-from dgt.training.state import read_checkpoint, step_checkpoints
+from dgt.training.fabric import build_fabric
+from dgt.training.fit import build_state
 
 
 @pytest.mark.parametrize(("batch", "decay"), [(1024, 0.9), (256, 0.9**0.25), (2048, 0.81)])

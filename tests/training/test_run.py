@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from dgt.models.heads.backbone import build_backbone
+from dgt.runs.checkpoints import read_checkpoint, step_checkpoints
+from dgt.runs.model import initialize
 from dgt.training import Result, load_run
-from dgt.training.run import initialize
-from dgt.training.state import read_checkpoint, step_checkpoints
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from dgt.runs.status import run_status, status_text
 from dgt.training import Result
-from dgt.training.log import run_status, status_text
 from dgt_command import main
 
 NOW = 1.8e9  # seconds since 1970

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from dgt.app.visualize import visualize
 from dgt.data.scenes import Scenes
-from dgt.training import evaluate, fit, load_recipe, load_run, predict
-from dgt.training.run import check_folder, is_run
-from dgt.utils.atomic_write import alone
+from dgt.runs import load_recipe, load_run, predict
+from dgt.runs.folder import check_folder, is_run
+from dgt.training import evaluate, fit
+from dgt.utils.atomic_write import exclusive_lock
 
 SAMPLES = 6
 
@@ -66,7 +67,7 @@ def _clear(folder: Path) -> Path:
     if any(folder.glob("[!.]*")):
         if not is_run(folder, "demo"):
             raise FileExistsError(f"{folder} is not an earlier demo: give another folder with --out")
-        with alone(folder):
+        with exclusive_lock(folder):
             pass  # and lets go of its file, which Windows would not remove
         shutil.rmtree(folder)
     return folder

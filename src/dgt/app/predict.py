@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dgt.figures.detections import SHOWN_SCORE
+from dgt.runs import LoadedRun, predict
+from dgt.runs.folder import check_folder
 from dgt.tasks import TASKS
-from dgt.training import LoadedRun, predict
-from dgt.training.run import check_folder
 from dgt.utils.atomic_write import atomic_write
 from dgt.utils.errors import UserError
 
@@ -46,6 +45,8 @@ def prediction_lines(prediction: Mapping[str, Any]) -> list[str]:
     """What a prediction of `predict_files` says, human-readable: classes, the objects that are drawn, files."""
     lines = [f"  {100 * score:6.2f} %  {name}" for name, score in prediction.get("classes", ())]
     if "objects" in prediction:
+        from dgt.figures.detections import SHOWN_SCORE
+
         drawn = [found for found in prediction["objects"] if found["score"] >= SHOWN_SCORE]
         for found in drawn:
             x0, y0, x1, y1 = found["box"]

@@ -26,10 +26,10 @@ from dgt.figures import (
 from dgt.figures.diagnosis import figure_diagnosis
 from dgt.models import BlockDiagnosis, DynamicGroupTransformer, diagnose, group_records
 from dgt.models.inspect import attention_layers
+from dgt.runs import LoadedRun, load_run
 from dgt.tasks import TASKS
 from dgt.tasks.base import Source
 from dgt.tasks.classify import read_image
-from dgt.training import LoadedRun, load_run
 from dgt.utils.errors import UserError
 
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from faster_coco_eval.core import mask as coco_mask
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
@@ -177,23 +176,32 @@ def _drawable(mask: Any, image: Entry) -> bool:
         return mask != [] and all(_numbers(part) and len(part) >= 6 and len(part) % 2 == 0 for part in mask)
     if not isinstance(mask, dict) or mask.get("size") != [height, width]:
         return False
+    coco_mask = _coco_mask()
     try:
         return coco_mask.decode(coco_mask.segmToRle(mask, width, height)) is not None
     except (KeyError, TypeError, ValueError, RuntimeError):
         return False
 
 
+def _coco_mask() -> Any:
+    """COCO's own code for masks, of the extra `train`: what only builds or exports a detector does without."""
+    from faster_coco_eval.core import mask
+
+    return mask
+
+
 def draw_masks(entries: Sequence[Entry], height: int, width: int) -> NDArray[np.uint8]:
     """uint8 (N, height, width), 1 inside: masks of polygons or run-length codes, as COCO's own code draws them."""
     if not entries:
         return np.zeros((0, height, width), dtype=np.uint8)
+    coco_mask = _coco_mask()
     codes = [coco_mask.segmToRle(entry["segmentation"], width, height) for entry in entries]
     return np.ascontiguousarray(coco_mask.decode(codes).transpose(2, 0, 1))
 
 
 def encode_masks(masks: NDArray[np.uint8]) -> list[Entry]:
     """Masks (N, H, W) of 0 and 1 as compressed run-length codes that JSON can hold: `size` and `counts`."""
-    codes = coco_mask.encode(np.asfortranarray(masks.transpose(1, 2, 0)))
+    codes = _coco_mask().encode(np.asfortranarray(masks.transpose(1, 2, 0)))
     return [{"size": [int(side) for side in code["size"]], "counts": str(code["counts"], "ascii")} for code in codes]
 
 

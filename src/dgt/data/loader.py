@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from lightning.fabric.utilities import move_data_to_device
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from dgt.data.image_io import BrokenImage, BrokenImagesError
@@ -167,6 +166,8 @@ class Loader:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        from lightning.fabric.utilities import move_data_to_device  # an extra: what predicts loads no batches
+
         with ExitStack() as later:
             if hasattr(signal, "sigwaitinfo"):  # what the whole group is told meanwhile waits: workers begin deaf
                 usual = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)

@@ -24,16 +24,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dgt.experiments.report import number
 from dgt.experiments.tables import Row, Table, load_table
 from dgt.models import cost, diagnose
+from dgt.runs import load_run
+from dgt.runs.folder import RESULTS, check_folder, is_run, read_json, run_folder
+from dgt.runs.recipe import Recipe, build_data, load_recipe, override_keys
 from dgt.tasks import TASKS
-from dgt.training import fit, load_run
-from dgt.training.recipe import Recipe, build_data, load_recipe, override_keys
-from dgt.training.run import RESULTS, check_folder, is_run, read_json, run_folder
-from dgt.utils.atomic_write import alone, atomic_write, write_json
+from dgt.training import fit
+from dgt.utils.atomic_write import atomic_write, exclusive_lock, write_json
 from dgt.utils.errors import UserError, check_range
-from dgt.utils.records import markdown_table
+from dgt.utils.records import markdown_table, number
 
 DIVERGED, DIAGNOSIS = "diverged.json", "diagnosis.json"
 DIAGNOSED_IMAGES = 256
@@ -95,7 +95,7 @@ def ablate(
     for run in runs:
         if is_run(run.folder):
             run_folder(run.recipe, resume=True)  # raises where other settings began it
-    with alone(folder / "runs"):
+    with exclusive_lock(folder / "runs"):
         for nth, run in enumerate(runs, 1):
             if not run.finished:
                 print(f"[{nth}/{len(runs)}] {run.row.name}, seed {run.recipe.seed}", flush=True)
@@ -120,8 +120,9 @@ def _plan(table: Table, overrides: Sequence[str], seeds: int, folder: Path) -> l
         for key, one in ALONE.items():  # Fabric would start this command again for every other process
             if (asked := getattr(recipe.trainer, key)) not in (one, "auto"):
                 raise UserError(f"trainer.{key} must be {one}, one process trains each row of a table, got {asked!r}")
-        network = TASKS[recipe.task].build(recipe.model, 2, recipe.data["image_size"])
-        if table.diagnose and hasattr(network, "backbone"):
+        task = TASKS[recipe.task]
+        task.build(recipe.model, 2, recipe.data["image_size"])  # raises where the row's model cannot be built
+        if table.diagnose and task.has_backbone:
             told = "must be false where the recipe's task is not classification"
             raise UserError(f"diagnose of table {table.name!r} {told}, got {recipe.task!r}")
     runs = []
@@ -191,7 +192,7 @@ def _flops(run: Path) -> int | None:
     """FLOPs of a finished run's network; None for one with a head on its backbone."""
     loaded = load_run(run)
     side = loaded.recipe.data["image_size"]
-    return None if hasattr(loaded.network, "backbone") else cost(loaded.network, (side, side)).flops
+    return None if TASKS[loaded.recipe.task].has_backbone else cost(loaded.network, (side, side)).flops
 
 
 def _measures(folders: Sequence[Path]) -> dict[str, float] | None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dgt.training.recipe import RECIPES, read_yaml, shipped_recipes
+from dgt.runs.recipe import RECIPES, read_yaml, shipped_recipes
 from dgt.utils.errors import UserError
 
 TABLES = RECIPES / "tables"

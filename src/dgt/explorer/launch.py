@@ -13,7 +13,7 @@ from dgt.explorer.album import Album, image_files
 from dgt.explorer.server import LOOPBACK, create_app
 from dgt.explorer.static_page import check_folder, export_page
 from dgt.explorer.views import Explorer, shown_blocks
-from dgt.training import LoadedRun, load_run
+from dgt.runs import LoadedRun, load_run
 from dgt.utils.errors import UserError
 from dgt.weights import default_models
 

@@ -29,7 +29,7 @@ from dgt.layers import DGAttention
 from dgt.models import DynamicGroupTransformer, capture
 from dgt.ops import dynamic_group_attention
 from dgt.ops.attention_mass import attention_mass_curve, diagnose_selection
-from dgt.training import LoadedRun
+from dgt.runs import LoadedRun
 from dgt.utils.errors import UserError
 
 MAX_TOKENS = 112 * 112

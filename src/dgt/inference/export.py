@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -15,9 +16,9 @@ from dgt.inference import formats
 from dgt.inference.formats import Runner, Source, as_list
 from dgt.layers.baselines.cswin import StripeAttention
 from dgt.layers.baselines.swin import WindowAttention
+from dgt.runs import LoadedRun, load_run
+from dgt.runs.model import export_model, make_record
 from dgt.tasks import TASKS
-from dgt.training import LoadedRun, load_run
-from dgt.training.run import export_model, make_record
 from dgt.utils.atomic_write import atomic_write
 from dgt.utils.errors import Disagreement, UserError
 
@@ -125,7 +126,7 @@ def _export_file(run: LoadedRun, path: Path, features: bool, fixed: tuple[int, i
 
 
 def _export_folder(run: LoadedRun, folder: Path) -> Export:
-    if hasattr(run.network, "backbone"):
+    if TASKS[run.recipe.task].has_backbone:
         wrong = f"a folder for timm holds a classifier, this is a model of the task {run.recipe.task!r}"
         raise UserError(f"{wrong}; a run's folder `model` has its weights as safetensors")
     if (folder / "model.safetensors").resolve() == run.source.resolve():
@@ -162,7 +163,7 @@ def source_of_run(run: LoadedRun, features: bool = False) -> Source:
     CSWin) under the head of a task, which take images of any size.
     """
     task, data, name = TASKS[run.recipe.task], run.recipe.data, run.recipe.model.name
-    backbone = getattr(run.network, "backbone", None)  # under a task's head; a classifier is timm's model itself
+    backbone: Any = run.network.backbone if task.has_backbone else None
     windows = any(isinstance(part, WindowAttention | StripeAttention) for part in run.network.modules())
     if windows and backbone is not None:
         why = "attends in windows, which a graph cannot cut out of images of any size"

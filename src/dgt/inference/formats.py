@@ -5,7 +5,6 @@ operators. In `.pt2` DG-Attention appears as this package's `dgt::group_queries`
 a process that loads the file imports dgt first.
 """
 
-import importlib.util
 import io
 import warnings
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from dgt.utils.errors import UserError
+from dgt.utils.extras import require
 
 SIZES = "free batch, height and width"
 EXAMPLE = (2, 3, 96, 160)  # sides that differ, and leave more than one token at stride 32
@@ -96,10 +96,7 @@ def open_program(content: bytes) -> Runner:
 
 def check_libraries(what: str = "ONNX", libraries: Sequence[str] = LIBRARIES, extra: str = "export") -> None:
     """Raise UserError, with the remedy, unless all libraries are installed that something needs."""
-    missing = ", ".join(name for name in libraries if importlib.util.find_spec(name) is None)
-    if missing:
-        remedy = f"pip install '.[{extra}]' in the checkout"
-        raise UserError(f"{what} needs {missing}, not installed here: {remedy}")
+    require(what, libraries, extra)
 
 
 def encode_onnx(source: Source) -> bytes:

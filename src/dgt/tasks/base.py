@@ -106,7 +106,7 @@ class Task:
         counted: how `dgt info` counts its models.
         data: the data module; its constructor's arguments are the recipe's section `data`.
         build: makes the network from the recipe's model, the number of classes and the side of the training images in
-            pixels; a network with a backbone has it as its attribute `backbone`, a `FeatureBackbone`.
+            pixels.
         headline: the metrics that are printed, with their human-readable names. The first, the larger the better,
             chooses the best checkpoint.
         losses: network in training mode, images and targets of one batch -> losses.
@@ -121,6 +121,9 @@ class Task:
         outputs: names of the tensors that the network returns for images, as an exported file has them; none where it
             returns what no tensor of one shape holds.
         shares: the headline metrics that are shares of the images.
+        has_backbone: whether the network is a head on a backbone, its attribute `backbone`, a `FeatureBackbone`; else
+            it is timm's classifier itself, and its data has the classifier's `crop_ratio`.
+        has_label_maps: whether its targets are label maps, and its data scales images to fit `scale`.
     """
 
     name: str
@@ -137,6 +140,8 @@ class Task:
     has_results: bool = False
     outputs: tuple[str, ...] = ("logits",)
     shares: tuple[str, ...] = ()
+    has_backbone: bool = False
+    has_label_maps: bool = False
 
     def summary(self, metrics: Mapping[str, float]) -> str:
         """The headline metrics in percent, as far as they are there: `top-1 81.20 %  top-5 95.00 %`."""

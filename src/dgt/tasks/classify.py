@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from dgt.data.classification import ClassificationData
 from dgt.data.image_io import open_image
 from dgt.data.transforms import Normalize, evaluation_transform
-from dgt.figures import figure_titled, raster
 from dgt.models.cost import PAPER, cost
 from dgt.tasks.base import Counted, LoadedRun, Losses, Metrics, Prediction, Source, Task
 from dgt.tasks.network import build_classifier
@@ -75,6 +74,8 @@ def predict(run: LoadedRun, image: Source, top_k: int) -> Prediction:
 
 def draw(run: LoadedRun, prediction: Prediction) -> Image.Image:
     """The image under its most probable class."""
+    from dgt.figures import figure_titled, raster
+
     (name, share), *_ = prediction.classes
     return raster(figure_titled(prediction.pixels, f"{name}\n{100 * share:.0f} %"), dpi=100)
 

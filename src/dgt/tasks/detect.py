@@ -15,8 +15,6 @@ from PIL import Image
 from torch import Tensor, nn
 
 from dgt.data.detection import DetectionData, Entry, coco_places
-from dgt.figures import png
-from dgt.figures.detections import Detections, draw_detections
 from dgt.models.heads.mask_rcnn import build_mask_rcnn, mask_rcnn_cost
 from dgt.tasks.base import Counted, LoadedRun, Losses, Metrics, Prediction, Source, Task, read_bytes
 from dgt.tasks.network import ModelSettings
@@ -127,6 +125,8 @@ def coco_results(
 @torch.inference_mode()
 def predict(run: LoadedRun, image: Source, top_k: int) -> Prediction:
     """The objects in an image, by falling score; UserError also for an image that the network refuses."""
+    from dgt.figures.detections import Detections
+
     pixels = read_bytes(image)
     try:
         found = run.network([pixels.float() / 255])[0]
@@ -144,11 +144,15 @@ def predict(run: LoadedRun, image: Source, top_k: int) -> Prediction:
 
 def draw(run: LoadedRun, prediction: Prediction) -> Image.Image:
     """The image with the masks, boxes and names of what is sure."""
+    from dgt.figures.detections import draw_detections
+
     return draw_detections(Image.fromarray(prediction.pixels), prediction.found, run.class_names)
 
 
 def files(run: LoadedRun, prediction: Prediction, drawing: Image.Image) -> dict[str, bytes]:
     """The drawing, and all objects as COCO's results have them, with the category's name for a data set's number."""
+    from dgt.figures import png
+
     objects = prediction.objects or []
     places = coco_places([found["box"] for found in objects], prediction.found.masks.astype("uint8"))
     told = zip(objects, places, strict=True)
@@ -170,4 +174,5 @@ DETECT = Task(
     refused_precision="bf16-true",  # torchvision's non-maximum suppression does not exist in it
     has_results=True,
     outputs=(),  # lists of objects
+    has_backbone=True,
 )

@@ -15,12 +15,9 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
-from torchmetrics.classification import MulticlassConfusionMatrix
 
 from dgt.data.segmentation import IGNORED, LabelMaps, SegmentationData, SegmentationTest, fitting_size
 from dgt.data.transforms import Normalize
-from dgt.figures import png, raster
-from dgt.figures.label_map import figure_label_map, label_png
 from dgt.models.cost import Cost, cost
 from dgt.models.heads.upernet import build_upernet
 from dgt.models.padding import real_pixels
@@ -88,6 +85,8 @@ class SegmentationMetrics(Metrics):
     """`miou`, `mean_accuracy`, `accuracy` and `iou/CLASS` of every class that is there or predicted."""
 
     def __init__(self, data: SegmentationData) -> None:
+        from torchmetrics.classification import MulticlassConfusionMatrix
+
         self.data = data
         self.confusion = MulticlassConfusionMatrix(data.num_classes, ignore_index=IGNORED, validate_args=False)
 
@@ -204,11 +203,17 @@ def predict(run: LoadedRun, image: Source, top_k: int) -> Prediction:
 
 def draw(run: LoadedRun, prediction: Prediction) -> Image.Image:
     """The image under its classes' colours, with a legend."""
+    from dgt.figures import raster
+    from dgt.figures.label_map import figure_label_map
+
     return raster(figure_label_map(prediction.pixels, prediction.found, run.class_names), dpi=150)
 
 
 def files(run: LoadedRun, prediction: Prediction, drawing: Image.Image) -> dict[str, bytes]:
     """The label map, whose numbers are the classes, and the drawing."""
+    from dgt.figures import png
+    from dgt.figures.label_map import label_png
+
     return {"labels.png": label_png(prediction.found, len(run.class_names)), "overlay.png": png(drawing)}
 
 
@@ -229,4 +234,6 @@ SEGMENT = Task(
     predict=predict,
     draw=draw,
     files=files,
+    has_backbone=True,
+    has_label_maps=True,
 )

@@ -11,9 +11,9 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +22,16 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from dgt.runs.checkpoints import Progress
+from dgt.runs.status import INITIAL_STATUS, STATUS
 from dgt.tasks import Losses
-from dgt.training.run import read_json
-from dgt.training.state import Progress, step_checkpoints
 from dgt.utils.atomic_write import json_text, write_json
 from dgt.utils.errors import LOGGER
 
-LOG, METRICS, STATUS = "log.txt", "metrics.jsonl", "status.json"
-SECONDS_BETWEEN = 10.0  # two writings of the status
-FIRST = {
-    **{"state": "unknown", "error": None, **asdict(Progress()), "epochs": 0, "steps": 0, "seconds_left": None},
-    **{"loss": None, "images_per_second": 0.0, "time": 0.0, "pid": 0, "host": ""},
-}
+LOG = "log.txt"
+METRICS = "metrics.jsonl"
+SECONDS_BETWEEN = 10.0
+"""Seconds between two updates of the status while its state stays the same."""
 
 
 class Report(logging.Handler):
@@ -46,7 +44,7 @@ class Report(logging.Handler):
     def __init__(self, folder: Path | None) -> None:
         super().__init__(logging.DEBUG if folder is not None else logging.WARNING)
         self.folder, self.progress, self.start = folder, Progress(), time.perf_counter()
-        self.status: dict[str, Any] = dict(FIRST)
+        self.status: dict[str, Any] = dict(INITIAL_STATUS)
         self.told: set[str] = set()
         self.board: Any = None
         self.bar = tqdm(disable=True)
@@ -167,28 +165,3 @@ class Report(logging.Handler):
                 LOGGER.warning(f"{self.folder}: {what} could not be written, training goes on: {error}")
 
 
-def run_status(folder: str | Path) -> dict[str, Any]:
-    """What `status.json` of a run holds, and `folder`, `age` in seconds and `checkpoints`, newest first.
-
-    `state` is "begun", "training", "validating", "finished", "stopped" (asked to), "failed" (see `error`) or "killed"
-    (its process is gone). FileNotFoundError for what is not the folder of a run, UserError for a damaged status.
-    """
-    folder = Path(folder)
-    if not (folder / STATUS).is_file():
-        raise FileNotFoundError(f"{str(folder)!r} is not the folder of a run: it has no {STATUS}")
-    status = {**FIRST, **read_json(folder / STATUS)}
-    status |= {"folder": str(folder), "age": time.time() - status["time"]}
-    status["checkpoints"] = [path.name for path in step_checkpoints(folder)]
-    if status["state"] in ("begun", "training", "validating") and status["host"] == socket.gethostname():
-        try:
-            with suppress(PermissionError):  # somebody else's process
-                os.kill(status["pid"], 0)
-        except ProcessLookupError:
-            status["state"] = "killed"
-    return status
-
-
-def status_text(status: dict[str, Any]) -> str:
-    """`run_status` in human-readable lines, times as `0:12:05` or `2 days, 4:00:00`."""
-    times = {key: timedelta(seconds=round(status[key] or 0)) for key in ("age", "seconds", "seconds_left")}
-    return "\n".join(f"{key:<20}{value}" for key, value in {**status, **times}.items() if value not in (None, {}, []))

@@ -17,8 +17,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from lightning.fabric import Fabric
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -29,13 +27,14 @@ from dgt.data.loader import STOP_SIGNALS, Key
 from dgt.layers import renormalize_centroids
 from dgt.layers.centroids import CentroidState
 from dgt.models.annealing import TopKAnnealing
+from dgt.runs.recipe import Recipe
 from dgt.tasks import TASKS, Losses
 from dgt.tasks.base import LoadedRun
 from dgt.tasks.optim import batch_scale, learning_rate
+from dgt.training.evaluation import measure, to_precision
 from dgt.training.log import Report
-from dgt.training.recipe import Recipe
 from dgt.training.state import Checkpoints, TrainingState
-from dgt.utils.distributed import gather_objects, world_size
+from dgt.utils.distributed import gather_objects
 from dgt.utils.errors import LOGGER, NonFiniteInput
 from dgt.utils.seeding import reseed
 
@@ -138,7 +137,7 @@ class Training:
         rate *= batch_scale(self.recipe.optimizer, self.state.global_batch)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        undo, sums = undoing(network), self.state.loss_sums.clone()
+        undo, sums = snapshot_state(network), self.state.loss_sums.clone()
         try:
             losses = self.backward(batches)
         except Exception:
@@ -281,31 +280,6 @@ class Training:
             LOGGER.warning(f"no images were drawn: {error!r}")
 
 
-def measure(
-    fabric: Fabric, metrics: Any, network: nn.Module, loader: Any, between: Callable[[], None] = lambda: None
-) -> None:
-    """Run one validation, with `between` called before every batch; leaves the network in evaluation mode.
-
-    All processes measure the first one's buffers, which are exported: BatchNorm's differ where each counts alone.
-    """
-    network.eval()
-    for buffer in network.buffers() if world_size() > 1 else ():
-        if buffer.is_floating_point():
-            dist.broadcast(buffer, 0)
-    loader.device = fabric.device
-    with torch.no_grad():
-        for images, targets in loader:
-            between()
-            with fabric.autocast():
-                metrics.update(network, to_precision(fabric, images), targets)
-
-
-def to_precision(fabric: Fabric, images: Any) -> Any:
-    """Images in the type of the weights; under a mixed precision they stay as they are."""
-    precision = fabric.strategy.precision
-    return images if precision.precision.endswith("mixed") else precision.convert_input(images)
-
-
 def join_broken_images(reports: dict[str, BrokenImages]) -> None:
     """Put the broken images that any process met into the reports of all; BrokenImagesError where they are too many."""
     for of_one in gather_objects({part: report.broken for part, report in reports.items()}):
@@ -321,7 +295,7 @@ def all_finite(tensors: Iterable[Any]) -> bool:
     return bool(nn.utils.get_total_norm(numbers, torch.inf).isfinite())
 
 
-def undoing(network: nn.Module) -> Callable[[], None]:
+def snapshot_state(network: nn.Module) -> Callable[[], None]:
     """A function that undoes what a step's forward, from here on, did to buffers and centroids."""
     before = [buffer.clone() for buffer in network.buffers()]
 

@@ -64,7 +64,7 @@ def json_text(value: Any, indent: int | None = None) -> str:
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
+def exclusive_lock(folder: Path) -> Iterator[None]:
     """Make the folder and keep a second process, which would take what is unfinished for left over, out of it.
 
     However this one ends, the system lets go of its lock at once: no child of it, as a loader's worker is one, has it.

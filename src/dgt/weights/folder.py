@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ def check_sums(folder: Path, names: Sequence[str] | None = None) -> list[str]:
     Raises UserError where it lacks SHA256SUMS or one of these files, or a file has another checksum.
     """
     if not (folder / SUMS).is_file():
-        raise UserError(f"{str(folder)!r} is no folder of weights: it has no {SUMS}, which `dgt weights make` writes")
+        raise UserError(f"{str(folder)!r} is no folder of weights: it has no {SUMS}, which `python -m tools.weights make` writes")
     lines = (folder / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()
     sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
     names = [*FILES, *({PLAN} & set(sums))] if names is None else list(names)
@@ -98,6 +98,15 @@ def default_models(runs: str | Path = "runs") -> Iterator[tuple[Path, str]]:
     for run in (model.parents[1] for model in models):
         yield run, f"no model given: taking the newest run that fits, {run}"
     yield SHIPPED, f"no model given and no run in {runs}/ that fits: taking {SHIPPED.name}, trained on drawn scenes"
+
+
+def weights_line(folder: str | Path, results: Mapping[str, Any]) -> str:
+    """A line on a folder of weights that was checked: name, bytes, metrics, place."""
+    path = Path(folder)
+    metrics = results["evaluation"]["metrics"].values()
+    summary = "  ".join(f"{row['label']} {100 * row['value']:.2f} %" for row in metrics)
+    size = (path / MODEL[0]).stat().st_size / 1e6
+    return f"{path.resolve().name:<28}{size:>7.1f} MB  {summary}  {path}"
 
 
 def _digest(path: Path) -> str:
