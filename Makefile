@@ -55,8 +55,8 @@ format: $(READY) ## let ruff sort the imports and repair what it can
 	$(BIN)/ruff check --fix .
 
 bench: $(READY) ## speed and memory, beside the alternatives
-	$(BIN)/dgt bench attention
-	$(BIN)/dgt bench models
+	$(BIN)/python benchmarks/bench.py attention
+	$(BIN)/python benchmarks/bench.py models
 
 release: $(READY) ## build sdist and wheel, try them in a fresh environment without a network; dist/ gets both
 	$(BIN)/python tools/release.py $(RELEASE)

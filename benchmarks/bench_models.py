@@ -277,8 +277,8 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
         if "time_of_global" in row:
             shares = ", ".join(f"{share:.2f}" for share in row["eq7_by_stage"])
             lines.append(
-                f"{row['model']} at {row['image_size']} px in {row['runtime']}: {row['time_of_global']:.2f} of its time "
-                f"with global attention, {row['work_of_global']:.2f} of its multiply-adds; by Eq. 7 of the attention's "
+                f"{row['model']} at {row['image_size']} px in {row['runtime']}: {row['time_of_global']:.2f} of its "
+                f"time with global attention, {row['work_of_global']:.2f} of its multiply-adds; by Eq. 7 of the attention's "
                 f"by stage: {shares}"
             )
     return lines

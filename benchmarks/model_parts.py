@@ -12,10 +12,11 @@ from collections import Counter
 from typing import Any
 
 import torch
+from bench_models import Candidate
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from dgt.bench import Candidate, machine
+from dgt.bench import machine
 
 PARTS = {
     "ConvStem": "stem", "FoldedStem": "stem", "PatchMerging": "patch merging", "Head": "head",

@@ -170,7 +170,7 @@ class Release:
         """The wheel in an environment that holds nothing else, or, to reuse one, nothing else of ours."""
         run(sys.executable, "-m", "venv", self.scratch / "installed")
         pip = (self.bin / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-        run(*pip, *(["--no-deps", self.wheel] if self.reuse else [f"{self.wheel}[export]"]))
+        run(*pip, *(["--no-deps", self.wheel] if self.reuse else [f"{self.wheel}[all]"]))
         own = run(self.bin / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
         if self.reuse:
             (Path(own) / "reused.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")

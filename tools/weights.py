@@ -30,7 +30,7 @@ def weights() -> None:
 @click.argument("keys", nargs=-1, type=click.UNPROCESSED)
 @click.option("--out", metavar="DIR", required=True, help="The folder to write, named ARCHITECTURE.TAG.")
 @click.option("--half", is_flag=True, help="Keep matrices and convolutions in float16.")
-@click.option("--about", metavar="FILE", help="YAML with what the card says of your data: data, licence, licence_id, limits.")
+@click.option("--about", metavar="FILE", help="YAML on your data for the card: data, licence, licence_id, limits.")
 @click.option("--plan", metavar="FILE", help="A plan of `dgt accelerate` for this model, measured and added.")
 def make(run: str, keys: tuple[str, ...], out: str, half: bool, about: str | None, plan: str | None) -> None:
     """Pack the folder of a finished RUN, measured as it is packed; KEYS are --data.KEY VALUE, as of `dgt evaluate`."""

@@ -4,8 +4,8 @@ Loading PyTorch takes seconds, so this package stands beside `dgt` and needs lit
 arguments and wrong keys of a recipe are answered at once. Each command is a function with its options as typed
 arguments, which imports what does the work when it is called.
 
-Exit status: 0 done; 1 something failed on the way (an image that cannot be read, a loss that is not finite); 2 bad usage
-or bad input, reported in one sentence on stderr; 130 interrupted.
+Exit status: 0 done; 1 something failed on the way (an image that cannot be read, a loss that is not finite); 2 bad
+usage or bad input, reported in one sentence on stderr; 130 interrupted.
 """
 
 from collections.abc import Sequence

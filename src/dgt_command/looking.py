@@ -63,7 +63,7 @@ def diagnose(checkpoint: str, images: tuple[str, ...], as_json: bool, out: str) 
 @click.command()
 @click.argument("checkpoint", required=False, callback=existing_model)
 @click.option("--image", metavar="PATH", help="Image file, or folder of them, to show besides the scenes.")
-@click.option("--export", metavar="FOLDER", help="Write the page with the images, or the scenes, as files for any host.")
+@click.option("--export", metavar="FOLDER", help="Write the page as files for any host.")
 @click.option("--host", metavar="HOST", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", metavar="N", type=AT_LEAST_0, default=7860, show_default=True, help="Port; 0 for a free one.")
 def explore(checkpoint: str | None, image: str | None, export: str | None, host: str, port: int) -> None:

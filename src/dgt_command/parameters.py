@@ -22,7 +22,7 @@ class Mistake(click.ClickException):
     exit_code = 2
 
 
-class Shape(click.ParamType):
+class Shape(click.ParamType):  # type: ignore[type-arg]  # generic in some versions of Click alone
     """Four whole numbers B,H,L,D."""
 
     name = "shape"

@@ -70,9 +70,9 @@ def train(show_help: bool, resume: str, recipe: str | None, keys: tuple[str, ...
     if show_help:
         print(help_text(task))
         return
+    from dgt.training import fit  # isort: skip  (first: where the extra is missing, this is what is named)
     from dgt.app.visualize import draw_training
     from dgt.tasks import TASKS
-    from dgt.training import fit
     from dgt.utils.distributed import rank
 
     quiet_fabric()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from dgt.bench.models import open_openvino
+from bench_models import open_openvino
 from torch import Tensor, nn
 
 import dgt.inference.export as files

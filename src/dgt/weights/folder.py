@@ -44,7 +44,7 @@ def check_sums(folder: Path, names: Sequence[str] | None = None) -> list[str]:
     Raises UserError where it lacks SHA256SUMS or one of these files, or a file has another checksum.
     """
     if not (folder / SUMS).is_file():
-        raise UserError(f"{str(folder)!r} is no folder of weights: it has no {SUMS}, which `python -m tools.weights make` writes")
+        raise UserError(f"{str(folder)!r} is no folder of weights: it has no {SUMS}, which `tools/weights.py` writes")
     lines = (folder / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()
     sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
     names = [*FILES, *({PLAN} & set(sums))] if names is None else list(names)
