@@ -5,60 +5,76 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+NATIVE := $(VENV)/.native
+KERNELS := $(wildcard src/dgt/ops/native/kernels/*)
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+TELL_NATIVE := ls src/dgt/ops/native/*.so >/dev/null 2>&1 || \
+	echo "note: the native kernels were not built; $(BIN)/pip install --verbose --no-deps --editable . says why"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-timm test-kernels docs lint format bench release clean
+.PHONY: help setup demo test test-unit test-native test-timm test-kernels docs lint format bench release clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s '|' 2>/dev/null \
 		|| grep -E '^[a-z-]+:.*## ' Makefile
 
-setup: $(READY) ## the virtual environment in .venv, with everything installed
+setup: $(NATIVE) ## the virtual environment in .venv, with everything installed and the native kernels built
 
-# The stamp is newer than pyproject.toml exactly when the environment holds what pyproject.toml asks for.
-$(READY): pyproject.toml
+# The stamp is newer than these files exactly when the environment holds what they ask for.
+$(READY): pyproject.toml CMakeLists.txt tools/build_backend.py
 	@command -v "$(PYTHON)" >/dev/null || { \
 		echo "error: no interpreter '$(PYTHON)'; name one of version 3.10 or later: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; v = sys.version.split()[0]; sys.exit(0 if sys.version_info >= (3, 10) else \
 		"error: Python 3.10 or later is needed, $(PYTHON) is " + v + "; name another: make PYTHON=/path/to/python3")'
 	@echo "setting up $(VENV) (the first time downloads several gigabytes, mostly torch)"
 	@test -x $(BIN)/pip || "$(PYTHON)" -m venv --clear $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@$(INSTALL) --editable '.[dev]'
+	@$(TELL_NATIVE)
+	@touch $(READY) $(NATIVE)
+
+# Installing has built the kernels, too. Where they alone have changed since, nothing else is installed.
+$(NATIVE): $(KERNELS) | $(READY)
+	@if [ ! -e $@ ] || [ -n "$$(find $(KERNELS) -newer $@)" ]; then \
+		echo "building the native kernels"; $(INSTALL) --no-deps --editable . && $(TELL_NATIVE); fi
 	@touch $@
 
-demo: $(READY) ## train, evaluate and draw on the built-in data; results in runs/demo
+demo: $(NATIVE) ## train, evaluate and draw on the built-in data; results in runs/demo
 	$(BIN)/dgt demo
 
 # Two processes of one thread each: small tensors gain nothing from more threads, and two cores are all that CI has.
-test: $(READY) ## our tests, timm's own on our models, and the kernels compiled for sm_90
+test: $(NATIVE) ## our tests, timm's own on our models, the native kernels and those compiled for sm_90
 	@$(MAKE) --no-print-directory test-unit
+	@$(MAKE) --no-print-directory test-native
 	@$(MAKE) --no-print-directory --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) \
 		test-timm test-kernels
 
-test-unit: $(READY)
+test-unit: $(NATIVE)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu" --numprocesses=2 --dist=loadfile
 
-test-timm: $(READY)
+test-native: $(NATIVE) ## the native kernels against naive loops in C++, every instruction set and under sanitizers
+	$(BIN)/python tests/native/run.py
+
+test-timm: $(NATIVE)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/timm_suite/run.py -q --numprocesses=2 --dist=load
 
-test-kernels: $(READY)
+test-kernels: $(NATIVE)
 	$(BIN)/python benchmarks/compile_kernels.py --arch 90
 
-docs: $(READY) ## the pages as a site in build/site; warnings are errors, nothing is fetched
+docs: $(NATIVE) ## the pages as a site in build/site; warnings are errors, nothing is fetched
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-lint: $(READY) ## ruff and mypy (strict)
+lint: $(NATIVE) ## ruff and mypy (strict)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-format: $(READY) ## let ruff sort the imports and repair what it can
+format: $(NATIVE) ## let ruff sort the imports and repair what it can
 	$(BIN)/ruff check --fix .
 
-bench: $(READY) ## speed and memory, beside the alternatives
+bench: $(NATIVE) ## speed and memory, beside the alternatives
 	$(BIN)/python benchmarks/bench.py attention
 	$(BIN)/python benchmarks/bench.py models
 
-release: $(READY) ## build sdist and wheel, try them in a fresh environment without a network; dist/ gets both
+release: $(NATIVE) ## build sdist and wheel, try them in a fresh environment without a network; dist/ gets both
 	$(BIN)/python tools/release.py $(RELEASE)
 
 clean: ## remove the environment, caches and builds; runs/ stays

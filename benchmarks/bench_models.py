@@ -174,7 +174,8 @@ def bench_models(
 
     Returns:
         One row for each model and runtime: its name, size, times, the settings, the processor, peak memory in MiB (None
-        where not measured), and what it saves beside global attention. And a line for each runtime that refused a model.
+        where not measured), and what it saves beside global attention. And a line for each runtime
+        that refused a model.
 
     Raises:
         UserError: something cannot be timed.
@@ -278,8 +279,8 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
             shares = ", ".join(f"{share:.2f}" for share in row["eq7_by_stage"])
             lines.append(
                 f"{row['model']} at {row['image_size']} px in {row['runtime']}: {row['time_of_global']:.2f} of its "
-                f"time with global attention, {row['work_of_global']:.2f} of its multiply-adds; by Eq. 7 of the attention's "
-                f"by stage: {shares}"
+                f"time with global attention, {row['work_of_global']:.2f} of its multiply-adds; "
+                f"by Eq. 7 of the attention's by stage: {shares}"
             )
     return lines
 

@@ -63,7 +63,7 @@ TASKS = {
     "segment": ("scenes_segment", (*COMMON, "--ema.decay=1e-9", "--data.image_size=64")),
 }
 EVENTS = 3 * (6 * 4 + 4 * 2 + 2)  # of a Bomb, in one of these trainings
-COMPARED = ("state_dict", "training_weights", "optimizer", "loss_sums")
+COMPARED = ("model", "model_ema", "optimizer", "loss_sums")
 
 
 # Before and after each: a step, its forward and backward, a validation's batch, an epoch's end.

@@ -3,6 +3,7 @@
 Importing the package registers its models with timm: ``timm.create_model("dgt_tiny")``.
 """
 
+from dgt import native
 from dgt.acceleration import accelerate, apply_plan, exact_attention, register_attention
 from dgt.inference import optimize_for_inference
 from dgt.layers import DGAttention, GlobalAttention
@@ -54,6 +55,7 @@ __all__ = [
     "group_queries",
     "group_records",
     "merge_attention",
+    "native",
     "optimize_for_inference",
     "register_attention",
     "replace_attention",

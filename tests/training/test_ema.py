@@ -30,7 +30,7 @@ def test_a_trained_average_differs_and_keeps_centroids_of_unit_norm(tmp_path: Pa
     overrides += ["--schedule.epochs=2", "--schedule.warmup_epochs=0", "--optimizer.lr=0.01", "--ema.decay=0.0000001"]
     folder = fit(load_recipe("scenes", [*overrides, "--trainer.accelerator=cpu", f"--out={tmp_path / 'run'}"])).folder
     stored = read_checkpoint(step_checkpoints(folder)[0])
-    averaged, current = stored["state_dict"], stored["training_weights"]
+    averaged, current = stored["model_ema"], stored["model"]
     centroids = [key for key in averaged if key.endswith("centroids")]
     assert centroids
     for key in centroids:

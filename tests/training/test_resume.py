@@ -98,7 +98,9 @@ def state(out: Path) -> dict[str, Any]:
     """Weights, averages, optimizer and metrics at the end, by name."""
     stored = read_checkpoint(step_checkpoints(out)[0])
     stored["progress"].pop("seconds")
-    kept = {key: stored[key] for key in ("state_dict", "training_weights", "optimizer", "progress", "loss_sums")}
+    kept = {key: stored[key] for key in ("model", "optimizer", "progress", "loss_sums")}
+    if "model_ema" in stored:
+        kept["model_ema"] = stored["model_ema"]
     leaves, _ = torch.utils._pytree.tree_flatten_with_path(kept)
     return {torch.utils._pytree.keystr(path): leaf for path, leaf in leaves}
 

@@ -61,10 +61,10 @@ def test_a_file_that_is_not_ours(tmp_path: Path) -> None:
         load_run(tmp_path)
 
 
-@pytest.mark.parametrize("lost", ["recipe", "class_names", "state_dict"])
+@pytest.mark.parametrize("lost", ["recipe", "class_names", "model"])
 def test_a_record_that_lacks_a_part(finished: Result, tmp_path: Path, lost: str) -> None:
     stored = read_checkpoint(step_checkpoints(finished.folder)[0])
-    del (stored if lost == "state_dict" else stored["dgt"])[lost]
+    del (stored if lost == "model" else stored["dgt"])[lost]
     torch.save(stored, tmp_path / "partial.ckpt")
     with pytest.raises(ValueError, match=r"partial\.ckpt is cut off or damaged"):
         load_run(tmp_path / "partial.ckpt")

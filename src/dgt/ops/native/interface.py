@@ -1,0 +1,118 @@
+"""The C structures of the native kernels, and how tensors become them (``kernels/interface.h``)."""
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgt.ops.checks import nan_in
+from dgt.ops.native import library
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+NO_MASK, BOOL_MASK, FLOAT_MASK = range(3)
+GOOD, NAN_IN_QUERY, NAN_IN_KEY, NO_MEMORY = range(4)
+
+
+class Tokens(ctypes.Structure):
+    """``dgt_tokens``: a (B, H, N, D) tensor whose channels stand side by side."""
+
+    _fields_ = [  # noqa: RUF012
+        ("data", ctypes.c_void_p),
+        ("image_stride", ctypes.c_int64),
+        ("head_stride", ctypes.c_int64),
+        ("token_stride", ctypes.c_int64),
+    ]
+
+
+class Problem(ctypes.Structure):
+    """``dgt_problem``: what a kernel reads and writes; fields that are not set are zero or null."""
+
+    _fields_ = [  # noqa: RUF012
+        ("images", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
+        ("key_heads", ctypes.c_int64),
+        ("queries", ctypes.c_int64),
+        ("keys", ctypes.c_int64),
+        ("channels", ctypes.c_int64),
+        ("groups", ctypes.c_int64),
+        ("list_length", ctypes.c_int64),
+        ("prefix", ctypes.c_int64),
+        ("type", ctypes.c_int64),
+        ("query", Tokens),
+        ("key", Tokens),
+        ("value", Tokens),
+        ("centroids", ctypes.c_void_p),
+        ("centroids_image_stride", ctypes.c_int64),
+        ("query_mask", ctypes.c_void_p),
+        ("key_mask", ctypes.c_void_p),
+        ("key_bias", ctypes.c_void_p),
+        ("mask", ctypes.c_void_p),
+        ("mask_type", ctypes.c_int64),
+        ("mask_strides", ctypes.c_int64 * 4),
+        ("scale", ctypes.c_double),
+        ("group_ids", ctypes.c_void_p),
+        ("key_ids", ctypes.c_void_p),
+        ("output", Tokens),
+        ("logsumexp", ctypes.c_void_p),
+        ("group_sums", ctypes.c_void_p),
+        ("group_counts", ctypes.c_void_p),
+        ("grad_output", Tokens),
+        ("grad_logsumexp", ctypes.c_void_p),
+        ("grad_query", ctypes.c_void_p),
+        ("grad_key", ctypes.c_void_p),
+        ("grad_value", ctypes.c_void_p),
+        ("grad_key_bias", ctypes.c_void_p),
+        ("threads", ctypes.c_int64),
+        ("parallel_for", ctypes.c_void_p),
+    ]
+
+
+def tokens(tensor: Tensor) -> Tokens:
+    """Describe a (B, H, N, D) tensor whose last stride is 1; any others."""
+    image, head, token, _ = tensor.stride()
+    return Tokens(tensor.data_ptr(), image, head, token)
+
+
+def with_channels_together(tensor: Tensor) -> Tensor:
+    """Return a (B, H, N, D) tensor that the kernels can read: itself, but for a last stride other than 1."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def new_tokens(like: Tensor) -> Tensor:
+    """Return an empty (B, H, L, D) tensor that lies in memory as (B, L, H, D), which a projection can read as it is."""
+    batch, heads, count, channels = like.shape
+    return like.new_empty((batch, count, heads, channels)).transpose(1, 2)
+
+
+def describe(query: Tensor, key: Tensor, value: Tensor | None = None, scale: float = 1.0) -> Problem:
+    """Describe a call by its (B, H, L, D) queries and (B, heads, S, D) keys and values; the rest is to be set."""
+    problem = Problem()
+    problem.images, problem.heads, problem.queries, problem.channels = query.shape
+    problem.key_heads, problem.keys = key.shape[1:3]
+    problem.type = TYPES[query.dtype]
+    problem.query = tokens(query)
+    problem.key = tokens(key)
+    if value is not None:
+        problem.value = tokens(value)
+    problem.scale = scale
+    problem.threads = torch.get_num_threads()
+    problem.parallel_for = library.parallel_for()
+    return problem
+
+
+def run(name: str, problem: Problem) -> None:
+    """Call a kernel.
+
+    Raises:
+        NonFiniteInput: a ValueError, where a score was NaN.
+        MemoryError: where there is no room for what the kernel keeps.
+    """
+    loaded: Any = library.load()
+    status = getattr(loaded, name)(ctypes.byref(problem))
+    if status == NAN_IN_QUERY:
+        raise nan_in("query")
+    if status == NAN_IN_KEY:
+        raise nan_in("key")
+    if status == NO_MEMORY:
+        raise MemoryError(f"no memory for attention of {problem.queries} queries and {problem.keys} keys")

@@ -1,0 +1,288 @@
+// Softmax attention of some queries over a list of keys (Eq. 2), block by block of keys.
+//
+// A block's keys are gathered and transposed once for all queries of a part; their scores stay in the first cache. The
+// softmax is computed online: a row keeps its largest score, its sum of exponentials and its output so far, and all
+// that came before fades by 2^(old maximum - new maximum). Scores are in units of log 2.
+#pragma once
+
+#include "grouping.h"
+#include "interface.h"
+#include "lanes.h"
+#include "products.h"
+#include "tokens.h"
+
+namespace dgt {
+
+constexpr float LOG2_E = 1.44269504088896f;
+constexpr float LN_2 = 0.693147180559945f;
+
+// Keys of a block: scores, panels and values of a block share the caches.
+constexpr int64_t key_block(int64_t channels) { return max<int64_t>(32, round_up(min<int64_t>(128, 4096 / channels), 16)); }
+
+// Queries of a part at most: their rows fit the second cache, and a head of many queries has parts for 16 threads.
+constexpr int64_t part_size(const dgt_problem& x) {
+    int64_t most = max<int64_t>(64, min<int64_t>(1024, 32768 / x.channels));
+    return min(most, max<int64_t>(128, divide_up(x.queries, 16)));
+}
+
+// One head of one image.
+struct Head {
+    int64_t index;  // image * H + head
+    int64_t image;
+    Rows query;
+    Rows key;
+    Rows value;
+    Rows output;
+    Rows grad_output;
+    const float* centroids;
+    const uint8_t* query_mask;
+    const uint8_t* key_mask;
+    const float* key_bias;
+    const char* mask;  // of dense attention: at the first query and key
+    int64_t* group_ids;
+    int64_t* key_ids;
+    float* logsumexp;
+};
+
+inline Head head_of(const dgt_problem& x, int64_t index) {
+    int64_t image = index / x.heads;
+    int64_t head = index % x.heads;
+    int64_t key_head = head / (x.heads / x.key_heads);
+    int64_t mask_size = x.mask_type == DGT_MASK_FLOAT ? 4 : 1;
+    Head h;
+    h.index = index;
+    h.image = image;
+    h.query = rows_of(x.query, x.type, image, head);
+    h.key = rows_of(x.key, x.type, image, key_head);
+    h.value = rows_of(x.value, x.type, image, key_head);
+    h.output = rows_of(x.output, x.type, image, head);
+    h.grad_output = rows_of(x.grad_output, x.type, image, head);
+    h.centroids = x.centroids + image * x.centroids_image_stride + head * x.groups * x.channels;
+    h.query_mask = x.query_mask ? x.query_mask + image * x.queries : nullptr;
+    h.key_mask = x.key_mask ? x.key_mask + image * x.keys : nullptr;
+    h.key_bias = x.key_bias ? x.key_bias + index * x.keys : nullptr;
+    h.mask = (const char*)x.mask + (image * x.mask_strides[0] + head * x.mask_strides[1]) * mask_size;
+    h.group_ids = x.group_ids + index * x.queries;
+    h.key_ids = x.key_ids + index * x.groups * x.list_length;
+    h.logsumexp = x.logsumexp ? x.logsumexp + index * x.queries : nullptr;
+    return h;
+}
+
+// The keys that a part attends to, without those that are hidden.
+struct KeyList {
+    const int64_t* ids;   // null: 0, 1, 2 and so on
+    int64_t length;       // places, of which some may hold -1
+    const uint8_t* mask;  // 1 where a key is real; null: all are
+
+    bool is_whole() const { return !ids && !mask; }
+};
+
+// Queries that attend to one list of keys.
+struct Part {
+    const int32_t* order;  // query numbers; null: first, first + 1 and so on
+    int64_t first;
+    int64_t count;
+    KeyList keys;
+
+    int64_t query(int64_t row) const { return order ? order[first + row] : first + row; }
+};
+
+// Take the next keys of a list, `most` of them or as many as there are; `cursor` is the place to go on from.
+DGT_INLINE int64_t take_keys(const KeyList& list, int64_t& cursor, int64_t most, int32_t* ids) {
+    int64_t count = 0;
+    for (; cursor < list.length && count < most; ++cursor) {
+        int64_t id = list.ids ? list.ids[cursor] : cursor;
+        ids[count] = (int32_t)id;
+        count += id >= 0 && (!list.mask || list.mask[id]);
+    }
+    return count;
+}
+
+// Keys and values of a block, ready for the products.
+struct KeyBlock {
+    int32_t* ids;
+    int64_t count;
+    float* rows;      // tokens that are converted
+    float* panels;    // keys
+    float* copies;    // values side by side
+    int64_t* offsets; // of values that stay where they are
+    float* biases;    // of keys, in units of log 2
+    Values values;
+
+    KeyBlock(Arena& arena, const dgt_problem& x) {
+        int64_t width = round_up(x.channels, W);
+        int64_t most = key_block(x.channels);
+        ids = arena.take<int32_t>(most);
+        count = 0;
+        rows = arena.take<float>(W * width);
+        panels = arena.take<float>(panels_size(most, x.channels));
+        copies = arena.take<float>(most * width);
+        offsets = arena.take<int64_t>(most);
+        biases = arena.take<float>(most + W);
+    }
+
+    // Load the next keys of a list for so many queries; false where none are left.
+    bool load_next(const dgt_problem& x, const Head& h, const KeyList& list, int64_t& cursor, int64_t queries) {
+        int64_t first = cursor;
+        bool whole = list.is_whole();
+        if (whole) {
+            count = min(key_block(x.channels), list.length - cursor);
+            cursor += count;
+        } else {
+            count = take_keys(list, cursor, key_block(x.channels), ids);
+        }
+        if (count == 0) return false;
+        if (!whole && x.keys > 2048)
+            for (int64_t j = 0; j < count; ++j) prefetch(h.value, ids[j], x.channels, false);
+        pack(h.key, whole ? nullptr : ids, first, count, x.channels, rows, panels);
+        load_values(x, h, whole, first, queries);
+        if (h.key_bias) {
+            for (int64_t j = 0; j < count; ++j) biases[j] = h.key_bias[whole ? first + j : ids[j]] * LOG2_E;
+            for (int64_t j = count; j < round_up(count, W); ++j) biases[j] = biases[count - 1];
+        }
+        return true;
+    }
+
+    const float* bias() const { return has_bias_ ? biases : nullptr; }
+
+private:
+    // Values side by side, which is worth it for many queries, and needed where they are converted or padded.
+    void load_values(const dgt_problem& x, const Head& h, bool whole, int64_t first, int64_t queries) {
+        int64_t width = round_up(x.channels, W);
+        has_bias_ = h.key_bias != nullptr;
+        if (x.channels % W || x.type != DGT_FLOAT32 || queries > MOST_ROWS) {
+            for (int64_t j = 0; j < count; ++j)
+                copy_row(h.value, whole ? first + j : ids[j], x.channels, 1.0f, copies + j * width);
+            values = {copies, nullptr, width};
+            return;
+        }
+        int64_t stride = h.value.stride / 4;
+        for (int64_t j = 0; j < count; ++j) offsets[j] = (whole ? first + j : ids[j]) * stride;
+        values = {(const float*)h.value.data, offsets, 0};
+    }
+
+    bool has_bias_ = false;
+};
+
+// Add the mask of dense attention to the scores of one query with the keys of a block, all keys from `first` on.
+inline void add_mask(const dgt_problem& x, const Head& h, int64_t query, int64_t first, int64_t count, float* scores) {
+    int64_t start = query * x.mask_strides[2] + first * x.mask_strides[3];
+    int64_t step = x.mask_strides[3];
+    if (x.mask_type == DGT_MASK_BOOL) {
+        const uint8_t* sees = (const uint8_t*)h.mask + start;
+        for (int64_t j = 0; j < count; ++j) scores[j] = sees[j * step] ? scores[j] : -INFINITE;
+    } else {
+        const float* added = (const float*)h.mask + start;
+        for (int64_t j = 0; j < count; ++j) scores[j] += added[j * step] * LOG2_E;
+    }
+    for (int64_t j = count; j < round_up(count, W); ++j) scores[j] = scores[count - 1];
+}
+
+struct AttendBuffers {
+    float* queries;    // rows of the part, scaled
+    float* outputs;    // rows so far, not yet divided by their sums
+    float* largest;    // score of every row so far
+    Floats* sums;      // of every row's exponentials, lane by lane
+    float* scores;     // (MOST_ROWS, key_block)
+    KeyBlock keys;
+
+    AttendBuffers(Arena& arena, const dgt_problem& x) : keys(arena, x) {
+        int64_t width = round_up(x.channels, W);
+        int64_t rows = part_size(x);
+        queries = arena.take<float>(rows * width);
+        outputs = arena.take<float>(rows * width);
+        largest = arena.take<float>(rows);
+        sums = arena.take<Floats>(rows);
+        scores = arena.take<float>(MOST_ROWS * key_block(x.channels));
+    }
+};
+
+// Online softmax of a row of scores, which become exponentials. Lanes beyond `last` hold nothing new.
+DGT_INLINE void exponentials(float* scores, int64_t vectors, Bits last, Floats largest, Floats& sum) {
+    Floats shift = choose(is_equal(largest, all(-INFINITE)), Floats{}, largest);  // where no key was seen yet
+    Floats total = sum;
+    for (int64_t i = 0; i < vectors - 1; ++i) {
+        Floats weight = power_of_two(load(scores + i * W) - shift);
+        total += weight;
+        store(scores + i * W, weight);
+    }
+    Floats weight = power_of_two(load(scores + (vectors - 1) * W) - shift);
+    store(scores + (vectors - 1) * W, weight);
+    sum = total + choose(last, weight, Floats{});
+}
+
+// Attend from up to MOST_ROWS queries of a part, from row `first` on, to a block of keys.
+inline void attend_rows(const dgt_problem& x, const Head& h, const Part& part, int64_t first, int rows, int64_t first_key,
+                        bool is_first_block, const AttendBuffers& b) {
+    const KeyBlock& keys = b.keys;
+    int64_t width = round_up(x.channels, W);
+    int64_t vectors = divide_up(keys.count, W);
+    int64_t stride = key_block(x.channels);
+    Bits last = first_lanes(keys.count - (vectors - 1) * W);
+    Floats largest[MOST_ROWS];
+    float fade[MOST_ROWS];
+    for (int r = 0; r < rows; ++r) largest[r] = is_first_block ? all(-INFINITE) : all(b.largest[first + r]);
+    row_scores(b.queries + first * width, width, rows, keys.panels, vectors, x.channels, keys.bias(), b.scores, stride,
+               largest);
+    if (x.mask_type != DGT_NO_MASK) {
+        for (int r = 0; r < rows; ++r) {
+            float* scores = b.scores + r * stride;
+            add_mask(x, h, part.query(first + r), first_key, keys.count, scores);
+            largest[r] = is_first_block ? all(-INFINITE) : all(b.largest[first + r]);
+            for (int64_t i = 0; i < vectors; ++i) largest[r] = larger(largest[r], load(scores + i * W));
+        }
+    }
+    for (int r = 0; r < rows; ++r) {
+        largest[r] = spread_largest(largest[r]);
+        Floats before = is_first_block ? all(-INFINITE) : all(b.largest[first + r]);
+        Floats faded = choose(is_equal(before, all(-INFINITE)), Floats{}, power_of_two(before - largest[r]));
+        b.sums[first + r] = is_first_block ? Floats{} : b.sums[first + r] * faded;
+        fade[r] = faded[0];
+        b.largest[first + r] = largest[r][0];
+    }
+    for (int r = 0; r < rows; ++r)
+        exponentials(b.scores + r * stride, vectors, last, largest[r], b.sums[first + r]);
+    row_weigh({b.scores, stride, 1}, rows, keys.values, keys.count, b.outputs + first * width, width, width,
+              is_first_block ? nullptr : fade);
+}
+
+// Divide a row by its sum, and write it; zero, and a logarithm of -inf, where it saw no key.
+inline void write_row(const dgt_problem& x, const Head& h, int64_t query, const float* output, float largest, float sum) {
+    bool blind = largest == -INFINITE;
+    float factor = blind ? 0.0f : 1.0f / sum;
+    for (int64_t d = 0; d < x.channels; d += W)
+        store_channels(h.output, query, d, x.channels, blind ? Floats{} : load(output + d) * factor);
+    if (h.logsumexp) h.logsumexp[query] = blind ? -INFINITE : largest * LN_2 + __builtin_logf(sum);
+}
+
+// Write that a query attends to nothing.
+inline void write_blind_row(const dgt_problem& x, const Head& h, int64_t query) {
+    write_row(x, h, query, nullptr, -INFINITE, 0.0f);
+}
+
+// Attend from the queries of a part to its keys.
+inline void attend_part(const dgt_problem& x, const Head& h, const Part& part, AttendBuffers& b) {
+    int64_t width = round_up(x.channels, W);
+    int64_t pieces = divide_up(part.count, MOST_ROWS);
+    float factor = (float)(x.scale * LOG2_E);
+    for (int64_t r = 0; r < part.count; ++r)
+        copy_row(h.query, part.query(r), x.channels, factor, b.queries + r * width);
+    int64_t cursor = 0;
+    int64_t first_key = 0;
+    bool is_first_block = true;
+    while (b.keys.load_next(x, h, part.keys, cursor, part.count)) {
+        for (int64_t piece = 0; piece < pieces; ++piece) {
+            int64_t first = part.count * piece / pieces;
+            int rows = (int)(part.count * (piece + 1) / pieces - first);
+            attend_rows(x, h, part, first, rows, first_key, is_first_block, b);
+        }
+        is_first_block = false;
+        first_key = cursor;
+    }
+    for (int64_t r = 0; r < part.count; ++r) {
+        if (is_first_block) write_blind_row(x, h, part.query(r));
+        else write_row(x, h, part.query(r), b.outputs + r * width, b.largest[r], sum_of_lanes(b.sums[r]));
+    }
+}
+
+}  // namespace dgt

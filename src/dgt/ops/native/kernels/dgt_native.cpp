@@ -1,0 +1,506 @@
+// Dynamic Group Attention on CPUs (section 3.1 of the paper): group, select, attend, and the gradients; dense attention.
+//
+//   grouping.h    every query joins its nearest centroid
+//   selection.h   every centroid selects its k best keys                (Eq. 1)
+//   attention.h   softmax attention of queries over a list of keys      (Eq. 2)
+//   backward.h    its gradients
+//   products.h    the two products that all of it is made of
+//
+// This file says who does what: with many heads a thread takes one after another, whole, while its tokens are in the
+// cache; with few heads every step is shared.
+
+#include "attention.h"
+#include "backward.h"
+#include "grouping.h"
+#include "interface.h"
+#include "memory.h"
+#include "parallel.h"
+#include "parts.h"
+#include "selection.h"
+
+namespace dgt {
+namespace {
+
+constexpr size_t MOST_SLOT_BYTES = (size_t)512 << 20;  // of all heads whose gradients are computed at a time
+
+// Which steps of the operator a call takes.
+struct Steps {
+    bool group;
+    bool select;
+    bool attend;
+};
+
+int64_t head_count(const dgt_problem& x) { return x.images * x.heads; }
+
+bool shares_heads(const dgt_problem& x) { return thread_count(x) > 1 && head_count(x) < 4 * thread_count(x); }
+
+int64_t top_k_of(const dgt_problem& x) { return x.list_length - x.prefix; }
+
+// The worst that was found; a number that all threads see.
+class Status {
+public:
+    void raise(dgt_status status) {
+        if (get() == DGT_GOOD || status < get()) status_.set(status);
+    }
+    int get() const { return (int)status_.get(); }
+
+private:
+    Counter status_;
+};
+
+template <class Buffers>
+size_t bytes_of(const dgt_problem& x) {
+    Arena measure;
+    Buffers buffers(measure, x);
+    return measure.used();
+}
+
+// Candidates of every group, with room for those of so many keys.
+Candidates* take_candidates(Arena& arena, const dgt_problem& x, int64_t keys) {
+    int64_t room = candidate_room(top_k_of(x), keys);
+    Candidates* candidates = arena.take<Candidates>(x.groups);
+    float* scores = arena.take<float>(x.groups * room);
+    int32_t* ids = arena.take<int32_t>(x.groups * room);
+    for (int64_t g = 0; candidates && g < x.groups; ++g) candidates[g] = {scores + g * room, ids + g * room, 0, 0.0f};
+    return candidates;
+}
+
+void cut(const dgt_problem& x, const Head& h, const Steps& steps, const Parts& parts) {
+    bool all_keys = steps.select && x.list_length >= x.keys;
+    if (all_keys) cut_real_queries(x, h, parts);
+    else cut_by_group(x, h, parts);
+    write_queries_of_no_group(x, h);
+}
+
+// Group queries begin..end of a head; the prefix is of no group.
+void group(const dgt_problem& x, const Head& h, int64_t begin, int64_t end, const GroupBuffers& buffers,
+           Status& status) {
+    for (int64_t i = begin; i < min(x.prefix, end); ++i) h.group_ids[i] = -1;
+    if (!group_queries(h.query, max(begin, x.prefix), end, h.query_mask, h.centroids, x.groups, x.channels,
+                       h.group_ids, buffers))
+        status.raise(DGT_NAN_IN_QUERY);
+}
+
+// ---- many heads: each is done whole by one thread ----------------------------------------------------------------
+
+struct HeadBuffers {
+    GroupBuffers group;
+    SelectBuffers select;
+    Candidates* candidates;
+    Parts parts;
+    AttendBuffers attend;
+
+    HeadBuffers(Arena& arena, const dgt_problem& x)
+        : group(arena, x),
+          select(arena, x),
+          candidates(take_candidates(arena, x, x.keys)),
+          parts(arena, x),
+          attend(arena, x) {}
+};
+
+void do_head(const dgt_problem& x, const Head& h, const Steps& steps, HeadBuffers& b, Status& status) {
+    if (steps.group) group(x, h, 0, x.queries, b.group, status);
+    if (steps.select) {
+        const Rows* prefetched = steps.attend ? &h.value : nullptr;
+        bool good = collect_candidates(h.key, x.prefix, x.keys, h.key_mask, h.centroids, x.groups, x.channels,
+                                       top_k_of(x), b.candidates, b.select, prefetched);
+        for (int64_t g = 0; g < x.groups; ++g) {
+            good &= keep_largest(b.candidates[g], top_k_of(x), 0);
+            write_list(b.candidates[g], x, h.key_mask, h.key_ids + g * x.list_length);
+        }
+        if (!good) status.raise(DGT_NAN_IN_KEY);
+    }
+    if (!steps.attend || status.get() != DGT_GOOD) return;
+    cut(x, h, steps, b.parts);
+    for (int64_t i = 0; i < *b.parts.count; ++i) attend_part(x, h, b.parts.parts[i], b.attend);
+}
+
+int do_heads(const dgt_problem& x, const Steps& steps) {
+    int64_t threads = min(thread_count(x), head_count(x));
+    size_t bytes = bytes_of<HeadBuffers>(x);
+    Block block(bytes * (size_t)threads);
+    if (block.failed()) return DGT_NO_MEMORY;
+    Status status;
+    in_parallel(x, threads, [&](Member& member) {
+        Arena arena(block.aligned() + bytes * (size_t)member.seat(), bytes);
+        HeadBuffers buffers(arena, x);
+        member.share(head_count(x), [&](int64_t i) { do_head(x, head_of(x, i), steps, buffers, status); });
+    });
+    return status.get();
+}
+
+// ---- few heads: every step is shared -----------------------------------------------------------------------------
+
+// How many tasks the queries, and the keys, of a head are cut into.
+int64_t pieces_of_head(const dgt_problem& x) {
+    int64_t wanted = divide_up(4 * thread_count(x), head_count(x));
+    return max<int64_t>(1, min(wanted, max(x.queries, x.keys) / 1024));
+}
+
+// Candidates that a piece of the keys, and then all pieces, brought.
+struct SharedBuffers {
+    int64_t pieces;
+    Candidates** found;  // (heads, pieces): of every group
+    Parts** parts;       // (heads)
+
+    SharedBuffers(Arena& arena, const dgt_problem& x) {
+        pieces = pieces_of_head(x);
+        int64_t heads = head_count(x);
+        found = arena.take<Candidates*>(heads * pieces);
+        parts = arena.take<Parts*>(heads);
+        for (int64_t i = 0; i < heads * pieces; ++i) {
+            Candidates* candidates = take_candidates(arena, x, divide_up(x.keys, pieces));
+            if (found) found[i] = candidates;
+        }
+        for (int64_t i = 0; i < heads; ++i) {
+            Parts* place = arena.take<Parts>(1);
+            Parts laid_out(arena, x);
+            if (parts) *(parts[i] = place) = laid_out;
+        }
+    }
+};
+
+struct StepBuffers {
+    GroupBuffers group;
+    SelectBuffers select;
+    Candidates merged;
+    AttendBuffers attend;
+
+    StepBuffers(Arena& arena, const dgt_problem& x) : group(arena, x), select(arena, x), attend(arena, x) {
+        int64_t pieces = pieces_of_head(x);
+        int64_t room = pieces * candidate_room(top_k_of(x), divide_up(x.keys, pieces)) + W;
+        merged = {arena.take<float>(room), arena.take<int32_t>(room), 0, 0.0f};
+    }
+};
+
+// The list of a group out of the candidates that all pieces of the keys brought.
+void merge_candidates(const dgt_problem& x, const Head& h, int64_t g, const SharedBuffers& shared, Candidates merged,
+                      Status& status) {
+    for (int64_t piece = 0; piece < shared.pieces; ++piece) {
+        const Candidates& part = shared.found[h.index * shared.pieces + piece][g];
+        memcpy(merged.scores + merged.count, part.scores, (size_t)part.count * sizeof(float));
+        memcpy(merged.ids + merged.count, part.ids, (size_t)part.count * sizeof(int32_t));
+        merged.count += part.count;
+    }
+    if (!keep_largest(merged, top_k_of(x), 0)) status.raise(DGT_NAN_IN_KEY);
+    write_list(merged, x, h.key_mask, h.key_ids + g * x.list_length);
+}
+
+void collect_piece(const dgt_problem& x, const Head& h, int64_t piece, const SharedBuffers& shared,
+                   const SelectBuffers& buffers, Status& status) {
+    int64_t keys = x.keys - x.prefix;
+    int64_t begin = x.prefix + keys * piece / shared.pieces;
+    int64_t end = x.prefix + keys * (piece + 1) / shared.pieces;
+    Candidates* candidates = shared.found[h.index * shared.pieces + piece];
+    if (!collect_candidates(h.key, begin, end, h.key_mask, h.centroids, x.groups, x.channels, top_k_of(x), candidates,
+                            buffers, nullptr))
+        status.raise(DGT_NAN_IN_KEY);
+}
+
+void group_and_collect(const dgt_problem& x, const Steps& steps, const SharedBuffers& shared, const StepBuffers& own,
+                       Member& member, Status& status) {
+    int64_t pieces = shared.pieces;
+    member.share(2 * head_count(x) * pieces, [&](int64_t task) {
+        Head h = head_of(x, task / 2 / pieces);
+        int64_t piece = task / 2 % pieces;
+        bool selects = task % 2 == 0;
+        if (selects && steps.select) collect_piece(x, h, piece, shared, own.select, status);
+        if (!selects && steps.group)
+            group(x, h, x.queries * piece / pieces, x.queries * (piece + 1) / pieces, own.group, status);
+    });
+}
+
+void merge_and_cut(const dgt_problem& x, const Steps& steps, const SharedBuffers& shared, const StepBuffers& own,
+                   Member& member, Status& status) {
+    int64_t tasks = x.groups + 1;
+    member.share(head_count(x) * tasks, [&](int64_t task) {
+        Head h = head_of(x, task / tasks);
+        int64_t g = task % tasks - 1;
+        if (g >= 0 && steps.select) merge_candidates(x, h, g, shared, own.merged, status);
+        if (g < 0 && steps.attend) cut(x, h, steps, *shared.parts[h.index]);
+    });
+}
+
+void attend_parts(const dgt_problem& x, const SharedBuffers& shared, StepBuffers& own, Member& member) {
+    int64_t most = Parts::most(x);
+    member.share(head_count(x) * most, [&](int64_t task) {
+        int64_t head = task / most;
+        const Parts& parts = *shared.parts[head];
+        if (task % most < *parts.count) attend_part(x, head_of(x, head), parts.parts[task % most], own.attend);
+    });
+}
+
+int share_heads(const dgt_problem& x, const Steps& steps) {
+    int64_t threads = thread_count(x);
+    size_t shared_bytes = bytes_of<SharedBuffers>(x);
+    size_t own_bytes = bytes_of<StepBuffers>(x);
+    Block block(shared_bytes + own_bytes * (size_t)threads);
+    if (block.failed()) return DGT_NO_MEMORY;
+    Arena shared_arena(block.aligned(), shared_bytes);
+    SharedBuffers shared(shared_arena, x);
+    Status status;
+    in_parallel(x, threads, [&](Member& member) {
+        Arena arena(block.aligned() + shared_bytes + own_bytes * (size_t)member.seat(), own_bytes);
+        StepBuffers own(arena, x);
+        group_and_collect(x, steps, shared, own, member, status);
+        if (status.get() != DGT_GOOD) return;
+        merge_and_cut(x, steps, shared, own, member, status);
+        if (status.get() != DGT_GOOD || !steps.attend) return;
+        attend_parts(x, shared, own, member);
+    });
+    return status.get();
+}
+
+int run(const dgt_problem& x, const Steps& steps) { return shares_heads(x) ? share_heads(x, steps) : do_heads(x, steps); }
+
+// ---- dense attention ---------------------------------------------------------------------------------------------
+
+struct DenseBuffers {
+    Parts parts;
+    AttendBuffers attend;
+
+    DenseBuffers(Arena& arena, const dgt_problem& x) : parts(arena, x), attend(arena, x) {}
+};
+
+int run_dense(const dgt_problem& x) {
+    int64_t most = divide_up(x.queries, part_size(x));
+    int64_t tasks = head_count(x) * most;
+    int64_t threads = min(thread_count(x), tasks);
+    size_t bytes = bytes_of<DenseBuffers>(x);
+    Block block(bytes * (size_t)threads);
+    if (block.failed()) return DGT_NO_MEMORY;
+    in_parallel(x, threads, [&](Member& member) {
+        Arena arena(block.aligned() + bytes * (size_t)member.seat(), bytes);
+        DenseBuffers own(arena, x);
+        member.share(tasks, [&](int64_t task) {
+            Head h = head_of(x, task / most);
+            cut_densely(x, h, own.parts);
+            attend_part(x, h, own.parts.parts[task % most], own.attend);
+        });
+    });
+    return DGT_GOOD;
+}
+
+// ---- gradients ---------------------------------------------------------------------------------------------------
+
+// The parts of a head, and the slots that they add up in.
+struct SlotTable {
+    Parts parts;
+    Slot* slots;
+    int64_t* count;
+
+    SlotTable(Arena& arena, const dgt_problem& x) : parts(arena, x) {
+        slots = arena.take<Slot>(Parts::most(x));
+        count = arena.take<int64_t>(1);
+    }
+
+    static int64_t most_group_slots(const dgt_problem& x) {
+        return x.groups ? min(Parts::most(x), x.groups + MOST_GROUP_SLOTS) : 0;
+    }
+    static int64_t most_whole_slots(const dgt_problem& x) {
+        int64_t queries = x.groups ? x.prefix : x.queries;
+        return min(MOST_WHOLE_SLOTS, divide_up(queries, part_size(x)));
+    }
+};
+
+// Parts one after another with one list share slots where there are very many.
+void cut_into_slots(const dgt_problem& x, const Head& h, SlotTable& table) {
+    if (x.groups) cut_by_group(x, h, table.parts);
+    else cut_densely(x, h, table.parts);
+    const Part* parts = table.parts.parts;
+    int64_t total = *table.parts.count;
+    *table.count = 0;
+    for (int64_t first = 0; first < total;) {
+        bool whole = !parts[first].keys.ids;
+        int64_t most = divide_up(total, whole ? MOST_WHOLE_SLOTS : MOST_GROUP_SLOTS);
+        int64_t end = first + 1;
+        while (end < total && end - first < most && parts[end].keys.ids == parts[first].keys.ids) ++end;
+        Slot& slot = table.slots[(*table.count)++];
+        slot.first_part = first;
+        slot.part_count = end - first;
+        first = end;
+    }
+}
+
+int64_t list_length_of(const dgt_problem& x, const SlotTable& table, const Slot& slot) {
+    return table.parts.parts[slot.first_part].keys.ids ? x.list_length : x.keys;
+}
+
+// Many heads: a thread uses one slot's memory again and again.
+struct BackwardHeadBuffers {
+    SlotTable table;
+    BackwardBuffers backward;
+    Slot memory;
+
+    BackwardHeadBuffers(Arena& arena, const dgt_problem& x) : table(arena, x), backward(arena, x) {
+        bool whole = SlotTable::most_whole_slots(x) > 0;
+        memory.take(arena, x, whole ? max(x.keys, x.list_length) : x.list_length);
+    }
+};
+
+void backward_head(const dgt_problem& x, const Head& h, BackwardHeadBuffers& b) {
+    clear_gradients(x, h);
+    cut_into_slots(x, h, b.table);
+    for (int64_t i = 0; i < *b.table.count; ++i) {
+        Slot slot = b.memory;
+        slot.first_part = b.table.slots[i].first_part;
+        slot.part_count = b.table.slots[i].part_count;
+        backward_slot(x, h, b.table.parts.parts, slot, list_length_of(x, b.table, slot), b.backward);
+        add_slot(x, h, slot, 0, x.keys);
+    }
+}
+
+int backward_heads(const dgt_problem& x) {
+    int64_t threads = min(thread_count(x), head_count(x));
+    size_t bytes = bytes_of<BackwardHeadBuffers>(x);
+    Block block(bytes * (size_t)threads);
+    if (block.failed()) return DGT_NO_MEMORY;
+    in_parallel(x, threads, [&](Member& member) {
+        Arena arena(block.aligned() + bytes * (size_t)member.seat(), bytes);
+        BackwardHeadBuffers own(arena, x);
+        member.share(head_count(x), [&](int64_t i) { backward_head(x, head_of(x, i), own); });
+    });
+    return DGT_GOOD;
+}
+
+// Few heads: all slots of a head have memory of their own, and are added up by ranges of keys.
+struct HeadSlots {
+    SlotTable table;
+    Slot* group_memory;
+    Slot* whole_memory;
+
+    HeadSlots(Arena& arena, const dgt_problem& x) : table(arena, x) {
+        group_memory = take_slots(arena, x, SlotTable::most_group_slots(x), x.list_length);
+        whole_memory = take_slots(arena, x, SlotTable::most_whole_slots(x), x.keys);
+    }
+
+    // Give every slot its memory.
+    void assign() {
+        int64_t groups = 0;
+        int64_t wholes = 0;
+        for (int64_t i = 0; i < *table.count; ++i) {
+            Slot& slot = table.slots[i];
+            bool whole = !table.parts.parts[slot.first_part].keys.ids;
+            Slot memory = whole ? whole_memory[wholes++] : group_memory[groups++];
+            memory.first_part = slot.first_part;
+            memory.part_count = slot.part_count;
+            slot = memory;
+        }
+    }
+
+private:
+    static Slot* take_slots(Arena& arena, const dgt_problem& x, int64_t count, int64_t length) {
+        Slot* slots = arena.take<Slot>(count);
+        for (int64_t i = 0; i < count; ++i) {
+            Slot slot;
+            slot.take(arena, x, length);
+            if (slots) slots[i] = slot;
+        }
+        return slots;
+    }
+};
+
+// The threads go through the heads from `first` on together: cut, add up in slots, add up the slots.
+int share_gradients(const dgt_problem& x, int64_t first, int64_t heads, size_t head_bytes) {
+    int64_t threads = thread_count(x);
+    size_t own_bytes = bytes_of<BackwardBuffers>(x);
+    size_t table_bytes = (size_t)round_up(heads * (int64_t)sizeof(HeadSlots), Arena::ALIGNMENT);
+    size_t shared_bytes = table_bytes + head_bytes * (size_t)heads;
+    Block block(shared_bytes + own_bytes * (size_t)threads);
+    if (block.failed()) return DGT_NO_MEMORY;
+    HeadSlots* slots = (HeadSlots*)block.aligned();
+    Arena shared(block.aligned() + table_bytes, shared_bytes - table_bytes);
+    for (int64_t i = 0; i < heads; ++i) {
+        HeadSlots laid_out(shared, x);
+        slots[i] = laid_out;
+    }
+    int64_t most = SlotTable::most_group_slots(x) + SlotTable::most_whole_slots(x);
+    int64_t ranges = divide_up(4 * threads, heads);
+    in_parallel(x, threads, [&](Member& member) {
+        Arena arena(block.aligned() + shared_bytes + own_bytes * (size_t)member.seat(), own_bytes);
+        BackwardBuffers own(arena, x);
+        member.share(heads, [&](int64_t i) {
+            Head h = head_of(x, first + i);
+            clear_gradients(x, h);
+            cut_into_slots(x, h, slots[i].table);
+            slots[i].assign();
+        });
+        member.share(heads * most, [&](int64_t task) {
+            SlotTable& table = slots[task / most].table;
+            if (task % most >= *table.count) return;
+            Slot& slot = table.slots[task % most];
+            Head h = head_of(x, first + task / most);
+            backward_slot(x, h, table.parts.parts, slot, list_length_of(x, table, slot), own);
+        });
+        member.share(heads * ranges, [&](int64_t task) {
+            int64_t range = task % ranges;
+            const SlotTable& table = slots[task / ranges].table;
+            Head h = head_of(x, first + task / ranges);
+            for (int64_t i = 0; i < *table.count; ++i)
+                add_slot(x, h, table.slots[i], x.keys * range / ranges, x.keys * (range + 1) / ranges);
+        });
+    });
+    return DGT_GOOD;
+}
+
+// As many heads at a time as memory allows.
+int run_backward(const dgt_problem& x) {
+    if (!shares_heads(x)) return backward_heads(x);
+    size_t head_bytes = bytes_of<HeadSlots>(x);
+    int64_t at_a_time = max<int64_t>(1, (int64_t)(MOST_SLOT_BYTES / head_bytes));
+    for (int64_t first = 0; first < head_count(x); first += at_a_time) {
+        int status = share_gradients(x, first, min(at_a_time, head_count(x) - first), head_bytes);
+        if (status != DGT_GOOD) return status;
+    }
+    return DGT_GOOD;
+}
+
+// ---- statistics of Eq. 3 -----------------------------------------------------------------------------------------
+
+int run_statistics(const dgt_problem& x) {
+    int64_t threads = min(thread_count(x), head_count(x));
+    size_t bytes = (size_t)round_up(round_up(x.channels, W) * 4, Arena::ALIGNMENT);
+    Block block(bytes * (size_t)threads);
+    if (block.failed()) return DGT_NO_MEMORY;
+    in_parallel(x, threads, [&](Member& member) {
+        float* row = (float*)(block.aligned() + bytes * (size_t)member.seat());
+        member.share(head_count(x), [&](int64_t i) {
+            Head h = head_of(x, i);
+            add_statistics(h.query, x.queries, h.group_ids, x.groups, x.channels,
+                           x.group_sums + i * x.groups * x.channels, x.group_counts + i * x.groups, row);
+        });
+    });
+    return DGT_GOOD;
+}
+
+// Dense attention has no groups and no lists.
+dgt_problem without_groups(const dgt_problem& problem) {
+    dgt_problem x = problem;
+    x.groups = 0;
+    x.list_length = 0;
+    x.prefix = 0;
+    return x;
+}
+
+}  // namespace
+}  // namespace dgt
+
+int dgt_group_queries(const dgt_problem* problem) { return dgt::run(*problem, {true, false, false}); }
+
+int dgt_select_keys(const dgt_problem* problem) { return dgt::run(*problem, {false, true, false}); }
+
+int dgt_attend(const dgt_problem* problem) { return dgt::run(*problem, {false, false, true}); }
+
+int dgt_attention(const dgt_problem* problem) { return dgt::run(*problem, {true, true, true}); }
+
+int dgt_attend_backward(const dgt_problem* problem) { return dgt::run_backward(*problem); }
+
+int dgt_dense(const dgt_problem* problem) { return dgt::run_dense(dgt::without_groups(*problem)); }
+
+int dgt_dense_backward(const dgt_problem* problem) { return dgt::run_backward(dgt::without_groups(*problem)); }
+
+int dgt_group_statistics(const dgt_problem* problem) { return dgt::run_statistics(*problem); }
+
+int dgt_abi_version() { return DGT_ABI_VERSION; }
+
+int dgt_lanes() { return dgt::W; }

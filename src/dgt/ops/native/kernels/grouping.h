@@ -1,0 +1,98 @@
+// Group the queries (section 3.1): every query joins the centroid of the largest dot product.
+#pragma once
+
+#include "interface.h"
+#include "lanes.h"
+#include "products.h"
+#include "tokens.h"
+
+namespace dgt {
+
+constexpr int64_t CHUNK = 96;  // tokens that are packed at a time
+
+struct GroupBuffers {
+    float* rows;    // tokens that are converted
+    float* panels;  // of a chunk
+    float* scores;  // (G, CHUNK)
+
+    GroupBuffers(Arena& arena, const dgt_problem& x) {
+        rows = arena.take<float>(W * round_up(x.channels, W));
+        panels = arena.take<float>(panels_size(CHUNK, x.channels));
+        scores = arena.take<float>(round_up(x.groups, MOST_ROWS) * CHUNK);
+    }
+};
+
+// group_ids[i] = argmax_g <query[i], centroids[g]>, the lowest of equal ones, for i from begin to end; -1 where the mask
+// hides a query. False where a score of a real query is NaN.
+inline bool group_queries(const Rows& query, int64_t begin, int64_t end, const uint8_t* mask, const float* centroids,
+                          int64_t groups, int64_t channels, int64_t* group_ids, const GroupBuffers& buffers) {
+    bool found_nan = false;
+    for (int64_t start = begin; start < end; start += CHUNK) {
+        int64_t count = min(CHUNK, end - start);
+        int64_t vectors = divide_up(count, W);
+        pack(query, nullptr, start, count, channels, buffers.rows, buffers.panels);
+        for (int64_t g = 0; g < groups; g += MOST_ROWS) {
+            int rows = (int)min<int64_t>(MOST_ROWS, groups - g);
+            row_scores(centroids + g * channels, channels, rows, buffers.panels, vectors, channels, nullptr,
+                       buffers.scores + g * CHUNK, CHUNK, nullptr);
+        }
+        for (int64_t v = 0; v < vectors; ++v) {
+            const float* scores = buffers.scores + v * W;
+            Bits real = bits_of_mask(mask, start + v * W, count - v * W);
+            Floats best = load(scores);
+            Bits nan = 0;
+            for (int64_t g = 0; g < groups; ++g) {
+                Floats score = load(scores + g * CHUNK);
+                best = larger(score, best);
+                nan |= is_nan(score);
+            }
+            found_nan |= (nan & real) != 0;
+            Ints id{};
+            Ints group = Ints{} + (int32_t)groups;
+            for (int64_t g = groups - 1; g >= 0; --g) {  // downwards: the lowest of equal ones is written last
+                group -= 1;
+                id = choose(is_equal(load(scores + g * CHUNK), best), group, id);
+            }
+            int64_t there = min<int64_t>(W, count - v * W);
+            for (int64_t i = 0; i < there; ++i)
+                group_ids[start + v * W + i] = real >> i & 1 ? (int64_t)id[i] : -1;
+        }
+    }
+    return !found_nan;
+}
+
+// Sort queries by group: those of group g are order[starts[g]..starts[g + 1]), ascending. Queries of no group are left
+// out. `starts` has G + 1 places.
+inline void sort_by_group(const int64_t* group_ids, int64_t queries, int64_t groups, int32_t* order, int32_t* starts) {
+    memset(starts, 0, (size_t)(groups + 1) * sizeof(int32_t));
+    for (int64_t i = 0; i < queries; ++i)
+        if (group_ids[i] >= 0) ++starts[group_ids[i] + 1];
+    for (int64_t g = 0; g < groups; ++g) starts[g + 1] += starts[g];
+    for (int64_t i = 0; i < queries; ++i)
+        if (group_ids[i] >= 0) order[starts[group_ids[i]]++] = (int32_t)i;
+    for (int64_t g = groups; g > 0; --g) starts[g] = starts[g - 1];
+    starts[0] = 0;
+}
+
+// Eq. 3 in parts: add the normalized queries of every group to sums (G, D), and count them.
+inline void add_statistics(const Rows& query, int64_t queries, const int64_t* group_ids, int64_t groups,
+                           int64_t channels, float* sums, float* counts, float* row) {
+    memset(sums, 0, (size_t)(groups * channels) * sizeof(float));
+    memset(counts, 0, (size_t)groups * sizeof(float));
+    for (int64_t i = 0; i < queries; ++i) {
+        if (group_ids[i] < 0) continue;
+        copy_row(query, i, channels, 1.0f, row);
+        Floats squares{};
+        for (int64_t d = 0; d < channels; d += W) squares += load(row + d) * load(row + d);
+        float length = __builtin_sqrtf(sum_of_lanes(squares));
+        float factor = 1.0f / max(length, 1e-12f);
+        float* sum = sums + group_ids[i] * channels;
+        for (int64_t d = 0; d < channels; d += W) {
+            Bits there = first_lanes(channels - d);
+            store_lanes(sum + d, load_lanes(sum + d, there) + load(row + d) * factor, there);
+        }
+        counts[group_ids[i]] += 1.0f;
+    }
+}
+
+}  // namespace dgt

@@ -1,0 +1,76 @@
+// Working memory: one allocation a call, cut into pieces. Nothing is allocated while the kernels run.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+namespace dgt {
+
+template <class T>
+constexpr T min(T a, T b) {
+    return b < a ? b : a;
+}
+
+template <class T>
+constexpr T max(T a, T b) {
+    return a < b ? b : a;
+}
+
+constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+constexpr int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
+
+// Hands out pieces of a block one after another. Without a block it only adds up their sizes: the same code that lays
+// memory out also measures it, so the two cannot disagree.
+class Arena {
+public:
+    Arena() = default;
+    Arena(char* block, size_t size) : block_(block), size_(size) {}
+
+    template <class T>
+    T* take(int64_t count) {
+        T* piece = (T*)(block_ + used_);
+        used_ += (size_t)round_up(count * (int64_t)sizeof(T) + ALIGNMENT, ALIGNMENT);
+        if (block_ && used_ > size_) abort();  // the layout was measured with other numbers: a bug
+        return block_ ? piece : nullptr;
+    }
+
+    size_t used() const { return used_; }
+
+    static constexpr int64_t ALIGNMENT = 64;
+
+private:
+    char* block_ = nullptr;
+    size_t size_ = 0;
+    size_t used_ = 0;
+};
+
+// A block for a call; freed at its end.
+class Block {
+public:
+    explicit Block(size_t size) : memory_((char*)malloc(size + Arena::ALIGNMENT)) {}
+    Block(const Block&) = delete;
+    Block& operator=(const Block&) = delete;
+    ~Block() { free(memory_); }
+
+    bool failed() const { return memory_ == nullptr; }
+    char* aligned() const { return (char*)round_up((int64_t)(intptr_t)memory_, Arena::ALIGNMENT); }
+
+private:
+    char* memory_;
+};
+
+// A number that threads share.
+class Counter {
+public:
+    int64_t add(int64_t x) { return __atomic_fetch_add(&value_, x, __ATOMIC_ACQ_REL); }
+    void set(int64_t x) { __atomic_store_n(&value_, x, __ATOMIC_RELEASE); }
+    int64_t get() const { return __atomic_load_n(&value_, __ATOMIC_ACQUIRE); }
+
+private:
+    int64_t value_ = 0;
+};
+
+}  // namespace dgt

@@ -1,0 +1,88 @@
+// Threads: one parallel region a call, in which every thread goes through the same steps.
+//
+// The pieces of a step are taken from a counter, one at a time, so a thread that the system holds up leaves them to the
+// others; a step begins when all pieces of the one before are done. A region can end only when all of its threads have
+// been there, so there is one region a call, not one a step: beside a busy process that costs one wait, not many.
+#pragma once
+
+#include <sched.h>
+
+#include "interface.h"
+#include "memory.h"
+
+namespace dgt {
+
+constexpr int MOST_STEPS = 8;  // of one region
+
+// What the threads of a region share.
+struct Team {
+    struct Step {
+        Counter next;  // the piece to take
+        Counter done;  // pieces that are finished
+    };
+    Step steps[MOST_STEPS];
+    Counter seats;  // numbers the threads
+};
+
+// One thread's view of the region.
+class Member {
+public:
+    Member(Team& team, int64_t seat) : team_(team), seat_(seat) {}
+
+    int64_t seat() const { return seat_; }
+
+    // Do pieces 0..count, together with the other members; returns when all are done.
+    template <class Work>
+    void share(int64_t count, const Work& work) {
+        Team::Step& step = team_.steps[step_++];
+        int64_t mine = 0;
+        for (int64_t i = step.next.add(1); i < count; i = step.next.add(1)) {
+            work(i);
+            ++mine;
+        }
+        if (mine) step.done.add(mine);
+        for (int turn = 0; step.done.get() < count; ++turn) {
+            if (turn > 200) sched_yield();
+            else pause();
+        }
+    }
+
+private:
+    static void pause() {
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#endif
+    }
+
+    Team& team_;
+    int64_t seat_;
+    int step_ = 0;
+};
+
+// Run `body(member)` on up to `threads` threads.
+template <class Body>
+void in_parallel(const dgt_problem& x, int64_t threads, const Body& body) {
+    struct Context {
+        Team team;
+        int64_t threads;
+        const Body* body;
+    } context;
+    context.threads = threads;
+    context.body = &body;
+    dgt_body enter = [](int64_t begin, int64_t end, void* pointer) {
+        Context& shared = *(Context*)pointer;
+        for (int64_t i = begin; i < end; ++i) {
+            int64_t seat = shared.team.seats.add(1);
+            if (seat >= shared.threads) return;
+            Member member(shared.team, seat);
+            (*shared.body)(member);
+        }
+    };
+    if (threads > 1) x.parallel_for(0, threads, 1, enter, &context);
+    else enter(0, 1, &context);
+}
+
+// The threads that a call may use.
+inline int64_t thread_count(const dgt_problem& x) { return x.parallel_for ? max<int64_t>(1, x.threads) : 1; }
+
+}  // namespace dgt

@@ -1,0 +1,80 @@
+// How the queries of a head are cut into parts, each with one list of keys. The cut depends on shapes and groups alone,
+// never on threads, so results do not either.
+#pragma once
+
+#include "attention.h"
+#include "grouping.h"
+#include "interface.h"
+
+namespace dgt {
+
+// The parts of one head: places for as many as there can be.
+struct Parts {
+    int32_t* order;   // queries by group
+    int32_t* starts;  // of every group, in that order
+    Part* parts;
+    int64_t* count;   // of parts
+
+    Parts(Arena& arena, const dgt_problem& x) {
+        order = arena.take<int32_t>(x.queries);
+        starts = arena.take<int32_t>(x.groups + 1);
+        parts = arena.take<Part>(most(x));
+        count = arena.take<int64_t>(1);
+    }
+
+    // Every group, and the prefix, may have one part that is not full.
+    static int64_t most(const dgt_problem& x) { return x.groups + 1 + divide_up(x.queries, part_size(x)); }
+};
+
+inline bool is_real(const Head& h, int64_t query) { return !h.query_mask || h.query_mask[query]; }
+
+// Cut `count` queries with one list into even parts.
+inline void add_parts(const Parts& to, const int32_t* order, int64_t first, int64_t count, KeyList keys, int64_t size) {
+    int64_t pieces = divide_up(count, size);
+    for (int64_t i = 0; i < pieces; ++i) {
+        int64_t begin = count * i / pieces;
+        int64_t end = count * (i + 1) / pieces;
+        to.parts[(*to.count)++] = {order, first + begin, end - begin, keys};
+    }
+}
+
+// Parts of attention inside groups: every group's queries; and the prefix, which attends to all keys.
+inline void cut_by_group(const dgt_problem& x, const Head& h, const Parts& to) {
+    int64_t size = part_size(x);
+    *to.count = 0;
+    sort_by_group(h.group_ids, x.queries, x.groups, to.order, to.starts);
+    for (int64_t g = 0; g < x.groups; ++g) {
+        KeyList list = {h.key_ids + g * x.list_length, x.list_length, nullptr};
+        add_parts(to, to.order, to.starts[g], to.starts[g + 1] - to.starts[g], list, size);
+    }
+    int64_t end = to.starts[x.groups];
+    int64_t prefix = 0;
+    for (int64_t i = 0; i < x.prefix; ++i)
+        if (is_real(h, i)) to.order[end + prefix++] = (int32_t)i;
+    add_parts(to, to.order, end, prefix, {nullptr, x.keys, h.key_mask}, size);
+}
+
+// Parts of attention inside groups whose lists hold every key: the lists are one, and groups make no difference.
+inline void cut_real_queries(const dgt_problem& x, const Head& h, const Parts& to) {
+    *to.count = 0;
+    int64_t count = 0;
+    for (int64_t i = 0; i < x.queries; ++i)
+        if (is_real(h, i)) to.order[count++] = (int32_t)i;
+    add_parts(to, to.order, 0, count, {nullptr, x.keys, h.key_mask}, part_size(x));
+}
+
+// Parts of dense attention.
+inline void cut_densely(const dgt_problem& x, const Head& h, const Parts& to) {
+    *to.count = 0;
+    add_parts(to, nullptr, 0, x.queries, {nullptr, x.keys, h.key_mask}, part_size(x));
+}
+
+// What is of no part sees nothing: zero.
+inline void write_queries_of_no_group(const dgt_problem& x, const Head& h) {
+    for (int64_t i = 0; i < x.queries; ++i) {
+        bool in_prefix = i < x.prefix && is_real(h, i);
+        if (h.group_ids[i] < 0 && !in_prefix) write_blind_row(x, h, i);
+    }
+}
+
+}  // namespace dgt

@@ -1,0 +1,161 @@
+// The two small matrix products that everything is made of.
+//
+//   scores   rows times panels of W tokens:  S[r, j] = sum_d A[r, d] B[j, d] + start[j]
+//   weigh    weights times rows:             O[r, d] = fade[r] O[r, d] + sum_j P[r, j] V[j, d]
+//
+// Both keep R x C vectors of sums in registers; R rows are broadcast, C vectors stand beside each other. Every size that
+// fits the registers is a function of its own, in a table.
+#pragma once
+
+#include "lanes.h"
+#include "memory.h"
+
+namespace dgt {
+
+constexpr int MOST_ROWS = REGISTERS == 32 ? 8 : 4;
+constexpr int MOST_SUMS = REGISTERS == 32 ? 24 : 12;
+constexpr int MOST_VECTORS = 8;
+
+constexpr int vectors_beside(int rows) { return min(MOST_VECTORS, MOST_SUMS / rows); }
+
+template <int R, int C>
+void scores_of(const float* a, int64_t a_stride, const float* panels, int64_t channels, const float* start, float* s,
+               int64_t s_stride, Floats* largest) {
+    Floats sum[R][C];
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) {
+        Floats first = start ? load(start + c * W) : Floats{};
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) sum[r][c] = first;
+    }
+    for (int64_t d = 0; d < channels; ++d) {
+        Floats x[C];
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) x[c] = load(panels + (c * channels + d) * W);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            Floats y = all(a[r * a_stride + d]);
+#pragma GCC unroll 8
+            for (int c = 0; c < C; ++c) sum[r][c] += y * x[c];
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) store(s + r * s_stride + c * W, sum[r][c]);
+    if (largest) {
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            Floats most = sum[r][0];
+#pragma GCC unroll 8
+            for (int c = 1; c < C; ++c) most = larger(most, sum[r][c]);
+            largest[r] = larger(largest[r], most);
+        }
+    }
+}
+
+// P[r, j] stands at r * p_row + j * p_step, so that it may be read as it is, or transposed. V[j] stands at
+// v + offsets[j], or, without offsets, at v + j * v_stride.
+template <int R, int C>
+void weigh_of(const float* p, int64_t p_row, int64_t p_step, const float* v, const int64_t* offsets, int64_t v_stride,
+              int64_t count, float* o, int64_t o_stride, const float* fade) {
+    constexpr int U = R * C >= 8 ? 1 : (R * C >= 4 ? 2 : 4);  // enough sums to hide the latency of an addition
+    Floats sum[U][R][C];
+#pragma GCC unroll 4
+    for (int u = 0; u < U; ++u)
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+            for (int c = 0; c < C; ++c) sum[u][r][c] = Floats{};
+    int64_t j = 0;
+    for (; j + U <= count; j += U) {
+#pragma GCC unroll 4
+        for (int u = 0; u < U; ++u) {
+            const float* from = v + (offsets ? offsets[j + u] : (j + u) * v_stride);
+            Floats x[C];
+#pragma GCC unroll 8
+            for (int c = 0; c < C; ++c) x[c] = load(from + c * W);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                Floats y = all(p[r * p_row + (j + u) * p_step]);
+#pragma GCC unroll 8
+                for (int c = 0; c < C; ++c) sum[u][r][c] += y * x[c];
+            }
+        }
+    }
+    for (; j < count; ++j) {
+        const float* from = v + (offsets ? offsets[j] : j * v_stride);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+            for (int c = 0; c < C; ++c) sum[0][r][c] += p[r * p_row + j * p_step] * load(from + c * W);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) {
+            Floats y = sum[0][r][c];
+            for (int u = 1; u < U; ++u) y += sum[u][r][c];
+            if (fade) y += fade[r] * load(o + r * o_stride + c * W);
+            store(o + r * o_stride + c * W, y);
+        }
+}
+
+using ScoresFunction = decltype(&scores_of<1, 1>);
+using WeighFunction = decltype(&weigh_of<1, 1>);
+
+// Row R of a table: R rows, 1 to 8 vectors beside each other, or as many as fit.
+#define DGT_SIZE(F, R, C) F<R, min(C, vectors_beside(R))>
+#define DGT_ROW(F, R)                                                                                             \
+    {                                                                                                             \
+        DGT_SIZE(F, R, 1), DGT_SIZE(F, R, 2), DGT_SIZE(F, R, 3), DGT_SIZE(F, R, 4), DGT_SIZE(F, R, 5),            \
+            DGT_SIZE(F, R, 6), DGT_SIZE(F, R, 7), DGT_SIZE(F, R, 8)                                               \
+    }
+#if defined(DGT_AVX2)
+#define DGT_TABLE(F) {DGT_ROW(F, 1), DGT_ROW(F, 2), DGT_ROW(F, 3), DGT_ROW(F, 4)}
+#else
+#define DGT_TABLE(F)                                                                                              \
+    {DGT_ROW(F, 1), DGT_ROW(F, 2), DGT_ROW(F, 3), DGT_ROW(F, 4),                                                  \
+     DGT_ROW(F, 5), DGT_ROW(F, 6), DGT_ROW(F, 7), DGT_ROW(F, 8)}
+#endif
+static const ScoresFunction SCORES[MOST_ROWS][MOST_VECTORS] = DGT_TABLE(scores_of);
+static const WeighFunction WEIGH[MOST_ROWS][MOST_VECTORS] = DGT_TABLE(weigh_of);
+
+struct Weights {
+    const float* at;
+    int64_t row;   // from a row to the next
+    int64_t step;  // from a weight of a row to the next
+};
+
+struct Values {
+    const float* first;
+    const int64_t* offsets;  // of every row from `first`; null: rows stand `stride` apart
+    int64_t stride;
+};
+
+// Scores of up to MOST_ROWS rows with all panels, cut as evenly as registers allow; their maxima go into `largest`.
+DGT_INLINE void row_scores(const float* a, int64_t a_stride, int rows, const float* panels, int64_t vectors,
+                           int64_t channels, const float* start, float* s, int64_t s_stride, Floats* largest) {
+    int64_t pieces = divide_up(vectors, vectors_beside(rows));
+    for (int64_t i = 0; i < pieces; ++i) {
+        int64_t first = vectors * i / pieces;
+        int64_t beside = vectors * (i + 1) / pieces - first;
+        SCORES[rows - 1][beside - 1](a, a_stride, panels + first * channels * W, channels,
+                                     start ? start + first * W : nullptr, s + first * W, s_stride, largest);
+    }
+}
+
+// Weighted sums for up to MOST_ROWS rows of O, `width` channels (a multiple of W).
+DGT_INLINE void row_weigh(Weights weights, int rows, Values values, int64_t count, float* o, int64_t o_stride,
+                          int64_t width, const float* fade) {
+    int64_t vectors = width / W;
+    int64_t pieces = divide_up(vectors, vectors_beside(rows));
+    for (int64_t i = 0; i < pieces; ++i) {
+        int64_t first = vectors * i / pieces;
+        int64_t beside = vectors * (i + 1) / pieces - first;
+        WEIGH[rows - 1][beside - 1](weights.at, weights.row, weights.step, values.first + first * W, values.offsets,
+                                    values.stride, count, o + first * W, o_stride, fade);
+    }
+}
+
+}  // namespace dgt

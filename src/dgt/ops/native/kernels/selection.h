@@ -1,0 +1,244 @@
+// Select the keys of every group (Eq. 1): the k of the largest dot products with the centroid, exactly.
+//
+// Keys pass by once. A group collects those whose score is above a threshold; when it has many, it keeps its k largest
+// (and a few more, which is quicker) and raises the threshold to the least of them, so ever fewer are collected.
+#pragma once
+
+#include "grouping.h"
+#include "interface.h"
+#include "lanes.h"
+#include "products.h"
+#include "tokens.h"
+
+namespace dgt {
+
+// What a group has collected, by ascending id. All keys seen so far whose score is above `threshold` are among them.
+struct Candidates {
+    float* scores;
+    int32_t* ids;
+    int64_t count;
+    float threshold;
+};
+
+constexpr int64_t candidate_limit(int64_t top_k) { return max<int64_t>(256, 4 * top_k); }  // then the largest are kept
+
+// Places for the candidates of a group among so many keys.
+constexpr int64_t candidate_room(int64_t top_k, int64_t keys) {
+    return min(candidate_limit(top_k), round_up(keys, W)) + CHUNK + 2 * W;
+}
+
+// How many scores reach each of three bounds.
+struct Counts {
+    int of[3];
+};
+
+DGT_INLINE Counts count_reaching(const float* scores, int64_t vectors, const float* bounds) {
+    Floats a = all(bounds[0]);
+    Floats b = all(bounds[1]);
+    Floats c = all(bounds[2]);
+    Counts counts = {{0, 0, 0}};
+    int64_t i = 0;
+    for (; i + 2 <= vectors; i += 2) {  // two vectors a count of bits
+        Floats x = load(scores + i * W);
+        Floats y = load(scores + i * W + W);
+        counts.of[0] += count_bits(is_at_least(x, a) | is_at_least(y, a) << W);
+        counts.of[1] += count_bits(is_at_least(x, b) | is_at_least(y, b) << W);
+        counts.of[2] += count_bits(is_at_least(x, c) | is_at_least(y, c) << W);
+    }
+    if (i < vectors) {
+        Floats x = load(scores + i * W);
+        counts.of[0] += count_bits(is_at_least(x, a));
+        counts.of[1] += count_bits(is_at_least(x, b));
+        counts.of[2] += count_bits(is_at_least(x, c));
+    }
+    return counts;
+}
+
+// The order of floats is that of these integers.
+DGT_INLINE int32_t rank_of(float x) {
+    int32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits >= 0 ? bits : INT32_MIN - bits;
+}
+
+DGT_INLINE float float_of_rank(int32_t rank) {
+    int32_t bits = rank >= 0 ? rank : INT32_MIN - rank;
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+// A search for the k-th largest score: more than k scores reach `low`, fewer than k reach `high`.
+struct Bracket {
+    float low;
+    float high;
+    int64_t reaching_low;
+    int64_t reaching_high;
+};
+
+// Three bounds inside a bracket: where the k-th largest is if scores are spread evenly, with a margin of a standard
+// deviation or so to both sides; every third time the quarters. Few floats are left between, or infinite ones: by rank.
+DGT_INLINE void choose_bounds(const Bracket& bracket, int64_t top_k, int turn, float* bounds) {
+    float width = bracket.high - bracket.low;
+    float middle = 0.5f;
+    float margin = 0.25f;
+    if (turn % 3) {
+        float between = (float)max<int64_t>(1, bracket.reaching_low - bracket.reaching_high);
+        float root = 1.0f / __builtin_sqrtf(between);
+        middle = (float)(bracket.reaching_low - top_k) / between;
+        margin = min(0.75f * root, 0.6f * min(middle, 1 - middle));
+    }
+    for (int i = 0; i < 3; ++i) bounds[i] = bracket.low + width * (middle + (float)(i - 1) * margin);
+    bool ascending = bounds[0] > bracket.low && bounds[0] < bounds[1] && bounds[1] < bounds[2];
+    if (turn <= 12 && ascending && bounds[2] < bracket.high) return;
+    int64_t first = rank_of(bracket.low);
+    int64_t ranks = rank_of(bracket.high) - first;
+    for (int i = 0; i < 3; ++i) bounds[i] = float_of_rank((int32_t)(first + max<int64_t>(1, ranks * (i + 1) / 4)));
+}
+
+// Keep what reaches a bound; `with_scores` if they are looked at again.
+DGT_INLINE void keep_reaching(Candidates& found, int64_t vectors, float bound, bool with_scores) {
+    int64_t kept = 0;
+    for (int64_t i = 0; i < vectors; ++i) {
+        Floats score = load(found.scores + i * W);
+        Bits reach = is_at_least(score, all(bound));
+        if (with_scores) compress(found.scores + kept, score, reach);
+        compress(found.ids + kept, load(found.ids + i * W), reach);
+        kept += count_bits(reach);
+    }
+    found.count = kept;
+    found.threshold = bound;
+}
+
+// Keep what is above a bound, and the first `room` of those that equal it.
+DGT_INLINE void keep_above_and_first(Candidates& found, int64_t vectors, float bound, int64_t room) {
+    int64_t kept = 0;
+    for (int64_t i = 0; i < vectors; ++i) {
+        Floats score = load(found.scores + i * W);
+        Ints id = load(found.ids + i * W);
+        Bits equal = is_equal(score, all(bound));
+        Bits first = lowest_bits(equal, (int)min<int64_t>(room, W));
+        Bits keep = (is_at_least(score, all(bound)) & ~equal) | first;
+        room -= count_bits(first);
+        compress(found.scores + kept, score, keep);
+        compress(found.ids + kept, id, keep);
+        kept += count_bits(keep);
+    }
+    found.count = kept;
+    found.threshold = bound;
+}
+
+// Keep the k largest, ties to the lowest id, in order; with `slack` at least these, and that many more at most. Where k
+// or more reach a bound, no later score that is not above it can be among the k largest. False where a score is NaN.
+inline bool keep_largest(Candidates& found, int64_t top_k, int64_t slack) {
+    int64_t count = found.count;
+    int64_t vectors = divide_up(count, W);
+    for (int64_t i = count; i < vectors * W; ++i) found.scores[i] = found.scores[0];
+    Floats least = all(INFINITE);
+    Floats most = all(-INFINITE);
+    Bits nan = 0;
+    for (int64_t i = 0; i < vectors; ++i) {
+        Floats score = load(found.scores + i * W);
+        least = smaller(least, score);
+        most = larger(most, score);
+        nan |= is_nan(score);
+    }
+    if (nan) return false;
+    if (count <= top_k) return true;
+    for (int64_t i = count; i < vectors * W; ++i) found.scores[i] = -INFINITE;
+
+    Bracket bracket = {smallest_lane(least), float_of_rank(rank_of(largest_lane(most)) + 1), count, 0};
+    float bound = bracket.low;
+    int64_t reaching = count;
+    for (int turn = 0; reaching < top_k || reaching > top_k + slack; ++turn) {
+        if ((int64_t)rank_of(bracket.high) - rank_of(bracket.low) <= 1) break;  // scores tie at the k-th place
+        float bounds[3];
+        choose_bounds(bracket, top_k, turn, bounds);
+        Counts counts = count_reaching(found.scores, vectors, bounds);
+        for (int i = 0; i < 3; ++i) {  // no branches: none of these could be predicted
+            int64_t now = counts.of[i];
+            bracket.low = now > top_k ? bounds[i] : bracket.low;
+            bracket.reaching_low = now > top_k ? now : bracket.reaching_low;
+            bool good = now >= top_k && now <= top_k + slack;
+            bound = good ? bounds[i] : bound;
+            reaching = good ? now : reaching;
+        }
+        for (int i = 2; i >= 0; --i) {
+            bracket.high = counts.of[i] < top_k ? bounds[i] : bracket.high;
+            bracket.reaching_high = counts.of[i] < top_k ? counts.of[i] : bracket.reaching_high;
+        }
+    }
+    if (reaching >= top_k && reaching <= top_k + slack) keep_reaching(found, vectors, bound, slack > 0);
+    else keep_above_and_first(found, vectors, bracket.low, top_k - bracket.reaching_high);
+    return true;
+}
+
+struct SelectBuffers {
+    float* rows;    // tokens that are converted
+    float* panels;  // of a chunk
+    float* scores;  // (MOST_ROWS, MOST_VECTORS W): scores of some groups
+
+    SelectBuffers(Arena& arena, const dgt_problem& x) {
+        rows = arena.take<float>(W * round_up(x.channels, W));
+        panels = arena.take<float>(panels_size(CHUNK, x.channels));
+        scores = arena.take<float>(MOST_ROWS * MOST_VECTORS * W);
+    }
+};
+
+// Collect the candidates of every group among keys begin..end; `prefetched`, if not null, holds rows that will be read
+// in no order soon. False where a score is NaN.
+inline bool collect_candidates(const Rows& key, int64_t begin, int64_t end, const uint8_t* mask, const float* centroids,
+                               int64_t groups, int64_t channels, int64_t top_k, Candidates* candidates,
+                               const SelectBuffers& buffers, const Rows* prefetched) {
+    constexpr int64_t BESIDE = vectors_beside(MOST_ROWS);
+    int64_t limit = candidate_limit(top_k);
+    bool good = true;
+    for (int64_t g = 0; g < groups; ++g) {
+        candidates[g].count = 0;
+        candidates[g].threshold = -INFINITE;
+    }
+    for (int64_t start = begin; start < end; start += CHUNK) {
+        int64_t count = min(CHUNK, end - start);
+        int64_t vectors = divide_up(count, W);
+        pack(key, nullptr, start, count, channels, buffers.rows, buffers.panels);
+        if (prefetched)
+            for (int64_t i = start; i < start + count; ++i) prefetch(*prefetched, i, channels, true);
+        Bits real[CHUNK / W];
+        for (int64_t v = 0; v < vectors; ++v) real[v] = bits_of_mask(mask, start + v * W, count - v * W);
+        for (int64_t g = 0; g < groups; g += MOST_ROWS) {
+            int rows = (int)min<int64_t>(MOST_ROWS, groups - g);
+            for (int64_t first = 0; first < vectors; first += BESIDE) {
+                int64_t beside = min(BESIDE, vectors - first);
+                SCORES[rows - 1][beside - 1](centroids + g * channels, channels, buffers.panels + first * channels * W,
+                                             channels, nullptr, buffers.scores, BESIDE * W, nullptr);
+                for (int r = 0; r < rows; ++r) {
+                    Candidates& found = candidates[g + r];
+                    Floats threshold = all(found.threshold);
+                    int64_t number = found.count;
+                    for (int64_t v = 0; v < beside; ++v) {
+                        Floats score = load(buffers.scores + (r * BESIDE + v) * W);
+                        Bits above = is_not_at_most(score, threshold) & real[first + v];
+                        compress(found.scores + number, score, above);
+                        compress(found.ids + number, lane_numbers() + (int32_t)(start + (first + v) * W), above);
+                        number += count_bits(above);
+                    }
+                    found.count = number;
+                }
+            }
+        }
+        for (int64_t g = 0; g < groups; ++g)
+            if (candidates[g].count >= limit) good &= keep_largest(candidates[g], top_k, 1 + top_k / 4);
+    }
+    return good;
+}
+
+// A finished list: the prefix (-1 in the place of a token that is masked), the selected keys, then -1.
+inline void write_list(const Candidates& found, const dgt_problem& x, const uint8_t* mask, int64_t* list) {
+    for (int64_t j = 0; j < x.prefix; ++j) list[j] = mask && !mask[j] ? -1 : j;
+    int64_t* selected = list + x.prefix;
+    int64_t places = x.list_length - x.prefix;
+    for (int64_t j = 0; j < found.count; ++j) selected[j] = found.ids[j];
+    for (int64_t j = found.count; j < places; ++j) selected[j] = -1;
+}
+
+}  // namespace dgt

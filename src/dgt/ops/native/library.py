@@ -1,0 +1,213 @@
+"""The native library: which build suits this processor, loaded once, and why there is none.
+
+The package holds one build per instruction set level. PyTorch's own finding, which `ATEN_CPU_CAPABILITY` may lower,
+picks one; `DGT_NATIVE_ISA` names another level, or `none` for none. Where no build can be used, one warning says so,
+and the callers take PyTorch's operations instead. Nothing is loaded before the first call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import platform
+import struct
+import threading
+import warnings
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from dgt.utils.errors import UserError
+
+ABI_VERSION = 1  # of the C interface: raised there and here together, so that an old build is never called
+X86_LEVELS = ("x86-64-v2", "x86-64-v3", "x86-64-v4")  # each holds those before it
+BASELINE = "baseline"  # the one level of every other processor
+NONE = "none"
+VARIABLE = "DGT_NATIVE_ISA"
+FOLDER = Path(__file__).parent
+
+_FIRST_CALL = threading.Lock()  # two threads that call at once get one library and one warning
+
+
+class NativeStatus(NamedTuple):
+    """What is in use of the native CPU kernels.
+
+    Attributes:
+        available: whether the library is loaded.
+        level: instruction set level: `"x86-64-v2"`, `"x86-64-v3"` (AVX2), `"x86-64-v4"` (AVX-512), `"baseline"`
+            on other processors, or `"none"` where `DGT_NATIVE_ISA` says so.
+        file: the library of this level, whether it exists or not; None for the level `"none"`.
+        lanes: float32 numbers in a vector register; None without a library.
+        reason: why there is no library, in a sentence; None where there is one.
+    """
+
+    available: bool
+    level: str
+    file: Path | None
+    lanes: int | None
+    reason: str | None
+
+
+class _Loaded(NamedTuple):
+    """The library, or the reason for not having it."""
+
+    library: ctypes.CDLL | None
+    reason: str | None
+
+
+def level() -> str:
+    """Return the instruction set level to load: the processor's, or the one that `DGT_NATIVE_ISA` names.
+
+    Raises:
+        UserError: where `DGT_NATIVE_ISA` names no level of this kind of processor.
+    """
+    asked = os.environ.get(VARIABLE)
+    if not asked:
+        return _level_of_processor()
+    known = (*_levels(), NONE)
+    if asked not in known:
+        raise UserError(
+            f"the environment variable {VARIABLE} must be one of {', '.join(known)}, got {asked!r}"
+        )
+    return asked
+
+
+def load() -> ctypes.CDLL | None:
+    """Return the library, or None, with one warning in a process, where none can be used.
+
+    There is no warning where `DGT_NATIVE_ISA` is `none`.
+
+    Raises:
+        UserError: where `DGT_NATIVE_ISA` names no level of this kind of processor.
+    """
+    with _FIRST_CALL:
+        return _load_or_warn()
+
+
+def why_not() -> str | None:
+    """Return why there is no library, in a sentence; None where there is one."""
+    with _FIRST_CALL:
+        return _loaded().reason
+
+
+def status() -> NativeStatus:
+    """Return what is in use, without a warning.
+
+    Returns:
+        NativeStatus: a named tuple of `available`, `level`, `file`, `lanes` and `reason`.
+
+    Raises:
+        UserError: where `DGT_NATIVE_ISA` names no level of this kind of processor.
+
+    Example:
+        >>> dgt.native.status().available
+        True
+    """
+    with _FIRST_CALL:
+        loaded = _loaded()
+    name = level()
+    return NativeStatus(
+        available=loaded.library is not None,
+        level=name,
+        file=None if name == NONE else _file(name),
+        lanes=None if loaded.library is None else loaded.library.dgt_lanes(),
+        reason=loaded.reason,
+    )
+
+
+@functools.cache
+def parallel_for() -> int | None:
+    """Return the address of `torch_parallel_for`, of PyTorch's stable C interface; None where it is missing.
+
+    The kernels run in the host's threads through it; without it they run in the caller's thread alone.
+    """
+    suffix = "dylib" if platform.system() == "Darwin" else "so"
+    name = f"libtorch_cpu.{suffix}"
+    beside_torch = Path(torch.__file__).parent / "lib" / name
+    for place in (str(beside_torch), name):  # the second finds the one that is loaded, wherever it came from
+        try:
+            function = ctypes.CDLL(place).torch_parallel_for
+        except (OSError, AttributeError):
+            continue
+        return ctypes.cast(function, ctypes.c_void_p).value
+    return None
+
+
+@functools.cache
+def _load_or_warn() -> ctypes.CDLL | None:
+    loaded = _loaded()
+    if loaded.library is None and level() != NONE:
+        warnings.warn(
+            f"no native CPU kernels: {loaded.reason}; PyTorch's operations are used instead, which are slower",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return loaded.library
+
+
+@functools.cache
+def _loaded() -> _Loaded:
+    name = level()
+    if name == NONE:
+        return _Loaded(None, f"the environment variable {VARIABLE} is 'none'")
+    levels = _levels()
+    has = _level_of_processor()
+    if levels.index(name) > levels.index(has):
+        return _Loaded(None, f"{VARIABLE} asks for {name}, and this processor has {has} as PyTorch sees it")
+    file = _file(name)
+    if not file.is_file():
+        return _Loaded(None, f"this installation of dgt was built without a C++ compiler, {file.name} is missing")
+    if not _is_whole(file):
+        return _Loaded(None, f"{file} is cut short; install dgt again")
+    try:
+        library = ctypes.CDLL(str(file))
+    except OSError as error:
+        return _Loaded(None, f"{file.name} cannot be loaded ({error})")
+    return _checked(library, file)
+
+
+def _checked(library: ctypes.CDLL, file: Path) -> _Loaded:
+    """Refuse a library with another C interface than the one that is called."""
+    try:
+        found = library.dgt_abi_version()
+        library.dgt_lanes.restype = ctypes.c_int
+    except AttributeError:
+        return _Loaded(None, f"{file} is not a library of dgt; install dgt again")
+    if found != ABI_VERSION:
+        return _Loaded(
+            None,
+            f"{file} is of another version of dgt (interface {found}, expected {ABI_VERSION}); install dgt again",
+        )
+    return _Loaded(library, None)
+
+
+def _is_whole(file: Path) -> bool:
+    """Tell whether a 64-bit ELF file ends where its header says, as loading a shorter one may end the process."""
+    header = file.read_bytes()[:64]
+    if header[:5] != b"\x7fELF\x02" or len(header) < 64:
+        return True  # another kind of file, or none: the system's loader refuses it in its own words
+    order = "<" if header[5] == 1 else ">"
+    (table,) = struct.unpack_from(f"{order}Q", header, 0x28)  # the sections' headers stand last
+    size, count = struct.unpack_from(f"{order}HH", header, 0x3A)
+    return file.stat().st_size >= table + size * count
+
+
+def _file(name: str) -> Path:
+    return FOLDER / f"dgt_native_{name}.so"
+
+
+def _levels() -> tuple[str, ...]:
+    """All levels of this kind of processor, in ascending order."""
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        return X86_LEVELS
+    return (BASELINE,)
+
+
+def _level_of_processor() -> str:
+    if _levels() == (BASELINE,):
+        return BASELINE
+    capability = torch.backends.cpu.get_cpu_capability()
+    by_capability = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
+    return by_capability.get(capability, "x86-64-v2")

@@ -1,0 +1,378 @@
+"""The native CPU backend: the three steps, alone and in one, with gradients, as operators of PyTorch.
+
+The kernels are in C++ (``kernels/dgt_native.cpp`` says how they work). They read queries, keys and values of any
+strides, such as views of one projection, in float32, bfloat16 or float16, compute in float32, and write the output as
+(B, L, H, D) in memory, which the next projection reads as it is. Results are the same bits in every run and with any
+number of threads. Arguments are right already: the doors of :mod:`dgt.ops.attention` check them.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from dgt.ops import flops
+from dgt.ops.native.interface import describe, new_tokens, run, tokens, with_channels_together
+
+# ---- the steps alone -------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("dgt::native_group_queries", mutates_args=())
+def _group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
+    query = with_channels_together(query)
+    centroids = _as_centroids(centroids)
+    mask = _as_mask(key_mask)
+    group_ids = query.new_empty(query.shape[:3], dtype=torch.int64)
+    problem = describe(query, query)
+    problem.groups = centroids.shape[1]
+    problem.centroids = centroids.data_ptr()
+    problem.query_mask = _pointer(mask)
+    problem.group_ids = group_ids.data_ptr()
+    run("dgt_group_queries", problem)
+    return group_ids
+
+
+@_group_queries.register_fake
+def _(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
+    return query.new_empty(query.shape[:3], dtype=torch.int64)
+
+
+@torch.library.custom_op("dgt::native_select_keys", mutates_args=())
+def _select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) -> Tensor:
+    key = with_channels_together(key)
+    centroids = _as_centroids(centroids)
+    mask = _as_mask(key_mask)
+    batch, heads, count, _ = key.shape
+    key_ids = key.new_empty((batch, heads, centroids.shape[1], min(top_k, count)), dtype=torch.int64)
+    problem = describe(key, key)
+    problem.groups, problem.list_length = key_ids.shape[2:]
+    problem.centroids = centroids.data_ptr()
+    problem.key_mask = _pointer(mask)
+    problem.key_ids = key_ids.data_ptr()
+    run("dgt_select_keys", problem)
+    return key_ids
+
+
+@_select_keys.register_fake
+def _(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) -> Tensor:
+    batch, heads, count, _ = key.shape
+    return key.new_empty((batch, heads, centroids.shape[1], torch.sym_min(top_k, count)), dtype=torch.int64)
+
+
+@torch.library.custom_op("dgt::native_attend", mutates_args=())
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    scale: float,
+    key_bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    query, key, value = (with_channels_together(tensor) for tensor in (query, key, value))
+    group_ids = group_ids.contiguous()
+    key_ids = key_ids.contiguous()
+    bias = None if key_bias is None else key_bias.float().contiguous()
+    output = new_tokens(query)
+    logsumexp = query.new_empty(query.shape[:3], dtype=torch.float32)
+    problem = describe(query, key, value, scale)
+    problem.groups, problem.list_length = key_ids.shape[2:]
+    problem.group_ids = group_ids.data_ptr()
+    problem.key_ids = key_ids.data_ptr()
+    problem.key_bias = _pointer(bias)
+    problem.output = tokens(output)
+    problem.logsumexp = logsumexp.data_ptr()
+    run("dgt_attend", problem)
+    return output, logsumexp
+
+
+@_attend.register_fake
+def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return new_tokens(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("dgt::native_group_statistics", mutates_args=())
+def _group_statistics(query: Tensor, group_ids: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+    query = with_channels_together(query)
+    group_ids = group_ids.contiguous()
+    batch, heads, _, channels = query.shape
+    sums = query.new_empty((batch, heads, num_groups, channels), dtype=torch.float32)
+    counts = query.new_empty((batch, heads, num_groups), dtype=torch.float32)
+    problem = describe(query, query)
+    problem.groups = num_groups
+    problem.group_ids = group_ids.data_ptr()
+    problem.group_sums = sums.data_ptr()
+    problem.group_counts = counts.data_ptr()
+    run("dgt_group_statistics", problem)
+    return sums.sum(0), counts.sum(0)
+
+
+@_group_statistics.register_fake
+def _(query: Tensor, group_ids: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+    _, heads, _, channels = query.shape
+    sums = query.new_empty((heads, num_groups, channels), dtype=torch.float32)
+    return sums, query.new_empty((heads, num_groups), dtype=torch.float32)
+
+
+# ---- the three steps in one ------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("dgt::native_attention", mutates_args=())
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    centroids: Tensor,
+    top_k: int,
+    scale: float,
+    key_mask: Tensor | None,
+    num_prefix_tokens: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    query, key, value = (with_channels_together(tensor) for tensor in (query, key, value))
+    centroids = _as_centroids(centroids)
+    mask = _as_mask(key_mask)
+    batch, heads, queries, _ = query.shape
+    keys = key.shape[2]
+    length = num_prefix_tokens + min(top_k, keys - num_prefix_tokens)
+    output = new_tokens(query)
+    logsumexp = query.new_empty((batch, heads, queries), dtype=torch.float32)
+    group_ids = query.new_empty((batch, heads, queries), dtype=torch.int64)
+    key_ids = query.new_empty((batch, heads, centroids.shape[1], length), dtype=torch.int64)
+    problem = describe(query, key, value, scale)
+    problem.groups, problem.list_length = key_ids.shape[2:]
+    problem.prefix = num_prefix_tokens
+    problem.centroids = centroids.data_ptr()
+    problem.query_mask = _pointer(mask if queries == keys else None)
+    problem.key_mask = _pointer(mask)
+    problem.output = tokens(output)
+    problem.logsumexp = logsumexp.data_ptr()
+    problem.group_ids = group_ids.data_ptr()
+    problem.key_ids = key_ids.data_ptr()
+    run("dgt_attention", problem)
+    return output, logsumexp, group_ids, key_ids
+
+
+@_attention.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    centroids: Tensor,
+    top_k: int,
+    scale: float,
+    key_mask: Tensor | None,
+    num_prefix_tokens: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    batch, heads, queries, _ = query.shape
+    length = num_prefix_tokens + torch.sym_min(top_k, key.shape[2] - num_prefix_tokens)
+    return (
+        new_tokens(query),
+        query.new_empty((batch, heads, queries), dtype=torch.float32),
+        query.new_empty((batch, heads, queries), dtype=torch.int64),
+        query.new_empty((batch, heads, centroids.shape[1], length), dtype=torch.int64),
+    )
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("dgt::native_attend_backward", mutates_args=())
+def _attend_backward(
+    grad: Tensor,
+    grad_logsumexp: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    key_bias: Tensor | None,
+    key_mask: Tensor | None,
+    scale: float,
+    num_prefix_tokens: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients in query, key, value and key_bias (empty where there is none), in float32."""
+    query, key, value, output, grad = (
+        with_channels_together(tensor) for tensor in (query, key, value, output, grad.to(query.dtype))
+    )
+    group_ids = group_ids.contiguous()
+    key_ids = key_ids.contiguous()
+    bias = None if key_bias is None else key_bias.float().contiguous()
+    mask = _as_mask(key_mask)
+    grad_sums = None if grad_logsumexp is None else grad_logsumexp.float().contiguous()
+    grads = _new_gradients(query, key, key_bias)
+    problem = describe(query, key, value, scale)
+    problem.groups, problem.list_length = key_ids.shape[2:]
+    problem.prefix = num_prefix_tokens
+    problem.query_mask = _pointer(mask if query.shape[2] == key.shape[2] else None)
+    problem.key_mask = _pointer(mask)
+    problem.key_bias = _pointer(bias)
+    problem.group_ids = group_ids.data_ptr()
+    problem.key_ids = key_ids.data_ptr()
+    problem.output = tokens(output)
+    problem.logsumexp = logsumexp.data_ptr()
+    problem.grad_output = tokens(grad)
+    problem.grad_logsumexp = _pointer(grad_sums)
+    problem.grad_query = grads[0].data_ptr()
+    problem.grad_key = grads[1].data_ptr()
+    problem.grad_value = grads[2].data_ptr()
+    problem.grad_key_bias = grads[3].data_ptr() if bias is not None else None
+    run("dgt_attend_backward", problem)
+    return grads
+
+
+@_attend_backward.register_fake
+def _(
+    grad: Tensor, grad_logsumexp: Tensor | None, query: Tensor, key: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _new_gradients(query, key, rest[5])
+
+
+def _new_gradients(query: Tensor, key: Tensor, key_bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    shapes = (query.shape, key.shape, key.shape, (0,) if key_bias is None else key.shape[:3])
+    grad_query, grad_key, grad_value, grad_bias = (query.new_empty(shape, dtype=torch.float32) for shape in shapes)
+    return grad_query, grad_key, grad_value, grad_bias
+
+
+def _save_attend(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, group_ids, key_ids, ctx.scale, key_bias = inputs
+    ctx.save_for_backward(query, key, value, *output, group_ids, _small(key_ids, key), key_bias, None)
+    ctx.num_prefix_tokens = 0
+
+
+def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    query, key, value, _, _, ctx.scale, key_mask, ctx.num_prefix_tokens = inputs
+    attended, logsumexp, group_ids, key_ids = output
+    ctx.mark_non_differentiable(group_ids, key_ids)
+    ctx.save_for_backward(
+        query, key, value, attended, logsumexp, group_ids, _small(key_ids, key), None, key_mask
+    )
+
+
+def _gradients(ctx: Any, grad: Tensor | None, grad_logsumexp: Tensor | None) -> tuple[Tensor | None, ...]:
+    query, key, value, output, logsumexp, group_ids, key_ids, key_bias, key_mask = ctx.saved_tensors
+    grads = torch.ops.dgt.native_attend_backward(
+        torch.zeros_like(output) if grad is None else grad,
+        grad_logsumexp,
+        query,
+        key,
+        value,
+        output,
+        logsumexp,
+        group_ids,
+        key_ids.long(),
+        key_bias,
+        key_mask,
+        ctx.scale,
+        ctx.num_prefix_tokens,
+    )
+    grad_query, grad_key, grad_value, grad_bias = grads
+    in_query = grad_query.to(query.dtype)
+    in_key = grad_key.to(key.dtype)
+    in_value = grad_value.to(value.dtype)
+    return in_query, in_key, in_value, None if key_bias is None else grad_bias.to(key_bias.dtype)
+
+
+def _attend_gradients(ctx: Any, grad: Tensor | None, grad_logsumexp: Tensor | None) -> tuple[Tensor | None, ...]:
+    in_query, in_key, in_value, in_bias = _gradients(ctx, grad, grad_logsumexp)
+    return in_query, in_key, in_value, None, None, None, in_bias
+
+
+def _attention_gradients(ctx: Any, grad: Tensor | None, grad_logsumexp: Any, *_: Any) -> tuple[Tensor | None, ...]:
+    in_query, in_key, in_value, _ = _gradients(ctx, grad, None)
+    return in_query, in_key, in_value, None, None, None, None, None
+
+
+_attend.register_autograd(_attend_gradients, setup_context=_save_attend)
+_attention.register_autograd(_attention_gradients, setup_context=_save_attention)
+
+
+def _small(key_ids: Tensor, key: Tensor) -> Tensor:
+    """Key ids as they are kept for the backward pass: many groups have as many of them as there are features."""
+    return key_ids.to(torch.int16 if key.shape[2] <= 1 << 15 else torch.int32)
+
+
+# ---- the backend: the functions that every backend offers --------------------------------------------------------
+
+
+def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Assign (B, H, L, D) queries to the nearest of (H, G, D) centroids: (B, H, L) int64, -1 at padding."""
+    group_ids: Tensor = torch.ops.dgt.native_group_queries(query.detach(), centroids.detach(), key_mask)
+    return group_ids
+
+
+def select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) -> Tensor:
+    """Select the best of (B, H, S, D) keys for (H, G, D) centroids: (B, H, G, min(top_k, S)) int64, then -1 (Eq. 1)."""
+    key_ids: Tensor = torch.ops.dgt.native_select_keys(centroids.detach(), key.detach(), top_k, key_mask)
+    return key_ids
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    scale: float,
+    key_bias: Tensor | None = None,
+) -> Tensor:
+    """Softmax attention of every query over the keys of its group (Eq. 2); shapes as in :func:`dgt.attend`."""
+    output: Tensor = torch.ops.dgt.native_attend(query, key, value, group_ids, key_ids, scale, key_bias)[0]
+    return output
+
+
+def attend_with_logsumexp(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    scale: float,
+    key_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same, and the (B, H, L) logarithm of every query's sum of exponentials; -inf where it sees no key."""
+    output, logsumexp = torch.ops.dgt.native_attend(query, key, value, group_ids, key_ids, scale, key_bias)
+    return output, logsumexp
+
+
+def group_statistics(query: Tensor, group_ids: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+    """Sum the normalized queries of every group, (H, G, D), and count them, (H, G) (Eq. 3 in parts)."""
+    sums, counts = torch.ops.dgt.native_group_statistics(query.detach(), group_ids, num_groups)
+    return sums, counts
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    centroids: Tensor,
+    top_k: int,
+    scale: float,
+    key_mask: Tensor | None,
+    num_prefix_tokens: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The three steps in one: output, group ids and key ids, as :func:`dgt.dynamic_group_attention` returns them."""
+    output, _, group_ids, key_ids = torch.ops.dgt.native_attention(
+        query, key, value, centroids.detach(), top_k, scale, key_mask, num_prefix_tokens
+    )
+    return output, group_ids, key_ids
+
+
+register_flop_formula(torch.ops.dgt.native_group_queries)(flops.group_queries)
+register_flop_formula(torch.ops.dgt.native_select_keys)(flops.select_keys)
+register_flop_formula(torch.ops.dgt.native_attend)(flops.attend)
+register_flop_formula(torch.ops.dgt.native_attention)(flops.attention)
+
+
+def _as_centroids(centroids: Tensor) -> Tensor:
+    return centroids.to(torch.float32).contiguous()
+
+
+def _as_mask(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask.contiguous()
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

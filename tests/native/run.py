@@ -1,0 +1,154 @@
+"""Build and run the C++ check of the native kernels: every instruction set of this processor, and three sanitizers.
+
+    python tests/native/run.py [NAME ...]
+
+Names are those of the table that is printed, all by default. `CXX` names the compiler; where there is none, nothing is
+checked, and a line says so. The exit status is 1 where a build or a check failed.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / "build" / "native_check"
+SOURCES = (ROOT / "tests" / "native" / "native_check.cpp",)
+LIMIT = 300.0  # seconds, of one build or one run
+
+# The language as in CMakeLists.txt. The two warnings are GCC 12's own about its headers for AVX-512.
+LANGUAGE = ("-std=c++17", "-pthread", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-ffp-contract=fast")
+WARNINGS = ("-Wall", "-Wextra", "-Wno-unknown-warning-option", "-Wno-uninitialized", "-Wno-maybe-uninitialized")
+
+# What a processor of each level has beyond the one before, as the compiler names it.
+X86_LEVELS = {
+    "x86-64-v2": ("__SSE4_2__", "__POPCNT__"),
+    "x86-64-v3": ("__AVX2__", "__FMA__", "__BMI2__"),
+    "x86-64-v4": ("__AVX512BW__", "__AVX512DQ__", "__AVX512VL__"),
+}
+SANITIZERS = {"address, undefined": "address,undefined", "thread": "thread"}
+
+
+class Build(NamedTuple):
+    """One program: its name, the flags that it is compiled with, and the words that it is run with."""
+
+    name: str
+    flags: tuple[str, ...]
+    words: tuple[str, ...]
+
+
+class Outcome(NamedTuple):
+    """How a build and its run went: one word, seconds, and what is to be said."""
+
+    name: str
+    result: str
+    seconds: float
+    details: str
+
+
+def find_compiler() -> list[str] | None:
+    """Return the command of the C++ compiler, None where there is none."""
+    if os.environ.get("CXX"):
+        return shlex.split(os.environ["CXX"])
+    for name in ("c++", "g++", "clang++"):
+        if shutil.which(name):
+            return [name]
+    return None
+
+
+def levels_here(compiler: list[str]) -> list[str]:
+    """Return the levels that this processor has, in ascending order; `baseline` where it is no x86."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return ["baseline"]
+    command = [*compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
+    macros = set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+    found = []
+    for level, needed in X86_LEVELS.items():
+        if not macros.issuperset(needed):
+            break
+        found.append(level)
+    return found
+
+
+def builds_of(levels: list[str]) -> list[Build]:
+    """Return every program to try: one a level at full optimization, and the sanitizers at the highest below AVX-512.
+
+    The sanitizers take reduced cases, as they slow the kernels down tenfold and more.
+    """
+    builds = []
+    for level in levels:
+        builds.append(Build(level, ("-O3", *_architecture(level)), ()))
+    below = [level for level in levels if level != "x86-64-v4"]
+    for name, sanitizer in SANITIZERS.items():
+        flags = ("-O1", "-g", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", *_architecture(below[-1]))
+        builds.append(Build(name, flags, ("reduced",)))
+    return builds
+
+
+def try_build(compiler: list[str], build: Build) -> Outcome:
+    """Compile one program and run it."""
+    start = time.perf_counter()
+    program = BUILD / build.name.replace(", ", "_")
+    strict = ("-Werror",) if os.environ.get("CI") else ()  # a newer compiler may warn of more
+    sources = [str(source) for source in SOURCES]
+    compiling = [*compiler, *LANGUAGE, *WARNINGS, *strict, *build.flags, *sources, "-o", str(program)]
+    for command in (compiling, [str(program), *build.words]):
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            return _outcome(build, start, "FAILED", f"{shlex.join(command)} took more than {LIMIT:.0f} s")
+        if done.returncode:
+            lines = (done.stdout + done.stderr).splitlines()
+            told = "\n".join([f"{shlex.join(command)} exited with {done.returncode}:", *lines[:60]])
+            return _outcome(build, start, "FAILED", told)
+    return _outcome(build, start, "passed", "")
+
+
+def main(names: Iterable[str]) -> int:
+    """Try what is named, print the table and return the exit status."""
+    compiler = find_compiler()
+    if compiler is None:
+        print("skipped: there is no C++ compiler, the native kernels are not checked")
+        return 0
+    levels = levels_here(compiler)
+    builds = builds_of(levels)
+    known = [build.name for build in builds]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        print(f"error: no build is named {', '.join(unknown)}; there are {', '.join(known)}", file=sys.stderr)
+        return 2
+    chosen = [build for build in builds if not names or build.name in names]
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        outcomes = list(pool.map(lambda build: try_build(compiler, build), chosen))
+    for outcome in outcomes:
+        print(f"{outcome.result:<8}{outcome.seconds:7.1f} s  native kernels, {outcome.name}")
+    if "baseline" not in levels:
+        for level in X86_LEVELS:
+            if level not in levels:
+                print(f"skipped            native kernels, {level}: this processor lacks it")
+    failed = [outcome for outcome in outcomes if outcome.result != "passed"]
+    for outcome in failed:
+        print(f"\n{outcome.name}: {outcome.details}")
+    return int(bool(failed))
+
+
+def _architecture(level: str) -> tuple[str, ...]:
+    return () if level == "baseline" else (f"-march={level}",)
+
+
+def _outcome(build: Build, start: float, result: str, details: str) -> Outcome:
+    return Outcome(build.name, result, time.perf_counter() - start, details)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
