@@ -43,14 +43,14 @@ def profile_models(
     """Tell the parts of the inference time of models.
 
     Args:
-        names, image_size, batch_size, device, rounds: as in :func:`dgt.bench.bench_models`; the mean of so many rounds
+        names, image_size, batch_size, device, rounds: as in `bench_models`; the mean of so many rounds
             is reported. The profiler itself takes some microseconds at every step, more at batch 1.
 
     Returns:
         One row a part of a model, longest first: ``model``, ``part``, ``ms_per_image``, ``share``.
 
     Raises:
-        TypeError, ValueError: as in :func:`dgt.bench.bench_models`.
+        UserError: as in `bench_models`.
     """
     rows = []
     for name in names:

@@ -8,9 +8,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from dgt.runs.environment import environment
 from dgt.utils.atomic_write import atomic_write, exclusive_lock, write_json
 from dgt.utils.errors import UserError
-from dgt.utils.records import environment
 
 
 def write_results(

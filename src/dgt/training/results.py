@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from dgt.runs.environment import environment
 from dgt.runs.recipe import Recipe
 from dgt.tasks.optim import batch_scale
 from dgt.training.state import TrainingState
-from dgt.utils.records import environment
 
 
 def results(recipe: Recipe, state: TrainingState) -> dict[str, Any]:

@@ -6,9 +6,7 @@ import shlex
 import statistics
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -35,20 +33,6 @@ def command_line() -> str:
     script = program.suffix == ".py" and program.name != "__main__.py"
     start = ["python", str(program)] if script else ["dgt"]
     return shlex.join([*start, *sys.argv[1:]])
-
-
-def environment() -> dict[str, Any]:
-    """Versions, device and the command that started this process, as `results.json` and studies record them."""
-    from dgt import __version__  # the package imports this module
-
-    versions = {"python": platform.python_version(), "dynamic-group-transformer": __version__}
-    for name in ("torch", "torchvision", "timm", "lightning"):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:  # lightning, which only training needs
-            continue
-    threads = "" if torch.cuda.is_available() else f", {torch.get_num_threads()} threads"
-    return {"versions": versions, "device": processor() + threads, "command": command_line()}
 
 
 def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -17,7 +17,7 @@ GOOD, NAN_IN_QUERY, NAN_IN_KEY, NO_MEMORY = range(4)
 class Tokens(ctypes.Structure):
     """``dgt_tokens``: a (B, H, N, D) tensor whose channels stand side by side."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("data", ctypes.c_void_p),
         ("image_stride", ctypes.c_int64),
         ("head_stride", ctypes.c_int64),
@@ -28,7 +28,7 @@ class Tokens(ctypes.Structure):
 class Problem(ctypes.Structure):
     """``dgt_problem``: what a kernel reads and writes; fields that are not set are zero or null."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("images", ctypes.c_int64),
         ("heads", ctypes.c_int64),
         ("key_heads", ctypes.c_int64),
