@@ -111,26 +111,40 @@ def page(results: dict[str, Any]) -> str:
     totals = [0, 0, 0, 0, 0]
     for family, words in FAMILIES.items():
         own = [row for row in rows.values() if row["family"] == family]
+        if not own:
+            continue
         tags = collections.Counter(share(row) for row in own for _ in range(row["tags"]))
         counts = [len(own), tags.total(), tags["all"], tags["some"], tags["none"]]
         totals = [total + count for total, count in zip(totals, counts, strict=True)]
-        lines += [f"| {words} | " + " | ".join(map(str, counts)) + " |"] if own else []
-    lines += ["| all | " + " | ".join(f"**{total}**" for total in totals) + " |"]
+        lines.append(f"| {words} | " + " | ".join(map(str, counts)) + " |")
+    lines.append("| all | " + " | ".join(f"**{total}**" for total in totals) + " |")
     for family, words in FAMILIES.items():
-        verdicts = collections.defaultdict(list)
-        for name, row in rows.items():
-            if row["family"] == family:
-                verdicts[verdict(row)].append((name, row))
-        lines += ["", f"## {words}"] if verdicts else []
-        for words_of, own_rows in sorted(verdicts.items()):
-            names = ", ".join(
-                (name if name.startswith("test_") else f"`{name}`")  # those are timm's own, for its tests
-                + (f" ({row['grouped']} of {row['attentions']})" if 0 < row["grouped"] < row["attentions"] else "")
-                for name, row in own_rows
-            )
-            text = f"**{words_of[0].upper()}{words_of[1:]}** ({sum(row['tags'] for _, row in own_rows)} tags): {names}."
-            lines += ["", *textwrap.wrap(text, 118, break_long_words=False, break_on_hyphens=False)]
+        members = {name: row for name, row in rows.items() if row["family"] == family}
+        if members:
+            lines += ["", f"## {words}", *names_by_verdict(members)]
     return "\n".join(lines) + "\n"
+
+
+def names_by_verdict(members: dict[str, dict[str, Any]]) -> list[str]:
+    """A paragraph for each verdict on the architectures of a family, with their names."""
+    by_verdict = collections.defaultdict(list)
+    for name, row in members.items():
+        by_verdict[verdict(row)].append(name)
+    lines = []
+    for words, names in sorted(by_verdict.items()):
+        tags = sum(members[name]["tags"] for name in names)
+        listed = ", ".join(listed_name(name, members[name]) for name in names)
+        text = f"**{words[0].upper()}{words[1:]}** ({tags} tags): {listed}."
+        lines += ["", *textwrap.wrap(text, 118, break_long_words=False, break_on_hyphens=False)]
+    return lines
+
+
+def listed_name(name: str, row: dict[str, Any]) -> str:
+    """A name in the page, with how much of its attention can be grouped if that is a part."""
+    shown = name if name.startswith("test_") else f"`{name}`"  # those are timm's own, for its tests
+    if 0 < row["grouped"] < row["attentions"]:
+        shown += f" ({row['grouped']} of {row['attentions']})"
+    return shown
 
 
 def main() -> None:

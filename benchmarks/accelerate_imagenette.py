@@ -216,29 +216,43 @@ def main() -> None:
         return spread(options)
     if options.neighbours:
         return neighbours(options, Images(load_run(options.run), options.root))
-    start, folder = time.monotonic(), options.out.with_suffix("")
+    measure(parser, options)
+
+
+def measure(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Choose a plan for each error, let all networks answer, and write the rows as images are done."""
+    start = time.monotonic()
+
+    def has_time() -> bool:
+        return time.monotonic() - start < options.seconds
+
+    folder = options.out.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
-    kept, images = folder / "answers.json", Images(load_run(options.run), options.root)
+    kept = folder / "answers.json"
+    images = Images(load_run(options.run), options.root)
     found = json.loads(kept.read_text()) if kept.exists() else {"labels": [], "logits": {}}
     if found.setdefault("calibrate", options.calibrate) != options.calibrate:
         parser.error(f"--calibrate: {folder} has plans by {found['calibrate']} images")
-    networks, reports = {OWN: load_run(options.run).network.eval()}, dict[str, Report]()
+    networks = {OWN: load_run(options.run).network.eval()}
+    reports: dict[str, Report] = {}
     for error in options.errors:
-        if time.monotonic() - start < options.seconds:
-            network, reports[f"{error:g}"] = plan(error, options, images, folder)
-            if reports[f"{error:g}"].centroids:
-                networks[f"{error:g}"] = network
-    last = min(len(images.places), options.calibrate + options.images if options.images else len(images.places))
-    for _ in answer(
-        networks, images, options.calibrate, last, found, lambda: time.monotonic() - start < options.seconds
-    ):
+        if has_time():
+            name = f"{error:g}"
+            network, reports[name] = plan(error, options, images, folder)
+            if reports[name].centroids:
+                networks[name] = network
+    last = len(images.places)
+    if options.images:
+        last = min(last, options.calibrate + options.images)
+    rows: list[dict[str, Any]] = []
+    for _ in answer(networks, images, options.calibrate, last, found, has_time):
         with replacing(kept) as partial:
             partial.write_text(json.dumps(found))
         if found["logits"][OWN]:
             rows = [row(report, name if name in networks else OWN, found) for name, report in reports.items()]
-            content = {**machine(), "calibrate": options.calibrate, "images": len(found["logits"][OWN])}
             most = max(rows, key=lambda one: one["unseen_images"])
-            write_json(options.out, content | {"top1": most["top1_before"], "rows": rows})
+            about = {**machine(), "calibrate": options.calibrate, "images": len(found["logits"][OWN])}
+            write_json(options.out, {**about, "top1": most["top1_before"], "rows": rows})
     for one in rows:
         print({name: value for name, value in one.items() if name != "layers"}, flush=True)
 

@@ -154,10 +154,20 @@ def row(model: Model, gpus: int, batch: int, options: argparse.Namespace, rate_o
     hours = (steps + validation) * parts.total / 3.6e6
     demand = 8 * batch / (parts.compute + parts.exposed + parts.centroids) * 1e3  # images/s that a node could train on
     return [
-        *(model.name, f"{gpus}", f"{batch}", f"{parts.compute:.1f}", f"{parts.exchange:.1f} ({parts.exposed:.1f})"),
-        *(f"{parts.centroids:.2f}", f"{parts.loader:.1f}", f"{parts.total:.1f}", parts.bottleneck),
-        *(f"{demand / rate_of_core:.0f}", f"{demand * options.image_bytes / 1e9:.1f}", f"{hours:.1f}"),
-        *(f"{gpus * hours:.0f}", f"{gpus * hours * options.price:,.0f}"),
+        model.name,
+        f"{gpus}",
+        f"{batch}",
+        f"{parts.compute:.1f}",
+        f"{parts.exchange:.1f} ({parts.exposed:.1f})",
+        f"{parts.centroids:.2f}",
+        f"{parts.loader:.1f}",
+        f"{parts.total:.1f}",
+        parts.bottleneck,
+        f"{demand / rate_of_core:.0f}",
+        f"{demand * options.image_bytes / 1e9:.1f}",
+        f"{hours:.1f}",
+        f"{gpus * hours:.0f}",
+        f"{gpus * hours * options.price:,.0f}",
     ]
 
 

@@ -8,13 +8,16 @@ from typing import Any
 
 from tables_shared import NAMES, Cells, bold, off, read, relative, table
 
-from dgt.utils.records import interval, number
-from dgt.weights.card import wilson
+from dgt.utils.records import interval, number, wilson
 
 ABLATED = {  # key of the measures in a table's JSON: head, decimals and factor
-    **{"selected": ("mass on selected keys, %", 1, 100), "random": ("random", 1, 100), "window": ("window", 1, 100)},
-    **{"best_for_all": ("best for all", 1, 100), "best_for_group": ("for each group", 1, 100)},
-    **{"best_for_query": ("for each query", 1, 100), "perplexity": ("perplexity of groups", 1, 1)},
+    "selected": ("mass on selected keys, %", 1, 100),
+    "random": ("random", 1, 100),
+    "window": ("window", 1, 100),
+    "best_for_all": ("best for all", 1, 100),
+    "best_for_group": ("for each group", 1, 100),
+    "best_for_query": ("for each query", 1, 100),
+    "perplexity": ("perplexity of groups", 1, 1),
 }
 
 
@@ -395,7 +398,8 @@ def three_numbers() -> Cells:
             "global: 1",
         ],
         [
-            *("a source in the other half of the map is found, %, with 16 of 256 keys", groups),
+            "a source in the other half of the map is found, %, with 16 of 256 keys",
+            groups,
             f"global {right['global']:.1f}, windows {right['windows 4 x 4']:.1f}, chance 12.5",
         ],
         [

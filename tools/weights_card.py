@@ -24,14 +24,6 @@ STUDENT = 2.262
 """Student's 97.5 % quantile for `PARTS` values."""
 
 
-def wilson(share: float, count: int, z: float = 1.959964) -> tuple[float, float]:
-    """Wilson's interval for a share that was found among `count` images; 95 % for the default quantile `z`."""
-    scale = 1 + z * z / count
-    center = (share + z * z / (2 * count)) / scale
-    half = z / scale * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
-    return max(0.0, center - half), min(1.0, center + half)
-
-
 def jackknife(value: float, left_out: Sequence[float]) -> tuple[float, float]:
     """A 95 % interval for a measure of all images, from its values with each of `PARTS` equal parts left out."""
     mean = sum(left_out) / PARTS

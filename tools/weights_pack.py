@@ -20,8 +20,9 @@ from dgt.tasks import TASKS, Task
 from dgt.training import evaluate
 from dgt.utils.atomic_write import atomic_write, replacing, write_json
 from dgt.utils.errors import UserError
+from dgt.utils.records import wilson
 from dgt.weights.folder import CARD, MODEL, PLAN, STORY, SUMS, check_weights, write_sums
-from tools.weights_card import PARTS, about_data, card_text, jackknife, wilson
+from tools.weights_card import PARTS, about_data, card_text, jackknife
 
 MATRICES = (2, 4)
 """Dimensions of what is kept in half precision: matrices and convolutions, nearly all of a model."""

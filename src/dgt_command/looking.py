@@ -34,9 +34,10 @@ def visualize(
     CHECKPOINT is a checkpoint (.ckpt), a run folder, or a model folder. Several of one training show how groups move:
     a row for each, or the frames of a .gif.
     """
+    from dgt.app.visualize import View
     from dgt.app.visualize import visualize as draw
 
-    draw(checkpoints, [image], out, block, head, groups, as_map, all_blocks)
+    draw(checkpoints, [image], out, View(block, head, groups, as_map, all_blocks))
     print(out)
 
 

@@ -21,11 +21,12 @@ from dgt.tasks import TASKS
 from dgt.tasks.network import build_classifier
 from dgt.training import evaluate, load_recipe, load_run
 from dgt.utils.errors import UserError
+from dgt.utils.records import wilson
 from dgt.weights import SHIPPED, check_weights, default_models, find_weights, list_weights
 from dgt.weights.folder import FILES, SUMS, VARIABLE, write_sums
 from dgt_command import main
 from tools.weights import main as tool
-from tools.weights_card import about_data, jackknife, wilson
+from tools.weights_card import about_data, jackknife
 from tools.weights_pack import LeftOut, Packing, make_weights, to_half, without_folders
 from tools.weights_publish import publish
 

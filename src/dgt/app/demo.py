@@ -6,7 +6,7 @@ import shutil
 import time
 from pathlib import Path
 
-from dgt.app.visualize import visualize
+from dgt.app.visualize import View, visualize
 from dgt.data.scenes import Scenes
 from dgt.runs import load_recipe, load_run, predict
 from dgt.runs.folder import check_folder, is_run
@@ -37,8 +37,8 @@ def run(out: str | Path = "runs/demo", seed: int = 0, epochs: int | None = None)
     for prediction in predict(trained, images, top_k=1):
         name, score = prediction.classes[0]
         lines.append(f"  {prediction.image}: {name} ({100 * score:.1f} %)")
-    visualize([trained], images[:4], folder / "groups.png", block=0)
-    visualize([trained], images[:4], folder / "group_map.png", block=0, as_map=True)
+    visualize([trained], images[:4], folder / "groups.png", View(block=0))
+    visualize([trained], images[:4], folder / "group_map.png", View(block=0, as_map=True))
     lines += [
         "\nlook at",
         f"  {folder / 'groups.png'}      groups of queries, and the keys that each group chose",

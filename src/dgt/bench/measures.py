@@ -28,8 +28,12 @@ Name = TypeVar("Name")
 def machine() -> dict[str, Any]:
     """Describe where and with what a benchmark ran: date, processor or GPU, threads, versions, command."""
     return {
-        **{"date": datetime.date.today().isoformat(), "processor": processor(), "threads": torch.get_num_threads()},
-        **{"python": platform.python_version(), "torch": torch.__version__, "timm": timm.__version__},
+        "date": datetime.date.today().isoformat(),
+        "processor": processor(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "timm": timm.__version__,
         "command": command_line(),
     }
 

@@ -52,7 +52,10 @@ class SeededDataset(Dataset[Any]):
     def __init__(
         self, reader: Any, transform: Callable[[Any], Any], seed: int, indices: Sequence[int], cache: bool = False
     ) -> None:
-        self.reader, self.transform, self.seed, self.indices = reader, transform, seed, indices
+        self.reader = reader
+        self.transform = transform
+        self.seed = seed
+        self.indices = indices
         self.cached = [reader[index] for index in indices] if cache else None
 
     def __len__(self) -> int:
@@ -88,9 +91,14 @@ class EpochBatches(Sampler[list[Key]]):
     def __init__(
         self, length: int, batch_size: int, seed: int, *, training: bool, rank: int = 0, world_size: int = 1
     ) -> None:
-        self.length, self.batch_size, self.seed, self.training = length, batch_size, seed, training
-        self.rank, self.world_size = rank, world_size
-        self.epoch, self.first_batch = 0, 0
+        self.length = length
+        self.batch_size = batch_size
+        self.seed = seed
+        self.training = training
+        self.rank = rank
+        self.world_size = world_size
+        self.epoch = 0
+        self.first_batch = 0
 
     def __len__(self) -> int:
         if self.training:
@@ -169,7 +177,7 @@ class Loader:
         from lightning.fabric.utilities import move_data_to_device  # an extra: what predicts loads no batches
 
         with ExitStack() as later:
-            if hasattr(signal, "sigwaitinfo"):  # what the whole group is told meanwhile waits: workers begin deaf
+            if hasattr(signal, "sigwaitinfo"):  # signals to the group are blocked until workers install handlers
                 usual = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
                 later.callback(signal.pthread_sigmask, signal.SIG_SETMASK, usual)
             batches = iter(self._batches)

@@ -108,7 +108,9 @@ def _octave_noise(rng: np.random.Generator, size: int, octaves: tuple[int, ...])
 def _pattern(rng: np.random.Generator, size: int) -> Field:
     """(size, size) in about 0 to 1: how much of the second colour each pixel takes."""
     kind = TEXTURES[rng.integers(len(TEXTURES))]
-    angle, phase, frequency = rng.uniform(0, np.pi), rng.uniform(0, 2 * np.pi, 2), rng.uniform(3, 8)
+    angle = rng.uniform(0, np.pi)
+    phase = rng.uniform(0, 2 * np.pi, 2)
+    frequency = rng.uniform(3, 8)
     noise = _octave_noise(rng, size, (3, 7, 15))
     x, y = _pixel_grid(size)
     along = np.float32(np.cos(angle)) * x + np.float32(np.sin(angle)) * y
@@ -264,7 +266,10 @@ class Scenes:
 
     def __init__(self, split: str, length: int, image_size: int = 64, seed: int = 0) -> None:
         check_range(1, length=length)
-        self.split, self.length, self.image_size, self.seed = split, length, image_size, seed
+        self.split = split
+        self.length = length
+        self.image_size = image_size
+        self.seed = seed
         draw_scene(0, split, image_size, seed)
 
     def __len__(self) -> int:

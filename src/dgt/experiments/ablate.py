@@ -62,6 +62,11 @@ class PlannedRun(NamedTuple):
         """Whether nothing is left to train."""
         return (self.folder / RESULTS).is_file() or (self.folder / DIVERGED).is_file()
 
+    @property
+    def diagnosed(self) -> bool:
+        """Whether nothing is left to diagnose."""
+        return (self.folder / DIAGNOSIS).exists() or (self.folder / DIVERGED).exists()
+
 
 def ablate(
     table: str | Path,
@@ -100,7 +105,7 @@ def ablate(
             if not run.finished:
                 print(f"[{nth}/{len(runs)}] {run.row.name}, seed {run.recipe.seed}", flush=True)
                 _train(run)
-            if chosen.diagnose and not any((run.folder / name).exists() for name in (DIVERGED, DIAGNOSIS)):
+            if chosen.diagnose and not run.diagnosed:
                 _diagnose(run.folder)
             write_table(folder, chosen, [(each.row, each.folder) for each in runs if each.finished])
     return folder
@@ -160,8 +165,13 @@ def write_table(folder: Path, table: Table, runs: Sequence[tuple[Row, Path]]) ->
     metric, label = next(iter(TASKS[recipe.task].headline.items()))
     folders = {row.name: [place for other, place in runs if other == row] for row in table.rows}
     content = {
-        **{"table": table.name, "title": table.title, "size": table.size, "recipe": table.recipe, "metric": metric},
-        **{"paper": table.paper, "column": table.column},
+        "table": table.name,
+        "title": table.title,
+        "size": table.size,
+        "recipe": table.recipe,
+        "metric": metric,
+        "paper": table.paper,
+        "column": table.column,
         "rows": [_row(table, row, folders[row.name], metric) for row in table.rows if folders[row.name]],
     }
     write_json(folder / "table.json", content)
@@ -174,8 +184,10 @@ def _row(table: Table, row: Row, folders: Sequence[Path], metric: str) -> dict[s
     results = [read_json(place / RESULTS) for place in done]
     values = [result["metrics"][metric] for result in results]
     return {
-        **{"name": row.name, "model": load_recipe(folders[0] / "recipe.yaml").model.name},
-        **{"changes": row.changes, "paper": row.paper},
+        "name": row.name,
+        "model": load_recipe(folders[0] / "recipe.yaml").model.name,
+        "changes": row.changes,
+        "paper": row.paper,
         "parameters": results[0]["parameters"] if results else None,
         "flops": _flops(done[0]) if results else None,
         "mean": statistics.fmean(values) if values else None,
@@ -230,6 +242,8 @@ def _caption(content: Mapping[str, Any]) -> str:
 
 
 def _score(row: Mapping[str, Any]) -> str:
-    diverged = f"{row['diverged']} diverged" if row["diverged"] else ""
     score = number(row["mean"], 2, 100, row["spread"])
-    return score if not diverged else diverged if row["mean"] is None else f"{score} ({diverged})"
+    if not row["diverged"]:
+        return score
+    diverged = f"{row['diverged']} diverged"
+    return diverged if row["mean"] is None else f"{score} ({diverged})"

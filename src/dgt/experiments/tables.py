@@ -74,36 +74,59 @@ def tables_text() -> str:
 
 
 def load_table(table: str | Path, size: str | None = None) -> Table:
-    """Read a table, shipped or of a YAML file, at one of its sizes; None for its first.
+    """Read a table at one of its sizes.
 
-    FileNotFoundError for neither; UserError for no YAML, something missing or misplaced in it, or a size it has not.
+    Args:
+        table: name of a shipped table, or path of a YAML file.
+        size: which of the table's sizes; None for its first.
+
+    Raises:
+        FileNotFoundError: there is no such table.
+        UserError: it is no YAML, something is missing or misplaced in it, or it does not have the size.
     """
     path, values = read_yaml("table", table, TABLES)
     name = path.stem
-    if unknown := sorted(set(values) - set(KEYS), key=str):
+    unknown = sorted(set(values) - set(KEYS), key=str)
+    if unknown:
         raise UserError(f"table {name!r} has an unknown key {unknown[0]!r}; it takes {', '.join(KEYS)}")
     sizes = _mapping(values.get("sizes"), f"sizes of table {name!r}")
-    size = next(iter(sizes)) if size is None else size
+    if size is None:
+        size = next(iter(sizes))
     if size not in sizes:
         raise UserError(f"size must be one of {', '.join(sizes)} for table {name!r}, got {size!r}")
     chosen = _mapping(sizes[size], f"size {size!r} of table {name!r}")
     if not isinstance(chosen.get("recipe"), str):
         raise UserError(f"size {size!r} of table {name!r} must name a recipe, got {chosen.get('recipe')!r}")
-    rows, entries, keys = [], values.get("rows"), ("name", "paper", *sorted(sizes))
+    return Table(
+        name=name,
+        title=str(values.get("title", name)),
+        size=size,
+        recipe=chosen["recipe"],
+        rows=_load_rows(name, values.get("rows"), size, list(sizes)),
+        common=_mapping(chosen.get("set", {}), f"set of size {size!r} of {name!r}", least=0),
+        paper=values.get("paper"),
+        column=str(values.get("column", "paper")),
+        diagnose=bool(values.get("diagnose", False)),
+    )
+
+
+def _load_rows(name: str, entries: Any, size: str, sizes: list[str]) -> tuple[Row, ...]:
+    """The rows of the table `name` at a size; UserError for what is no list of rows with different names."""
     if not isinstance(entries, list) or not entries:
         raise UserError(f"rows of table {name!r} must be a list of at least one row, got {entries!r}")
+    keys = ("name", "paper", *sorted(sizes))
+    rows = []
     for entry in entries:
         if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or set(entry) - set(keys):
             raise UserError(f"a row of table {name!r} must be a mapping of {', '.join(keys)}, got {entry!r}")
-        if not isinstance(paper := entry.get("paper"), int | float | None):
+        paper = entry.get("paper")
+        if not isinstance(paper, int | float | None):
             raise UserError(f"paper of row {entry['name']!r} of table {name!r} must be a number, got {paper!r}")
         changes = _mapping(entry.get(size), f"size {size!r} of row {entry['name']!r} of table {name!r}", least=0)
         rows.append(Row(entry["name"], changes, paper))
     if len({row.slug for row in rows}) < len(rows):
         raise UserError(f"rows of table {name!r} must have different names, got {[row.name for row in rows]}")
-    title, column, diagnose = values.get("title", name), values.get("column", "paper"), values.get("diagnose", False)
-    common, paper = _mapping(chosen.get("set", {}), f"set of size {size!r} of {name!r}", least=0), values.get("paper")
-    return Table(name, str(title), size, chosen["recipe"], tuple(rows), common, paper, str(column), bool(diagnose))
+    return tuple(rows)
 
 
 def _mapping(value: Any, what: str, least: int = 1) -> dict[str, Any]:

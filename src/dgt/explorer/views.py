@@ -85,8 +85,12 @@ class Explorer:
         """The model: its name, classes, sizes of image, and for every block stage, heads, groups and keys."""
         blocks = [
             {
-                **{"stage": stage + 1, "place": place + 1, "stride": stride, "heads": layer.num_heads},
-                **{"groups": layer.centroids.shape[1], "k": layer.top_k},
+                "stage": stage + 1,
+                "place": place + 1,
+                "stride": stride,
+                "heads": layer.num_heads,
+                "groups": layer.centroids.shape[1],
+                "k": layer.top_k,
             }
             for layer, stage, place, stride in self.blocks
         ]
@@ -171,7 +175,10 @@ class Explorer:
         groups, keys = seen.group_ids[0, 0].numpy(), seen.key_ids[0, 0].numpy()
         peaks = weights[0, 0].amax(-1, keepdim=True)
         return {
-            **{"grid": [rows, columns], "k": keys.shape[1], "max_k": most, "groups": keys.shape[0]},
+            "grid": [rows, columns],
+            "k": keys.shape[1],
+            "max_k": most,
+            "groups": keys.shape[0],
             "group_ids": _pack(groups, "<u2"),
             "key_ids": _pack(keys, "<u2"),
             "weights": _pack((255 * weights[0, 0] / peaks).round().numpy(), "u1"),

@@ -21,8 +21,13 @@ from dgt.figures.panel import Array, GroupPanel, choose_groups
 from dgt.utils.errors import UserError
 
 # Lengths in inches.
-CELL, MARGIN, LABEL, FRAME = 1.2, 0.08, 0.2, 0.045
-THIN_GAP, ROW_GAP, PAIR_GAP = 0.045, 0.13, 0.15
+CELL = 1.2
+MARGIN = 0.08
+LABEL = 0.2
+FRAME = 0.045
+THIN_GAP = 0.045
+ROW_GAP = 0.13
+PAIR_GAP = 0.15
 
 
 def figure_groups(panels: Sequence[GroupPanel], groups: int | Sequence[int] = 3) -> Figure:

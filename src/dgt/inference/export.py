@@ -95,22 +95,34 @@ def export(
 
 def _check_place(path: Path, features: bool) -> None:
     """Check all that can be known of the place before a model is opened."""
-    endings = " or ".join(FORMATS)
-    if path.suffix and path.suffix not in FORMATS:
-        raise UserError(f"OUT must end in {endings}, or have no ending and name a folder for timm, got {str(path)!r}")
-    if path.suffix == ".onnx":
-        formats.check_libraries()
-    if path.suffix and path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder: name a file in it")
-    if not path.suffix and features:
-        raise UserError("feature maps are exported to a file, .onnx or .pt2; a folder for timm has them as they are")
-    if not path.suffix and path.is_file():
-        raise NotADirectoryError(f"{path} is a file: name a folder, or a file ending in {endings}")
-    above = next(place for place in (path if path.is_dir() else path.parent, *path.parents) if place.exists())
+    if path.suffix:
+        _check_file(path)
+    else:
+        _check_folder(path, features)
+    place = path if path.is_dir() else path.parent
+    above = next(folder for folder in (place, *path.parents) if folder.exists())
     if not above.is_dir():
         raise NotADirectoryError(f"{path} cannot be written: {above} is a file")
     if not os.access(above, os.W_OK | os.X_OK):
         raise PermissionError(f"{path} cannot be written: no permission to write in {above}")
+
+
+def _check_file(path: Path) -> None:
+    if path.suffix not in FORMATS:
+        endings = " or ".join(FORMATS)
+        raise UserError(f"OUT must end in {endings}, or have no ending and name a folder for timm, got {str(path)!r}")
+    if path.suffix == ".onnx":
+        formats.check_libraries()
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder: name a file in it")
+
+
+def _check_folder(path: Path, features: bool) -> None:
+    if features:
+        raise UserError("feature maps are exported to a file, .onnx or .pt2; a folder for timm has them as they are")
+    if path.is_file():
+        endings = " or ".join(FORMATS)
+        raise NotADirectoryError(f"{path} is a file: name a folder, or a file ending in {endings}")
 
 
 def _export_file(run: LoadedRun, path: Path, features: bool, fixed: tuple[int, int, int] | None) -> Export:
@@ -157,37 +169,67 @@ class FeatureMaps(nn.Module):
 
 
 def source_of_run(run: LoadedRun, features: bool = False) -> Source:
-    """Return what to export of a trained run: what its task predicts, or the feature maps of its backbone.
+    """Choose what to export of a trained run.
 
-    UserError for a task whose outputs are no tensors of one shape, a model without maps, and windows (of Swin and
-    CSWin) under the head of a task, which take images of any size.
+    Args:
+        run: the trained run.
+        features: the feature maps of its backbone in place of what its task predicts.
+
+    Raises:
+        UserError: the task's outputs are no tensors of one shape, the model has no maps, or it has windows (of Swin and
+            CSWin) under the head of a task, which takes images of any size.
     """
-    task, data, name = TASKS[run.recipe.task], run.recipe.data, run.recipe.model.name
-    backbone: Any = run.network.backbone if task.has_backbone else None
-    windows = any(isinstance(part, WindowAttention | StripeAttention) for part in run.network.modules())
-    if windows and backbone is not None:
-        why = "attends in windows, which a graph cannot cut out of images of any size"
-        raise UserError(f"a {name} {why}: only classifiers can be exported with it, for images of one size")
-    config = timm.get_pretrained_cfg(name)
-    fixed = backbone is None and (windows or (config is not None and config.fixed_input_size))
-    size = data["image_size"] if fixed else None
-    about = {"model": name, "task": task.name}
-    about |= {key: json.dumps(data[key]) for key in ("mean", "std", "image_size") if key in data}
+    task = TASKS[run.recipe.task]
+    data = run.recipe.data
+    size = _only_size(run)
+    about = {"model": run.recipe.model.name, "task": task.name}
+    for key in ("mean", "std", "image_size"):
+        if key in data:
+            about[key] = json.dumps(data[key])
     if features:
-        maps = FeatureMaps(run.network).eval() if backbone is None else backbone
-        count = len(run.network.feature_info if backbone is None else backbone.channels)  # type: ignore[arg-type]
-        return Source(maps, tuple(f"map_{i}" for i in range(count)), size, about)
+        return _source_of_features(run, size, about)
     if not task.outputs:
         why = "how many objects there are is no shape that a graph knows"
         hint = "the feature maps of its backbone can, with --features"
         raise UserError(f"what the task {task.name!r} finds cannot be exported: {why}; {hint}")
-    return Source(run.network, task.outputs, size, {**about, "classes": json.dumps(run.class_names)})
+    about["classes"] = json.dumps(run.class_names)
+    return Source(run.network, task.outputs, size, about)
+
+
+def _only_size(run: LoadedRun) -> int | None:
+    """The only side of images that a run's model takes, in pixels; None where it takes any."""
+    name = run.recipe.model.name
+    windows = any(isinstance(part, WindowAttention | StripeAttention) for part in run.network.modules())
+    if TASKS[run.recipe.task].has_backbone:
+        if windows:
+            why = "attends in windows, which a graph cannot cut out of images of any size"
+            raise UserError(f"a {name} {why}: only classifiers can be exported with it, for images of one size")
+        return None
+    config = timm.get_pretrained_cfg(name)
+    fixed = windows or (config is not None and config.fixed_input_size)
+    return int(run.recipe.data["image_size"]) if fixed else None
+
+
+def _source_of_features(run: LoadedRun, size: int | None, about: dict[str, str]) -> Source:
+    maps: Any
+    network: Any = run.network
+    if TASKS[run.recipe.task].has_backbone:
+        maps = network.backbone
+        count = len(maps.channels)
+    else:
+        maps = FeatureMaps(network).eval()
+        count = len(network.feature_info)
+    return Source(maps, tuple(f"map_{index}" for index in range(count)), size, about)
 
 
 def _sizes(run: LoadedRun, source: Source) -> list[tuple[int, int]]:
     """Heights and widths to check: the recipe's, and others where the model takes any."""
-    side = source.size or min(max(run.recipe.data["image_size"], 33), LARGEST_SIDE)
-    return [source.fixed[1:]] if source.fixed else [(side, side), *(() if source.size else FURTHER_SIZES)]
+    if source.fixed:
+        return [source.fixed[1:]]
+    if source.size:
+        return [(source.size, source.size)]
+    side = min(max(run.recipe.data["image_size"], 33), LARGEST_SIDE)
+    return [(side, side), *FURTHER_SIZES]
 
 
 @torch.inference_mode()

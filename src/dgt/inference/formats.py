@@ -9,7 +9,7 @@ import io
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,24 @@ from dgt.utils.errors import UserError
 from dgt.utils.extras import require
 
 SIZES = "free batch, height and width"
-EXAMPLE = (2, 3, 96, 160)  # sides that differ, and leave more than one token at stride 32
 OPSET = 18
 LARGEST = 2 - 2**-6  # GiB of one file, by the format it is written in, less some room for the graph
 LIBRARIES = ("onnx", "onnxscript", "onnxruntime")
 
 Runner = Callable[[Tensor], list[Tensor]]
+"""Runs a file: images (B, 3, H, W) -> outputs."""
+
+
+class Size(NamedTuple):
+    """Of a batch of images."""
+
+    batch: int
+    height: int
+    width: int
+
+
+EXAMPLE = Size(2, 96, 160)
+"""What a module is recorded with: sides that differ, and leave more than one token at stride 32."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +78,19 @@ def trace(source: Source) -> ExportedProgram:
     kinds = {p.dtype for p in source.module.parameters() if p.is_floating_point()}
     if kinds != {torch.float32}:
         raise UserError(f"the model must be float32, got {', '.join(sorted(map(str, kinds))) or 'no parameters'}")
-    batch, height, width = source.fixed or (EXAMPLE[0], *((source.size,) * 2 if source.size else EXAMPLE[2:]))
-    sides = {2: Dim.DYNAMIC, 3: Dim.DYNAMIC}  # of at least what leaves the last map more than one token
-    free: dict[int, Any] = {} if source.fixed else {0: Dim("batch", min=1), **({} if source.size else sides)}
+    free: dict[int, Any] = {}
+    if source.fixed:
+        batch, height, width = source.fixed
+    elif source.size:
+        batch, height, width = EXAMPLE.batch, source.size, source.size
+        free[0] = Dim("batch", min=1)
+    else:
+        batch, height, width = EXAMPLE
+        free = {0: Dim("batch", min=1), 2: Dim.DYNAMIC, 3: Dim.DYNAMIC}
+    images = torch.zeros(batch, 3, height, width)
     try:
         with torch.no_grad():
-            return torch.export.export(source.module, (torch.zeros(batch, 3, height, width),), dynamic_shapes=(free,))
+            return torch.export.export(source.module, (images,), dynamic_shapes=(free,))
     except Exception as error:  # of many kinds: whatever in the module cannot be traced
         name = type(source.module).__name__
         size = "batches of {} images of {} x {} pixels".format(*source.fixed) if source.fixed else SIZES
@@ -134,13 +153,25 @@ def encode_onnx(source: Source) -> bytes:
 def _translate(source: Source, translations: dict[Any, Any]) -> Any:
     """Return the module as a model of onnx_ir, in which the functions that translations call have no bodies yet."""
     program = trace(source)
-    free = {} if source.fixed else {0: "batch"} if source.size else {0: "batch", 2: "height", 3: "width"}
-    names: dict[str, Any] = {"input_names": ["images"], "output_names": list(source.outputs), "verbose": False}
-    options: dict[str, Any] = {"opset_version": OPSET, "custom_translation_table": translations, **names}
+    free: dict[int, str] = {}
+    if not source.fixed:
+        free[0] = "batch"
+        if not source.size:
+            free[2] = "height"
+            free[3] = "width"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about names and versions inside the exporter: nothing a user could mend
         try:
-            exported = torch.onnx.export(program, dynamo=True, dynamic_shapes=(free,), **options)
+            exported = torch.onnx.export(
+                program,
+                dynamo=True,
+                dynamic_shapes=(free,),
+                opset_version=OPSET,
+                custom_translation_table=translations,
+                input_names=["images"],
+                output_names=list(source.outputs),
+                verbose=False,
+            )
         except torch.onnx.errors.OnnxExporterError as error:
             raise UserError(f"a {type(source.module).__name__} cannot be written as ONNX: {_reason(error)}") from error
     return exported.model  # type: ignore[union-attr]

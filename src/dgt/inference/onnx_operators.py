@@ -48,8 +48,12 @@ def _best_of_many(scores: FLOAT[...], count: INT64[...]) -> INT64[...]:
 
     OpenVINO sorts the axis of a TopK: so it sorts L / 8 and 8 k numbers, not L. Runs are in order, ties as they were.
     """
-    axis, last, size = op.Constant(value_ints=[-2]), op.Constant(value_ints=[-1]), op.Constant(value_ints=[8])
-    outer, length, groups = op.Shape(scores, end=2), op.Shape(scores, start=2, end=3), op.Shape(scores, start=3)
+    axis = op.Constant(value_ints=[-2])
+    last = op.Constant(value_ints=[-1])
+    size = op.Constant(value_ints=[8])
+    outer = op.Shape(scores, end=2)
+    length = op.Shape(scores, start=2, end=3)
+    groups = op.Shape(scores, start=3)
     missing = op.Concat(op.Constant(value_ints=[0]), op.Mod(-length, size), axis=0)
     filled = op.Pad(scores, missing, op.Constant(value_float=-3e38), axis)
     runs = op.Reshape(filled, op.Concat(outer, last, size, groups, axis=0))
@@ -97,10 +101,14 @@ def _attend_gathered(
     As many tiles as there could be at most, T = L // 32 + G, so that shapes do not depend on values: what stands in
     empty places is computed, and read by nobody.
     """
-    zero, one, last = op.Constant(value_int=0), op.Constant(value_int=1), op.Constant(value_ints=[-1])
+    zero = op.Constant(value_int=0)
+    one = op.Constant(value_int=1)
+    last = op.Constant(value_ints=[-1])
     size = op.Constant(value_ints=[32])
-    tokens, channels = op.Shape(query, start=2, end=3), op.Shape(query, start=3, end=4)
-    groups, rows = op.Shape(key_ids, start=2, end=3), op.Concat(last, tokens, channels, axis=0)
+    tokens = op.Shape(query, start=2, end=3)
+    channels = op.Shape(query, start=3, end=4)
+    groups = op.Shape(key_ids, start=2, end=3)
+    rows = op.Concat(last, tokens, channels, axis=0)
     # Sorted by one integer for group and token: no two are equal, and the values alone tell both.
     token = op.Range(zero, op.Squeeze(tokens), one)
     mixed = op.Reshape(group_ids * tokens + token, op.Concat(last, tokens, axis=0))
@@ -211,18 +219,32 @@ def _tokens(graph: Any) -> list[Any]:
     """All values that are tokens as (B, H, W, C), in order; none if one is used in a way that needs all four."""
     tokens: list[Any] = []
     for node in graph:
-        value, used = node.outputs[0], [taken in tokens for taken in node.inputs]
-        if not any(used):
-            like = node.op_type == "Reshape" and value.shape in [token.shape for token in tokens]
-            tokens += [value] if like or _order(node) == TO_TOKENS else []
+        value = node.outputs[0]
+        if not any(taken in tokens for taken in node.inputs):
+            if _makes_tokens(node, tokens):
+                tokens.append(value)
         elif node.op_type in TOKENWISE:
-            others = [taken.shape for taken, token in zip(node.inputs, used, strict=True) if not token]
-            if (node.op_type == "MatMul" and not used[0]) or any(len(shape) > 2 for shape in others):
+            if not _keeps_tokens(node, tokens):
                 return []
             tokens.append(value)
         elif node.op_type != "Reshape" and _order(node) != TO_IMAGE:
             return []
-    return [] if any(output in tokens for output in graph.outputs) else tokens
+    if any(output in tokens for output in graph.outputs):
+        return []
+    return tokens
+
+
+def _makes_tokens(node: Any, tokens: list[Any]) -> bool:
+    """Whether a node that takes no tokens makes some: an image turned, or a shape that tokens have already."""
+    shapes = [token.shape for token in tokens]
+    return _order(node) == TO_TOKENS or (node.op_type == "Reshape" and node.outputs[0].shape in shapes)
+
+
+def _keeps_tokens(node: Any, tokens: list[Any]) -> bool:
+    """Whether a node that works token by token does so: its other operands are at most matrices, on the right."""
+    if node.op_type == "MatMul" and node.inputs[0] not in tokens:
+        return False
+    return all(taken in tokens or len(taken.shape) <= 2 for taken in node.inputs)
 
 
 def _order(node: Any) -> Any:

@@ -222,16 +222,25 @@ def _record_of_timm(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     if not architecture or not count:
         needed = "entry 'dgt' with the recipe, nor 'architecture' and 'num_classes' of a classifier"
         raise UserError(f"{path} was not written by `dgt train` nor by timm: it has no {needed}")
+    arguments = dict(config.get("model_args") or {})
+    arguments.pop("num_classes", None)
+    labels = config.get("label_names")
+    if not isinstance(labels, list) or len(labels) != count:
+        labels = [str(index) for index in range(count)]
+    recipe = {
+        "name": path.parent.name or architecture,
+        "model": {"name": architecture, "args": arguments},
+        "data": _data_of_timm(prepared),
+    }
+    return {"format": RECORD_FORMAT, "recipe": recipe, "class_names": labels}
+
+
+def _data_of_timm(prepared: dict[str, Any]) -> dict[str, Any]:
+    """Settings of the data, from the part of timm's configuration on the preparation of images."""
     names = {"crop_ratio": "crop_pct", "mean": "mean", "std": "std"}
     data: dict[str, Any] = {ours: prepared[theirs] for ours, theirs in names.items() if theirs in prepared}
     if "input_size" in prepared:
         data["image_size"] = int(prepared["input_size"][-1])
     if "interpolation" in prepared:
         data["augmentation"] = {"interpolation": prepared["interpolation"]}
-    arguments = {key: value for key, value in (config.get("model_args") or {}).items() if key != "num_classes"}
-    labels = config.get("label_names")
-    if not isinstance(labels, list) or len(labels) != count:
-        labels = [str(index) for index in range(count)]
-    model = {"name": architecture, "args": arguments}
-    recipe = {"name": path.parent.name or architecture, "model": model, "data": data}
-    return {"format": RECORD_FORMAT, "recipe": recipe, "class_names": labels}
+    return data

@@ -89,18 +89,26 @@ def average_precision(
         raise UserError(f"detections must be of images in the ground truth, got {sorted(unknown)[:5]}")
     numbered = [entry | {"id": number} for number, entry in enumerate(ground_truth["annotations"], start=1)]
     truth = {**ground_truth, "annotations": numbered}  # an annotation of id 0 is taken for one that nothing has met
+    evaluated_ids = sorted(known if image_ids is None else set(image_ids))
     found: dict[str, float] = {}
     for kind, coco_name in KINDS.items():
-        left_out = {"bbox"} if coco_name == "segm" else set()  # or the box's area would become the mask's
-        given = [{key: value for key, value in entry.items() if key not in left_out} for entry in detections]
         coco = COCO({name: [dict(entry) for entry in entries] for name, entries in truth.items()})  # it writes in them
-        evaluation = COCOeval_faster(coco, coco.loadRes(given), coco_name)
-        evaluation.params.imgIds = sorted(known if image_ids is None else set(image_ids))
+        evaluation = COCOeval_faster(coco, coco.loadRes(_entries(detections, coco_name)), coco_name)
+        evaluation.params.imgIds = evaluated_ids
         evaluation.evaluate()
         evaluation.accumulate()
         evaluation.summarize()
         found |= {f"{kind}_{name}": float(value) for name, value in zip(NAMES, evaluation.stats, strict=False)}
     return found
+
+
+def _entries(detections: Sequence[Entry], coco_name: str) -> list[Entry]:
+    """Detections as COCO's code takes them; without boxes for masks, or a box's area would become the mask's."""
+    entries = [dict(entry) for entry in detections]
+    if coco_name == "segm":
+        for entry in entries:
+            entry.pop("bbox", None)
+    return entries
 
 
 def coco_results(

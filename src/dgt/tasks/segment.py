@@ -75,10 +75,16 @@ def segmentation_scores(confusion: Tensor) -> dict[str, Tensor]:
         that is found; `accuracy`, the share of all labelled pixels that is right.
     """
     counts = confusion.to(torch.float64) if confusion.device.type != "mps" else confusion.float()
-    right, there, predicted = counts.diagonal(), counts.sum(dim=1), counts.sum(dim=0)
-    iou = right / (there + predicted - right)
-    means = {"miou": iou.nanmean(), "mean_accuracy": (right / there).nanmean(), "accuracy": right.sum() / counts.sum()}
-    return {"iou": iou, **means}
+    correct = counts.diagonal()
+    labeled = counts.sum(dim=1)
+    predicted = counts.sum(dim=0)
+    iou = correct / (labeled + predicted - correct)
+    return {
+        "iou": iou,
+        "miou": iou.nanmean(),
+        "mean_accuracy": (correct / labeled).nanmean(),
+        "accuracy": correct.sum() / counts.sum(),
+    }
 
 
 class SegmentationMetrics(Metrics):

@@ -58,8 +58,12 @@ class Report(logging.Handler):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         """Note in the log and the status how it ended; an error is shown by whoever called."""
-        stopped = isinstance(error, SystemExit | KeyboardInterrupt)
-        state = "finished" if error is None else "stopped" if stopped else "failed"
+        if error is None:
+            state = "finished"
+        elif isinstance(error, SystemExit | KeyboardInterrupt):
+            state = "stopped"
+        else:
+            state = "failed"
         if kind is not None and not isinstance(error, SystemExit):
             LOGGER.debug(f"{state}: {str(error).partition(chr(10))[0] or kind.__name__}")
         self.write_status(state, str(error) if state == "failed" else None)

@@ -82,15 +82,24 @@ class Training:
     def __init__(
         self, recipe: Recipe, state: TrainingState, checkpoints: Checkpoints, report: Report, draw: Draw | None = None
     ) -> None:
-        self.recipe, self.state, self.checkpoints, self.report, self.draw = recipe, state, checkpoints, report, draw
-        self.task, self.settings, schedule = TASKS[recipe.task], recipe.trainer, recipe.schedule
-        self.fabric, self.data, self.progress = state.fabric, state.data, state.progress
-        self.loader, self.val_loader = self.data.train_dataloader(), self.data.val_dataloader()
+        self.recipe = recipe
+        self.state = state
+        self.checkpoints = checkpoints
+        self.report = report
+        self.draw = draw
+        self.task = TASKS[recipe.task]
+        self.settings = recipe.trainer
+        self.fabric = state.fabric
+        self.data = state.data
+        self.progress = state.progress
+        self.loader = self.data.train_dataloader()
+        self.val_loader = self.data.val_dataloader()
         self.steps_per_epoch = math.ceil(len(self.loader) / self.settings.accumulate)
-        self.steps = schedule.steps or schedule.epochs * self.steps_per_epoch
+        self.steps = recipe.schedule.steps or recipe.schedule.epochs * self.steps_per_epoch
         self.epochs = math.ceil(self.steps / self.steps_per_epoch)
         self.statistics = [buffer for buffer in state.network.buffers() if all_finite([buffer])]  # to stay so
-        self.stops, self.in_step = list[signal.Signals](), True  # whether the state is not one between two steps
+        self.stops: list[signal.Signals] = []
+        self.in_step = True  # whether the state is not one between two steps
         self.annealing = TopKAnnealing(state.network, recipe.model.top_k_schedule, recipe.model.top_k_start)
 
     def run(self) -> None:
@@ -216,7 +225,9 @@ class Training:
         kept = "its state could NOT be saved" if failed else f"saved in {self.checkpoints.folder}"
         place = f"step {self.progress.step} (epoch {min(self.progress.epoch + 1, self.epochs)})"
         LOGGER.info(f"stopped by {by} after {place}, {kept}; `--resume auto` resumes from the last checkpoint")
-        raise Preempted(1 if failed else 130 if signal.SIGINT in self.stops else 0)
+        if failed:
+            raise Preempted(1)
+        raise Preempted(130 if signal.SIGINT in self.stops else 0)
 
     def save(self) -> None:
         """Write a checkpoint of here; a matter of all processes."""
@@ -230,26 +241,43 @@ class Training:
         """
         metrics: dict[str, float] = {}
         if epoch == self.epochs or epoch % self.settings.check_val_every == 0:
-            every = self.settings.pictures_every
-            if self.draw is not None and every is not None and (epoch in (1, self.epochs) or epoch % every == 0):
+            if self.draw is not None and self._pictures_are_due(epoch):
                 self.show_images(self.draw)
-            metrics = self.progress.metrics = self.validate()
+            metrics = self.validate()
+            self.progress.metrics = metrics
         join_broken_images(self.data.broken_images)
-        total, count = cast(Tensor, self.fabric.all_reduce(self.state.loss_sums.clone(), reduce_op="sum")).tolist()
-        loss = total / count if count else math.nan
-        if not math.isfinite(loss):
-            raise FloatingPointError(f"the training loss became {loss} in epoch {epoch}: {ADVICE}")
-        self.progress.epoch, self.progress.batch = epoch, 0
+        loss = self._epoch_loss(epoch)
+        self.progress.epoch = epoch
+        self.progress.batch = 0
         self.state.loss_sums.zero_()
         self.report.epoch(loss, self.state.optimizer.param_groups[0]["lr"], metrics, self.task.summary(metrics))
-        score, best = metrics.get(next(iter(self.task.headline))), self.progress.best
-        if score is not None and (best is None or score > best):
-            self.progress.best = score
-            self.checkpoints.write(self.state, self.checkpoints.folder / "best.ckpt")
+        self._keep_best(metrics)
         if epoch == self.epochs:
             self.save()
         else:
             self.between_steps(self.checkpoints.is_due(self.progress.step, epoch))
+
+    def _pictures_are_due(self, epoch: int) -> bool:
+        """Whether predictions are drawn after an epoch: the first, the last, and every so many."""
+        every = self.settings.pictures_every
+        return every is not None and (epoch in (1, self.epochs) or epoch % every == 0)
+
+    def _epoch_loss(self, epoch: int) -> float:
+        """The mean loss of the epoch's images, over all processes; FloatingPointError where it is not finite."""
+        total, count = cast(Tensor, self.fabric.all_reduce(self.state.loss_sums.clone(), reduce_op="sum")).tolist()
+        loss = total / count if count else math.nan
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the training loss became {loss} in epoch {epoch}: {ADVICE}")
+        return float(loss)
+
+    def _keep_best(self, metrics: dict[str, float]) -> None:
+        """Write the checkpoint of the best validation, if this was one and is the best so far."""
+        score = metrics.get(next(iter(self.task.headline)))
+        if score is None:
+            return
+        if self.progress.best is None or score > self.progress.best:
+            self.progress.best = score
+            self.checkpoints.write(self.state, self.checkpoints.folder / "best.ckpt")
 
     def validate(self) -> dict[str, float]:
         """Measure the network, or its average, on the validation images; one process stops there as `between_steps`."""

@@ -1,5 +1,6 @@
 """What goes into the record of a measurement: processor, versions, command, and numbers laid out as a table."""
 
+import math
 import platform
 import re
 import shlex
@@ -62,3 +63,11 @@ def interval(values: Sequence[float]) -> tuple[float, float | None]:
         return values[0], None
     student = STUDENT[free - 1] if free <= len(STUDENT) else 1.96 + 2.37 / free + 2.8 / free**2
     return statistics.fmean(values), student * statistics.stdev(values) / len(values) ** 0.5
+
+
+def wilson(share: float, count: int, z: float = 1.959964) -> tuple[float, float]:
+    """Wilson's interval for a share that was found among `count` images; 95 % for the default quantile `z`."""
+    scale = 1 + z * z / count
+    center = (share + z * z / (2 * count)) / scale
+    half = z / scale * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return max(0.0, center - half), min(1.0, center + half)
