@@ -235,12 +235,11 @@ def measure(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Non
         parser.error(f"--calibrate: {folder} has plans by {found['calibrate']} images")
     networks = {OWN: load_run(options.run).network.eval()}
     reports: dict[str, Report] = {}
-    for error in options.errors:
-        if has_time():
-            name = f"{error:g}"
-            network, reports[name] = plan(error, options, images, folder)
-            if reports[name].centroids:
-                networks[name] = network
+    for error in takewhile(lambda _: has_time(), options.errors):
+        name = f"{error:g}"
+        network, reports[name] = plan(error, options, images, folder)
+        if reports[name].centroids:
+            networks[name] = network
     last = len(images.places)
     if options.images:
         last = min(last, options.calibrate + options.images)

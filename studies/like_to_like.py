@@ -46,8 +46,12 @@ NAME = "like_to_like"
 AT_ONCE = 512  # queries whose attention to all tokens is in memory at a time
 Labelled = tuple[list[str], Iterator[tuple[Tensor, Tensor]]]
 SHARES = {  # of queries, or of their keys: heads of the table
-    **{"pure": "pure groups, %", "random_pure": "drawn groups", "patch_pure": "patches"},
-    **{"like": "like among the group's keys, %", "window": "in a window", "attention": "by global attention"},
+    "pure": "pure groups, %",
+    "random_pure": "drawn groups",
+    "patch_pure": "patches",
+    "like": "like among the group's keys, %",
+    "window": "in a window",
+    "attention": "by global attention",
     "random": "at random",
 }
 

@@ -40,7 +40,8 @@ from studies.figure_retrieval import figure_retrieval
 from studies.report import read_words, write_results
 
 CODE = 16  # channels of a code and of a value; two more tell sources and probes
-NOISE, STRENGTH = 0.3, 2.0
+NOISE = 0.3
+STRENGTH = 2.0
 LEARNING_RATE = 4e-3
 FEWER_KEYS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # k at which the trained weights are measured
 LAST_BATCHES, REPEATS = (1, 2, 16), 8
@@ -60,8 +61,10 @@ class Settings:
     test_maps: int = 128  # that accuracy is measured on, the same for all rows and seeds
 
     def __post_init__(self) -> None:
+        least = {"steps": 20, "gap": 0, "values": 2}
         for name, value in asdict(self).items():
-            check_range({"steps": 20, "gap": 0, "values": 2}.get(name, 1), **{name: value})
+            if value < least.get(name, 1):
+                raise UserError(f"{name} must be at least {least.get(name, 1)}, got {value}")
         if self.side % 2 or self.gap % 2 or self.dim % 4:
             raise UserError(f"side and gap must be even and dim a multiple of 4, got {self.side, self.gap, self.dim}")
         if self.codes > self.places * 3 // 4:
@@ -289,12 +292,29 @@ def markdown(trained: Sequence[dict[str, Any]]) -> str:
         runs = [run for run in trained if run["row"] == name]
         accuracies = [run["accuracy"] for run in runs]
         mean, half = interval(accuracies)
-        by_top_k = [{at["top_k"]: at["accuracy"] for at in run.get("by_top_k", ())} for run in runs]
-        columns: list[Any] = [[run.get("served") for run in runs]]
-        columns += [[at.get(top_k) for at in by_top_k] for top_k in FEWER_KEYS]
-        cells = [name, number(mean, 1, half=half), ", ".join(number(value, 1) for value in accuracies)]
-        rows.append(cells + [number(None if None in column else statistics.fmean(column), 1) for column in columns])
+        cells = [
+            name,
+            number(mean, 1, half=half),
+            ", ".join(number(value, 1) for value in accuracies),
+            _mean_cell([run.get("served") for run in runs]),
+        ]
+        cells += [_mean_cell([_accuracy_at(run, top_k) for run in runs]) for top_k in FEWER_KEYS]
+        rows.append(cells)
     return markdown_table(["", "accuracy, %", "seeds", "served, %", *(f"k {top_k}" for top_k in FEWER_KEYS)], rows)
+
+
+def _accuracy_at(run: dict[str, Any], top_k: int) -> float | None:
+    """The accuracy of a run's weights with another k; None where it was not measured."""
+    for measured in run.get("by_top_k", ()):
+        if measured["top_k"] == top_k:
+            return float(measured["accuracy"])
+    return None
+
+
+def _mean_cell(values: Sequence[float | None]) -> str:
+    """The mean over seeds; a dash where one has no value."""
+    known = [value for value in values if value is not None]
+    return number(statistics.fmean(known) if len(known) == len(values) else None, 1)
 
 
 if __name__ == "__main__":

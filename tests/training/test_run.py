@@ -72,6 +72,20 @@ def test_a_record_that_lacks_a_part(finished: Result, tmp_path: Path, lost: str)
         load_run(tmp_path / "partial.ckpt")
 
 
+def test_a_checkpoint_of_format_2_opens_as_it_did(finished: Result, tmp_path: Path) -> None:
+    """Then the weights were `training_weights`, and `state_dict` those that are evaluated, averaged or not."""
+    stored = read_checkpoint(step_checkpoints(finished.folder)[0])
+    old = {**stored, "format": 2, "training_weights": stored["model"]}
+    old["state_dict"] = old.pop("model_ema", stored["model"])
+    del old["model"]
+    torch.save(old, tmp_path / "old.ckpt")
+    again = read_checkpoint(tmp_path / "old.ckpt")
+    assert again["format"] == stored["format"]
+    assert again.keys() == stored.keys() | {"model_ema"}
+    opened, expected = (load_run(place).network.state_dict() for place in (tmp_path / "old.ckpt", finished.folder))
+    assert all(torch.equal(value, expected[key]) for key, value in opened.items())
+
+
 def test_weights_of_another_model(finished: Result, tmp_path: Path) -> None:
     stored = read_checkpoint(step_checkpoints(finished.folder)[0])
     stored["dgt"]["recipe"]["model"]["name"] = "test_vit"
