@@ -237,7 +237,9 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", "dgt_tiny", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["paper_params"] == 24_090_000
     assert main(["info", "dgt_nano", "--size", "64", "96"]) == 0
-    assert "64 x 96" in capsys.readouterr().out
+    table = capsys.readouterr().out
+    assert "64 x 96" in table
+    assert table.splitlines()[-1].startswith("native CPU kernels: ")
     fails(capsys, "info", "dgt_huge")
 
 

@@ -1,7 +1,7 @@
 """The build backend: scikit-build-core, with two additions.
 
-Where there is no C++ compiler, the one of the PyPI package `ziglang` is asked for and used. An editable install is a
-`.pth` file, which `PYTHONPATH` overrides, and the libraries are written beside their loader.
+Where there is no C++ compiler, the one of the PyPI package `ziglang` is asked for and used. An editable
+install is a `.pth` file, which `PYTHONPATH` overrides, and the libraries are written beside their loader.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).resolve().parents[1]
-BUILD = ROOT / "build"  # pyproject.toml names two paths in it for an editable install: native/ and editable.pth
+BUILD = ROOT / "build"  # pyproject.toml names native/ and editable.pth in it
 COMPILERS = ("c++", "g++", "clang++")  # those that CMake looks for and that know vector extensions
 ZIG_PROCESSORS = ("x86_64", "amd64", "aarch64", "arm64")
 
@@ -71,7 +71,7 @@ def build_editable(
     metadata_directory: str | None = None,
 ) -> str:
     """Build a wheel that holds the path of `src/` alone, and the libraries beside their loader."""
-    shutil.rmtree(BUILD / "native", ignore_errors=True)  # it may name tools of an environment that is gone
+    shutil.rmtree(BUILD / "native", ignore_errors=True)  # may name tools that are gone
     for library in (ROOT / "src" / "dgt" / "ops" / "native").glob("*.so"):
         library.unlink()  # where nothing compiles, an old one would stay
     BUILD.mkdir(exist_ok=True)
@@ -91,8 +91,8 @@ def _compiler() -> Iterator[None]:
     if package is None or package.origin is None:
         yield
         return
-    # C++'s own library would be compiled first, for a minute, and is not used. The compiler's default processor is the
-    # one it runs on; what is built here has to run on others, too.
+    # C++'s own library would be compiled first, for a minute, and is not used. The compiler's default
+    # processor is the one it runs on; what is built here has to run on others, too.
     command = f'"{Path(package.origin).with_name("zig")}" c++ -nostdlib++ -mcpu=baseline'
     with (
         tempfile.TemporaryDirectory() as cache,  # the home folder may not be writable

@@ -16,17 +16,17 @@ from dgt_command.parameters import AT_LEAST_1, Mistake, Shape
 @click.option("--size", metavar="H W", nargs=2, type=AT_LEAST_1, help="Size of the images (default: the paper's).")
 @click.option("--comparators", is_flag=True, help="Instead, every row of the paper's table of this task.")
 def info(model: str | None, task: str, as_json: bool, size: tuple[int, int] | None, comparators: bool) -> None:
-    """Print parameters and FLOPs of models beside the paper's.
+    """Print parameters and FLOPs of models beside the paper's, and which native kernels are in use.
 
     MODEL is any timm model (default: all of this package).
     """
     if comparators and (model is not None or size is not None):
         raise Mistake("--comparators lists the paper's models at the paper's sizes: name no model and no --size")
 
-    from dgt.app.info import comparator_rows, model_rows, model_table
+    from dgt.app.info import comparator_rows, model_rows, model_table, native_line
 
     rows = comparator_rows(task) if comparators else model_rows(model, size, task)
-    print(json.dumps(rows, indent=2) if as_json else model_table(rows))
+    print(json.dumps(rows, indent=2) if as_json else f"{model_table(rows)}\n\n{native_line()}")
 
 
 @click.command()

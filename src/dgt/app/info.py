@@ -1,4 +1,7 @@
-"""Rows of ``dgt info``: parameters and FLOPs of the models beside the paper's, for each of the paper's tasks."""
+"""Rows of ``dgt info``: parameters and FLOPs of the models beside the paper's, for each of the paper's tasks.
+
+Below them, a line about the native CPU kernels.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from dgt import native
 from dgt.tasks import TASKS, Task
 from dgt.utils.errors import UserError
 
@@ -37,6 +41,14 @@ def comparator_rows(task: str = "classify") -> list[dict[str, Any]]:
         row = _row(printed.get("model"), task, size, printed["params"], printed["flops"])
         rows.append({"row": printed["row"], **row})
     return rows
+
+
+def native_line() -> str:
+    """Return which native CPU kernels are in use, or why none are, as a line of text."""
+    found = native.status()
+    if found.available:
+        return f"native CPU kernels: {found.level}, {found.lanes} lanes"
+    return f"native CPU kernels: none, {found.reason}"
 
 
 def _known(task: str) -> Task:

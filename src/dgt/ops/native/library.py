@@ -1,8 +1,9 @@
 """The native library: which build suits this processor, loaded once, and why there is none.
 
-The package holds one build per instruction set level. PyTorch's own finding, which `ATEN_CPU_CAPABILITY` may lower,
-picks one; `DGT_NATIVE_ISA` names another level, or `none` for none. Where no build can be used, one warning says so,
-and the callers take PyTorch's operations instead. Nothing is loaded before the first call.
+The package holds one build per instruction set level. What PyTorch finds the processor to have, which
+`ATEN_CPU_CAPABILITY` may lower, picks one; `DGT_NATIVE_ISA` names a lower level, or `none` for no
+library. Where no build can be used, one warning says so, and the callers take PyTorch's operations
+instead. Nothing is loaded before the first call.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ import torch
 
 from dgt.utils.errors import UserError
 
-ABI_VERSION = 1  # of the C interface: raised there and here together, so that an old build is never called
+ABI_VERSION = 1  # of the C interface, as DGT_ABI_VERSION there: an old build is never called
 X86_LEVELS = ("x86-64-v2", "x86-64-v3", "x86-64-v4")  # each holds those before it
 BASELINE = "baseline"  # the one level of every other processor
 NONE = "none"
 VARIABLE = "DGT_NATIVE_ISA"
 FOLDER = Path(__file__).parent
 
-_FIRST_CALL = threading.Lock()  # two threads that call at once get one library and one warning
+_FIRST_CALL = threading.Lock()  # threads that call first at once get one library and one warning
 
 
 class NativeStatus(NamedTuple):
@@ -36,11 +37,11 @@ class NativeStatus(NamedTuple):
 
     Attributes:
         available: whether the library is loaded.
-        level: instruction set level: `"x86-64-v2"`, `"x86-64-v3"` (AVX2), `"x86-64-v4"` (AVX-512), `"baseline"`
-            on other processors, or `"none"` where `DGT_NATIVE_ISA` says so.
+        level: instruction set level: `"x86-64-v2"`, `"x86-64-v3"` (AVX2), `"x86-64-v4"` (AVX-512),
+            `"baseline"` on other processors, or `"none"` where `DGT_NATIVE_ISA` says so.
         file: the library of this level, whether it exists or not; None for the level `"none"`.
         lanes: float32 numbers in a vector register; None without a library.
-        reason: why there is no library, in a sentence; None where there is one.
+        reason: why there is no library, without a full stop; None where there is one.
     """
 
     available: bool
@@ -58,7 +59,7 @@ class _Loaded(NamedTuple):
 
 
 def level() -> str:
-    """Return the instruction set level to load: the processor's, or the one that `DGT_NATIVE_ISA` names.
+    """Return the level to load: the processor's, or the one that `DGT_NATIVE_ISA` names.
 
     Raises:
         UserError: where `DGT_NATIVE_ISA` names no level of this kind of processor.
@@ -74,6 +75,7 @@ def level() -> str:
     return asked
 
 
+@functools.cache
 def load() -> ctypes.CDLL | None:
     """Return the library, or None, with one warning in a process, where none can be used.
 
@@ -87,9 +89,12 @@ def load() -> ctypes.CDLL | None:
 
 
 def why_not() -> str | None:
-    """Return why there is no library, in a sentence; None where there is one."""
-    with _FIRST_CALL:
-        return _loaded().reason
+    """Return why there is no library, without a full stop; None where there is one.
+
+    Raises:
+        UserError: where `DGT_NATIVE_ISA` names no level of this kind of processor.
+    """
+    return _loaded().reason
 
 
 def status() -> NativeStatus:
@@ -105,8 +110,7 @@ def status() -> NativeStatus:
         >>> dgt.native.status().available
         True
     """
-    with _FIRST_CALL:
-        loaded = _loaded()
+    loaded = _loaded()
     name = level()
     return NativeStatus(
         available=loaded.library is not None,
@@ -119,14 +123,15 @@ def status() -> NativeStatus:
 
 @functools.cache
 def parallel_for() -> int | None:
-    """Return the address of `torch_parallel_for`, of PyTorch's stable C interface; None where it is missing.
+    """Return the address of `torch_parallel_for`, or None where it is missing.
 
-    The kernels run in the host's threads through it; without it they run in the caller's thread alone.
+    It is a function of PyTorch's stable C interface. The kernels run in PyTorch's threads through
+    it; without it they run in the caller's thread alone.
     """
     suffix = "dylib" if platform.system() == "Darwin" else "so"
     name = f"libtorch_cpu.{suffix}"
     beside_torch = Path(torch.__file__).parent / "lib" / name
-    for place in (str(beside_torch), name):  # the second finds the one that is loaded, wherever it came from
+    for place in (str(beside_torch), name):  # by its name: the one that is loaded, wherever it is
         try:
             function = ctypes.CDLL(place).torch_parallel_for
         except (OSError, AttributeError):
@@ -140,7 +145,8 @@ def _load_or_warn() -> ctypes.CDLL | None:
     loaded = _loaded()
     if loaded.library is None and level() != NONE:
         warnings.warn(
-            f"no native CPU kernels: {loaded.reason}; PyTorch's operations are used instead, which are slower",
+            f"no native CPU kernels: {loaded.reason}; "
+            "PyTorch's operations are used instead, which are slower",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -151,20 +157,20 @@ def _load_or_warn() -> ctypes.CDLL | None:
 def _loaded() -> _Loaded:
     name = level()
     if name == NONE:
-        return _Loaded(None, f"the environment variable {VARIABLE} is 'none'")
+        return _refused(f"the environment variable {VARIABLE} is 'none'")
     levels = _levels()
     has = _level_of_processor()
     if levels.index(name) > levels.index(has):
-        return _Loaded(None, f"{VARIABLE} asks for {name}, and this processor has {has} as PyTorch sees it")
+        return _refused(f"{VARIABLE} asks for {name}, which this processor lacks: PyTorch found {has}")
     file = _file(name)
     if not file.is_file():
-        return _Loaded(None, f"this installation of dgt was built without a C++ compiler, {file.name} is missing")
+        return _refused(f"{file.name} was not built, install dgt again with a C++ compiler such as g++")
     if not _is_whole(file):
-        return _Loaded(None, f"{file} is cut short; install dgt again")
+        return _refused(f"{file} is cut short, install dgt again")
     try:
         library = ctypes.CDLL(str(file))
     except OSError as error:
-        return _Loaded(None, f"{file.name} cannot be loaded ({error})")
+        return _refused(f"{file.name} cannot be loaded ({error})")
     return _checked(library, file)
 
 
@@ -174,20 +180,27 @@ def _checked(library: ctypes.CDLL, file: Path) -> _Loaded:
         found = library.dgt_abi_version()
         library.dgt_lanes.restype = ctypes.c_int
     except AttributeError:
-        return _Loaded(None, f"{file} is not a library of dgt; install dgt again")
+        return _refused(f"{file} is not a library of dgt, install dgt again")
     if found != ABI_VERSION:
-        return _Loaded(
-            None,
-            f"{file} is of another version of dgt (interface {found}, expected {ABI_VERSION}); install dgt again",
+        return _refused(
+            f"{file} is of another version of dgt (interface {found}, expected {ABI_VERSION}), "
+            "install dgt again"
         )
     return _Loaded(library, None)
 
 
+def _refused(reason: str) -> _Loaded:
+    return _Loaded(library=None, reason=reason)
+
+
 def _is_whole(file: Path) -> bool:
-    """Tell whether a 64-bit ELF file ends where its header says, as loading a shorter one may end the process."""
+    """Tell whether a 64-bit ELF file is as long as its header says.
+
+    Loading a shorter one may end the process with a bus error.
+    """
     header = file.read_bytes()[:64]
     if header[:5] != b"\x7fELF\x02" or len(header) < 64:
-        return True  # another kind of file, or none: the system's loader refuses it in its own words
+        return True  # of another kind, or nothing: the system's loader has its own words for it
     order = "<" if header[5] == 1 else ">"
     (table,) = struct.unpack_from(f"{order}Q", header, 0x28)  # the sections' headers stand last
     size, count = struct.unpack_from(f"{order}HH", header, 0x3A)

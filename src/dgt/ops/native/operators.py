@@ -6,7 +6,7 @@ strides, such as views of one projection, in float32, bfloat16 or float16, compu
 number of threads. Arguments are right already: the doors of :mod:`dgt.ops.attention` check them.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -129,27 +129,14 @@ def _attention(
     key_mask: Tensor | None,
     num_prefix_tokens: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    query, key, value = (with_channels_together(tensor) for tensor in (query, key, value))
-    centroids = _as_centroids(centroids)
-    mask = _as_mask(key_mask)
     batch, heads, queries, _ = query.shape
-    keys = key.shape[2]
-    length = num_prefix_tokens + min(top_k, keys - num_prefix_tokens)
+    length = num_prefix_tokens + min(top_k, key.shape[2] - num_prefix_tokens)
     output = new_tokens(query)
     logsumexp = query.new_empty((batch, heads, queries), dtype=torch.float32)
     group_ids = query.new_empty((batch, heads, queries), dtype=torch.int64)
     key_ids = query.new_empty((batch, heads, centroids.shape[1], length), dtype=torch.int64)
-    problem = describe(query, key, value, scale)
-    problem.groups, problem.list_length = key_ids.shape[2:]
-    problem.prefix = num_prefix_tokens
-    problem.centroids = centroids.data_ptr()
-    problem.query_mask = _pointer(mask if queries == keys else None)
-    problem.key_mask = _pointer(mask)
-    problem.output = tokens(output)
-    problem.logsumexp = logsumexp.data_ptr()
-    problem.group_ids = group_ids.data_ptr()
-    problem.key_ids = key_ids.data_ptr()
-    run("dgt_attention", problem)
+    results = _Results(output, logsumexp, group_ids, key_ids)
+    _run_attention(query, key, value, centroids, top_k, scale, key_mask, num_prefix_tokens, results)
     return output, logsumexp, group_ids, key_ids
 
 
@@ -172,6 +159,67 @@ def _(
         query.new_empty((batch, heads, queries), dtype=torch.int64),
         query.new_empty((batch, heads, centroids.shape[1], length), dtype=torch.int64),
     )
+
+
+@torch.library.custom_op("dgt::native_attention_output", mutates_args=())
+def _attention_output(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    centroids: Tensor,
+    top_k: int,
+    scale: float,
+    key_mask: Tensor | None,
+    num_prefix_tokens: int,
+) -> Tensor:
+    """The output alone, without gradients: ids of few tokens weigh more than the tokens."""
+    output = new_tokens(query)
+    results = _Results(output, None, None, None)
+    _run_attention(query, key, value, centroids, top_k, scale, key_mask, num_prefix_tokens, results)
+    return output
+
+
+@_attention_output.register_fake
+def _(query: Tensor, *_: Any) -> Tensor:
+    return new_tokens(query)
+
+
+class _Results(NamedTuple):
+    """Where the kernel writes; None for what is not wanted."""
+
+    output: Tensor
+    logsumexp: Tensor | None
+    group_ids: Tensor | None
+    key_ids: Tensor | None
+
+
+def _run_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    centroids: Tensor,
+    top_k: int,
+    scale: float,
+    key_mask: Tensor | None,
+    num_prefix_tokens: int,
+    results: _Results,
+) -> None:
+    query, key, value = (with_channels_together(tensor) for tensor in (query, key, value))
+    centroids = _as_centroids(centroids)
+    mask = _as_mask(key_mask)
+    queries, keys = query.shape[2], key.shape[2]
+    problem = describe(query, key, value, scale)
+    problem.groups = centroids.shape[1]
+    problem.list_length = num_prefix_tokens + min(top_k, keys - num_prefix_tokens)
+    problem.prefix = num_prefix_tokens
+    problem.centroids = centroids.data_ptr()
+    problem.query_mask = _pointer(mask if queries == keys else None)
+    problem.key_mask = _pointer(mask)
+    problem.output = tokens(results.output)
+    problem.logsumexp = _pointer(results.logsumexp)
+    problem.group_ids = _pointer(results.group_ids)
+    problem.key_ids = _pointer(results.key_ids)
+    run("dgt_attention", problem)
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
@@ -364,6 +412,7 @@ register_flop_formula(torch.ops.dgt.native_group_queries)(flops.group_queries)
 register_flop_formula(torch.ops.dgt.native_select_keys)(flops.select_keys)
 register_flop_formula(torch.ops.dgt.native_attend)(flops.attend)
 register_flop_formula(torch.ops.dgt.native_attention)(flops.attention)
+register_flop_formula(torch.ops.dgt.native_attention_output)(flops.attention)
 
 
 def _as_centroids(centroids: Tensor) -> Tensor:

@@ -62,15 +62,15 @@ inline Head head_of(const dgt_problem& x, int64_t index) {
     h.key_mask = x.key_mask ? x.key_mask + image * x.keys : nullptr;
     h.key_bias = x.key_bias ? x.key_bias + index * x.keys : nullptr;
     h.mask = (const char*)x.mask + (image * x.mask_strides[0] + head * x.mask_strides[1]) * mask_size;
-    h.group_ids = x.group_ids + index * x.queries;
-    h.key_ids = x.key_ids + index * x.groups * x.list_length;
+    h.group_ids = x.group_ids ? x.group_ids + index * x.queries : nullptr;
+    h.key_ids = x.key_ids ? x.key_ids + index * x.groups * x.list_length : nullptr;
     h.logsumexp = x.logsumexp ? x.logsumexp + index * x.queries : nullptr;
     return h;
 }
 
 // The keys that a part attends to, without those that are hidden.
 struct KeyList {
-    const int64_t* ids;   // null: 0, 1, 2 and so on
+    const int32_t* ids;   // null: 0, 1, 2 and so on
     int64_t length;       // places, of which some may hold -1
     const uint8_t* mask;  // 1 where a key is real; null: all are
 
@@ -178,6 +178,8 @@ inline void add_mask(const dgt_problem& x, const Head& h, int64_t query, int64_t
     for (int64_t j = count; j < round_up(count, W); ++j) scores[j] = scores[count - 1];
 }
 
+constexpr int64_t NEAR = 8;  // rows ahead that are brought near
+
 struct AttendBuffers {
     float* queries;    // rows of the part, scaled
     float* outputs;    // rows so far, not yet divided by their sums
@@ -247,11 +249,11 @@ inline void attend_rows(const dgt_problem& x, const Head& h, const Part& part, i
 }
 
 // Divide a row by its sum, and write it; zero, and a logarithm of -inf, where it saw no key.
-inline void write_row(const dgt_problem& x, const Head& h, int64_t query, const float* output, float largest, float sum) {
+DGT_INLINE void write_row(const dgt_problem& x, const Head& h, int64_t query, const float* output, float largest,
+                          float sum) {
     bool blind = largest == -INFINITE;
-    float factor = blind ? 0.0f : 1.0f / sum;
-    for (int64_t d = 0; d < x.channels; d += W)
-        store_channels(h.output, query, d, x.channels, blind ? Floats{} : load(output + d) * factor);
+    if (blind) write_zeros(h.output, query, x.channels);
+    else write_back_row(h.output, query, x.channels, 1.0f / sum, output);
     if (h.logsumexp) h.logsumexp[query] = blind ? -INFINITE : largest * LN_2 + __builtin_logf(sum);
 }
 
@@ -263,18 +265,20 @@ inline void write_blind_row(const dgt_problem& x, const Head& h, int64_t query) 
 // Attend from the queries of a part to its keys.
 inline void attend_part(const dgt_problem& x, const Head& h, const Part& part, AttendBuffers& b) {
     int64_t width = round_up(x.channels, W);
-    int64_t pieces = divide_up(part.count, MOST_ROWS);
     float factor = (float)(x.scale * LOG2_E);
-    for (int64_t r = 0; r < part.count; ++r)
+    for (int64_t r = 0; r < part.count; ++r) {
+        if (r + NEAR < part.count) prefetch(h.query, part.query(r + NEAR), x.channels, false);
         copy_row(h.query, part.query(r), x.channels, factor, b.queries + r * width);
+    }
     int64_t cursor = 0;
     int64_t first_key = 0;
     bool is_first_block = true;
     while (b.keys.load_next(x, h, part.keys, cursor, part.count)) {
-        for (int64_t piece = 0; piece < pieces; ++piece) {
-            int64_t first = part.count * piece / pieces;
-            int rows = (int)(part.count * (piece + 1) / pieces - first);
+        int64_t first = 0;
+        for (int64_t pieces = divide_up(part.count, MOST_ROWS); pieces > 0; --pieces) {
+            int rows = (int)divide_up(part.count - first, pieces);
             attend_rows(x, h, part, first, rows, first_key, is_first_block, b);
+            first += rows;
         }
         is_first_block = false;
         first_key = cursor;

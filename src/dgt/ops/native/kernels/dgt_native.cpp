@@ -3,6 +3,7 @@
 //   grouping.h    every query joins its nearest centroid
 //   selection.h   every centroid selects its k best keys                (Eq. 1)
 //   attention.h   softmax attention of queries over a list of keys      (Eq. 2)
+//   few_keys.h    the same where keys are few
 //   backward.h    its gradients
 //   products.h    the two products that all of it is made of
 //
@@ -11,6 +12,7 @@
 
 #include "attention.h"
 #include "backward.h"
+#include "few_keys.h"
 #include "grouping.h"
 #include "interface.h"
 #include "memory.h"
@@ -67,18 +69,34 @@ Candidates* take_candidates(Arena& arena, const dgt_problem& x, int64_t keys) {
 
 void cut(const dgt_problem& x, const Head& h, const Steps& steps, const Parts& parts) {
     bool all_keys = steps.select && x.list_length >= x.keys;
+    if (!steps.group) read_ids(h.group_ids, x.queries, parts.groups);
+    if (!steps.select) read_ids(h.key_ids, x.groups * x.list_length, parts.lists);
     if (all_keys) cut_real_queries(x, h, parts);
     else cut_by_group(x, h, parts);
-    write_queries_of_no_group(x, h);
+    write_queries_of_no_group(x, h, parts);
 }
 
 // Group queries begin..end of a head; the prefix is of no group.
-void group(const dgt_problem& x, const Head& h, int64_t begin, int64_t end, const GroupBuffers& buffers,
-           Status& status) {
-    for (int64_t i = begin; i < min(x.prefix, end); ++i) h.group_ids[i] = -1;
-    if (!group_queries(h.query, max(begin, x.prefix), end, h.query_mask, h.centroids, x.groups, x.channels,
-                       h.group_ids, buffers))
+void group(const dgt_problem& x, const Head& h, int64_t begin, int64_t end, int32_t* groups,
+           const GroupBuffers& buffers, Status& status) {
+    for (int64_t i = begin; i < min(x.prefix, end); ++i) groups[i] = -1;
+    if (!group_queries(h.query, max(begin, x.prefix), end, h.query_mask, h.centroids, x.groups, x.channels, groups,
+                       buffers))
         status.raise(DGT_NAN_IN_QUERY);
+    write_ids(groups + begin, end - begin, h.group_ids ? h.group_ids + begin : nullptr);
+}
+
+// Write the list of a group, for the kernels and for the caller.
+void write_list_of(const dgt_problem& x, const Head& h, int64_t g, const Candidates& found, const Parts& parts) {
+    int32_t* list = parts.lists + g * x.list_length;
+    write_list(found, x, h.key_mask, list);
+    write_ids(list, x.list_length, h.key_ids ? h.key_ids + g * x.list_length : nullptr);
+}
+
+void attend(const dgt_problem& x, const Head& h, const Part& part, const FewKeys& keys, const FewBuffers& few,
+            AttendBuffers& buffers) {
+    if (has_few_keys(x) && part.count <= FEW_QUERIES_OF_A_LIST && attend_few(x, h, part, keys, few)) return;
+    attend_part(x, h, part, buffers);
 }
 
 // ---- many heads: each is done whole by one thread ----------------------------------------------------------------
@@ -88,6 +106,8 @@ struct HeadBuffers {
     SelectBuffers select;
     Candidates* candidates;
     Parts parts;
+    FewKeys keys;
+    FewBuffers few;
     AttendBuffers attend;
 
     HeadBuffers(Arena& arena, const dgt_problem& x)
@@ -95,24 +115,27 @@ struct HeadBuffers {
           select(arena, x),
           candidates(take_candidates(arena, x, x.keys)),
           parts(arena, x),
+          keys(arena, x),
+          few(arena, x),
           attend(arena, x) {}
 };
 
 void do_head(const dgt_problem& x, const Head& h, const Steps& steps, HeadBuffers& b, Status& status) {
-    if (steps.group) group(x, h, 0, x.queries, b.group, status);
+    if (steps.group) group(x, h, 0, x.queries, b.parts.groups, b.group, status);
     if (steps.select) {
         const Rows* prefetched = steps.attend ? &h.value : nullptr;
         bool good = collect_candidates(h.key, x.prefix, x.keys, h.key_mask, h.centroids, x.groups, x.channels,
                                        top_k_of(x), b.candidates, b.select, prefetched);
         for (int64_t g = 0; g < x.groups; ++g) {
             good &= keep_largest(b.candidates[g], top_k_of(x), 0);
-            write_list(b.candidates[g], x, h.key_mask, h.key_ids + g * x.list_length);
+            write_list_of(x, h, g, b.candidates[g], b.parts);
         }
         if (!good) status.raise(DGT_NAN_IN_KEY);
     }
     if (!steps.attend || status.get() != DGT_GOOD) return;
     cut(x, h, steps, b.parts);
-    for (int64_t i = 0; i < *b.parts.count; ++i) attend_part(x, h, b.parts.parts[i], b.attend);
+    if (has_few_keys(x)) b.keys.load(x, h);
+    for (int64_t i = 0; i < *b.parts.count; ++i) attend(x, h, b.parts.parts[i], b.keys, b.few, b.attend);
 }
 
 int do_heads(const dgt_problem& x, const Steps& steps) {
@@ -142,20 +165,26 @@ struct SharedBuffers {
     int64_t pieces;
     Candidates** found;  // (heads, pieces): of every group
     Parts** parts;       // (heads)
+    FewKeys** keys;      // (heads)
 
     SharedBuffers(Arena& arena, const dgt_problem& x) {
         pieces = pieces_of_head(x);
         int64_t heads = head_count(x);
         found = arena.take<Candidates*>(heads * pieces);
         parts = arena.take<Parts*>(heads);
+        keys = arena.take<FewKeys*>(heads);
         for (int64_t i = 0; i < heads * pieces; ++i) {
             Candidates* candidates = take_candidates(arena, x, divide_up(x.keys, pieces));
             if (found) found[i] = candidates;
         }
         for (int64_t i = 0; i < heads; ++i) {
-            Parts* place = arena.take<Parts>(1);
-            Parts laid_out(arena, x);
-            if (parts) *(parts[i] = place) = laid_out;
+            Parts* place_of_parts = arena.take<Parts>(1);
+            FewKeys* place_of_keys = arena.take<FewKeys>(1);
+            Parts some_parts(arena, x);
+            FewKeys some_keys(arena, x);
+            if (!parts) continue;
+            *(parts[i] = place_of_parts) = some_parts;
+            *(keys[i] = place_of_keys) = some_keys;
         }
     }
 };
@@ -164,9 +193,11 @@ struct StepBuffers {
     GroupBuffers group;
     SelectBuffers select;
     Candidates merged;
+    FewBuffers few;
     AttendBuffers attend;
 
-    StepBuffers(Arena& arena, const dgt_problem& x) : group(arena, x), select(arena, x), attend(arena, x) {
+    StepBuffers(Arena& arena, const dgt_problem& x)
+        : group(arena, x), select(arena, x), few(arena, x), attend(arena, x) {
         int64_t pieces = pieces_of_head(x);
         int64_t room = pieces * candidate_room(top_k_of(x), divide_up(x.keys, pieces)) + W;
         merged = {arena.take<float>(room), arena.take<int32_t>(room), 0, 0.0f};
@@ -183,7 +214,7 @@ void merge_candidates(const dgt_problem& x, const Head& h, int64_t g, const Shar
         merged.count += part.count;
     }
     if (!keep_largest(merged, top_k_of(x), 0)) status.raise(DGT_NAN_IN_KEY);
-    write_list(merged, x, h.key_mask, h.key_ids + g * x.list_length);
+    write_list_of(x, h, g, merged, *shared.parts[h.index]);
 }
 
 void collect_piece(const dgt_problem& x, const Head& h, int64_t piece, const SharedBuffers& shared,
@@ -206,7 +237,8 @@ void group_and_collect(const dgt_problem& x, const Steps& steps, const SharedBuf
         bool selects = task % 2 == 0;
         if (selects && steps.select) collect_piece(x, h, piece, shared, own.select, status);
         if (!selects && steps.group)
-            group(x, h, x.queries * piece / pieces, x.queries * (piece + 1) / pieces, own.group, status);
+            group(x, h, x.queries * piece / pieces, x.queries * (piece + 1) / pieces, shared.parts[h.index]->groups,
+                  own.group, status);
     });
 }
 
@@ -217,7 +249,9 @@ void merge_and_cut(const dgt_problem& x, const Steps& steps, const SharedBuffers
         Head h = head_of(x, task / tasks);
         int64_t g = task % tasks - 1;
         if (g >= 0 && steps.select) merge_candidates(x, h, g, shared, own.merged, status);
-        if (g < 0 && steps.attend) cut(x, h, steps, *shared.parts[h.index]);
+        if (g >= 0 || !steps.attend) return;
+        cut(x, h, steps, *shared.parts[h.index]);
+        if (has_few_keys(x)) shared.keys[h.index]->load(x, h);
     });
 }
 
@@ -226,7 +260,9 @@ void attend_parts(const dgt_problem& x, const SharedBuffers& shared, StepBuffers
     member.share(head_count(x) * most, [&](int64_t task) {
         int64_t head = task / most;
         const Parts& parts = *shared.parts[head];
-        if (task % most < *parts.count) attend_part(x, head_of(x, head), parts.parts[task % most], own.attend);
+        if (task % most >= *parts.count) return;
+        const Part& part = parts.parts[task % most];
+        attend(x, head_of(x, head), part, *shared.keys[head], own.few, own.attend);
     });
 }
 
@@ -305,7 +341,11 @@ struct SlotTable {
 
 // Parts one after another with one list share slots where there are very many.
 void cut_into_slots(const dgt_problem& x, const Head& h, SlotTable& table) {
-    if (x.groups) cut_by_group(x, h, table.parts);
+    if (x.groups) {
+        read_ids(h.group_ids, x.queries, table.parts.groups);
+        read_ids(h.key_ids, x.groups * x.list_length, table.parts.lists);
+        cut_by_group(x, h, table.parts);
+    }
     else cut_densely(x, h, table.parts);
     const Part* parts = table.parts.parts;
     int64_t total = *table.parts.count;

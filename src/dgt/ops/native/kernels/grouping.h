@@ -25,7 +25,7 @@ struct GroupBuffers {
 // group_ids[i] = argmax_g <query[i], centroids[g]>, the lowest of equal ones, for i from begin to end; -1 where the mask
 // hides a query. False where a score of a real query is NaN.
 inline bool group_queries(const Rows& query, int64_t begin, int64_t end, const uint8_t* mask, const float* centroids,
-                          int64_t groups, int64_t channels, int64_t* group_ids, const GroupBuffers& buffers) {
+                          int64_t groups, int64_t channels, int32_t* group_ids, const GroupBuffers& buffers) {
     bool found_nan = false;
     for (int64_t start = begin; start < end; start += CHUNK) {
         int64_t count = min(CHUNK, end - start);
@@ -55,7 +55,7 @@ inline bool group_queries(const Rows& query, int64_t begin, int64_t end, const u
             }
             int64_t there = min<int64_t>(W, count - v * W);
             for (int64_t i = 0; i < there; ++i)
-                group_ids[start + v * W + i] = real >> i & 1 ? (int64_t)id[i] : -1;
+                group_ids[start + v * W + i] = real >> i & 1 ? id[i] : -1;
         }
     }
     return !found_nan;
@@ -63,7 +63,7 @@ inline bool group_queries(const Rows& query, int64_t begin, int64_t end, const u
 
 // Sort queries by group: those of group g are order[starts[g]..starts[g + 1]), ascending. Queries of no group are left
 // out. `starts` has G + 1 places.
-inline void sort_by_group(const int64_t* group_ids, int64_t queries, int64_t groups, int32_t* order, int32_t* starts) {
+inline void sort_by_group(const int32_t* group_ids, int64_t queries, int64_t groups, int32_t* order, int32_t* starts) {
     memset(starts, 0, (size_t)(groups + 1) * sizeof(int32_t));
     for (int64_t i = 0; i < queries; ++i)
         if (group_ids[i] >= 0) ++starts[group_ids[i] + 1];

@@ -10,12 +10,16 @@ namespace dgt {
 
 // The parts of one head: places for as many as there can be.
 struct Parts {
+    int32_t* groups;  // of every query; -1 for none
+    int32_t* lists;   // (G, K): the keys of every group; -1 in places that are empty
     int32_t* order;   // queries by group
     int32_t* starts;  // of every group, in that order
     Part* parts;
     int64_t* count;   // of parts
 
     Parts(Arena& arena, const dgt_problem& x) {
+        groups = arena.take<int32_t>(x.queries);
+        lists = arena.take<int32_t>(x.groups * x.list_length);
         order = arena.take<int32_t>(x.queries);
         starts = arena.take<int32_t>(x.groups + 1);
         parts = arena.take<Part>(most(x));
@@ -27,6 +31,15 @@ struct Parts {
 };
 
 inline bool is_real(const Head& h, int64_t query) { return !h.query_mask || h.query_mask[query]; }
+
+// The ids of the interface are 64-bit integers; those that the kernels work with half as wide.
+inline void read_ids(const int64_t* from, int64_t count, int32_t* to) {
+    for (int64_t i = 0; i < count; ++i) to[i] = (int32_t)from[i];
+}
+
+inline void write_ids(const int32_t* from, int64_t count, int64_t* to) {
+    for (int64_t i = 0; to && i < count; ++i) to[i] = from[i];
+}
 
 // Cut `count` queries with one list into even parts.
 inline void add_parts(const Parts& to, const int32_t* order, int64_t first, int64_t count, KeyList keys, int64_t size) {
@@ -42,9 +55,9 @@ inline void add_parts(const Parts& to, const int32_t* order, int64_t first, int6
 inline void cut_by_group(const dgt_problem& x, const Head& h, const Parts& to) {
     int64_t size = part_size(x);
     *to.count = 0;
-    sort_by_group(h.group_ids, x.queries, x.groups, to.order, to.starts);
+    sort_by_group(to.groups, x.queries, x.groups, to.order, to.starts);
     for (int64_t g = 0; g < x.groups; ++g) {
-        KeyList list = {h.key_ids + g * x.list_length, x.list_length, nullptr};
+        KeyList list = {to.lists + g * x.list_length, x.list_length, nullptr};
         add_parts(to, to.order, to.starts[g], to.starts[g + 1] - to.starts[g], list, size);
     }
     int64_t end = to.starts[x.groups];
@@ -70,10 +83,10 @@ inline void cut_densely(const dgt_problem& x, const Head& h, const Parts& to) {
 }
 
 // What is of no part sees nothing: zero.
-inline void write_queries_of_no_group(const dgt_problem& x, const Head& h) {
+inline void write_queries_of_no_group(const dgt_problem& x, const Head& h, const Parts& parts) {
     for (int64_t i = 0; i < x.queries; ++i) {
         bool in_prefix = i < x.prefix && is_real(h, i);
-        if (h.group_ids[i] < 0 && !in_prefix) write_blind_row(x, h, i);
+        if (parts.groups[i] < 0 && !in_prefix) write_blind_row(x, h, i);
     }
 }
 

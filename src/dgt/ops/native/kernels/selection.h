@@ -76,16 +76,33 @@ struct Bracket {
     int64_t reaching_high;
 };
 
-// Three bounds inside a bracket: where the k-th largest is if scores are spread evenly, with a margin of a standard
-// deviation or so to both sides; every third time the quarters. Few floats are left between, or infinite ones: by rank.
+// 1 / n and 1 / sqrt(n) of small numbers: dividing would take longer than counting.
+struct Inverses {
+    static constexpr int SIZE = 512;
+    float one[SIZE];
+    float root[SIZE];
+
+    Inverses() {
+        for (int n = 0; n < SIZE; ++n) {
+            one[n] = 1.0f / (float)max(n, 1);
+            root[n] = __builtin_sqrtf(one[n]);
+        }
+    }
+};
+static const Inverses INVERSES;
+
+// Three bounds inside a bracket: first the quarters; then where the k-th largest is if scores are spread evenly, with a
+// margin of a standard deviation or so to both sides. Where few floats are left between, or infinite ones: by rank.
 DGT_INLINE void choose_bounds(const Bracket& bracket, int64_t top_k, int turn, float* bounds) {
     float width = bracket.high - bracket.low;
     float middle = 0.5f;
     float margin = 0.25f;
     if (turn % 3) {
-        float between = (float)max<int64_t>(1, bracket.reaching_low - bracket.reaching_high);
-        float root = 1.0f / __builtin_sqrtf(between);
-        middle = (float)(bracket.reaching_low - top_k) / between;
+        int64_t between = max<int64_t>(1, bracket.reaching_low - bracket.reaching_high);
+        bool small = between < Inverses::SIZE;
+        float one = small ? INVERSES.one[between] : 1.0f / (float)between;
+        float root = small ? INVERSES.root[between] : __builtin_sqrtf(one);
+        middle = (float)(bracket.reaching_low - top_k) * one;
         margin = min(0.75f * root, 0.6f * min(middle, 1 - middle));
     }
     for (int i = 0; i < 3; ++i) bounds[i] = bracket.low + width * (middle + (float)(i - 1) * margin);
@@ -94,6 +111,35 @@ DGT_INLINE void choose_bounds(const Bracket& bracket, int64_t top_k, int turn, f
     int64_t first = rank_of(bracket.low);
     int64_t ranks = rank_of(bracket.high) - first;
     for (int i = 0; i < 3; ++i) bounds[i] = float_of_rank((int32_t)(first + max<int64_t>(1, ranks * (i + 1) / 4)));
+}
+
+// The scores from `low` to below `high`, which are W at most, moved together: the n-th largest of them, and how many are
+// larger than that.
+struct Place {
+    float score;
+    int64_t larger;
+};
+
+DGT_INLINE Place find_place(const float* scores, int64_t vectors, const Bracket& bracket, int64_t n) {
+    alignas(64) float inside[2 * W];
+    int64_t count = 0;
+    for (int64_t i = 0; i < vectors; ++i) {
+        Floats score = load(scores + i * W);
+        Bits bits = is_at_least(score, all(bracket.low)) & ~is_at_least(score, all(bracket.high));
+        compress(inside + count, score, bits);
+        count += count_bits(bits);
+    }
+    Floats score = choose(first_lanes(count), load(inside), all(-INFINITE));
+    Ints larger_than{};
+    Ints at_least{};
+    for (int64_t i = 0; i < count; ++i) {
+        Floats other = all(inside[i]);
+        larger_than -= (Ints)(other > score);
+        at_least -= (Ints)(other >= score);
+    }
+    for (int64_t i = 0; i < count; ++i)
+        if (larger_than[i] < n && at_least[i] >= n) return {inside[i], larger_than[i]};
+    return {bracket.low, count};  // not reached
 }
 
 // Keep what reaches a bound; `with_scores` if they are looked at again.
@@ -129,7 +175,8 @@ DGT_INLINE void keep_above_and_first(Candidates& found, int64_t vectors, float b
 }
 
 // Keep the k largest, ties to the lowest id, in order; with `slack` at least these, and that many more at most. Where k
-// or more reach a bound, no later score that is not above it can be among the k largest. False where a score is NaN.
+// or more reach a bound, no later score that is not above it can be among the k largest. False, and none is kept, where
+// a score is NaN.
 inline bool keep_largest(Candidates& found, int64_t top_k, int64_t slack) {
     int64_t count = found.count;
     int64_t vectors = divide_up(count, W);
@@ -143,33 +190,42 @@ inline bool keep_largest(Candidates& found, int64_t top_k, int64_t slack) {
         most = larger(most, score);
         nan |= is_nan(score);
     }
-    if (nan) return false;
+    if (nan) {
+        found.count = 0;
+        return false;
+    }
     if (count <= top_k) return true;
     for (int64_t i = count; i < vectors * W; ++i) found.scores[i] = -INFINITE;
 
     Bracket bracket = {smallest_lane(least), float_of_rank(rank_of(largest_lane(most)) + 1), count, 0};
-    float bound = bracket.low;
-    int64_t reaching = count;
-    for (int turn = 0; reaching < top_k || reaching > top_k + slack; ++turn) {
-        if ((int64_t)rank_of(bracket.high) - rank_of(bracket.low) <= 1) break;  // scores tie at the k-th place
+    for (int turn = 0; bracket.reaching_low - bracket.reaching_high > W; ++turn) {
+        if ((int64_t)rank_of(bracket.high) - rank_of(bracket.low) <= 1) break;  // all scores between are equal
         float bounds[3];
         choose_bounds(bracket, top_k, turn, bounds);
         Counts counts = count_reaching(found.scores, vectors, bounds);
+        float bound = 0.0f;
+        bool good = false;
         for (int i = 0; i < 3; ++i) {  // no branches: none of these could be predicted
             int64_t now = counts.of[i];
             bracket.low = now > top_k ? bounds[i] : bracket.low;
             bracket.reaching_low = now > top_k ? now : bracket.reaching_low;
-            bool good = now >= top_k && now <= top_k + slack;
-            bound = good ? bounds[i] : bound;
-            reaching = good ? now : reaching;
+            bool fits = now >= top_k && now <= top_k + slack;
+            bound = fits ? bounds[i] : bound;
+            good |= fits;
+        }
+        if (good) {
+            keep_reaching(found, vectors, bound, slack > 0);
+            return true;
         }
         for (int i = 2; i >= 0; --i) {
             bracket.high = counts.of[i] < top_k ? bounds[i] : bracket.high;
             bracket.reaching_high = counts.of[i] < top_k ? counts.of[i] : bracket.reaching_high;
         }
     }
-    if (reaching >= top_k && reaching <= top_k + slack) keep_reaching(found, vectors, bound, slack > 0);
-    else keep_above_and_first(found, vectors, bracket.low, top_k - bracket.reaching_high);
+    int64_t between = bracket.reaching_low - bracket.reaching_high;
+    Place place = {bracket.low, 0};
+    if (between <= W) place = find_place(found.scores, vectors, bracket, top_k - bracket.reaching_high);
+    keep_above_and_first(found, vectors, place.score, top_k - bracket.reaching_high - place.larger);
     return true;
 }
 
@@ -233,11 +289,11 @@ inline bool collect_candidates(const Rows& key, int64_t begin, int64_t end, cons
 }
 
 // A finished list: the prefix (-1 in the place of a token that is masked), the selected keys, then -1.
-inline void write_list(const Candidates& found, const dgt_problem& x, const uint8_t* mask, int64_t* list) {
-    for (int64_t j = 0; j < x.prefix; ++j) list[j] = mask && !mask[j] ? -1 : j;
-    int64_t* selected = list + x.prefix;
+inline void write_list(const Candidates& found, const dgt_problem& x, const uint8_t* mask, int32_t* list) {
+    for (int64_t j = 0; j < x.prefix; ++j) list[j] = mask && !mask[j] ? -1 : (int32_t)j;
+    int32_t* selected = list + x.prefix;
     int64_t places = x.list_length - x.prefix;
-    for (int64_t j = 0; j < found.count; ++j) selected[j] = found.ids[j];
+    memcpy(selected, found.ids, (size_t)found.count * sizeof(int32_t));
     for (int64_t j = found.count; j < places; ++j) selected[j] = -1;
 }
 

@@ -115,8 +115,26 @@ DGT_INLINE void store_channels(const Rows& rows, int64_t token, int64_t start, i
 
 // A token as float32, times a factor; the places up to a multiple of W become zero.
 DGT_INLINE void copy_row(const Rows& rows, int64_t token, int64_t channels, float factor, float* to) {
-    for (int64_t start = 0; start < channels; start += W)
-        store(to + start, load_channels(rows, token, start, channels) * factor);
+    int64_t start = 0;
+    if (rows.type == DGT_FLOAT32) {  // whole vectors without a look at the type
+        const float* from = (const float*)rows.at(token);
+        for (; start + W <= channels; start += W) store(to + start, load(from + start) * factor);
+    }
+    for (; start < channels; start += W) store(to + start, load_channels(rows, token, start, channels) * factor);
+}
+
+// The reverse: a row of float32, times a factor, into a token.
+DGT_INLINE void write_back_row(const Rows& rows, int64_t token, int64_t channels, float factor, const float* from) {
+    int64_t start = 0;
+    if (rows.type == DGT_FLOAT32) {
+        float* to = (float*)rows.at(token);
+        for (; start + W <= channels; start += W) store(to + start, load(from + start) * factor);
+    }
+    for (; start < channels; start += W) store_channels(rows, token, start, channels, load(from + start) * factor);
+}
+
+DGT_INLINE void write_zeros(const Rows& rows, int64_t token, int64_t channels) {
+    memset(rows.at(token), 0, (size_t)(channels * bytes_of(rows.type)));
 }
 
 // Bring a token near: into the first cache, or (`far`) the second.
@@ -153,10 +171,13 @@ inline void pack(const Rows& rows, const int32_t* ids, int64_t first, int64_t co
 
 inline int64_t panels_size(int64_t count, int64_t channels) { return round_up(count, W) * channels; }
 
-// The set bits of bytes that are 0 or 1; all where there are none.
+// Which of the W bytes from `start` on are not zero, of the first `count`; all of these where there is no mask.
 DGT_INLINE Bits bits_of_mask(const uint8_t* mask, int64_t start, int64_t count) {
     Bits lanes = first_lanes(count);
     if (!mask) return lanes;
+#if defined(DGT_AVX512)
+    if (count >= W) return (Bits)_mm_movemask_epi8(_mm_cmpgt_epi8(_mm_loadu_si128((const __m128i*)(mask + start)), __m128i{}));
+#endif
     Bits bits = 0;
     int64_t there = min<int64_t>(count, W);
     for (int64_t i = 0; i < there; ++i) bits |= (Bits)(mask[start + i] != 0) << i;

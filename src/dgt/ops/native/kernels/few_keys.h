@@ -1,0 +1,145 @@
+// Attention inside groups where keys are few (Eq. 2): no gathering.
+//
+// To gather and transpose a group's keys costs more than their scores where a group has a handful of queries. So all keys
+// of a head are transposed once, a query's scores with all of them are computed, and those with the keys of its group
+// are moved together: the list of the group is a bit a key.
+#pragma once
+
+#include "attention.h"
+
+namespace dgt {
+
+constexpr int64_t FEW_KEYS = 320;
+constexpr int64_t FEW_QUERIES_OF_A_LIST = 6;  // for more, gathering their keys pays
+constexpr int64_t MOST_FEW_VECTORS = FEW_KEYS / W;
+
+// Whether scores with all keys cost less than gathering those of a list.
+inline bool has_few_keys(const dgt_problem& x) {
+    return x.keys <= FEW_KEYS && x.keys <= 3 * x.list_length && x.mask_type == DGT_NO_MASK;
+}
+
+// Keys and values of a head, ready for the products.
+struct FewKeys {
+    float* panels;
+    float* rows;    // tokens that are converted
+    float* copies;  // values, where they are converted or padded
+    float* biases;  // of keys, in units of log 2
+
+    FewKeys(Arena& arena, const dgt_problem& x) {
+        int64_t keys = has_few_keys(x) ? x.keys : 0;
+        int64_t width = round_up(x.channels, W);
+        panels = arena.take<float>(panels_size(keys, x.channels));
+        rows = arena.take<float>(W * width);
+        copies = arena.take<float>(keys * width);
+        biases = arena.take<float>(round_up(keys, W));
+    }
+
+    static bool copies_values(const dgt_problem& x) { return x.type != DGT_FLOAT32 || x.channels % W; }
+
+    void load(const dgt_problem& x, const Head& h) const {
+        int64_t width = round_up(x.channels, W);
+        pack(h.key, nullptr, 0, x.keys, x.channels, rows, panels);
+        for (int64_t j = 0; copies_values(x) && j < x.keys; ++j)
+            copy_row(h.value, j, x.channels, 1.0f, copies + j * width);
+        for (int64_t j = 0; h.key_bias && j < round_up(x.keys, W); ++j)
+            biases[j] = h.key_bias[min(j, x.keys - 1)] * LOG2_E;
+    }
+
+    Values values(const dgt_problem& x, const Head& h, const int64_t* offsets) const {
+        if (copies_values(x)) return {copies, offsets, 0};
+        return {(const float*)h.value.data, offsets, 0};
+    }
+};
+
+// The keys of a list as bits, and where their values stand.
+struct Marks {
+    Bits bits[MOST_FEW_VECTORS];
+    int64_t offsets[FEW_KEYS];
+    int64_t count;
+    uint8_t bytes[FEW_KEYS];
+
+    // False for a list that does not ascend: the scores that are moved together do.
+    bool read(const dgt_problem& x, const Head& h, const KeyList& list) {
+        int64_t vectors = divide_up(x.keys, W);
+        int64_t stride = FewKeys::copies_values(x) ? round_up(x.channels, W) : h.value.stride / 4;
+        memset(bytes, 0, sizeof bytes);
+        count = 0;
+        int64_t before = -1;
+        bool ascends = true;
+        for (int64_t j = 0; j < list.length; ++j) {
+            int64_t id = list.ids ? list.ids[j] : j;
+            if (id < 0 || (list.mask && !list.mask[id])) continue;
+            ascends &= id > before;
+            before = id;
+            bytes[id] = 1;
+            offsets[count++] = id * stride;
+        }
+        for (int64_t i = 0; i < vectors; ++i) bits[i] = bits_of_mask(bytes, i * W, W);
+        return ascends;
+    }
+};
+
+struct FewBuffers {
+    float* queries;  // (MOST_ROWS, width), scaled
+    float* outputs;  // the same
+    float* scores;   // (MOST_ROWS, keys)
+    Marks* marks;
+
+    FewBuffers(Arena& arena, const dgt_problem& x) {
+        int64_t width = round_up(x.channels, W);
+        queries = arena.take<float>(MOST_ROWS * width);
+        outputs = arena.take<float>(MOST_ROWS * width);
+        scores = arena.take<float>(MOST_ROWS * (FEW_KEYS + W));
+        marks = arena.take<Marks>(1);
+    }
+};
+
+// Move the scores that are marked together, filled up with -inf; returns their largest.
+DGT_INLINE float move_together(float* scores, const Marks& marks, int64_t vectors) {
+    Floats largest = all(-INFINITE);
+    int64_t kept = 0;
+    for (int64_t i = 0; i < vectors; ++i) {
+        Floats x = load(scores + i * W);
+        largest = larger(choose(marks.bits[i], x, all(-INFINITE)), largest);
+        compress(scores + kept, x, marks.bits[i]);  // never beyond what was read
+        kept += count_bits(marks.bits[i]);
+    }
+    store(scores + kept, all(-INFINITE));
+    return largest_lane(largest);
+}
+
+// Attend from the queries of a part to its keys; false, and nothing done, where their list does not ascend.
+inline bool attend_few(const dgt_problem& x, const Head& h, const Part& part, const FewKeys& keys, const FewBuffers& b) {
+    constexpr int64_t STRIDE = FEW_KEYS + W;
+    int64_t width = round_up(x.channels, W);
+    int64_t vectors = divide_up(x.keys, W);
+    float factor = (float)(x.scale * LOG2_E);
+    Marks& marks = *b.marks;
+    if (!marks.read(x, h, part.keys)) return false;
+    Values values = keys.values(x, h, marks.offsets);
+    int64_t used = divide_up(marks.count, W);
+    int64_t pieces = divide_up(part.count, MOST_ROWS);
+    int64_t first = 0;
+    for (int64_t piece = 0; piece < pieces; ++piece) {
+        int rows = (int)divide_up(part.count - first, pieces - piece);
+        float largest[MOST_ROWS];
+        float sums[MOST_ROWS];
+        for (int r = 0; r < rows; ++r) copy_row(h.query, part.query(first + r), x.channels, factor, b.queries + r * width);
+        row_scores(b.queries, width, rows, keys.panels, vectors, x.channels, h.key_bias ? keys.biases : nullptr,
+                   b.scores, STRIDE, nullptr);
+        for (int r = 0; r < rows; ++r) {
+            float* scores = b.scores + r * STRIDE;
+            largest[r] = move_together(scores, marks, vectors);
+            Floats sum{};
+            if (used) exponentials(scores, used, ALL_LANES, all(largest[r]), sum);
+            sums[r] = sum_of_lanes(sum);
+        }
+        row_weigh({b.scores, STRIDE, 1}, rows, values, marks.count, b.outputs, width, width, nullptr);
+        for (int r = 0; r < rows; ++r)
+            write_row(x, h, part.query(first + r), b.outputs + r * width, largest[r], sums[r]);
+        first += rows;
+    }
+    return true;
+}
+
+}  // namespace dgt

@@ -1,0 +1,247 @@
+"""The native library: which build is taken, and that one that cannot be used costs a warning and nothing else."""
+
+from __future__ import annotations
+
+import _ctypes
+import ctypes
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import dgt
+from dgt.app.info import native_line
+from dgt.ops.native import library
+from dgt.utils.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[3]
+LANES = {"x86-64-v2": 4, "x86-64-v3": 8, "x86-64-v4": 16, "baseline": 4}
+ON_LINUX = platform.system() == "Linux"
+
+
+
+def forget() -> None:
+    """What a new process knows."""
+    for function in (library.load, library._load_or_warn, library._loaded, library.parallel_for):
+        function.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is loaded yet, and no level is forced."""
+    monkeypatch.delenv(library.VARIABLE, raising=False)
+    forget()
+    yield
+    forget()
+
+
+@pytest.fixture
+def built() -> None:
+    """The library of this checkout, which is there wherever a compiler is."""
+    if library.status().available:
+        return
+    reason = library.why_not()
+    if any(shutil.which(name) for name in ("c++", "g++", "clang++")):
+        pytest.fail(f"{reason}; `pip install --verbose --no-deps --editable .` tells more")
+    pytest.skip(f"no C++ compiler: {reason}")
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty folder in the place of the package's own."""
+    monkeypatch.setattr(library, "FOLDER", tmp_path)
+    return tmp_path
+
+
+def file_in(folder: Path) -> Path:
+    return folder / f"dgt_native_{library.level()}.so"
+
+
+def warnings_of_loading() -> list[str]:
+    """What three calls warn of, none of which may return a library."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert [library.load() for _ in range(3)] == [None, None, None]
+    assert all(issubclass(each.category, RuntimeWarning) for each in caught)
+    return [str(each.message) for each in caught]
+
+
+def assert_refused(reason: str) -> None:
+    """One warning, None, and the reason, which `dgt.native.status` and `dgt info` say, too."""
+    (message,) = warnings_of_loading()
+    assert re.search(reason, message)
+    assert message.startswith("no native CPU kernels: ")
+    told = library.why_not()
+    assert told is not None
+    assert told in message
+    status = dgt.native.status()
+    assert (status.available, status.lanes, status.reason) == (False, None, told)
+    assert native_line() == f"native CPU kernels: none, {told}"
+
+
+def test_the_library_is_loaded_once_and_described(built: None) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded = library.load()
+    assert loaded is library.load()
+    assert loaded is not None
+    assert loaded.dgt_abi_version() == library.ABI_VERSION
+    status = dgt.native.status()
+    assert status.available
+    assert status.reason is None
+    assert library.why_not() is None
+    assert status.level == library.level()
+    assert status.file is not None
+    assert status.file.is_file()
+    assert status.lanes == LANES[status.level]
+    assert native_line() == f"native CPU kernels: {status.level}, {status.lanes} lanes"
+
+
+def test_a_library_that_was_not_built_is_named(folder: Path) -> None:
+    assert_refused(rf"{file_in(folder).name} was not built, install dgt again with a C\+\+ compiler")
+
+
+def test_a_file_that_is_no_library_is_refused(folder: Path) -> None:
+    file_in(folder).write_bytes(b"not a library")
+    assert_refused(rf"{file_in(folder).name} cannot be loaded")
+
+
+@pytest.mark.skipif(not ON_LINUX, reason="changes the header of an ELF file")
+def test_a_library_for_another_processor_is_refused(folder: Path) -> None:
+    content = bytearray(Path(_ctypes.__file__).read_bytes())
+    content[18:20] = (0xF3).to_bytes(2, sys.byteorder)  # RISC-V
+    file_in(folder).write_bytes(content)
+    assert_refused(rf"{file_in(folder).name} cannot be loaded")
+
+
+@pytest.mark.skipif(not ON_LINUX, reason="cuts an ELF file short")
+def test_a_file_that_is_cut_short_is_not_loaded(folder: Path) -> None:
+    """The system's loader would end the process with a bus error."""
+    content = Path(_ctypes.__file__).read_bytes()
+    file_in(folder).write_bytes(content[: len(content) // 4])
+    assert_refused("is cut short, install dgt again")
+
+
+def test_a_library_of_something_else_is_refused(folder: Path) -> None:
+    shutil.copy(_ctypes.__file__, file_in(folder))
+    assert_refused("is not a library of dgt, install dgt again")
+
+
+def test_a_library_of_another_version_is_refused(built: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    version = library.ABI_VERSION
+    monkeypatch.setattr(library, "ABI_VERSION", version + 1)
+    forget()
+    assert_refused(rf"is of another version of dgt \(interface {version}, expected {version + 1}\)")
+
+
+@pytest.mark.parametrize("name", library.X86_LEVELS)
+def test_a_level_can_be_forced(name: str, built: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    levels = library.X86_LEVELS if library.level() in library.X86_LEVELS else ()
+    if name not in levels[: levels.index(library.level()) + 1 if levels else 0]:
+        pytest.skip(f"this processor has {library.level()}")
+    monkeypatch.setenv("DGT_NATIVE_ISA", name)
+    forget()
+    status = dgt.native.status()
+    assert (status.available, status.level, status.lanes) == (True, name, LANES[name])
+
+
+@pytest.mark.parametrize(
+    ("machine", "capability", "expected"),
+    [
+        ("x86_64", "AVX512", "x86-64-v4"),
+        ("AMD64", "AVX2", "x86-64-v3"),
+        ("x86_64", "DEFAULT", "x86-64-v2"),
+        ("aarch64", "DEFAULT", "baseline"),
+        ("arm64", "SVE256", "baseline"),
+    ],
+)
+def test_the_level_is_what_pytorch_finds(
+    machine: str, capability: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert library.level() == expected
+
+
+def test_a_level_that_the_processor_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading it would be possible; the first call would end the process."""
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setenv("DGT_NATIVE_ISA", "x86-64-v4")
+    assert_refused("DGT_NATIVE_ISA asks for x86-64-v4, which this processor lacks: PyTorch found x86-64-v3")
+
+
+def test_none_switches_the_library_off_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DGT_NATIVE_ISA", "none")
+    assert warnings_of_loading() == []
+    reason = "the environment variable DGT_NATIVE_ISA is 'none'"
+    assert dgt.native.status() == (False, "none", None, None, reason)
+
+
+def test_an_unknown_level_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setenv("DGT_NATIVE_ISA", "avx2")
+    expected = "DGT_NATIVE_ISA must be one of x86-64-v2, x86-64-v3, x86-64-v4, none, got 'avx2'"
+    for function in (library.level, library.load, library.why_not, library.status):
+        with pytest.raises(UserError, match=expected):
+            function()
+
+
+def test_threads_that_load_at_once_are_warned_once(folder: Path) -> None:
+    barrier = threading.Barrier(8)
+
+    def load() -> None:
+        barrier.wait()
+        library.load()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        threads = [threading.Thread(target=load) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(caught) == 1
+
+
+def test_pytorch_parallel_for_covers_its_range() -> None:
+    address = library.parallel_for()
+    assert address is not None  # PyTorch has had it since 2.10, and 2.11 is the oldest that is supported
+    body_type = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
+    parts: list[range] = []
+    body = body_type(lambda begin, end, _: parts.append(range(begin, end)))
+    arguments = (ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, body_type, ctypes.c_void_p)
+    function = ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(address)
+    assert function(3, 11, 1, body, None) == 0
+    assert sorted(number for part in parts for number in part) == list(range(3, 11))
+
+
+def test_without_pytorch_parallel_for_there_is_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
+    assert library.parallel_for() is None
+
+
+def test_importing_the_package_loads_no_library() -> None:
+    code = "import dgt; from dgt.ops.native import library; print(library._loaded.cache_info().currsize)"
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT / 'src')!r}); {code}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "0"), done.stderr
+
+
+@pytest.mark.skipif(not ON_LINUX, reason="reads the names in an ELF file")
+def test_the_library_needs_the_library_of_c_alone(built: None) -> None:
+    """A wheel then runs wherever its glibc or a newer one is, whatever compiled it."""
+    for file in library.FOLDER.glob("dgt_native_*.so"):
+        needed = set(re.findall(rb"\0(lib[\w+.-]+\.so[\w.]*)", file.read_bytes()))
+        assert needed <= {b"libc.so.6", b"libm.so.6"}, file.name
