@@ -3,8 +3,9 @@
     python benchmarks/bench.py attention
     python benchmarks/bench.py models --models dgt_tiny convnext_tiny --runtime eager compile
 
-Candidates take turns, and medians are compared, so that background load slows all of them alike. Whole models run in a
-process each, because memory that one leaves behind would speed the next one up.
+Candidates take turns, and medians are compared, so that background load slows all of them alike.
+Whole models run in a process each, because memory that one leaves behind would speed the next one
+up.
 """
 
 from __future__ import annotations
@@ -21,22 +22,38 @@ import bench_models
 from dgt.bench.measures import machine, table
 from dgt.utils.errors import Disagreement, LostProcess, UserError
 
-FORMS = "timm models, each NAME[@PIXELS][+inference|+global|+checkpointing] (default: DGT-T and peers)"
+FORMS = (
+    "timm models, each NAME[@PIXELS][+inference|+global|+checkpointing] (default: DGT-T and peers)"
+)
 RUNTIMES = ("eager", "compile", "onnxruntime", "openvino")
 
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     found.add_argument("what", choices=("attention", "models"), help="what to time")
     found.add_argument("--json", action="store_true", help="print machine and rows as JSON")
     found.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
-    found.add_argument("--rounds", type=at_least_1, default=7, help="turns of each candidate (default: 7)")
+    found.add_argument(
+        "--rounds", type=at_least_1, default=7, help="turns of each candidate (default: 7)"
+    )
     models = found.add_argument_group("models")
-    models.add_argument("--models", metavar="NAME", nargs="+", default=bench_models.MODELS, help=FORMS)
-    models.add_argument("--size", metavar="PIXELS", type=at_least_1, default=224, help="side of images (default: 224)")
+    models.add_argument(
+        "--models", metavar="NAME", nargs="+", default=bench_models.MODELS, help=FORMS
+    )
+    models.add_argument(
+        "--size",
+        metavar="PIXELS",
+        type=at_least_1,
+        default=224,
+        help="side of images (default: 224)",
+    )
     models.add_argument("--batch", type=at_least_1, default=8, help="images a batch (default: 8)")
-    models.add_argument("--runtime", choices=RUNTIMES, nargs="+", default=["eager"], help="where (default: eager)")
+    models.add_argument(
+        "--runtime", choices=RUNTIMES, nargs="+", default=["eager"], help="where (default: eager)"
+    )
     models.add_argument("--train", action="store_true", help="time training steps, not inference")
     models.add_argument("--memory", action="store_true", help="measure peaks of memory as well")
     return found
@@ -66,7 +83,9 @@ def report(options: argparse.Namespace) -> str:
             training=options.train,
             memory=options.memory,
         )
-        rows, refused = bench_models.bench_models(tuple(options.models), tuple(options.runtime), settings)
+        rows, refused = bench_models.bench_models(
+            tuple(options.models), tuple(options.runtime), settings
+        )
         notes = [*bench_models.summary(rows), *refused]
     if options.json:
         return json.dumps({"machine": machine(), "rows": rows, "notes": notes}, indent=2)
@@ -74,7 +93,10 @@ def report(options: argparse.Namespace) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status; bad input is 2, a wrong result or a lost process 1."""
+    """Run the command line and return the exit status.
+
+    Bad input is 2, a wrong result or a lost process 1.
+    """
     options = parser().parse_args(arguments)
     try:
         print(report(options))

@@ -1,4 +1,7 @@
-"""The attention alone, against PyTorch's own over all keys, side by side; each case is first checked for its result."""
+"""The attention alone, against PyTorch's own over all keys, side by side.
+
+Each case is first checked for its result.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,8 @@ def bench_attention(
     groups: int = 48,
     channels: int = 32,
 ) -> list[dict[str, Any]]:
-    """Time the whole operator (grouping, selection, attention) against global attention, forward and with backward.
+    """Time the whole operator (grouping, selection, attention) against global attention, forward
+    and with backward.
 
     Args:
         cases: batch, heads, tokens and top_k of each.
@@ -52,9 +56,11 @@ def bench_attention(
         channels: D.
 
     Returns:
-        One row for each case: median milliseconds of PyTorch's attention over all keys and of DG-Attention, their ratio
-        (above 1: DG-Attention is faster), the same with backward, and the time of each of the three steps; the MiB that
-        a forward adds to memory (None where the system does not tell) and those of a mask of all pairs.
+        One row for each case: median milliseconds of PyTorch's attention over all keys and of
+            DG-Attention, their ratio
+        (above 1: DG-Attention is faster), the same with backward, and the time of each of the three
+        steps; the MiB that a forward adds to memory (None where the system does not tell) and those
+        of a mask of all pairs.
 
     Raises:
         Disagreement: the result is not what the reference gives.
@@ -94,7 +100,10 @@ def _time_steps(inputs: Inputs, top_k: int, rounds: int) -> dict[str, float]:
 
 
 def check(inputs: Inputs, top_k: int) -> None:
-    """Compare one head of the first image with the dense reference; Disagreement where they differ."""
+    """Compare one head of the first image with the dense reference.
+
+    Disagreement where they differ.
+    """
     query, key, value = (tensor[:1, :1, :CHECKED_TOKENS] for tensor in inputs[:3])
     centroids = inputs.centroids[:1]
     ours = dynamic_group_attention(query, key, value, centroids, top_k).output
@@ -104,4 +113,6 @@ def check(inputs: Inputs, top_k: int) -> None:
     error = (ours.double() - truth).abs().max().item()
     if not error < LARGEST_DIFFERENCE:
         limit = f"(limit {LARGEST_DIFFERENCE:.0e})"
-        raise Disagreement(f"DG-Attention differs from the reference by {error:.1e} {limit}: not timed")
+        raise Disagreement(
+            f"DG-Attention differs from the reference by {error:.1e} {limit}: not timed"
+        )

@@ -1,7 +1,9 @@
-"""Whole models in turns, each in a process of its own: inference or a training step, time and peak memory.
+"""Whole models in turns, each in a process of its own: inference or a training step, time and peak
+memory.
 
-Every model runs in every runtime that takes it: eager PyTorch, `torch.compile` (at inference with frozen weights, which
-inductor then packs), and as an ONNX file for images of that one size in onnxruntime and OpenVINO, checked first.
+Every model runs in every runtime that takes it: eager PyTorch, `torch.compile` (at inference with
+frozen weights, which inductor then packs), and as an ONNX file for images of that one size in
+onnxruntime and OpenVINO, checked first.
 """
 
 from __future__ import annotations
@@ -24,7 +26,14 @@ from torch import Tensor, nn
 from dgt.bench.measures import QUIET_ALLOCATOR, medians, memory_peak, milliseconds, own_process
 from dgt.inference import optimize_for_inference
 from dgt.inference.export import verify
-from dgt.inference.formats import Runner, Source, check_libraries, check_size, encode_onnx, open_onnx
+from dgt.inference.formats import (
+    Runner,
+    Source,
+    check_libraries,
+    check_size,
+    encode_onnx,
+    open_onnx,
+)
 from dgt.layers import DGAttention
 from dgt.models.cost import attention_share, cost, size_option
 from dgt.ops.checks import check_count
@@ -53,10 +62,11 @@ def require_openvino() -> None:
 
 
 class Candidate(NamedTuple):
-    """A timm model, its pixels a side and the forms in which it runs, read from ``NAME[@PIXELS][+FORM...]``.
+    """A timm model, its pixels a side and the forms in which it runs, read from
+    ``NAME[@PIXELS][+FORM...]``.
 
-    ``inference``: :func:`dgt.optimize_for_inference`; ``global``: global attention in all stages of a DGT;
-    ``checkpointing``: of gradients, in a training step.
+    ``inference``: :func:`dgt.optimize_for_inference`; ``global``: global attention in all stages of
+    a DGT; ``checkpointing``: of gradients, in a training step.
     """
 
     text: str
@@ -86,13 +96,20 @@ class Candidate(NamedTuple):
         check_range(32, image_size=size)
         for form in forms:
             if form not in FORMS:
-                raise UserError(f"the form of a model must be one of {', '.join(FORMS)}, got {form!r} in {text!r}")
-            if form in ("inference", "global") and not timm.model_entrypoint(name).__module__.startswith("dgt."):
+                raise UserError(
+                    f"the form of a model must be one of {', '.join(FORMS)}, got {form!r} in {text!r}"
+                )
+            if form in ("inference", "global") and not timm.model_entrypoint(
+                name
+            ).__module__.startswith("dgt."):
                 raise UserError(f"the form {form!r} is one of DGT models, got {text!r}")
         return cls(text, name, size, forms)
 
     def build(self, device: str = "cpu", training: bool = False) -> nn.Module:
-        """Create the model, with random weights of seed 0; UserError for a form that does not go with the mode."""
+        """Create the model, with random weights of seed 0.
+
+        UserError for a form that does not go with the mode.
+        """
         purpose = "training" if training else "inference"
         wrong = "inference" if training else "checkpointing"
         if wrong in self.forms:
@@ -109,7 +126,9 @@ class Candidate(NamedTuple):
     def step(
         self, batch_size: int, device: str = "cpu", training: bool = False, runtime: str = "eager"
     ) -> Callable[[], object]:
-        """Return what is timed: one inference, or one training step (forward, backward, AdamW), on random images."""
+        """Return what is timed: one inference, or one training step (forward, backward, AdamW), on
+        random images.
+        """
         model = self.build(device, training)
         run: Any = model
         if runtime == "compile":
@@ -148,7 +167,8 @@ class Settings:
         device: where it runs.
         rounds: how often the candidates take turns; medians of a step a turn are reported.
         training: time a training step in place of inference.
-        memory: measure peaks of memory as well (Linux, CPU): weights, and whatever the step adds to them.
+        memory: measure peaks of memory as well (Linux, CPU): weights, and whatever the step adds to
+            them.
     """
 
     image_size: int = 224
@@ -163,17 +183,21 @@ DEFAULTS = Settings()
 
 
 def bench_models(
-    names: tuple[str, ...] = MODELS, runtimes: tuple[str, ...] = ("eager",), settings: Settings = DEFAULTS
+    names: tuple[str, ...] = MODELS,
+    runtimes: tuple[str, ...] = ("eager",),
+    settings: Settings = DEFAULTS,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Time the inference, or a training step, of whole models in several runtimes, in turns.
 
     Args:
-        names: as `Candidate` reads them; times are relative to plain Swin-T in the same runtime, else to the first.
+        names: as `Candidate` reads them; times are relative to plain Swin-T in the same runtime,
+            else to the first.
         runtimes: "eager", "compile", "onnxruntime" or "openvino", each with as many threads.
         settings: how they are timed.
 
     Returns:
-        One row for each model and runtime: its name, size, times, the settings, the processor, peak memory in MiB (None
+        One row for each model and runtime: its name, size, times, the settings, the processor, peak
+            memory in MiB (None
         where not measured), and what it saves beside global attention. And a line for each runtime
         that refused a model.
 
@@ -213,7 +237,9 @@ def bench_models(
 def _check_runtimes(runtimes: tuple[str, ...], settings: Settings) -> None:
     for runtime in set(runtimes).intersection(OPENERS):
         if settings.training or settings.device != "cpu":
-            raise UserError(f"{runtime} runs inference on a CPU: leave out --train and --device, or {runtime}")
+            raise UserError(
+                f"{runtime} runs inference on a CPU: leave out --train and --device, or {runtime}"
+            )
         if runtime == "openvino":
             require_openvino()
         else:
@@ -224,9 +250,15 @@ Timers = dict[tuple[str, str], Callable[[], float]]
 
 
 def _start(
-    stack: ExitStack, candidates: dict[str, Candidate], runtimes: tuple[str, ...], settings: Settings
+    stack: ExitStack,
+    candidates: dict[str, Candidate],
+    runtimes: tuple[str, ...],
+    settings: Settings,
 ) -> tuple[Timers, list[str]]:
-    """Start a process for each model and runtime; what times a step there, and a line for each that is refused."""
+    """Start a process for each model and runtime.
+
+    What times a step there, and a line for each that is refused.
+    """
     timers: Timers = {}
     refused = []
     environment = None if settings.training else FREEZING
@@ -253,7 +285,9 @@ def _peak_in_own_process(candidate: Candidate, runtime: str, settings: Settings)
 
 
 def _beside_global(candidate: Candidate) -> dict[str, Any]:
-    """Beside the model with global attention: the share of its multiply-adds, and by Eq. 7 of each grouped stage's."""
+    """Beside the model with global attention: the share of its multiply-adds, and by Eq. 7 of each
+    grouped stage's.
+    """
     model: Any = candidate._replace(forms=()).build()
     whole_model = candidate._replace(forms=("global",)).build()
     side = candidate.size
@@ -264,16 +298,25 @@ def _beside_global(candidate: Candidate) -> dict[str, Any]:
         layer = stage.blocks[0].attn
         tokens = math.ceil(side / stride) ** 2
         if isinstance(layer, DGAttention):
-            shares.append(attention_share(tokens, layer.qkv.in_features, layer.top_k, layer.centroids.shape[1]))
+            shares.append(
+                attention_share(
+                    tokens, layer.qkv.in_features, layer.top_k, layer.centroids.shape[1]
+                )
+            )
     return {"work_of_global": plain / whole, "eq7_by_stage": shares}
 
 
 def summary(rows: list[dict[str, Any]]) -> list[str]:
-    """Lines to read first: every model in its best runtime, the fastest first, and what groups save."""
+    """Lines to read first: every model in its best runtime, the fastest first, and what groups
+    save.
+    """
     best: dict[str, dict[str, Any]] = {}
     for row in sorted(rows, key=lambda row: float(row["ms_per_image"])):
         best.setdefault(f"{row['model']} at {row['image_size']} px", row)
-    lines = [f"best of {name}: {row['runtime']}, {row['ms_per_image']:.1f} ms" for name, row in best.items()]
+    lines = [
+        f"best of {name}: {row['runtime']}, {row['ms_per_image']:.1f} ms"
+        for name, row in best.items()
+    ]
     for row in rows:
         if "time_of_global" in row:
             shares = ", ".join(f"{share:.2f}" for share in row["eq7_by_stage"])
@@ -291,7 +334,11 @@ def open_openvino(content: bytes, threads: int | None = None) -> Runner:
     import openvino
 
     core = openvino.Core()
-    options = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads or 0}
+    options = {
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_PRECISION_HINT": "f32",
+        "INFERENCE_NUM_THREADS": threads or 0,
+    }
     compiled = core.compile_model(core.read_model(io.BytesIO(content)), "CPU", options)
     request, shape = compiled.create_infer_request(), compiled.input(0).partial_shape
     sizes = [side.get_length() if side.is_static else None for side in shape]
@@ -304,7 +351,10 @@ def open_openvino(content: bytes, threads: int | None = None) -> Runner:
     return run
 
 
-OPENERS: dict[str, Callable[[bytes, int | None], Runner]] = {"onnxruntime": open_onnx, "openvino": open_openvino}
+OPENERS: dict[str, Callable[[bytes, int | None], Runner]] = {
+    "onnxruntime": open_onnx,
+    "openvino": open_openvino,
+}
 
 
 _kept_step = cache(Candidate.step)  # in the process of a candidate

@@ -2,9 +2,10 @@
 
     python benchmarks/compile_kernels.py --arch 90 [--json]
 
-The operator, its gradients and the forms of the appendix are walked on meta tensors with the shapes of DGT-T's stages
-(bfloat16), and all that they would launch is compiled. Exits with 1 if a kernel does not compile, spills registers, or
-exceeds its budget of registers, shared memory, programs at once or instructions of a loop.
+The operator, its gradients and the forms of the appendix are walked on meta tensors with the shapes
+of DGT-T's stages (bfloat16), and all that they would launch is compiled. Exits with 1 if a kernel
+does not compile, spills registers, or exceeds its budget of registers, shared memory, programs at
+once or instructions of a loop.
 """
 
 import argparse
@@ -27,18 +28,22 @@ from dgt.ops.triton import operators, products
 from dgt.ops.triton.launch import Launch, interpreting, recording
 from dgt.ops.triton.passes import sort_queries
 
-# Images, tokens, heads and k of DGT-T's stages at 224 px and of dense prediction; G is 48, and D 32 but for CHANNELS.
+# Images, tokens, heads and k of DGT-T's stages at 224 px and of dense prediction; G is 48, and D 32
+# but for CHANNELS.
 STAGES = {
     "stage 1": (128, 3136, 2, 98), "stage 2": (128, 784, 4, 98), "stage 3": (128, 196, 8, 98),
     "dense": (32, 16384, 2, 512), "k 513": (32, 16384, 2, 513), "large": (8, 64000, 2, 500),
-    "vision": (8, 4101, 6, 98),  # forward of an accelerated model: D 64, a prefix of 5 tokens, a remainder
+    # forward of an accelerated model: D 64, a prefix of 5 tokens, a remainder
+    "vision": (8, 4101, 6, 98),
     "wide": (8, 4096, 6, 98),  # the widest heads
 }  # fmt: skip
 CHANNELS = {"vision": 64, "wide": 128}
 PREFIX = 5
 GROUPS = 48
-# At most so many registers a thread, bytes of shared memory, and instructions of an innermost loop; at least so many
-# programs at once on a multiprocessor of sm_90. Raise one only for a kernel that the cycle model finds faster.
+# At most so many registers a thread, bytes of shared memory, and instructions of an innermost loop;
+# at least so many
+# programs at once on a multiprocessor of sm_90. Raise one only for a kernel that the cycle model
+# finds faster.
 BUDGETS = {
     "score_tokens": (240, 49152, 1000, 2), "bound_and_place": (96, 8192, 480, 4),
     "mark_candidates": (128, 49152, 400, 3),
@@ -60,7 +65,13 @@ WIDE = {  # what differs for D 64 and D 128
         "key_gradients": (176, 40960, 320, 2), "sum_run": (240, 32768, 720, 2),
     },
 }  # fmt: skip
-TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.bool: "i1", torch.int16: "i16"}
+TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.bool: "i1",
+    torch.int16: "i16",
+}
 INTEGERS = {torch.int64: "i64", torch.int32: "i32"}
 
 
@@ -84,13 +95,19 @@ def walk(name: str, channels: int = 32, dtype: torch.dtype = torch.bfloat16) -> 
     channels = CHANNELS.get(name, channels)
     like: dict[str, Any] = {"device": "meta", "dtype": dtype}
     # Heads interleaved, as a layer's projection leaves them.
-    query, key, value = torch.empty(batch, tokens, 3, heads, channels, **like).permute(2, 0, 3, 1, 4).unbind(0)
+    query, key, value = (
+        torch.empty(batch, tokens, 3, heads, channels, **like).permute(2, 0, 3, 1, 4).unbind(0)
+    )
     centroids = torch.empty(heads, GROUPS, channels, device="meta")
     mask = torch.empty(batch, tokens, device="meta", dtype=torch.bool)
     with recording() as launches:
         if name == "vision":
-            body(operators.attention)(query[:, :, PREFIX:], key, value, centroids, top_k, 1.0, None, True)
-            _, _, *ids = body(operators.attention)(query, key, value, centroids, top_k, 1.0, mask, True)
+            body(operators.attention)(
+                query[:, :, PREFIX:], key, value, centroids, top_k, 1.0, None, True
+            )
+            _, _, *ids = body(operators.attention)(
+                query, key, value, centroids, top_k, 1.0, mask, True
+            )
             bias = torch.empty(key.shape[:3], device="meta")
             body(operators.attend)(query, key, value, *ids[:2], 1.0, bias)
             return launches
@@ -112,7 +129,9 @@ def walk(name: str, channels: int = 32, dtype: torch.dtype = torch.bfloat16) -> 
 
 
 def body(operator: Any) -> Any:
-    """The function under ``torch.library.custom_op``, which on meta tensors itself would only tell shapes."""
+    """The function under ``torch.library.custom_op``, which on meta tensors itself would only tell
+    shapes.
+    """
     return getattr(operator, "_init_fn", operator)
 
 
@@ -128,7 +147,10 @@ def describe_argument(value: Any) -> tuple[str, bool]:
 
 
 def source_of(launch: Launch) -> tuple[ASTSource, dict[str, int]]:
-    """Specialise a kernel for the arguments of a launch as Triton itself would; source, and options of the compiler."""
+    """Specialise a kernel for the arguments of a launch as Triton itself would.
+
+    Source, and options of the compiler.
+    """
     kernel = launch.kernel
     names = kernel.arg_names
     options = {name: value for name, value in launch.options.items() if name not in names}
@@ -158,7 +180,9 @@ def tool(name: str, *options: str, cubin: bytes) -> str:
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and bytes of its stack, which in these kernels holds nothing but spilled registers."""
+    """Registers of a thread, and bytes of its stack, which in these kernels holds nothing but
+    spilled registers.
+    """
     found = tool("cuobjdump", "--dump-resource-usage", cubin=cubin)
     registers, stack = re.findall(r"REG:(\d+)", found), re.findall(r"STACK:(\d+)", found)
     return max(map(int, registers)), max(map(int, stack))
@@ -176,18 +200,25 @@ def longest_loop(cubin: bytes) -> int:
             found = re.search(r"\bBRA\b.*?`\((\.L_x_\d+)\)", row)
             if found and labels.get(found[1], count) < count - 1:
                 loops.append((labels[found[1]], count))
-    inner = [b - a for a, b in loops if not any((c, d) != (a, b) and a <= c and d <= b for c, d in loops)]
+    inner = [
+        b - a for a, b in loops if not any((c, d) != (a, b) and a <= c and d <= b for c, d in loops)
+    ]
     return max(inner, default=0)
 
 
 def blocks_of(registers: int, shared: int, warps: int) -> int:
-    """Programs at once on a multiprocessor of sm_90: 64 K registers, 228 KB of shared memory, 64 warps."""
+    """Programs at once on a multiprocessor of sm_90: 64 K registers, 228 KB of shared memory, 64
+    warps.
+    """
     by_registers = 4 * (16384 // (-(-registers // 8) * 256)) // warps
     return min(by_registers, (228 << 10) // (shared + 1024), 64 // warps, 32)
 
 
 def over_budget(row: Report, arch: int) -> str:
-    """What exceeds the budget of a kernel; nothing where it has none, or on another architecture."""
+    """What exceeds the budget of a kernel.
+
+    Nothing where it has none, or on another architecture.
+    """
     if row.error or row.spilled_bytes:
         return row.error or f"spills {row.spilled_bytes} bytes"
     budgets = BUDGETS | WIDE.get(row.shape, {})
@@ -202,22 +233,40 @@ def over_budget(row: Report, arch: int) -> str:
         )
         if value > limit
     ]  # fmt: skip
-    found += [f"{row.blocks} programs on a multiprocessor ({blocks} needed)"] if row.blocks < blocks else []
+    found += (
+        [f"{row.blocks} programs on a multiprocessor ({blocks} needed)"]
+        if row.blocks < blocks
+        else []
+    )
     return ", ".join(found)
 
 
 def compile_launch(launch: Launch, shape: str, arch: int) -> Report:
     """Compile one launch for one architecture."""
     source, options = source_of(launch)
-    name, warps = launch.kernel.__name__ + ", few" * bool(launch.options.get("FEW")), options["num_warps"]
+    name, warps = (
+        launch.kernel.__name__ + ", few" * bool(launch.options.get("FEW")),
+        options["num_warps"],
+    )
     try:
         built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
         cubin, shared = built.asm["cubin"], built.metadata.shared
         registers, spilled = resources(cubin)
         loop, blocks = longest_loop(cubin), blocks_of(registers, shared, warps)
         return Report(name, shape, warps, registers, shared, spilled, loop, blocks, "")
-    except Exception as error:  # whatever the compiler trips over is what this command is here to report
-        return Report(name, shape, warps, -1, -1, -1, -1, -1, f"{type(error).__name__}: {error}".splitlines()[0])
+    except Exception as error:
+        # whatever the compiler trips over is what this command is here to report
+        return Report(
+            name,
+            shape,
+            warps,
+            -1,
+            -1,
+            -1,
+            -1,
+            -1,
+            f"{type(error).__name__}: {error}".splitlines()[0],
+        )
 
 
 def reports(arch: int) -> Iterator[Report]:
@@ -243,9 +292,17 @@ def table(rows: list[Report]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compile everything and print what it takes; 1 if a kernel spills or does not compile, otherwise 0."""
+    """Compile everything and print what it takes.
+
+    1 if a kernel spills or does not compile, otherwise 0.
+    """
     parser = argparse.ArgumentParser(prog="compile_kernels.py", description="Compile every kernel.")
-    parser.add_argument("--arch", type=int, default=90, help="compute capability times ten: 80, 90, 100 (default: 90)")
+    parser.add_argument(
+        "--arch",
+        type=int,
+        default=90,
+        help="compute capability times ten: 80, 90, 100 (default: 90)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
     if interpreting():
@@ -255,9 +312,16 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json:
         kernels = [row._asdict() for row in found]
         versions = {"triton": triton.__version__, "torch": torch.__version__}
-        print(json.dumps({"arch": options.arch, **versions, "failed": len(failed), "kernels": kernels}, indent=1))
+        print(
+            json.dumps(
+                {"arch": options.arch, **versions, "failed": len(failed), "kernels": kernels},
+                indent=1,
+            )
+        )
     else:
-        print(f"Triton {triton.__version__}, torch {torch.__version__}, sm_{options.arch}, bfloat16, D 32, G {GROUPS}")
+        print(
+            f"Triton {triton.__version__}, torch {torch.__version__}, sm_{options.arch}, bfloat16, D 32, G {GROUPS}"
+        )
         print(table(found))
     for row, words in failed.items():
         print(f"{row.kernel} on {row.shape}: {words}", file=sys.stderr)

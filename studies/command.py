@@ -14,7 +14,9 @@ from dgt.figures import save_figure
 from dgt.utils.errors import UserError
 
 Measure = Callable[[Sequence[str], int, str | None], Path]
-"""Words of the command line, number of seeds and output folder -> the folder with `NAME.json` and `NAME.md`."""
+"""Words of the command line, number of seeds and output folder -> the folder with `NAME.json` and
+`NAME.md`.
+"""
 
 
 def run_study(
@@ -42,7 +44,9 @@ def run_study(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--seeds", type=int, default=3, help="how often random choices are drawn (default: 3)")
+    parser.add_argument(
+        "--seeds", type=int, default=3, help="how often random choices are drawn (default: 3)"
+    )
     parser.add_argument("--out", help=f"folder (default: runs/ablate-{name}); resumes where it was")
     options, words = parser.parse_known_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")

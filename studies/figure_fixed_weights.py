@@ -1,4 +1,6 @@
-"""The figure of `studies.key_choice` and `studies.replacement`: what is left of a model's answers, by choice and k."""
+"""The figure of `studies.key_choice` and `studies.replacement`: what is left of a model's answers,
+by choice and k.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,11 @@ STYLES: dict[str, tuple[str, str, str]] = {  # colour, marker, line
 
 
 def figure_fixed_weights(content: dict[str, Any]) -> Figure:
-    """Left, the share of labels as with all keys; right, how far the probabilities are; by k, with intervals.
+    """Left, the share of labels as with all keys; right, how far the probabilities are; by k, with
+    intervals.
 
-    `content` is that of `key_choice.json` or `replacement.json`. Raises UserError where it has no rows.
+    `content` is that of `key_choice.json` or `replacement.json`. Raises UserError where it has no
+    rows.
     """
     rows = content["rows"]
     if not rows:
@@ -40,13 +44,20 @@ def figure_fixed_weights(content: dict[str, Any]) -> Figure:
     figure = Figure(figsize=(9.6, 3.9), layout="constrained", facecolor="white")
     labels, divergence = figure.subplots(1, 2)
     titles = {"agreement": "Answers that stay", "divergence": "How far probabilities move"}
-    for axes, (measure, title), factor in zip((labels, divergence), titles.items(), (100, 1), strict=True):
+    for axes, (measure, title), factor in zip(
+        (labels, divergence), titles.items(), (100, 1), strict=True
+    ):
         for choice in (name for name in STYLES if any(row["choice"] == name for row in rows)):
-            found = sorted((row for row in rows if row["choice"] == choice), key=itemgetter("top_k"))
+            found = sorted(
+                (row for row in rows if row["choice"] == choice), key=itemgetter("top_k")
+            )
             _line(axes, choice, found, measure, factor)
         axes.grid(axis="y", color="#eeeeee")
         axes.set_xscale("log", base=2)
-        axes.set_xticks(counts := sorted({row["top_k"] for row in rows}), _ticks(content["tokens"].values(), counts))
+        axes.set_xticks(
+            counts := sorted({row["top_k"] for row in rows}),
+            _ticks(content["tokens"].values(), counts),
+        )
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xlabel("keys of every query, k")
         axes.set_title(title, loc="left", fontsize=10)
@@ -54,7 +65,9 @@ def figure_fixed_weights(content: dict[str, Any]) -> Figure:
     labels.yaxis.set_major_formatter(PercentFormatter(decimals=0))
     divergence.set(yscale="log", ylabel="KL divergence from all keys")
     tidy(labels, divergence, size=8)
-    figure.legend(*labels.get_legend_handles_labels(), loc="outside right center", fontsize=8.5, frameon=False)
+    figure.legend(
+        *labels.get_legend_handles_labels(), loc="outside right center", fontsize=8.5, frameon=False
+    )
     return figure
 
 
@@ -68,9 +81,23 @@ def _line(axes: Axes, choice: str, rows: list[dict[str, Any]], measure: str, fac
     colour, marker, line = STYLES[choice]
     x, y = [row["top_k"] for row in rows], [max(factor * row[measure], 1e-7) for row in rows]
     bars = [factor * (row[f"{measure}_half"] or 0.0) for row in rows]
-    style: dict[str, Any] = {"markersize": 4.5, "linewidth": 2.2 if choice.startswith("groups") else 1.2, "capsize": 0}
+    style: dict[str, Any] = {
+        "markersize": 4.5,
+        "linewidth": 2.2 if choice.startswith("groups") else 1.2,
+        "capsize": 0,
+    }
     over = 4 if choice.startswith("groups") else 3
-    low = [min(bar, 0.9 * value) for bar, value in zip(bars, y, strict=True)]  # a logarithm knows nothing below 0
+    # a logarithm knows nothing below 0
+    low = [min(bar, 0.9 * value) for bar, value in zip(bars, y, strict=True)]
     axes.errorbar(
-        x, y, [low, bars], None, marker + line, color=colour, label=choice, elinewidth=0.8, zorder=over, **style
+        x,
+        y,
+        [low, bars],
+        None,
+        marker + line,
+        color=colour,
+        label=choice,
+        elinewidth=0.8,
+        zorder=over,
+        **style,
     )

@@ -1,4 +1,6 @@
-"""The figure of `studies.retrieval`: the law of G and k beside the points, and what other attentions reach."""
+"""The figure of `studies.retrieval`: the law of G and k beside the points, and what other
+attentions reach.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ NOTE: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8}
 
 
 def figure_retrieval(content: dict[str, Any]) -> Figure:
-    """Left, accuracy against k G / codes and the law; right, one bar for each of `BARS`, each seed a dot.
+    """Left, accuracy against k G / codes and the law; right, one bar for each of `BARS`, each seed
+    a dot.
 
     `content` is that of `retrieval.json`. Raises UserError where a row is missing from it.
     """
@@ -42,7 +45,9 @@ def figure_retrieval(content: dict[str, Any]) -> Figure:
         found.setdefault(run["row"], []).append(run)
     missing = [name for name in ("global", *BARS) if name not in found]
     if missing:
-        raise UserError(f"content must hold the row {missing[0]!r}, got {', '.join(found) or 'none'}")
+        raise UserError(
+            f"content must hold the row {missing[0]!r}, got {', '.join(found) or 'none'}"
+        )
     figure = Figure(figsize=(9.2, 3.9), layout="constrained", facecolor="white")
     law, rows = figure.subplots(1, 2, width_ratios=(1.45, 1))
     chance = 100 / content["settings"]["values"]
@@ -52,7 +57,14 @@ def figure_retrieval(content: dict[str, Any]) -> Figure:
         colour = "#0072b2" if name.startswith("DG") else "#3d3d3d"
         rows.barh(place, statistics.fmean(values), 0.62, color=colour, alpha=0.22, zorder=2)
         rows.scatter(values, [place] * len(values), 15, colour, linewidths=0, zorder=3)
-        rows.text(max(values) + 2.5, place, f"{statistics.fmean(values):.0f}", va="center", fontsize=8, color=colour)
+        rows.text(
+            max(values) + 2.5,
+            place,
+            f"{statistics.fmean(values):.0f}",
+            va="center",
+            fontsize=8,
+            color=colour,
+        )
     rows.axvline(chance, color="#6b6b6b", linewidth=1, linestyle=(0, (4, 3)), zorder=4)
     rows.annotate("chance", (chance, -0.62), (3, 0), color="#6b6b6b", **NOTE)
     rows.set(xlim=(0, 104), ylim=(len(BARS) - 0.4, -0.85), xlabel="right answers, %")
@@ -63,11 +75,21 @@ def figure_retrieval(content: dict[str, Any]) -> Figure:
 
 
 def _law(axes: Axes, found: dict[str, list[dict[str, Any]]], codes: int, chance: float) -> None:
-    """The law as a line; beside it the rows of k 16 measured at every k, means as points, bars over all seeds."""
+    """The law as a line; beside it the rows of k 16 measured at every k, means as points, bars over
+    all seeds.
+    """
     best = statistics.fmean(run["accuracy"] for run in found["global"])
     ratio = np.geomspace(0.7 / codes, 45, 400)
-    axes.plot(ratio, chance + np.minimum(1, ratio) * (best - chance), color="#c2410c", linewidth=1.8, zorder=2)
-    law = "the law, if groups share codes evenly:\nchance + min(1, k G / codes) x\n(global - chance)"
+    axes.plot(
+        ratio,
+        chance + np.minimum(1, ratio) * (best - chance),
+        color="#c2410c",
+        linewidth=1.8,
+        zorder=2,
+    )
+    law = (
+        "the law, if groups share codes evenly:\nchance + min(1, k G / codes) x\n(global - chance)"
+    )
     axes.annotate(law, (0.7 / codes, 58), (6, 0), color="#c2410c", **NOTE)
     for level, name, place in ((best, "global attention", 5), (chance, "chance", -11)):
         axes.axhline(level, color="#6b6b6b", linewidth=1, linestyle=(0, (4, 3)), zorder=1)
@@ -78,11 +100,22 @@ def _law(axes: Axes, found: dict[str, list[dict[str, Any]]], codes: int, chance:
             x = np.array([at["top_k"] for at in runs[0]["by_top_k"]]) * groups / codes
             values = np.array([[at["accuracy"] for at in run["by_top_k"]] for run in runs])
             axes.vlines(x, values.min(0), values.max(0), colour, linewidth=1.6, zorder=4)
-            axes.scatter(x, values.mean(0), 30, colour, marker=marker, linewidths=0, zorder=5, label=f"G {groups}")
+            axes.scatter(
+                x,
+                values.mean(0),
+                30,
+                colour,
+                marker=marker,
+                linewidths=0,
+                zorder=5,
+                label=f"G {groups}",
+            )
     axes.grid(axis="y", color="#eeeeee")
     axes.set_xscale("log", base=2)
     axes.set_xticks([2.0**power for power in range(-6, 6)], TICKS)
     axes.set(xlim=(0.7 / codes, 45), ylim=(0, 104), ylabel="right answers, %")
     axes.set_xlabel("k G / codes: keys that all groups together select, over the codes to be found")
-    axes.legend(loc="lower right", bbox_to_anchor=(1, 0.16), fontsize=8.5, frameon=False, handletextpad=0.2)
+    axes.legend(
+        loc="lower right", bbox_to_anchor=(1, 0.16), fontsize=8.5, frameon=False, handletextpad=0.2
+    )
     axes.set_title("How much selection is enough", loc="left", fontsize=10)

@@ -1,8 +1,9 @@
-"""A trained model whose attention gets other keys, nothing trained: what is left of its answers, selector by selector.
+"""A trained model whose attention gets other keys, nothing trained: what is left of its answers,
+selector by selector.
 
-Measured on the same images: the task's headline metric, and beside the model with all keys (k = L) the share of labels
-that agree, the KL divergence and the relative error of the logits, with 95 % intervals over images. The subjects are
-those of `studies.key_choice` and `studies.replacement`.
+Measured on the same images: the task's headline metric, and beside the model with all keys (k = L)
+the share of labels that agree, the KL divergence and the relative error of the logits, with 95 %
+intervals over images. The subjects are those of `studies.key_choice` and `studies.replacement`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ COMPARED = ("agreement", "divergence", "error")  # the rows of what `compare` re
 
 
 class Subject(NamedTuple):
-    """A trained network with its task and data, set up; inside of ``swap(answer)`` its attention is that answer's."""
+    """A trained network with its task and data, set up.
+
+    Inside of ``swap(answer)`` its attention is that answer's.
+    """
 
     network: Callable[[Tensor], Tensor]
     task: Task
@@ -91,7 +95,8 @@ def study(
     counts: Sequence[int],
     seeds: int,
 ) -> Path:
-    """Measure what is missing of all selectors, k by k, and write `NAME.json` and `NAME.md` of the folder.
+    """Measure what is missing of all selectors, k by k, and write `NAME.json` and `NAME.md` of the
+    folder.
 
     Args:
         folder: where to write; it is returned.
@@ -140,7 +145,10 @@ def _measure_selector(
     scores = []
     draws = []
     for seed in range(seeds if selector.startswith("random") else 1):
-        with seeded("choices", selector, top_k, seed), subject.swap(partial(attend_by, selector, top_k)):
+        with (
+            seeded("choices", selector, top_k, seed),
+            subject.swap(partial(attend_by, selector, top_k)),
+        ):
             score, found = measure(subject)
         scores.append(score)
         draws.append(compare(found, wanted))
@@ -153,7 +161,9 @@ def _measure_selector(
 
 
 def open_data(recipe: Recipe, keys: Sequence[str], images: int) -> Any:
-    """The data of a recipe with some keys changed, set up for validation, of at most so many images."""
+    """The data of a recipe with some keys changed, set up for validation, of at most so many
+    images.
+    """
     check_range(1, images=images)
     keys = ["--data.num_workers=0", "--data.batch_size=4", *keys]
     data = _set_up(recipe, keys)
@@ -169,12 +179,17 @@ def _set_up(recipe: Recipe, keys: Sequence[str]) -> Any:
 
 
 def markdown(content: dict[str, Any]) -> str:
-    """A table of each of `MEASURES`, selectors by k; and the layers' tokens: where k reaches them all agree."""
+    """A table of each of `MEASURES`, selectors by k.
+
+    And the layers' tokens: where k reaches them all agree.
+    """
     rows = content["rows"]
     by_selector_and_k = {(row["choice"], row["top_k"]): row for row in rows}
     counts = sorted({row["top_k"] for row in rows})
     tokens = ", ".join(f"{name} {count}" for name, count in content["tokens"].items())
-    parts = [f"{content['images']} images. Tokens of the layers, from which k on choices do not differ: {tokens}.\n"]
+    parts = [
+        f"{content['images']} images. Tokens of the layers, from which k on choices do not differ: {tokens}.\n"
+    ]
     for key, shown in MEASURES.items():
         table = []
         for selector in dict.fromkeys(row["choice"] for row in rows):

@@ -1,4 +1,5 @@
-"""Which keys, at fixed weights? A trained DGT whose layers get k keys by their groups or by another selector.
+"""Which keys, at fixed weights? A trained DGT whose layers get k keys by their groups or by another
+selector.
 
     python -m studies.key_choice --run RUN [--images N] [--top_k 1,4,16] [--data.KEY VALUE] [--seeds N] [--out DIR]
 
@@ -36,8 +37,8 @@ def key_choice(words: Sequence[str] = (), seeds: int = 3, out: str | Path | None
     """Measure what is missing of all selectors, and write `key_choice.json` and `key_choice.md`.
 
     Args:
-        words: `--run RUN`, a classifier or segmenter of `dgt train`; `--images N`, of its validation at most (300);
-            `--top_k 1,4,16`; `--data.KEY VALUE` of its recipe.
+        words: `--run RUN`, a classifier or segmenter of `dgt train`; `--images N`, of its
+            validation at most (300); `--top_k 1,4,16`; `--data.KEY VALUE` of its recipe.
         seeds: how often random keys are drawn.
         out: the folder; None for runs/ablate-key_choice.
 
@@ -45,7 +46,8 @@ def key_choice(words: Sequence[str] = (), seeds: int = 3, out: str | Path | None
         The folder.
 
     Raises:
-        UserError, OSError: wrong words, no run or data there, a run of another kind; and as `write_results`.
+        UserError, OSError: wrong words, no run or data there, a run of another kind; and as
+            `write_results`.
     """
     options, keys = read_words(words, run="", images=300, top_k=COUNTS)
     if not options["run"]:
@@ -54,7 +56,9 @@ def key_choice(words: Sequence[str] = (), seeds: int = 3, out: str | Path | None
     attention_layers(run.network)
     task = TASKS[run.recipe.task]
     if task.outputs != ("logits",):
-        raise UserError(f"--run must be a classifier or a segmenter, {run.source} is of task {task.name!r}")
+        raise UserError(
+            f"--run must be a classifier or a segmenter, {run.source} is of task {task.name!r}"
+        )
     counts = options.pop("top_k")
     data = open_data(run.recipe, keys, options["images"])
     subject = Subject(run.network, task, data, partial(swapped, run.network))
@@ -69,7 +73,9 @@ def swapped(network: nn.Module, answer: Answer) -> Iterator[None]:
 
     def forward(name: str, layer: DGAttention, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if x.dim() != 4 or mask is not None:
-            raise UserError(f"layer {name!r} must get a map (B, H, W, C) without padding, got {tuple(x.shape)}")
+            raise UserError(
+                f"layer {name!r} must get a map (B, H, W, C) without padding, got {tuple(x.shape)}"
+            )
         grid = (x.shape[1], x.shape[2])
         given = Operands(name, *layer.split_heads(x), layer.scale, grid, layer.unit_centroids())
         return layer.merge_heads(answer(given), x)

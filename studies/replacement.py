@@ -1,10 +1,11 @@
-"""Other attentions in a trained global ViT, whose groups have the centroids that `dgt.accelerate` finds.
+"""Other attentions in a trained global ViT, whose groups have the centroids that `dgt.accelerate`
+finds.
 
     python -m studies.replacement --weights FILE --data.root CAMVID [--percent 2,5,10,25] [--images N]
 
-The ViT is that of `benchmarks/accelerate_camvid.py train`: 4 blocks of 4 heads over the 2,700 tokens of CamVid's whole
-images. Centroids are k-means over queries of training images, moved by one step to the image at hand. What is measured
-stands in `studies.fixed_weights`.
+The ViT is that of `benchmarks/accelerate_camvid.py train`: 4 blocks of 4 heads over the 2,700
+tokens of CamVid's whole images. Centroids are k-means over queries of training images, moved by one
+step to the image at hand. What is measured stands in `studies.fixed_weights`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,11 @@ SHAPE: dict[str, Any] = {
     "class_token": False,
     "global_pool": "",
 }
-KEYS = ("--data.scale=[480, 360]", "--data.mean=[0.45, 0.45, 0.45]", "--data.std=[0.25, 0.25, 0.25]")
+KEYS = (
+    "--data.scale=[480, 360]",
+    "--data.mean=[0.45, 0.45, 0.45]",
+    "--data.std=[0.25, 0.25, 0.25]",
+)
 PERCENT = (2, 5, 10, 25)
 CALIBRATION_IMAGES = 8  # training images whose queries are clustered
 SAMPLE = 4096  # queries of each head among theirs
@@ -55,7 +60,8 @@ def replacement(words: Sequence[str] = (), seeds: int = 3, out: str | Path | Non
     """Measure what is missing of all selectors, and write `replacement.json` and `replacement.md`.
 
     Args:
-        words: `--weights FILE`; `--data.root CAMVID`; `--percent 2,5,10,25`, of the keys; `--images N` (101).
+        words: `--weights FILE`; `--data.root CAMVID`; `--percent 2,5,10,25`, of the keys; `--images
+            N` (101).
         seeds: how often random keys are drawn.
         out: the folder; None for runs/ablate-replacement.
 
@@ -86,10 +92,14 @@ def open_subject(weights: str, images: int, keys: Sequence[str]) -> Subject:
     parts = nn.ModuleDict({"vit": model})
     try:
         stored = torch.load(weights, weights_only=True)
-        model.load_state_dict({name.removeprefix("trunk."): weight for name, weight in stored.items()})
+        model.load_state_dict(
+            {name.removeprefix("trunk."): weight for name, weight in stored.items()}
+        )
     except (OSError, RuntimeError, UnpicklingError, AttributeError, EOFError) as error:
         made = "benchmarks/accelerate_camvid.py train makes"
-        raise UserError(f"--weights must be a file of the weights that {made}, got {weights!r}") from error
+        raise UserError(
+            f"--weights must be a file of the weights that {made}, got {weights!r}"
+        ) from error
     recipe = load_recipe("camvid_cpu", [*KEYS, *keys])
     centroids = cluster(parts, open_data(recipe, ["--data.val_split=train"], CALIBRATION_IMAGES))
 

@@ -1,9 +1,10 @@
-"""Is another choice of keys ahead in mIoU of groups with the remainder? Differences on the same images, with intervals.
+"""Is another choice of keys ahead in mIoU of groups with the remainder? Differences on the same
+images, with intervals.
 
     OMP_NUM_THREADS=1 python -m studies.replacement_pairs --weights camvid_vit.pt --data.root CAMVID
 
-The images, keys and centroids are those of `python -m studies.replacement --images 24`. mIoU is of all images together,
-so its interval is a jackknife: the differences with each image left out.
+The images, keys and centroids are those of `python -m studies.replacement --images 24`. mIoU is of
+all images together, so its interval is a jackknife: the differences with each image left out.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ def pair(rival: Tensor, ours: Tensor) -> dict[str, float | None]:
 
 def main() -> None:
     """Measure ours and the rivals, and write the differences."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--weights", required=True)
     parser.add_argument("--data.root", dest="root", required=True)
     parser.add_argument("--images", type=int, default=24)
@@ -72,7 +75,12 @@ def main() -> None:
             found[selector] = scores(confusions(subject))
         print(selector, float(found[selector][0]), flush=True)
     rows = {selector: pair(found[selector], found[OURS]) for selector in RIVALS}
-    about = {**machine(), "images": options.images, "top_k": options.top_k, "score": float(found[OURS][0])}
+    about = {
+        **machine(),
+        "images": options.images,
+        "top_k": options.top_k,
+        "score": float(found[OURS][0]),
+    }
     write_json(options.out, {**about, "rows": rows})
     print(rows)
 

@@ -1,16 +1,18 @@
 """Retrieval at a distance: can groups find keys that no window holds, and what do G and k decide?
 
-A map of S x S tokens has two halves with empty columns between them. In one half, drawn anew for every map, each of M
-codes stands once beside a value: a source. Tokens of the other half, the probes, hold a code alone and have to tell
-the value that its source has in this map. So whoever answers has looked at one certain token at a distance.
+A map of S x S tokens has two halves with empty columns between them. In one half, drawn anew for
+every map, each of M codes stands once beside a value: a source. Tokens of the other half, the
+probes, hold a code alone and have to tell the value that its source has in this map. So whoever
+answers has looked at one certain token at a distance.
 
-Every row is one small network that differs in its attention alone. A group of DG-Attention can answer for at most k
-codes, hence G groups for at most k G of them: the law that the points are drawn beside is
+Every row is one small network that differs in its attention alone. A group of DG-Attention can
+answer for at most k codes, hence G groups for at most k G of them: the law that the points are
+drawn beside is
 
     accuracy = chance + min(1, k G / M) (accuracy of global attention - chance),
 
-with equality where groups share the codes evenly. `served` measures what this grouping has: the share of probes whose
-source is among the keys of their group, in either head.
+with equality where groups share the codes evenly. `served` measures what this grouping has: the
+share of probes whose source is among the keys of their group, in either head.
 """
 
 from __future__ import annotations
@@ -49,14 +51,19 @@ LAST_BATCHES, REPEATS = (1, 2, 16), 8
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of the task, the network and its training, which may be cut for a quick look; UserError out of range."""
+    """Sizes of the task, the network and its training, which may be cut for a quick look.
+
+    UserError out of range.
+    """
 
     side: int = 16  # S; even
     gap: int = 4  # empty columns between the halves; even
-    codes: int = 64  # M, at most three quarters of the places of a half, so that every code is asked for
+    # M, at most three quarters of the places of a half, so that every code is asked for
+    codes: int = 64
     values: int = 8  # that a source can have; a guess is right in one of so many cases
     dim: int = 64  # channels of the network; its two heads have half each
-    steps: int = 600  # of the optimizer, at least 20, two thirds of them with k still falling from L to the row's
+    # of the optimizer, at least 20, two thirds of them with k still falling from L to the row's
+    steps: int = 600
     batch_size: int = 16  # maps a step
     test_maps: int = 128  # that accuracy is measured on, the same for all rows and seeds
 
@@ -66,9 +73,13 @@ class Settings:
             if value < least.get(name, 1):
                 raise UserError(f"{name} must be at least {least.get(name, 1)}, got {value}")
         if self.side % 2 or self.gap % 2 or self.dim % 4:
-            raise UserError(f"side and gap must be even and dim a multiple of 4, got {self.side, self.gap, self.dim}")
+            raise UserError(
+                f"side and gap must be even and dim a multiple of 4, got {self.side, self.gap, self.dim}"
+            )
         if self.codes > self.places * 3 // 4:
-            raise UserError(f"codes must be at most {self.places * 3 // 4} for this side and gap, got {self.codes}")
+            raise UserError(
+                f"codes must be at most {self.places * 3 // 4} for this side and gap, got {self.codes}"
+            )
 
     @property
     def places(self) -> int:
@@ -94,7 +105,9 @@ def make_batch(settings: Settings, size: int, generator: torch.Generator) -> Bat
     mirrored = torch.rand(size, 1, generator=generator) < 0.5
 
     def somewhere(count: int, far: bool) -> Tensor:
-        """(B, count) different tokens of one half: places are counted by columns, from the left or the right edge."""
+        """(B, count) different tokens of one half: places are counted by columns, from the left or
+        the right edge.
+        """
         place = torch.rand(size, half, generator=generator).argsort(1)[:, :count]
         row, column = place % side, place // side
         return row * side + torch.where(mirrored ^ far, side - 1 - column, column)
@@ -102,7 +115,9 @@ def make_batch(settings: Settings, size: int, generator: torch.Generator) -> Bat
     source, probe = somewhere(settings.codes, False), somewhere(half * 3 // 4, True)
     value = torch.randint(settings.values, (size, settings.codes), generator=generator)
     asked = torch.arange(probe.shape[1]) % settings.codes
-    tokens[maps, source] += torch.cat([codes.expand(size, -1, -1), values[value], torch.zeros(size, len(codes), 2)], 2)
+    tokens[maps, source] += torch.cat(
+        [codes.expand(size, -1, -1), values[value], torch.zeros(size, len(codes), 2)], 2
+    )
     tokens[maps, source, 2 * CODE] += STRENGTH
     tokens[maps, probe, :CODE] += codes[asked]
     tokens[maps, probe, 2 * CODE + 1] += STRENGTH
@@ -112,7 +127,9 @@ def make_batch(settings: Settings, size: int, generator: torch.Generator) -> Bat
 
 
 class ChosenKeys(GlobalAttention):
-    """The controls of a selection: every query has its own `top_k` keys, drawn anew each time, or its best ones."""
+    """The controls of a selection: every query has its own `top_k` keys, drawn anew each time, or
+    its best ones.
+    """
 
     def __init__(self, dim: int, num_heads: int, best: bool, top_k: int) -> None:
         super().__init__(dim, num_heads)
@@ -135,13 +152,21 @@ class Row:
     attention: Callable[[int, int, int], nn.Module]  # of dim, heads and the number of the block
     depth: int = 1  # blocks
     top_k: int | None = None  # at the end of training; None where the attention has none
-    annealed: bool = True  # whether k falls from L to `top_k` in training, or is `top_k` from the first step
+    # whether k falls from L to `top_k` in training, or is `top_k` from the first step
+    annealed: bool = True
     last_batch: bool = False  # whether the centroids are then replaced by those of other batches
 
 
 def _groups(count: int, top_k: int, words: str = "", annealed: bool = True, **eq4: Any) -> Row:
     name, last_batch = f"DG, G {count}, k {top_k}{words}", (count, top_k) == (16, 4)
-    return Row(name, lambda dim, heads, _: DGAttention(dim, heads, count, top_k, **eq4), 1, top_k, annealed, last_batch)
+    return Row(
+        name,
+        lambda dim, heads, _: DGAttention(dim, heads, count, top_k, **eq4),
+        1,
+        top_k,
+        annealed,
+        last_batch,
+    )
 
 
 ROWS = (
@@ -151,10 +176,18 @@ ROWS = (
     *(_groups(16, top_k, " from the start", annealed=False) for top_k in (16, 64)),
     _groups(16, 4, ", tau = 0.1 lr on the new mean", tau_weighs="new"),
     _groups(16, 4, ", tau = 0.05 on the new mean", tau_weighs="new", tau=0.05),
-    Row("best keys of each query, k 16", lambda dim, heads, _: ChosenKeys(dim, heads, True, 16), top_k=16),
+    Row(
+        "best keys of each query, k 16",
+        lambda dim, heads, _: ChosenKeys(dim, heads, True, 16),
+        top_k=16,
+    ),
     Row("random keys, k 16", lambda dim, heads, _: ChosenKeys(dim, heads, False, 16), top_k=16),
     Row("windows 4 x 4", lambda dim, heads, _: WindowAttention(dim, heads, window=4)),
-    Row("windows, two blocks, shifted", lambda dim, heads, i: WindowAttention(dim, heads, 4, 2 * (i % 2)), depth=2),
+    Row(
+        "windows, two blocks, shifted",
+        lambda dim, heads, i: WindowAttention(dim, heads, 4, 2 * (i % 2)),
+        depth=2,
+    ),
     Row("stripes", lambda dim, heads, _: StripeAttention(dim, heads, width=1)),
     Row("stripes, two blocks", lambda dim, heads, _: StripeAttention(dim, heads, width=1), depth=2),
     Row("reduced 4 x 4 (CMT)", lambda dim, heads, _: ReducedAttention(dim, heads, ratio=4)),
@@ -162,13 +195,17 @@ ROWS = (
 
 
 class Network(nn.Module):
-    """A linear layer in, blocks, LayerNorm and a linear layer out: tokens (B, S, S, 34) to logits (B, S S, values)."""
+    """A linear layer in, blocks, LayerNorm and a linear layer out: tokens (B, S, S, 34) to logits
+    (B, S S, values).
+    """
 
     def __init__(self, row: Row, settings: Settings) -> None:
         super().__init__()
         dim = settings.dim
         self.embed = nn.Linear(2 * CODE + 2, dim)
-        self.blocks = nn.Sequential(*(Block(dim, row.attention(dim, 2, i), ffn="mlp") for i in range(row.depth)))
+        self.blocks = nn.Sequential(
+            *(Block(dim, row.attention(dim, 2, i), ffn="mlp") for i in range(row.depth))
+        )
         self.head = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, settings.values))
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -185,7 +222,10 @@ class Network(nn.Module):
 
 @torch.no_grad()
 def measure(network: Network, batches: Sequence[Batch]) -> dict[str, float]:
-    """Share of right answers, and of probes that are served where the attention has groups; in per cent."""
+    """Share of right answers, and of probes that are served where the attention has groups.
+
+    In per cent.
+    """
     network.eval()
     right: list[Tensor] = []
     served: list[Tensor] = []
@@ -206,12 +246,17 @@ def measure(network: Network, batches: Sequence[Batch]) -> dict[str, float]:
 
 
 def train(row: Row, seed: int, settings: Settings) -> dict[str, Any]:
-    """Train and measure one row with one seed; the same arguments give the same result on one machine."""
+    """Train and measure one row with one seed.
+
+    The same arguments give the same result on one machine.
+    """
     start, tokens = time.process_time(), settings.side**2
     with seeded("retrieval", seed):
         network = Network(row, settings).train()
         optimizer = torch.optim.AdamW(network.parameters(), LEARNING_RATE, weight_decay=0.01)
-        rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, settings.steps, pct_start=0.1)
+        rate = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, LEARNING_RATE, settings.steps, pct_start=0.1
+        )
         generator = torch.Generator().manual_seed(seed)
         for step in range(settings.steps):
             if row.top_k is not None and row.annealed:
@@ -236,15 +281,21 @@ def train(row: Row, seed: int, settings: Settings) -> dict[str, Any]:
     return {**result, **more, "cpu_seconds": round(time.process_time() - start, 1)}
 
 
-def _other_last_batches(network: Network, settings: Settings, test: Sequence[Batch]) -> list[dict[str, Any]]:
-    """Accuracy with centroids as one more step would leave them, by maps in its batch, REPEATS batches each."""
+def _other_last_batches(
+    network: Network, settings: Settings, test: Sequence[Batch]
+) -> list[dict[str, Any]]:
+    """Accuracy with centroids as one more step would leave them, by maps in its batch, REPEATS
+    batches each.
+    """
     layers = [module for module in network.modules() if isinstance(module, DGAttention)]
     before = [layer.centroids.clone() for layer in layers]
     found = []
     for size in LAST_BATCHES:
         accuracies = []
         for repeat in range(REPEATS):
-            tokens = make_batch(settings, size, torch.Generator().manual_seed(2**32 + repeat)).tokens
+            tokens = make_batch(
+                settings, size, torch.Generator().manual_seed(2**32 + repeat)
+            ).tokens
             with torch.no_grad():
                 network(tokens)
             for layer in layers:
@@ -275,10 +326,14 @@ def retrieval(words: Sequence[str] = (), seeds: int = 3, out: str | Path | None 
     def find(content: dict[str, Any]) -> Iterator[None]:
         runs = content.setdefault("runs", [])
         done = {(run["row"], run["seed"]) for run in runs}
-        todo = [(row, seed) for seed in range(seeds) for row in ROWS if (row.name, seed) not in done]
+        todo = [
+            (row, seed) for seed in range(seeds) for row in ROWS if (row.name, seed) not in done
+        ]
         for nth, (row, seed) in enumerate(todo, 1):
             runs.append(train(row, seed, settings))
-            LOGGER.info("[%d/%d] %s, seed %d: %.1f %%", nth, len(todo), row.name, seed, runs[-1]["accuracy"])
+            LOGGER.info(
+                "[%d/%d] %s, seed %d: %.1f %%", nth, len(todo), row.name, seed, runs[-1]["accuracy"]
+            )
             yield
 
     path = Path(out or "runs/ablate-retrieval") / "retrieval.json"
@@ -286,7 +341,9 @@ def retrieval(words: Sequence[str] = (), seeds: int = 3, out: str | Path | None 
 
 
 def markdown(trained: Sequence[dict[str, Any]]) -> str:
-    """The runs as a table, one line a row: mean and 95 % interval over seeds, each seed, and accuracy by k."""
+    """The runs as a table, one line a row: mean and 95 % interval over seeds, each seed, and
+    accuracy by k.
+    """
     rows = []
     for name in dict.fromkeys(run["row"] for run in trained):
         runs = [run for run in trained if run["row"] == name]
@@ -300,7 +357,9 @@ def markdown(trained: Sequence[dict[str, Any]]) -> str:
         ]
         cells += [_mean_cell([_accuracy_at(run, top_k) for run in runs]) for top_k in FEWER_KEYS]
         rows.append(cells)
-    return markdown_table(["", "accuracy, %", "seeds", "served, %", *(f"k {top_k}" for top_k in FEWER_KEYS)], rows)
+    return markdown_table(
+        ["", "accuracy, %", "seeds", "served, %", *(f"k {top_k}" for top_k in FEWER_KEYS)], rows
+    )
 
 
 def _accuracy_at(run: dict[str, Any], top_k: int) -> float | None:

@@ -1,1 +1,4 @@
-"""What makes releases, recipes and weights; run from the root of a checkout: `python -m tools.NAME`."""
+"""What makes releases, recipes and weights.
+
+Run from the root of a checkout: `python -m tools.NAME`.
+"""

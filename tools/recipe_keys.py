@@ -2,7 +2,8 @@
 
     python tools/recipe_keys.py
 
-The command checks the keys of a recipe against this file before it loads PyTorch. A test compares the two.
+The command checks the keys of a recipe against this file before it loads PyTorch. A test compares
+the two.
 """
 
 from __future__ import annotations

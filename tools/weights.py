@@ -28,12 +28,25 @@ def weights() -> None:
 @weights.command(context_settings=WITH_KEYS)
 @click.argument("run", callback=existing_folder)
 @click.argument("keys", nargs=-1, type=click.UNPROCESSED)
-@click.option("--out", metavar="DIR", required=True, help="The folder to write, named ARCHITECTURE.TAG.")
+@click.option(
+    "--out", metavar="DIR", required=True, help="The folder to write, named ARCHITECTURE.TAG."
+)
 @click.option("--half", is_flag=True, help="Keep matrices and convolutions in float16.")
-@click.option("--about", metavar="FILE", help="YAML on your data for the card: data, licence, licence_id, limits.")
-@click.option("--plan", metavar="FILE", help="A plan of `dgt accelerate` for this model, measured and added.")
-def make(run: str, keys: tuple[str, ...], out: str, half: bool, about: str | None, plan: str | None) -> None:
-    """Pack the folder of a finished RUN, measured as it is packed; KEYS are --data.KEY VALUE, as of `dgt evaluate`."""
+@click.option(
+    "--about",
+    metavar="FILE",
+    help="YAML on your data for the card: data, licence, licence_id, limits.",
+)
+@click.option(
+    "--plan", metavar="FILE", help="A plan of `dgt accelerate` for this model, measured and added."
+)
+def make(
+    run: str, keys: tuple[str, ...], out: str, half: bool, about: str | None, plan: str | None
+) -> None:
+    """Pack the folder of a finished RUN, measured as it is packed.
+
+    KEYS are --data.KEY VALUE, as of `dgt evaluate`.
+    """
     quiet_fabric()
     print(make_weights(run, out, Packing(half, keys, about, plan)))
 

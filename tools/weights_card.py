@@ -25,7 +25,9 @@ STUDENT = 2.262
 
 
 def jackknife(value: float, left_out: Sequence[float]) -> tuple[float, float]:
-    """A 95 % interval for a measure of all images, from its values with each of `PARTS` equal parts left out."""
+    """A 95 % interval for a measure of all images, from its values with each of `PARTS` equal parts
+    left out.
+    """
     mean = sum(left_out) / PARTS
     squares = sum((each - mean) ** 2 for each in left_out)
     half = STUDENT * math.sqrt((PARTS - 1) / PARTS * squares)
@@ -48,8 +50,14 @@ def about_data(names: Sequence[str], given: Mapping[str, Any] | None = None) -> 
     found = _known_data(names) if given is None else given
     missing = [key for key in ABOUT if not found.get(key)]
     if missing:
-        what = f"what is known of the data of recipe {names[-1]!r}" if given is None else "the description"
-        raise UserError(f"{what} lacks {', '.join(missing)}: give --about FILE, YAML with {', '.join(ABOUT)}")
+        what = (
+            f"what is known of the data of recipe {names[-1]!r}"
+            if given is None
+            else "the description"
+        )
+        raise UserError(
+            f"{what} lacks {', '.join(missing)}: give --about FILE, YAML with {', '.join(ABOUT)}"
+        )
     return {key: str(found[key]).strip() for key in ABOUT}
 
 
@@ -62,7 +70,9 @@ def _known_data(names: Sequence[str]) -> Mapping[str, Any]:
     return {}
 
 
-def card_text(name: str, results: Mapping[str, Any], about: Mapping[str, str], timm: bool, size: int) -> str:
+def card_text(
+    name: str, results: Mapping[str, Any], about: Mapping[str, str], timm: bool, size: int
+) -> str:
     """Write the card of a folder of weights.
 
     Args:
@@ -82,8 +92,12 @@ def card_text(name: str, results: Mapping[str, Any], about: Mapping[str, str], t
         tags += ["image-classification", "timm"]
     if plan:
         use.append(f'dgt.apply_plan(model, "{name}/plan.safetensors")')
-    header = ModelCardData(license=about["licence_id"], library_name="timm" if timm else "dgt", tags=tags)
-    versions = ", ".join(f"{key} {version}" for key, version in results["versions"].items() if version)
+    header = ModelCardData(
+        license=about["licence_id"], library_name="timm" if timm else "dgt", tags=tags
+    )
+    versions = ", ".join(
+        f"{key} {version}" for key, version in results["versions"].items() if version
+    )
     values = {
         **results,
         **evaluation,
@@ -97,7 +111,14 @@ def card_text(name: str, results: Mapping[str, Any], about: Mapping[str, str], t
         "hours": f"{results['seconds'] / 3600:.2f}",
         "plan_text": plan_text(plan, metrics) if plan else "",
     }
-    return str(ModelCard.from_template(header, template_str=TEMPLATE.read_text(encoding="utf-8"), **values)) + "\n"
+    return (
+        str(
+            ModelCard.from_template(
+                header, template_str=TEMPLATE.read_text(encoding="utf-8"), **values
+            )
+        )
+        + "\n"
+    )
 
 
 def _row(row: Mapping[str, Any]) -> str:
@@ -107,8 +128,12 @@ def _row(row: Mapping[str, Any]) -> str:
 
 def plan_text(plan: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
     """A paragraph on what the plan of an accelerated model gains and costs."""
-    values = ", ".join(f"{metrics[key]['label']} {100 * value:.2f} %" for key, value in plan["metrics"].items())
-    attention, model, bound = (f"{1 / plan[key]:.2f}" for key in ("attention_speedup", "model_speedup", "bound"))
+    values = ", ".join(
+        f"{metrics[key]['label']} {100 * value:.2f} %" for key, value in plan["metrics"].items()
+    )
+    attention, model, bound = (
+        f"{1 / plan[key]:.2f}" for key in ("attention_speedup", "model_speedup", "bound")
+    )
     return (
         f"\n\nWith the plan, on these images: {values}. {plan['grouped']} of {plan['attentions']} attentions "
         f"are in groups; where it was made, attention took {attention} of its time and the model {model} ({bound} "

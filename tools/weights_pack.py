@@ -1,4 +1,7 @@
-"""A finished run packed with its story: model, card, log and checksums. The format is that of `dgt.weights`."""
+"""A finished run packed with its story: model, card, log and checksums.
+
+The format is that of `dgt.weights`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ from dgt.weights.folder import CARD, MODEL, PLAN, STORY, SUMS, check_weights, wr
 from tools.weights_card import PARTS, about_data, card_text, jackknife
 
 MATRICES = (2, 4)
-"""Dimensions of what is kept in half precision: matrices and convolutions, nearly all of a model."""
+"""Dimensions of what is kept in half precision: matrices and convolutions, nearly all of a model.
+"""
 TOLERANCE = 0.00101
 """How far a headline metric of the packed weights may be from the run's: a tenth of a point."""
 
@@ -55,7 +59,8 @@ def make_weights(run: str | Path, out: str | Path, packing: Packing = DEFAULT) -
 
     Args:
         run: its folder.
-        out: the folder to write, named ARCHITECTURE.TAG; an earlier folder of weights there is replaced.
+        out: the folder to write, named ARCHITECTURE.TAG; an earlier folder of weights there is
+            replaced.
         packing: how it is packed.
 
     Returns:
@@ -64,8 +69,8 @@ def make_weights(run: str | Path, out: str | Path, packing: Packing = DEFAULT) -
     Raises:
         FileNotFoundError: no run is there, or no such file.
         FileExistsError: `out` holds something else.
-        UserError: the run is not finished, its data is not known, the packed weights do not reach its metrics, or the
-            plan is not one for its model.
+        UserError: the run is not finished, its data is not known, the packed weights do not reach
+            its metrics, or the plan is not one for its model.
     """
     folder = Path(run)
     out = Path(out)
@@ -78,7 +83,8 @@ def make_weights(run: str | Path, out: str | Path, packing: Packing = DEFAULT) -
     described = read_yaml("description", packing.about)[1] if packing.about else None
     story = about_data([str(loaded.recipe.data.get("dataset")), loaded.recipe.name], described)
     if packing.plan is not None:
-        apply_plan(load_run(folder).network, packing.plan)  # refused now rather than after the evaluation
+        # refused now rather than after the evaluation
+        apply_plan(load_run(folder).network, packing.plan)
     state = loaded.network.state_dict()
     if packing.half:
         state = {key: to_half(value) for key, value in state.items()}
@@ -89,13 +95,19 @@ def make_weights(run: str | Path, out: str | Path, packing: Packing = DEFAULT) -
             evaluation["plan"] = _evaluate_plan(partial, packing, evaluation["metrics"])
             shutil.copyfile(packing.plan, partial / PLAN)
         results["evaluation"] = evaluation
-        export_model(partial, loaded.network, make_record(_anonymous(loaded), loaded.class_names), state)
+        export_model(
+            partial, loaded.network, make_record(_anonymous(loaded), loaded.class_names), state
+        )
         for name in STORY[:-1]:
-            atomic_write(partial / name, without_folders((folder / name).read_text(encoding="utf-8")))
+            atomic_write(
+                partial / name, without_folders((folder / name).read_text(encoding="utf-8"))
+            )
         write_json(partial / STORY[-1], {**results, "command": without_folders(results["command"])})
         size = (partial / MODEL[0]).stat().st_size
         timm = not TASKS[loaded.recipe.task].has_backbone
-        atomic_write(partial / CARD, without_folders(card_text(out.name, results, story, timm, size)))
+        atomic_write(
+            partial / CARD, without_folders(card_text(out.name, results, story, timm, size))
+        )
         write_sums(partial)
         check_weights(partial)
     return out
@@ -108,8 +120,13 @@ def _anonymous(run: LoadedRun) -> Any:
     return replace(run.recipe, out=None, data=data)
 
 
-def _evaluate(run: LoadedRun, packed: Path, packing: Packing, trained: Mapping[str, float]) -> dict[str, Any]:
-    """The headline metrics of the packed weights with intervals; UserError where the run's were others."""
+def _evaluate(
+    run: LoadedRun, packed: Path, packing: Packing, trained: Mapping[str, float]
+) -> dict[str, Any]:
+    """The headline metrics of the packed weights with intervals.
+
+    UserError where the run's were others.
+    """
     task = TASKS[run.recipe.task]
     if task.shares:
         found = evaluate(packed, packing.overrides)
@@ -123,7 +140,9 @@ def _evaluate(run: LoadedRun, packed: Path, packing: Packing, trained: Mapping[s
         before = trained.get(key, value)
         if abs(value - before) > TOLERANCE:
             was = f"the run's {label} is {100 * before:.2f} %"
-            raise UserError(f"{run.source}: {was}, that of what would be packed {100 * value:.2f} %")
+            raise UserError(
+                f"{run.source}: {was}, that of what would be packed {100 * value:.2f} %"
+            )
         if key in task.shares:
             low, high = wilson(value, found["images"])
         else:
@@ -134,7 +153,9 @@ def _evaluate(run: LoadedRun, packed: Path, packing: Packing, trained: Mapping[s
         "images": found["images"],
         "broken_images": found["broken_images"],
         "intervals": intervals,
-        "stored": "matrices and convolutions in float16, the rest in float32" if packing.half else "in float32",
+        "stored": "matrices and convolutions in float16, the rest in float32"
+        if packing.half
+        else "in float32",
     }
 
 
@@ -194,5 +215,7 @@ def to_half(value: Tensor) -> Tensor:
 
 
 def without_folders(text: str) -> str:
-    """A text with the last part alone of every absolute path, so that no folder of the user's machine is published."""
+    """A text with the last part alone of every absolute path, so that no folder of the user's
+    machine is published.
+    """
     return re.sub(r"(?<![\w.:/])/(?:[^\s/'\"=,]+/)+", "", text)

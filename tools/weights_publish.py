@@ -1,4 +1,6 @@
-"""Publishing a folder of weights on the Hugging Face hub, from where timm opens it as "hf-hub:USER/NAME"."""
+"""Publishing a folder of weights on the Hugging Face hub, from where timm opens it as
+"hf-hub:USER/NAME".
+"""
 
 from __future__ import annotations
 
@@ -30,17 +32,24 @@ def publish(folder: str | Path, repo: str, dry_run: bool = False) -> str:
     names = [*check_sums(folder), SUMS]
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
         raise UserError(f"repo must be USER/NAME, got {repo!r}")
-    files = "".join(f"\n  {name:<20}{(folder / name).stat().st_size / 1e6:>9.3f} MB" for name in names)
+    files = "".join(
+        f"\n  {name:<20}{(folder / name).stat().st_size / 1e6:>9.3f} MB" for name in names
+    )
     if dry_run:
         return f"would upload to {repo}, a dry run:{files}"
     token = get_token()
     if token is None:
-        raise UserError("publishing needs a token of the hub: `hf auth login`, or the environment variable HF_TOKEN")
+        raise UserError(
+            "publishing needs a token of the hub: `hf auth login`, or the environment variable HF_TOKEN"
+        )
     hub = HfApi(token=token)
     try:
         hub.create_repo(repo, exist_ok=True)
         hub.upload_folder(
-            repo_id=repo, folder_path=folder, allow_patterns=names, commit_message=f"Weights {folder.name}"
+            repo_id=repo,
+            folder_path=folder,
+            allow_patterns=names,
+            commit_message=f"Weights {folder.name}",
         )
     except Exception as error:  # of many kinds: whatever the network, the hub or its client raises
         raise UserError(f"publishing to {repo} failed: {' '.join(str(error).split())}") from error

@@ -49,7 +49,8 @@ def dgt() -> None:
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; errors of the user's are printed in one sentence, and any other is a bug and raised.
+    """Run one command; errors of the user's are printed in one sentence, and any other is a bug and
+    raised.
 
     Args:
         arguments: the words after `dgt`; None for those of this process.
@@ -90,7 +91,9 @@ def _print_usage_error(error: click.ClickException) -> None:
 
 
 def _reader_has_closed() -> bool:
-    """Whether a broken pipe is that of standard output, whose reader, such as `head`, has closed it."""
+    """Whether a broken pipe is that of standard output, whose reader, such as `head`, has closed
+    it.
+    """
     try:
         print(flush=True)
     except BrokenPipeError:
@@ -100,10 +103,14 @@ def _reader_has_closed() -> bool:
 
 
 def _explain(error: Exception, what: str) -> tuple[int, str | None]:
-    """Exit status and sentence for an error that is the user's or the machine's; no sentence for a bug."""
+    """Exit status and sentence for an error that is the user's or the machine's.
+
+    No sentence for a bug.
+    """
     if isinstance(error, OSError | RecipeFileError):
         return 2, str(error)
-    from dgt.utils.errors import Disagreement, LostProcess, UserError  # the command that failed has loaded them
+    # the command that failed has loaded them
+    from dgt.utils.errors import Disagreement, LostProcess, UserError
     from dgt.utils.extras import explain_missing
 
     if isinstance(error, UserError):

@@ -11,14 +11,36 @@ from dgt_command.training import quiet_fabric
 
 
 @click.command()
-@click.argument("checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True, callback=existing_model)
+@click.argument(
+    "checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True, callback=existing_model
+)
 @click.argument("image")
-@click.option("--block", metavar="N", type=AT_LEAST_0, help="Block, from 0 (default: the last one of each stage).")
-@click.option("--head", metavar="N", type=AT_LEAST_0, default=0, show_default=True, help="Attention head, from 0.")
-@click.option("--groups", metavar="N", type=AT_LEAST_1, default=3, show_default=True, help="Groups to show.")
+@click.option(
+    "--block",
+    metavar="N",
+    type=AT_LEAST_0,
+    help="Block, from 0 (default: the last one of each stage).",
+)
+@click.option(
+    "--head",
+    metavar="N",
+    type=AT_LEAST_0,
+    default=0,
+    show_default=True,
+    help="Attention head, from 0.",
+)
+@click.option(
+    "--groups", metavar="N", type=AT_LEAST_1, default=3, show_default=True, help="Groups to show."
+)
 @click.option("--map", "as_map", is_flag=True, help="Color all groups at once instead.")
 @click.option("--all-blocks", is_flag=True, help="One sheet with the map of every block.")
-@click.option("--out", metavar="FIG", default="groups.png", show_default=True, help="PNG, SVG, PDF or GIF to write.")
+@click.option(
+    "--out",
+    metavar="FIG",
+    default="groups.png",
+    show_default=True,
+    help="PNG, SVG, PDF or GIF to write.",
+)
 def visualize(
     checkpoints: tuple[str, ...],
     image: str,
@@ -31,8 +53,8 @@ def visualize(
 ) -> None:
     """Draw query groups and the keys they chose over an image.
 
-    CHECKPOINT is a checkpoint (.ckpt), a run folder, or a model folder. Several of one training show how groups move:
-    a row for each, or the frames of a .gif.
+    CHECKPOINT is a checkpoint (.ckpt), a run folder, or a model folder. Several of one training
+    show how groups move: a row for each, or the frames of a .gif.
     """
     from dgt.app.visualize import View
     from dgt.app.visualize import visualize as draw
@@ -45,9 +67,16 @@ def visualize(
 @click.argument("checkpoint", callback=existing_model)
 @click.argument("images", metavar="IMAGE...", nargs=-1, required=True)
 @click.option("--json", "as_json", is_flag=True, help="Print what is found as JSON.")
-@click.option("--out", metavar="FIG", default="diagnosis.png", show_default=True, help="PNG, SVG or PDF to write.")
+@click.option(
+    "--out",
+    metavar="FIG",
+    default="diagnosis.png",
+    show_default=True,
+    help="PNG, SVG or PDF to write.",
+)
 def diagnose(checkpoint: str, images: tuple[str, ...], as_json: bool, out: str) -> None:
-    """Measure and draw how much of global attention a model's selected keys hold, and how balanced groups are.
+    """Measure and draw how much of global attention a model's selected keys hold, and how balanced
+    groups are.
 
     CHECKPOINT is a checkpoint (.ckpt), a run folder, or a model folder.
     """
@@ -63,11 +92,24 @@ def diagnose(checkpoint: str, images: tuple[str, ...], as_json: bool, out: str) 
 
 @click.command()
 @click.argument("checkpoint", required=False, callback=existing_model)
-@click.option("--image", metavar="PATH", help="Image file, or folder of them, to show besides the scenes.")
+@click.option(
+    "--image", metavar="PATH", help="Image file, or folder of them, to show besides the scenes."
+)
 @click.option("--export", metavar="FOLDER", help="Write the page as files for any host.")
-@click.option("--host", metavar="HOST", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", metavar="N", type=AT_LEAST_0, default=7860, show_default=True, help="Port; 0 for a free one.")
-def explore(checkpoint: str | None, image: str | None, export: str | None, host: str, port: int) -> None:
+@click.option(
+    "--host", metavar="HOST", default="127.0.0.1", show_default=True, help="Address to listen on."
+)
+@click.option(
+    "--port",
+    metavar="N",
+    type=AT_LEAST_0,
+    default=7860,
+    show_default=True,
+    help="Port; 0 for a free one.",
+)
+def explore(
+    checkpoint: str | None, image: str | None, export: str | None, host: str, port: int
+) -> None:
     """See groups and keys live, in a web page.
 
     CHECKPOINT is a checkpoint (.ckpt), a run folder, or a model folder (default: the newest run).

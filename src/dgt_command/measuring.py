@@ -11,17 +11,35 @@ from dgt_command.parameters import AT_LEAST_1, Mistake, Shape
 
 @click.command()
 @click.argument("model", required=False)
-@click.option("--task", metavar="TASK", default="classify", show_default=True, help="classify, segment or detect.")
+@click.option(
+    "--task",
+    metavar="TASK",
+    default="classify",
+    show_default=True,
+    help="classify, segment or detect.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print what is found as JSON.")
-@click.option("--size", metavar="H W", nargs=2, type=AT_LEAST_1, help="Size of the images (default: the paper's).")
-@click.option("--comparators", is_flag=True, help="Instead, every row of the paper's table of this task.")
-def info(model: str | None, task: str, as_json: bool, size: tuple[int, int] | None, comparators: bool) -> None:
+@click.option(
+    "--size",
+    metavar="H W",
+    nargs=2,
+    type=AT_LEAST_1,
+    help="Size of the images (default: the paper's).",
+)
+@click.option(
+    "--comparators", is_flag=True, help="Instead, every row of the paper's table of this task."
+)
+def info(
+    model: str | None, task: str, as_json: bool, size: tuple[int, int] | None, comparators: bool
+) -> None:
     """Print parameters and FLOPs of models beside the paper's, and which native kernels are in use.
 
     MODEL is any timm model (default: all of this package).
     """
     if comparators and (model is not None or size is not None):
-        raise Mistake("--comparators lists the paper's models at the paper's sizes: name no model and no --size")
+        raise Mistake(
+            "--comparators lists the paper's models at the paper's sizes: name no model and no --size"
+        )
 
     from dgt.app.info import comparator_rows, model_rows, model_table, native_line
 
@@ -32,12 +50,42 @@ def info(model: str | None, task: str, as_json: bool, size: tuple[int, int] | No
 @click.command()
 @click.argument("model", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print what is found as JSON.")
-@click.option("--shape", metavar="B,H,L,D", type=Shape(), help="Batch, heads, tokens, channels of a head.")
-@click.option("--groups", metavar="N", type=AT_LEAST_1, default=48, show_default=True, help="Number of groups, G.")
-@click.option("--top-k", metavar="N", type=AT_LEAST_1, default=98, show_default=True, help="Keys of a group, k.")
+@click.option(
+    "--shape", metavar="B,H,L,D", type=Shape(), help="Batch, heads, tokens, channels of a head."
+)
+@click.option(
+    "--groups",
+    metavar="N",
+    type=AT_LEAST_1,
+    default=48,
+    show_default=True,
+    help="Number of groups, G.",
+)
+@click.option(
+    "--top-k",
+    metavar="N",
+    type=AT_LEAST_1,
+    default=98,
+    show_default=True,
+    help="Keys of a group, k.",
+)
 @click.option("--device", metavar="NAME", default="cpu", show_default=True, help="cpu or cuda.")
-@click.option("--rounds", metavar="N", type=AT_LEAST_1, default=7, show_default=True, help="Turns of each candidate.")
-@click.option("--size", metavar="PIXELS", type=AT_LEAST_1, default=224, show_default=True, help="Side of the images.")
+@click.option(
+    "--rounds",
+    metavar="N",
+    type=AT_LEAST_1,
+    default=7,
+    show_default=True,
+    help="Turns of each candidate.",
+)
+@click.option(
+    "--size",
+    metavar="PIXELS",
+    type=AT_LEAST_1,
+    default=224,
+    show_default=True,
+    help="Side of the images.",
+)
 def profile(
     model: str | None,
     as_json: bool,

@@ -27,7 +27,9 @@ class Shape(click.ParamType):  # type: ignore[type-arg]  # generic in some versi
 
     name = "shape"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
         """Turn the text into numbers."""
         if isinstance(value, tuple):
             return value
@@ -73,4 +75,6 @@ def check_words(words: Sequence[str], task: str | None = None) -> None:
 
 def refuse_name(what: str, name: str, known: Sequence[str]) -> Mistake:
     """The error for a name that is none of those known."""
-    return Mistake(f"there is no {what} {name!r}: {did_you_mean(name, known)}known are {', '.join(known)}")
+    return Mistake(
+        f"there is no {what} {name!r}: {did_you_mean(name, known)}known are {', '.join(known)}"
+    )

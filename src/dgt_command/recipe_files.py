@@ -1,7 +1,8 @@
 """Recipes as files: where they are, what they take from each other, and which keys there are.
 
-This module imports neither PyTorch nor the package `dgt`, so that the command can refuse a wrong key at once; whether a
-value is right is checked by `dgt.runs.recipe`, which reads its files through here.
+This module imports neither PyTorch nor the package `dgt`, so that the command can refuse a wrong
+key at once; whether a value is right is checked by `dgt.runs.recipe`, which reads its files through
+here.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def shipped(folder: Path = RECIPES) -> list[str]:
     return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
-def find_file(what: str, name: str | Path, folder: Path = RECIPES, others: Sequence[str] = ()) -> Path:
+def find_file(
+    what: str, name: str | Path, folder: Path = RECIPES, others: Sequence[str] = ()
+) -> Path:
     """Find the file of a recipe or a table.
 
     Args:
@@ -69,9 +72,13 @@ def read_yaml(what: str, path: Path) -> dict[str, Any]:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
-        raise RecipeFileError(f"{what} {str(path)!r} is not valid YAML in UTF-8: {reason}") from error
+        raise RecipeFileError(
+            f"{what} {str(path)!r} is not valid YAML in UTF-8: {reason}"
+        ) from error
     if not isinstance(values, dict | None):
-        raise RecipeFileError(f"{what} {str(path)!r} must be a mapping of keys, got {type(values).__name__}")
+        raise RecipeFileError(
+            f"{what} {str(path)!r} must be a mapping of keys, got {type(values).__name__}"
+        )
     return values or {}
 
 
@@ -93,7 +100,9 @@ def read_recipe(recipe: str | Path) -> dict[str, Any]:
         beside = path.parent / base
         path = find_file("recipe", beside if base.endswith((".yaml", ".yml")) else base)
         if path.resolve() in seen:
-            raise RecipeFileError(f"recipe {str(recipe)!r} has itself for a base, by way of {str(path)!r}")
+            raise RecipeFileError(
+                f"recipe {str(recipe)!r} has itself for a base, by way of {str(path)!r}"
+            )
         seen.add(path.resolve())
         below = read_yaml("recipe", path)
         inherited = {key: value for key, value in below.items() if key not in NOT_INHERITED}
@@ -102,7 +111,10 @@ def read_recipe(recipe: str | Path) -> dict[str, Any]:
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """`below` with the values of `above` in place of its own, section by section; an empty one inherits nothing."""
+    """`below` with the values of `above` in place of its own, section by section.
+
+    An empty one inherits nothing.
+    """
     merged = {**below, **above}
     for key, value in above.items():
         inherited = below.get(key)
@@ -147,13 +159,16 @@ def wrong_key(given: Mapping[str, Any], known: Mapping[str, Any]) -> str | None:
     """Find the first key that is not known, or has a value where a section belongs.
 
     Args:
-        given: values by flat key, as `flatten` returns them; {} for a key whose value is not to be looked at.
+        given: values by flat key, as `flatten` returns them; {} for a key whose value is not to be
+            looked at.
         known: defaults by flat key; a key whose default is a mapping takes any keys below it.
 
     Returns:
         What is wrong, in a sentence; None if nothing is.
     """
-    open_sections = tuple(f"{key}." for key, default in known.items() if isinstance(default, Mapping))
+    open_sections = tuple(
+        f"{key}." for key, default in known.items() if isinstance(default, Mapping)
+    )
     for key, value in given.items():
         is_section = any(name.startswith(f"{key}.") for name in known)
         if is_section and not isinstance(value, Mapping):
@@ -166,5 +181,7 @@ def wrong_key(given: Mapping[str, Any], known: Mapping[str, Any]) -> str | None:
 def unknown_key(key: str, known: Iterable[str]) -> str:
     """The sentence on a key that does not exist, with the most similar ones."""
     near = difflib.get_close_matches(key, known, n=2, cutoff=0.75)
-    hint = f"did you mean {' or '.join(near)}?" if near else "`dgt train RECIPE --help` lists all keys"
+    hint = (
+        f"did you mean {' or '.join(near)}?" if near else "`dgt train RECIPE --help` lists all keys"
+    )
     return f"unknown recipe key {key!r}; {hint}"

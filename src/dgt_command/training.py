@@ -40,9 +40,20 @@ TRAIN_USAGE = "Usage: dgt train RECIPE [--resume auto] [--data.root DIR] [--sect
 
 
 @click.command()
-@click.option("--out", metavar="DIR", default="runs/demo", show_default=True, help="Folder to write.")
-@click.option("--epochs", metavar="N", type=AT_LEAST_1, help="Passes over the scenes (default: the recipe's).")
-@click.option("--seed", metavar="N", type=AT_LEAST_0, default=0, show_default=True, help="Seed of the training.")
+@click.option(
+    "--out", metavar="DIR", default="runs/demo", show_default=True, help="Folder to write."
+)
+@click.option(
+    "--epochs", metavar="N", type=AT_LEAST_1, help="Passes over the scenes (default: the recipe's)."
+)
+@click.option(
+    "--seed",
+    metavar="N",
+    type=AT_LEAST_0,
+    default=0,
+    show_default=True,
+    help="Seed of the training.",
+)
 def demo(out: str, epochs: int | None, seed: int) -> None:
     """Train, evaluate and draw on the built-in scenes, in a few minutes."""
     from dgt.app.demo import run
@@ -52,8 +63,19 @@ def demo(out: str, epochs: int | None, seed: int) -> None:
 
 
 @click.command(context_settings={**WITH_KEYS, "help_option_names": []}, add_help_option=False)
-@click.option("-h", "--help", "show_help", is_flag=True, help="Show this text, the recipes and all their keys.")
-@click.option("--resume", type=click.Choice(["never", "auto"]), default="never", help="auto: resume where it stopped")
+@click.option(
+    "-h",
+    "--help",
+    "show_help",
+    is_flag=True,
+    help="Show this text, the recipes and all their keys.",
+)
+@click.option(
+    "--resume",
+    type=click.Choice(["never", "auto"]),
+    default="never",
+    help="auto: resume where it stopped",
+)
 @click.argument("recipe", required=False)
 @click.argument("keys", nargs=-1, type=click.UNPROCESSED)
 def train(show_help: bool, resume: str, recipe: str | None, keys: tuple[str, ...]) -> None:
@@ -110,7 +132,10 @@ def _train_help() -> str:
     for name in shipped():
         header = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0]
         lines.append(f"  {name:<20} {header.lstrip('# ')}")
-    lines += ["", "Sections of a recipe (`dgt train RECIPE --help` lists every key with its default):"]
+    lines += [
+        "",
+        "Sections of a recipe (`dgt train RECIPE --help` lists every key with its default):",
+    ]
     lines += [f"  --{name:<18} {about}" for name, about in SECTIONS.items()]
     return "\n".join(lines)
 
@@ -132,14 +157,20 @@ def status(folder: str, as_json: bool) -> None:
 @click.command(context_settings=WITH_KEYS)
 @click.argument("table", required=False)
 @click.argument("keys", nargs=-1, type=click.UNPROCESSED)
-@click.option("--seeds", metavar="N", type=AT_LEAST_1, default=3, show_default=True, help="Seeds of each row.")
+@click.option(
+    "--seeds", metavar="N", type=AT_LEAST_1, default=3, show_default=True, help="Seeds of each row."
+)
 @click.option("--size", metavar="NAME", help="Size of the models (default: the table's first).")
-@click.option("--out", metavar="DIR", help="Folder (default: runs/ablate-TABLE-SIZE); resumes where it was.")
-def ablate(table: str | None, keys: tuple[str, ...], seeds: int, size: str | None, out: str | None) -> None:
+@click.option(
+    "--out", metavar="DIR", help="Folder (default: runs/ablate-TABLE-SIZE); resumes where it was."
+)
+def ablate(
+    table: str | None, keys: tuple[str, ...], seeds: int, size: str | None, out: str | None
+) -> None:
     """Train the rows of a table with several seeds and write it beside the paper's numbers.
 
-    TABLE is a shipped table (without it: list them) or a YAML file; KEYS change the recipe of all its rows:
-    --data.root DIR, --section.key value.
+    TABLE is a shipped table (without it: list them) or a YAML file; KEYS change the recipe of all
+    its rows: --data.root DIR, --section.key value.
     """
     refuse_moved_study(table)
     if table is not None:

@@ -10,7 +10,14 @@ from pathlib import Path
 import click
 
 from dgt_command import moved
-from dgt_command.parameters import AT_LEAST_1, WITH_KEYS, Mistake, check_words, existing_folder, existing_model
+from dgt_command.parameters import (
+    AT_LEAST_1,
+    WITH_KEYS,
+    Mistake,
+    check_words,
+    existing_folder,
+    existing_model,
+)
 from dgt_command.training import quiet_fabric
 
 MODEL_ENDINGS = (".ckpt", ".safetensors", ".json")
@@ -21,15 +28,20 @@ IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tif
 @click.argument("checkpoint", callback=existing_model)
 @click.argument("keys", nargs=-1, type=click.UNPROCESSED)
 @click.option("--json", "as_json", is_flag=True, help="Print what is found as JSON.")
-@click.option("--predictions", metavar="FILE", help="Also write a detector's results as COCO's JSON.")
-@click.option("--plan", metavar="FILE", help="With its attention as a plan of `dgt accelerate` has it.")
+@click.option(
+    "--predictions", metavar="FILE", help="Also write a detector's results as COCO's JSON."
+)
+@click.option(
+    "--plan", metavar="FILE", help="With its attention as a plan of `dgt accelerate` has it."
+)
 def evaluate(
     checkpoint: str, keys: tuple[str, ...], as_json: bool, predictions: str | None, plan: str | None
 ) -> None:
     """Measure a trained model on the validation images.
 
-    CHECKPOINT is a checkpoint (.ckpt), a run folder, or a model folder. Of the recipe's KEYS, data.*,
-    trainer.accelerator and trainer.precision can be changed: --data.root DIR, --data.key value.
+    CHECKPOINT is a checkpoint (.ckpt), a run folder, or a model folder. Of the recipe's KEYS,
+    data.*, trainer.accelerator and trainer.precision can be changed: --data.root DIR, --data.key
+    value.
     """
     check_words(keys)
 
@@ -60,8 +72,17 @@ def evaluate(
 @click.command()
 @click.argument("words", metavar="[CHECKPOINT] IMAGE...", nargs=-1, required=True)
 @click.option("--json", "as_json", is_flag=True, help="Print what is found as JSON.")
-@click.option("--top-k", metavar="N", type=AT_LEAST_1, default=5, show_default=True, help="Classes for each image.")
-@click.option("--out", metavar="DIR", default="predictions", show_default=True, help="Folder of the drawings.")
+@click.option(
+    "--top-k",
+    metavar="N",
+    type=AT_LEAST_1,
+    default=5,
+    show_default=True,
+    help="Classes for each image.",
+)
+@click.option(
+    "--out", metavar="DIR", default="predictions", show_default=True, help="Folder of the drawings."
+)
 def predict(words: tuple[str, ...], as_json: bool, top_k: int, out: str) -> int:
     """Print the most probable classes of image files, or draw their label maps, boxes and masks.
 
@@ -95,7 +116,9 @@ def predict(words: tuple[str, ...], as_json: bool, top_k: int, out: str) -> int:
 
 
 def _model_and_images(words: tuple[str, ...]) -> tuple[str | None, list[str]]:
-    """Tell whether the first word names a model: a file of one, or neither a file nor named like an image."""
+    """Tell whether the first word names a model: a file of one, or neither a file nor named like an
+    image.
+    """
     first = Path(words[0])
     is_image = first.suffix.lower() in IMAGE_ENDINGS and not first.is_dir()
     is_model = first.suffix in MODEL_ENDINGS or not (is_image or first.is_file())
@@ -106,7 +129,9 @@ def _model_and_images(words: tuple[str, ...]) -> tuple[str | None, list[str]]:
 
 @click.command()
 @click.argument("model")
-@click.option("--images", metavar="DIR", required=True, help="Folder of images of the kind that it will see.")
+@click.option(
+    "--images", metavar="DIR", required=True, help="Folder of images of the kind that it will see."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print what is found as JSON.")
 @click.option(
     "--error",
@@ -116,7 +141,9 @@ def _model_and_images(words: tuple[str, ...]) -> tuple[str | None, list[str]]:
     show_default=True,
     help="Relative error of the output.",
 )
-@click.option("--size", metavar="PIXELS", type=AT_LEAST_1, help="Side of the images (default: the model's).")
+@click.option(
+    "--size", metavar="PIXELS", type=AT_LEAST_1, help="Side of the images (default: the model's)."
+)
 @click.option(
     "--count",
     metavar="N",
@@ -134,7 +161,14 @@ def _model_and_images(words: tuple[str, ...]) -> tuple[str | None, list[str]]:
 )
 @click.option("--plot", metavar="FILE", help="A picture of what was chosen, .png, .pdf or .svg.")
 def accelerate(
-    model: str, images: str, as_json: bool, error: float, size: int | None, count: int, out: str, plot: str | None
+    model: str,
+    images: str,
+    as_json: bool,
+    error: float,
+    size: int | None,
+    count: int,
+    out: str,
+    plot: str | None,
 ) -> None:
     """Do a pretrained model's attention by groups, within an error, where that is faster.
 
@@ -153,7 +187,9 @@ def accelerate(
 
 @click.group()
 def weights() -> None:
-    """List and check folders of trained weights: the shipped ones, and those in the folder of DGT_WEIGHTS."""
+    """List and check folders of trained weights: the shipped ones, and those in the folder of
+    DGT_WEIGHTS.
+    """
 
 
 @weights.command("list")
@@ -182,7 +218,12 @@ def _print_weights(folders: list[str], as_json: bool) -> None:
 
     found = {folder: check_weights(folder) for folder in folders}
     if as_json:
-        print(json.dumps({Path(folder).resolve().name: results for folder, results in found.items()}, indent=2))
+        print(
+            json.dumps(
+                {Path(folder).resolve().name: results for folder, results in found.items()},
+                indent=2,
+            )
+        )
     else:
         print("\n".join(weights_line(folder, results) for folder, results in found.items()))
 
@@ -191,13 +232,22 @@ def _print_weights(folders: list[str], as_json: bool) -> None:
 @click.argument("checkpoint", callback=existing_model)
 @click.argument("out")
 @click.option("--features", is_flag=True, help="The backbone's feature maps instead of its task.")
-@click.option("--size", metavar="H W", nargs=2, type=AT_LEAST_1, help="For images of this size alone.")
-@click.option("--batch", metavar="N", type=AT_LEAST_1, help="With --size: the number of images at a time (default: 1).")
-def export(checkpoint: str, out: str, features: bool, size: tuple[int, int] | None, batch: int | None) -> None:
+@click.option(
+    "--size", metavar="H W", nargs=2, type=AT_LEAST_1, help="For images of this size alone."
+)
+@click.option(
+    "--batch",
+    metavar="N",
+    type=AT_LEAST_1,
+    help="With --size: the number of images at a time (default: 1).",
+)
+def export(
+    checkpoint: str, out: str, features: bool, size: tuple[int, int] | None, batch: int | None
+) -> None:
     """Write a trained model for other programs, and check the result.
 
-    CHECKPOINT is a checkpoint (.ckpt), a run folder, or a model folder; OUT a file ending in .onnx or .pt2 or, without
-    an ending, a folder for timm.
+    CHECKPOINT is a checkpoint (.ckpt), a run folder, or a model folder; OUT a file ending in .onnx
+    or .pt2 or, without an ending, a folder for timm.
     """
     from dgt.export import export as export_run
 

@@ -15,15 +15,14 @@ from hypothesis import strategies as st
 from PIL import ExifTags, Image
 
 from dgt.data.image_io import BrokenImage, BrokenImagesError
+from dgt.data.label_maps import LabelMapFolder, read_class_names
 from dgt.data.segmentation import (
-    LabelMapFolder,
     SegmentationAugmentation,
     SegmentationData,
     SegmentationTest,
     choose_crop,
     distort_colours,
     fitting_size,
-    read_class_names,
 )
 
 CLASSES = ["wall", "floor", "lamp"]

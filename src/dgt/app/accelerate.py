@@ -1,4 +1,6 @@
-"""`dgt accelerate`: choose by a folder of images how a model's attention is done in groups, and keep the plan."""
+"""`dgt accelerate`: choose by a folder of images how a model's attention is done in groups, and
+keep the plan.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +21,29 @@ from dgt.data.image_io import decode_image
 from dgt.utils.errors import LOGGER, UserError
 
 ENDINGS = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"}
-LOADING = (OSError, RuntimeError, ValueError, LookupError, ImportError, SafetensorError, TypeError, AttributeError)
+LOADING = (
+    OSError,
+    RuntimeError,
+    ValueError,
+    LookupError,
+    ImportError,
+    SafetensorError,
+    TypeError,
+    AttributeError,
+)
 
 
-def accelerate_model(name: str, images: str | Path, error: float, size: int | None, count: int) -> Report:
+def accelerate_model(
+    name: str, images: str | Path, error: float, size: int | None, count: int
+) -> Report:
     """Accelerate a model of timm or transformers, by name with its pretrained weights or from a folder.
 
     Args:
-        name: what `timm.create_model` knows, a name with a slash on Hugging Face's hub, or a folder of either library
-            with `config.json` and `model.safetensors`. Of a model of images and text the images' half is taken.
-        images: folder of image files, searched through; one in four is kept aside to measure the error.
+        name: what `timm.create_model` knows, a name with a slash on Hugging Face's hub, or a folder
+            of either library with `config.json` and `model.safetensors`. Of a model of images and
+            text the images' half is taken.
+        images: folder of image files, searched through; one in four is kept aside to measure the
+            error.
         error: relative error of the model's output.
         size: side of the images in pixels; None for the model's own.
         count: images to use at most.
@@ -37,16 +52,19 @@ def accelerate_model(name: str, images: str | Path, error: float, size: int | No
         The plan, with what was measured.
 
     Raises:
-        UserError: the model cannot be had or takes no such size, or fewer than two images can be read; the files
-            that cannot are left out, with a warning.
+        UserError: the model cannot be had or takes no such size, or fewer than two images can be
+            read; the files that cannot are left out, with a warning.
     """
     files = sorted(path for path in Path(images).rglob("*") if path.suffix.lower() in ENDINGS)
     if len(files) < 2:
-        raise UserError(f"--images must be a folder with at least 2 image files, {str(images)!r} has {len(files)}")
+        raise UserError(
+            f"--images must be a folder with at least 2 image files, {str(images)!r} has {len(files)}"
+        )
     source = _open(name, size)
     transform = timm.data.create_transform(**source.config, is_training=False)
     number = min(count, len(files))
-    spread = [files[at * len(files) // number] for at in range(number)]  # from all over: neighbors are often alike
+    # from all over: neighbors are often alike
+    spread = [files[at * len(files) // number] for at in range(number)]
     tensors = []
     for path in spread:
         try:
@@ -54,7 +72,9 @@ def accelerate_model(name: str, images: str | Path, error: float, size: int | No
         except UserError as broken:
             LOGGER.warning("%s is left out: %s", path, broken)
     if len(tensors) < 2:
-        raise UserError(f"--images must hold at least 2 images that can be read, {str(images)!r} has {len(tensors)}")
+        raise UserError(
+            f"--images must hold at least 2 images that can be read, {str(images)!r} has {len(tensors)}"
+        )
     pixels = torch.stack(tensors)
     inputs = {"pixel_values": pixels, **source.options} if source.options else pixels
     return accelerate(source.model.eval(), inputs, error)
@@ -77,13 +97,17 @@ def check_places(places: dict[str, str | None]) -> None:
         if path.is_dir():
             raise UserError(f"{option} {place!r} cannot be written: it is a folder")
         if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-            raise UserError(f"{option} {place!r} cannot be written: no file can be made in {str(above)!r}")
+            raise UserError(
+                f"{option} {place!r} cannot be written: no file can be made in {str(above)!r}"
+            )
         if option == "--plot" and path.suffix not in (".png", ".pdf", ".svg"):
             raise UserError(f"--plot must end in .png, .pdf or .svg, got {place!r}")
 
 
 class OpenedModel(NamedTuple):
-    """A pretrained model, how its images are prepared, and arguments of its forward beside them, by name."""
+    """A pretrained model, how its images are prepared, and arguments of its forward beside them, by
+    name.
+    """
 
     model: nn.Module
     config: dict[str, Any]
@@ -95,7 +119,9 @@ def _open(name: str, size: int | None) -> OpenedModel:
     folder = Path(name) if Path(name).is_dir() else None
     on_hub = folder is None and name.count("/") == 1
     if folder is None and not on_hub and not timm.is_model(name.partition(".")[0]):
-        raise UserError(f"model must be one of timm, ORGANISATION/NAME of transformers or a folder, got {name!r}")
+        raise UserError(
+            f"model must be one of timm, ORGANISATION/NAME of transformers or a folder, got {name!r}"
+        )
     try:
         if folder is not None:
             config = _read_config(folder / "config.json")
@@ -106,7 +132,8 @@ def _open(name: str, size: int | None) -> OpenedModel:
         else:
             config = {"architecture": name}
             source = name
-        if "model_type" in config or "architecture" not in config:  # transformers' TimmWrapperModel has both
+        # transformers' TimmWrapperModel has both
+        if "model_type" in config or "architecture" not in config:
             return _open_transformers(name, size)
         return _open_timm(source, size)
     except ModuleNotFoundError:
@@ -142,7 +169,11 @@ def _open_transformers(name: str, size: int | None) -> OpenedModel:
     if hasattr(model, "text_model"):
         model = model.vision_model
     height, width = (size, size) if size else _image_size(model.config)
-    config: dict[str, Any] = {"input_size": (3, height, width), "crop_pct": 1.0, "interpolation": "bicubic"}
+    config: dict[str, Any] = {
+        "input_size": (3, height, width),
+        "crop_pct": 1.0,
+        "interpolation": "bicubic",
+    }
     try:
         processor = transformers.AutoImageProcessor.from_pretrained(name)
         if getattr(processor, "do_normalize", True):
@@ -160,7 +191,10 @@ def _open_transformers(name: str, size: int | None) -> OpenedModel:
 
 
 def _image_size(config: Any) -> tuple[int, int]:
-    """Height and width of the images that a model of transformers was trained on; 224 where it does not say."""
+    """Height and width of the images that a model of transformers was trained on.
+
+    224 where it does not say.
+    """
     for source in (config, getattr(config, "backbone_config", None)):
         size = getattr(source, "image_size", None)
         if size:

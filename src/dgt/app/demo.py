@@ -1,4 +1,6 @@
-"""The demo: the whole job on the built-in scenes, from training to images of what the attention does."""
+"""The demo: the whole job on the built-in scenes, from training to images of what the attention
+does.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,12 @@ SAMPLES = 6
 
 
 def run(out: str | Path = "runs/demo", seed: int = 0, epochs: int | None = None) -> str:
-    """Train the nano model on the built-in scenes, measure it on held-out ones, predict a few and draw its attention.
+    """Train the nano model on the built-in scenes, measure it on held-out ones, predict a few and
+    draw its attention.
 
-    An earlier demo in the folder `out` is replaced; `epochs` None are the recipe's. Returns what was found and what to
-    look at, as text. Raises FileExistsError for a folder with something else, NotADirectoryError for a file.
+    An earlier demo in the folder `out` is replaced; `epochs` None are the recipe's. Returns what
+    was found and what to look at, as text. Raises FileExistsError for a folder with something else,
+    NotADirectoryError for a file.
     """
     start = time.perf_counter()
     folder = _clear(Path(out))
@@ -66,7 +70,9 @@ def _clear(folder: Path) -> Path:
     check_folder(folder)
     if any(folder.glob("[!.]*")):
         if not is_run(folder, "demo"):
-            raise FileExistsError(f"{folder} is not an earlier demo: give another folder with --out")
+            raise FileExistsError(
+                f"{folder} is not an earlier demo: give another folder with --out"
+            )
         with exclusive_lock(folder):
             pass  # and lets go of its file, which Windows would not remove
         shutil.rmtree(folder)

@@ -1,4 +1,6 @@
-"""Looking into trained models: `dgt visualize`, `dgt diagnose`, and what TensorBoard shows of a training."""
+"""Looking into trained models: `dgt visualize`, `dgt diagnose`, and what TensorBoard shows of a
+training.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,8 @@ class View:
     """What `visualize` shows.
 
     Args:
-        block: which block with dynamic group attention, from 0; None for the last one at each resolution, or the first
-            block where there are several checkpoints.
+        block: which block with dynamic group attention, from 0; None for the last one at each
+            resolution, or the first block where there are several checkpoints.
         head: attention head, from 0.
         groups: how many groups to show.
         as_map: color all groups at once instead.
@@ -64,8 +66,9 @@ def visualize(
 ) -> None:
     """Draw the groups of trained models' queries over images, and the keys that the groups chose.
 
-    With one checkpoint: a row for each image and block, or with `all_blocks` a sheet of maps. With several, of one
-    training in their order: a row for each, with the groups chosen in the last; as GIF a frame for each.
+    With one checkpoint: a row for each image and block, or with `all_blocks` a sheet of maps. With
+    several, of one training in their order: a row for each, with the groups chosen in the last; as
+    GIF a frame for each.
 
     Args:
         checkpoints: checkpoints, run folders or model folders, or runs already loaded.
@@ -74,8 +77,8 @@ def visualize(
         view: what is shown.
 
     Raises:
-        UserError: a model without such blocks, a block or a head that it does not have, choices that exclude each
-            other; and as `load_run`, `read_image` and `save_figure`.
+        UserError: a model without such blocks, a block or a head that it does not have, choices
+            that exclude each other; and as `load_run`, `read_image` and `save_figure`.
     """
     animated = Path(out).suffix.lower() == ".gif"
     _check_choices(len(checkpoints), len(images), view, animated)
@@ -89,7 +92,9 @@ def visualize(
         panels = []
         for image in images:
             panels += _panels(runs[0], image, head=view.head, block=view.block)
-        save_figure(figure_group_map(panels) if view.as_map else figure_groups(panels, view.groups), out)
+        save_figure(
+            figure_group_map(panels) if view.as_map else figure_groups(panels, view.groups), out
+        )
 
 
 def _draw_training(
@@ -104,16 +109,25 @@ def _draw_training(
     last = panels[-1]
     lasting = choose_groups(last.group_ids.reshape(last.grid), last.key_ids, view.groups)
     if Path(out).suffix.lower() == ".gif":
-        frames = [figure_group_map([panel]) if view.as_map else figure_groups([panel], lasting) for panel in panels]
+        frames = [
+            figure_group_map([panel]) if view.as_map else figure_groups([panel], lasting)
+            for panel in panels
+        ]
         save_animation(frames, out)
     else:
-        save_figure(figure_contact_sheet(panels) if view.as_map else figure_groups(panels, lasting), out)
+        save_figure(
+            figure_contact_sheet(panels) if view.as_map else figure_groups(panels, lasting), out
+        )
 
 
-def diagnose_run(checkpoint: str | Path, images: Sequence[str | Path], out: str | Path) -> list[BlockDiagnosis]:
-    """Diagnose a trained classifier on image files, at least one, and draw what was found as PNG, SVG or PDF.
+def diagnose_run(
+    checkpoint: str | Path, images: Sequence[str | Path], out: str | Path
+) -> list[BlockDiagnosis]:
+    """Diagnose a trained classifier on image files, at least one, and draw what was found as PNG,
+    SVG or PDF.
 
-    Returns what `dgt.diagnose` returns. Raises as `load_run`, `read_image`, `dgt.diagnose` and `save_figure` do.
+    Returns what `dgt.diagnose` returns. Raises as `load_run`, `read_image`, `dgt.diagnose` and
+    `save_figure` do.
     """
     run = load_run(checkpoint)
     blocks = diagnose(run.network, torch.cat([read_image(run, image)[0] for image in images]))
@@ -122,12 +136,16 @@ def diagnose_run(checkpoint: str | Path, images: Sequence[str | Path], out: str 
 
 
 def draw_training(run: LoadedRun, images: Sequence[Tensor]) -> dict[str, NDArray[np.uint8]]:
-    """Draw what a model on the CPU finds in images, uint8 (3, H, W) as it gets them, and its groups if it is a DGT.
+    """Draw what a model on the CPU finds in images, uint8 (3, H, W) as it gets them, and its groups
+    if it is a DGT.
 
     Returns images (H, W, 3) uint8: "predictions/0" and so on, and "groups".
     """
     task = TASKS[run.recipe.task]
-    drawn = {f"predictions/{i}": task.draw(run, task.predict(run, image, 1)) for i, image in enumerate(images)}
+    drawn = {
+        f"predictions/{i}": task.draw(run, task.predict(run, image, 1))
+        for i, image in enumerate(images)
+    }
     if isinstance(run.network, DynamicGroupTransformer) and images:
         drawn["groups"] = raster(figure_groups(_panels(run, images[0])), dpi=200)
     return {name: np.asarray(image) for name, image in drawn.items()}
@@ -135,9 +153,13 @@ def draw_training(run: LoadedRun, images: Sequence[Tensor]) -> dict[str, NDArray
 
 def _check_choices(checkpoints: int, images: int, view: View, animated: bool) -> None:
     if checkpoints < 1 or images < 1:
-        raise UserError(f"expected at least one checkpoint and one image, got {checkpoints} and {images}")
+        raise UserError(
+            f"expected at least one checkpoint and one image, got {checkpoints} and {images}"
+        )
     if images > 1 and (checkpoints > 1 or view.all_blocks):
-        raise UserError(f"several checkpoints, or all blocks, are drawn over one image, got {images}")
+        raise UserError(
+            f"several checkpoints, or all blocks, are drawn over one image, got {images}"
+        )
     if view.all_blocks and checkpoints > 1:
         raise UserError(f"all blocks are drawn for one checkpoint, got {checkpoints}")
     if view.all_blocks and view.block is not None:
@@ -152,7 +174,9 @@ def _panels(run: LoadedRun, image: Source, **choice: Any) -> list[GroupPanel]:
     try:
         attention_layers(run.network)
     except ValueError as error:
-        raise UserError(f"model {run.recipe.model.name!r} has no dynamic group attention to draw") from error
+        raise UserError(
+            f"model {run.recipe.model.name!r} has no dynamic group attention to draw"
+        ) from error
     return panels_of(group_records(run.network, pixels), seen, **choice)
 
 
@@ -160,4 +184,8 @@ def _titles(checkpoints: Sequence[str | Path | LoadedRun]) -> list[str]:
     """The files' names without suffix, or where some are alike, their folders' too."""
     paths = [Path(each.source if isinstance(each, LoadedRun) else each) for each in checkpoints]
     names = [path.stem for path in paths]
-    return names if len(set(names)) == len(names) else [f"{path.parent.name}/{path.stem}" for path in paths]
+    return (
+        names
+        if len(set(names)) == len(names)
+        else [f"{path.parent.name}/{path.stem}" for path in paths]
+    )

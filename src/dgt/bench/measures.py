@@ -1,4 +1,6 @@
-"""What every benchmark shares: the machine, times in turns, processes of their own, peaks of memory and tables."""
+"""What every benchmark shares: the machine, times in turns, processes of their own, peaks of memory
+and tables.
+"""
 
 import datetime
 import os
@@ -21,12 +23,18 @@ from dgt.utils.errors import LostProcess, UserError
 from dgt.utils.records import command_line, markdown_table, processor
 
 # An allocator under which freed memory goes back to the system at once, so that peaks add up.
-QUIET_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_TOP_PAD_": "0"}
+QUIET_ALLOCATOR = {
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "0",
+    "MALLOC_TOP_PAD_": "0",
+}
 Name = TypeVar("Name")
 
 
 def machine() -> dict[str, Any]:
-    """Describe where and with what a benchmark ran: date, processor or GPU, threads, versions, command."""
+    """Describe where and with what a benchmark ran: date, processor or GPU, threads, versions,
+    command.
+    """
     return {
         "date": datetime.date.today().isoformat(),
         "processor": processor(),
@@ -43,7 +51,9 @@ def check_usable(device: str) -> None:
     try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"device must be one that PyTorch finds here, got {device!r}: {error}") from error
+        raise UserError(
+            f"device must be one that PyTorch finds here, got {device!r}: {error}"
+        ) from error
 
 
 def milliseconds(run: Callable[[], object]) -> float:
@@ -54,14 +64,19 @@ def milliseconds(run: Callable[[], object]) -> float:
 
 
 def medians(rounds: int, candidates: Mapping[Name, Callable[[], float]]) -> dict[Name, float]:
-    """Let the candidates take turns, of which the first warms up, and return the median of what each returned."""
+    """Let the candidates take turns, of which the first warms up, and return the median of what
+    each returned.
+    """
     turns = [{name: run() for name, run in candidates.items()} for _ in range(rounds + 1)][1:]
     return {name: statistics.median(turn[name] for turn in turns) for name in candidates}
 
 
 @contextmanager
-def own_process(name: str, environment: dict[str, str] | None = None) -> Iterator[Callable[..., Any]]:
-    """A process of its own, in which ``environment`` differs: what is yielded calls functions of modules there.
+def own_process(
+    name: str, environment: dict[str, str] | None = None
+) -> Iterator[Callable[..., Any]]:
+    """A process of its own, in which ``environment`` differs: what is yielded calls functions of
+    modules there.
 
     LostProcess where such a call fails, with the process's name and the reason.
     """
@@ -69,16 +84,25 @@ def own_process(name: str, environment: dict[str, str] | None = None) -> Iterato
     def ask(function: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return process.submit(function, *arguments).result()
-        except Exception as error:  # of many kinds: whatever a model raises, or the end of its process
-            raise LostProcess(f"the process of {name} ended early: {type(error).__name__}: {error}") from error
+        except Exception as error:
+            # of many kinds: whatever a model raises, or the end of its process
+            raise LostProcess(
+                f"the process of {name} ended early: {type(error).__name__}: {error}"
+            ) from error
 
-    with ProcessPoolExecutor(1, get_context("spawn")) as process, patch.dict(os.environ, environment or {}):
+    with (
+        ProcessPoolExecutor(1, get_context("spawn")) as process,
+        patch.dict(os.environ, environment or {}),
+    ):
         ask(torch.set_num_threads, torch.get_num_threads())
         yield ask
 
 
 def memory_peak(run: Callable[[], object]) -> float | None:
-    """Return the MiB that a call adds to this process at the highest point; None where no system tells (but Linux)."""
+    """Return the MiB that a call adds to this process at the highest point.
+
+    None where no system tells (but Linux).
+    """
 
     def status(field: str) -> int:
         return int(re.findall(rf"{field}:\s*(\d+)", Path("/proc/self/status").read_text())[0])
@@ -93,7 +117,11 @@ def memory_peak(run: Callable[[], object]) -> float | None:
 
 
 def table(rows: list[dict[str, Any]], columns: dict[str, str]) -> str:
-    """Lay rows out as a Markdown table of columns, title and format each, without memory where it was not measured."""
+    """Lay rows out as a Markdown table of columns, title and format each, without memory where it
+    was not measured.
+    """
     if any(row.get("peak_mib", 0) is None for row in rows):
         columns = {title: text for title, text in columns.items() if "peak_mib" not in text}
-    return markdown_table(list(columns), [[text.format(**row) for text in columns.values()] for row in rows])
+    return markdown_table(
+        list(columns), [[text.format(**row) for text in columns.values()] for row in rows]
+    )

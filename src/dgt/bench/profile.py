@@ -1,4 +1,6 @@
-"""Which way of attending pays at one size on this machine: the ways of `dgt profile`, timed side by side."""
+"""Which way of attending pays at one size on this machine: the ways of `dgt profile`, timed side by
+side.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dgt.bench.measures import QUIET_ALLOCATOR, check_usable, medians, memory_peak, milliseconds, own_process
+from dgt.bench.measures import (
+    QUIET_ALLOCATOR,
+    check_usable,
+    medians,
+    memory_peak,
+    milliseconds,
+    own_process,
+)
 from dgt.models import DynamicGroupTransformer, capture
 from dgt.models.cost import refusals_told, size_option
 from dgt.ops import dynamic_group_attention
@@ -67,7 +76,9 @@ class Inputs(NamedTuple):
     centroids: Tensor
 
 
-def time_ways(case: Case, device: str = "cpu", rounds: int = 7, ways: Sequence[str] = ()) -> list[dict[str, Any]]:
+def time_ways(
+    case: Case, device: str = "cpu", rounds: int = 7, ways: Sequence[str] = ()
+) -> list[dict[str, Any]]:
     """Time ways of attending, forward and with backward, in turns.
 
     Args:
@@ -77,7 +88,8 @@ def time_ways(case: Case, device: str = "cpu", rounds: int = 7, ways: Sequence[s
         ways: `GLOBAL`, "auto" or names of `WAYS`; none for all that the device has, `GLOBAL` first.
 
     Returns:
-        One row for each way: milliseconds, how many times as fast as the first way it is, and the MiB that a forward
+        One row for each way: milliseconds, how many times as fast as the first way it is, and the
+            MiB that a forward
         adds to memory (on a CPU).
     """
     if not ways:
@@ -89,7 +101,9 @@ def time_ways(case: Case, device: str = "cpu", rounds: int = 7, ways: Sequence[s
         key=inputs.key.detach().requires_grad_(),
         value=inputs.value.detach().requires_grad_(),
     )
-    backward = medians(max(3, rounds // 3), {way: _timer(way, leaves, case.top_k, grad=True) for way in ways})
+    backward = medians(
+        max(3, rounds // 3), {way: _timer(way, leaves, case.top_k, grad=True) for way in ways}
+    )
     first = ways[0]
     rows = []
     with own_process("the attention", QUIET_ALLOCATOR) as ask:
@@ -117,7 +131,9 @@ def make_inputs(case: Case, device: str) -> Inputs:
 
 
 def _timer(way: str, inputs: Inputs, top_k: int, grad: bool = False) -> Callable[[], float]:
-    """A function that returns the milliseconds of one call, with the gradients of the operands if asked for."""
+    """A function that returns the milliseconds of one call, with the gradients of the operands if
+    asked for.
+    """
     query, key, value, centroids = inputs
     chosen = WAYS.get(way, Way("auto"))
 
@@ -168,7 +184,8 @@ def cases_of_model(name: str, size: int, groups: int, top_k: int) -> list[Case]:
         groups, top_k: G and k of the cases; a DGT has its own.
 
     Raises:
-        UserError: timm has no such model, it takes no such image, or it has no attention of a query for each key.
+        UserError: timm has no such model, it takes no such image, or it has no attention of a query
+            for each key.
     """
     if not timm.is_model(name):
         raise UserError(f"{name!r} is no model of timm: give a name, or --shape B,H,L,D")
@@ -182,7 +199,9 @@ def cases_of_model(name: str, size: int, groups: int, top_k: int) -> list[Case]:
 
     found = refusals_told(name, (size, size), find)
     if not found:
-        raise UserError(f"{name!r} attends nowhere through PyTorch's function with a query for each key: give --shape")
+        raise UserError(
+            f"{name!r} attends nowhere through PyTorch's function with a query for each key: give --shape"
+        )
     return list(dict.fromkeys(found))
 
 

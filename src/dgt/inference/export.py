@@ -1,4 +1,6 @@
-"""The files that a trained model is exported to, each checked against its source before it takes its place."""
+"""The files that a trained model is exported to, each checked against its source before it takes
+its place.
+"""
 
 import json
 import os
@@ -26,7 +28,8 @@ FORMATS: dict[str, tuple[Callable[[Source], bytes], Callable[[bytes], Runner]]] 
     ".onnx": (formats.encode_onnx, formats.open_onnx),
     ".pt2": (formats.encode_program, formats.open_program),
 }
-FURTHER_SIZES = ((160, 224), (97, 65))  # many tokens in the first stages; odd, with fewer tokens than keys
+# many tokens in the first stages; odd, with fewer tokens than keys
+FURTHER_SIZES = ((160, 224), (97, 65))
 LARGEST_SIDE = 512  # of the images that a file is checked with
 BATCH = 3
 TOLERANCE = 1e-4
@@ -37,8 +40,9 @@ TOLERANCE = 1e-4
 class Verification:
     """How an exported file and its source agreed.
 
-    Of so many ``images``, one by one and in batches, all outputs were within `TOLERANCE` and the largest of the logits
-    the same for ``equal``; the largest ``difference`` of all is relative to the largest output or 1.
+    Of so many ``images``, one by one and in batches, all outputs were within `TOLERANCE` and the
+    largest of the logits the same for ``equal``; the largest ``difference`` of all is relative to
+    the largest output or 1.
     """
 
     images: int
@@ -51,7 +55,9 @@ class Verification:
 
 @dataclass(frozen=True)
 class Export:
-    """An exported model: the file or the folder, bytes of it or of the weights in it, how it agreed with its source."""
+    """An exported model: the file or the folder, bytes of it or of the weights in it, how it agreed
+    with its source.
+    """
 
     path: Path
     size: int
@@ -68,25 +74,30 @@ def export(
     size: tuple[int, int] | None = None,
     batch: int | None = None,
 ) -> Export:
-    """Write a trained model for other programs, and check it against its source before it takes its place.
+    """Write a trained model for other programs, and check it against its source before it takes its
+    place.
 
     Args:
-        checkpoint: checkpoint, run folder or model folder, as `load_run` takes them: also any folder that timm wrote.
-        out: a file ending in `.onnx` or `.pt2`, replaced if it is there; or, without an ending, a folder for
-            `timm.create_model("local-dir:FOLDER", pretrained=True)`.
+        checkpoint: checkpoint, run folder or model folder, as `load_run` takes them: also any
+            folder that timm wrote.
+        out: a file ending in `.onnx` or `.pt2`, replaced if it is there; or, without an ending, a
+            folder for `timm.create_model("local-dir:FOLDER", pretrained=True)`.
         features: the feature maps of the backbone instead of what the task predicts; for files.
-        size: the height and width of all images, for a file in which nothing is decided any more where it runs.
+        size: the height and width of all images, for a file in which nothing is decided any more
+            where it runs.
         batch: how many images it then takes at a time; 1 by default.
 
     Raises:
-        UserError, OSError: as `load_run` and :func:`source_of_run`; an unknown ending, a missing library, a model that
-            the format cannot hold; `out` cannot be written.
+        UserError, OSError: as `load_run` and :func:`source_of_run`; an unknown ending, a missing
+            library, a model that the format cannot hold; `out` cannot be written.
         Disagreement: what was exported is not equal to its source; nothing is written then.
     """
     path = Path(out)
     _check_place(path, features)
     if (size is None and batch is not None) or (size is not None and not path.suffix):
-        raise UserError("--batch goes with --size, and both with a file, .onnx or .pt2: a folder for timm takes any")
+        raise UserError(
+            "--batch goes with --size, and both with a file, .onnx or .pt2: a folder for timm takes any"
+        )
     run = load_run(checkpoint)
     if path.suffix:
         return _export_file(run, path, features, None if size is None else (batch or 1, *size))
@@ -110,7 +121,9 @@ def _check_place(path: Path, features: bool) -> None:
 def _check_file(path: Path) -> None:
     if path.suffix not in FORMATS:
         endings = " or ".join(FORMATS)
-        raise UserError(f"OUT must end in {endings}, or have no ending and name a folder for timm, got {str(path)!r}")
+        raise UserError(
+            f"OUT must end in {endings}, or have no ending and name a folder for timm, got {str(path)!r}"
+        )
     if path.suffix == ".onnx":
         formats.check_libraries()
     if path.is_dir():
@@ -119,27 +132,37 @@ def _check_file(path: Path) -> None:
 
 def _check_folder(path: Path, features: bool) -> None:
     if features:
-        raise UserError("feature maps are exported to a file, .onnx or .pt2; a folder for timm has them as they are")
+        raise UserError(
+            "feature maps are exported to a file, .onnx or .pt2; a folder for timm has them as they are"
+        )
     if path.is_file():
         endings = " or ".join(FORMATS)
         raise NotADirectoryError(f"{path} is a file: name a folder, or a file ending in {endings}")
 
 
-def _export_file(run: LoadedRun, path: Path, features: bool, fixed: tuple[int, int, int] | None) -> Export:
+def _export_file(
+    run: LoadedRun, path: Path, features: bool, fixed: tuple[int, int, int] | None
+) -> Export:
     source = replace(source_of_run(run, features), fixed=fixed)
     if fixed and source.size and set(fixed[1:]) != {source.size}:
         came = " x ".join(map(str, fixed[1:]))
-        raise UserError(f"the model takes images of {source.size} x {source.size} pixels alone, got {came}")
+        raise UserError(
+            f"the model takes images of {source.size} x {source.size} pixels alone, got {came}"
+        )
     encode, reopen = FORMATS[path.suffix]
     content = encode(source)
-    verification = verify(source.module, reopen(content), _sizes(run, source), batch=fixed[0] if fixed else None)
+    verification = verify(
+        source.module, reopen(content), _sizes(run, source), batch=fixed[0] if fixed else None
+    )
     atomic_write(path, content)
     return Export(path, len(content), verification)
 
 
 def _export_folder(run: LoadedRun, folder: Path) -> Export:
     if TASKS[run.recipe.task].has_backbone:
-        wrong = f"a folder for timm holds a classifier, this is a model of the task {run.recipe.task!r}"
+        wrong = (
+            f"a folder for timm holds a classifier, this is a model of the task {run.recipe.task!r}"
+        )
         raise UserError(f"{wrong}; a run's folder `model` has its weights as safetensors")
     if (folder / "model.safetensors").resolve() == run.source.resolve():
         raise UserError(f"{folder} is where the model comes from: name another folder")
@@ -154,7 +177,10 @@ def _export_folder(run: LoadedRun, folder: Path) -> Export:
 
 
 class FeatureMaps(nn.Module):
-    """A timm classifier that returns the maps of its stages instead of logits; UserError where it has none."""
+    """A timm classifier that returns the maps of its stages instead of logits.
+
+    UserError where it has none.
+    """
 
     def __init__(self, classifier: nn.Module) -> None:
         super().__init__()
@@ -176,8 +202,8 @@ def source_of_run(run: LoadedRun, features: bool = False) -> Source:
         features: the feature maps of its backbone in place of what its task predicts.
 
     Raises:
-        UserError: the task's outputs are no tensors of one shape, the model has no maps, or it has windows (of Swin and
-            CSWin) under the head of a task, which takes images of any size.
+        UserError: the task's outputs are no tensors of one shape, the model has no maps, or it has
+            windows (of Swin and CSWin) under the head of a task, which takes images of any size.
     """
     task = TASKS[run.recipe.task]
     data = run.recipe.data
@@ -199,11 +225,15 @@ def source_of_run(run: LoadedRun, features: bool = False) -> Source:
 def _only_size(run: LoadedRun) -> int | None:
     """The only side of images that a run's model takes, in pixels; None where it takes any."""
     name = run.recipe.model.name
-    windows = any(isinstance(part, WindowAttention | StripeAttention) for part in run.network.modules())
+    windows = any(
+        isinstance(part, WindowAttention | StripeAttention) for part in run.network.modules()
+    )
     if TASKS[run.recipe.task].has_backbone:
         if windows:
             why = "attends in windows, which a graph cannot cut out of images of any size"
-            raise UserError(f"a {name} {why}: only classifiers can be exported with it, for images of one size")
+            raise UserError(
+                f"a {name} {why}: only classifiers can be exported with it, for images of one size"
+            )
         return None
     config = timm.get_pretrained_cfg(name)
     fixed = windows or (config is not None and config.fixed_input_size)
@@ -243,15 +273,16 @@ def verify(
 ) -> Verification:
     """Compare an exported file with its source on random images.
 
-    Where two groups (or keys) are as near to a query (a centroid) as float32 can tell, rounding decides, and runtimes
-    round differently: such an image may differ in some places. It is counted, and does not make the file wrong; a wrong
-    graph fails for every image of a size.
+    Where two groups (or keys) are as near to a query (a centroid) as float32 can tell, rounding
+    decides, and runtimes round differently: such an image may differ in some places. It is counted,
+    and does not make the file wrong; a wrong graph fails for every image of a size.
 
     Args:
         module, run: the source and the exported file.
         sizes: heights and widths of images in pixels.
         seed: of the images.
-        least: share of the images of every size whose outputs must be equal, else Disagreement is raised.
+        least: share of the images of every size whose outputs must be equal, else Disagreement is
+            raised.
         batch: images in each of three batches; by default three in one, and the same one by one.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -263,13 +294,21 @@ def verify(
         same, difference = (torch.cat(parts) for parts in zip(*pairs, strict=True))
         if same.float().mean() < least:
             what = f"images of {height} x {width} pixels differ by up to {difference.max():.1e}"
-            raise Disagreement(f"the exported model is not equal to its source: {what}; nothing was written")
-        count, equal, largest = count + len(same), equal + int(same.sum()), max(largest, float(difference.max()))
+            raise Disagreement(
+                f"the exported model is not equal to its source: {what}; nothing was written"
+            )
+        count, equal, largest = (
+            count + len(same),
+            equal + int(same.sum()),
+            max(largest, float(difference.max())),
+        )
     return Verification(count, equal, largest)
 
 
 def _compare(module: nn.Module, run: Runner, images: Tensor) -> tuple[Tensor, Tensor]:
-    """For each image of a batch: whether the outputs are equal, and their largest relative difference."""
+    """For each image of a batch: whether the outputs are equal, and their largest relative
+    difference.
+    """
     expected = as_list(module(images))
     try:
         found = run(images)
@@ -281,7 +320,9 @@ def _compare(module: nn.Module, run: Runner, images: Tensor) -> tuple[Tensor, Te
         return ~same, difference + torch.inf
     for ours, theirs in zip(expected, found, strict=True):
         largest = ours.flatten(1).abs().amax(1).clamp(min=1)
-        difference = difference.maximum((ours - theirs).flatten(1).abs().amax(1).div(largest).nan_to_num(torch.inf))
+        difference = difference.maximum(
+            (ours - theirs).flatten(1).abs().amax(1).div(largest).nan_to_num(torch.inf)
+        )
         if ours.dim() == 2:
             same &= ours.argmax(1) == theirs.argmax(1)
     return same & (difference <= TOLERANCE), difference

@@ -1,8 +1,10 @@
-"""A module as a file for other programs, with batch, height and width left free, and how such files are run.
+"""A module as a file for other programs, with batch, height and width left free, and how such files
+are run.
 
-`torch.export` makes a graph of PyTorch's operators: a `.pt2` file, and the first step towards one ONNX file of standard
-operators. In `.pt2` DG-Attention appears as this package's `dgt::group_queries`, `dgt::select_keys` and `dgt::attend`:
-a process that loads the file imports dgt first.
+`torch.export` makes a graph of PyTorch's operators: a `.pt2` file, and the first step towards one
+ONNX file of standard operators. In `.pt2` DG-Attention appears as this package's
+`dgt::group_queries`, `dgt::select_keys` and `dgt::attend`: a process that loads the file imports
+dgt first.
 """
 
 import io
@@ -44,11 +46,13 @@ class Source:
     """A module to export.
 
     Args:
-        module: maps (B, 3, H, W) images to a tensor or a list of tensors; float32, in evaluation mode.
+        module: maps (B, 3, H, W) images to a tensor or a list of tensors; float32, in evaluation
+            mode.
         outputs: name of each of those.
         size: the only side of images that the module takes, in pixels; None where it takes any.
         about: further facts, kept in the file: what the classes are, how images are normalised.
-        fixed: batch, height and width of all images that the file is for; None leaves free what the module does.
+        fixed: batch, height and width of all images that the file is for; None leaves free what the
+            module does.
     """
 
     module: nn.Module
@@ -67,17 +71,23 @@ def _reason(error: BaseException) -> str:
     """Return the first line of the first error of a chain."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return next(
+        (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
+    )
 
 
 def trace(source: Source) -> ExportedProgram:
-    """Record a module as a graph of `images`, of any batch, height and width unless it is built or meant for one size.
+    """Record a module as a graph of `images`, of any batch, height and width unless it is built or
+    meant for one size.
 
-    Raises UserError where it is not float32, or depends on sizes in a way that a graph cannot follow.
+    Raises UserError where it is not float32, or depends on sizes in a way that a graph cannot
+    follow.
     """
     kinds = {p.dtype for p in source.module.parameters() if p.is_floating_point()}
     if kinds != {torch.float32}:
-        raise UserError(f"the model must be float32, got {', '.join(sorted(map(str, kinds))) or 'no parameters'}")
+        raise UserError(
+            f"the model must be float32, got {', '.join(sorted(map(str, kinds))) or 'no parameters'}"
+        )
     free: dict[int, Any] = {}
     if source.fixed:
         batch, height, width = source.fixed
@@ -93,7 +103,11 @@ def trace(source: Source) -> ExportedProgram:
             return torch.export.export(source.module, (images,), dynamic_shapes=(free,))
     except Exception as error:  # of many kinds: whatever in the module cannot be traced
         name = type(source.module).__name__
-        size = "batches of {} images of {} x {} pixels".format(*source.fixed) if source.fixed else SIZES
+        size = (
+            "batches of {} images of {} x {} pixels".format(*source.fixed)
+            if source.fixed
+            else SIZES
+        )
         raise UserError(f"a {name} cannot be exported for {size}: {_reason(error)}") from error
 
 
@@ -113,7 +127,9 @@ def open_program(content: bytes) -> Runner:
     return lambda images: as_list(module(images))
 
 
-def check_libraries(what: str = "ONNX", libraries: Sequence[str] = LIBRARIES, extra: str = "export") -> None:
+def check_libraries(
+    what: str = "ONNX", libraries: Sequence[str] = LIBRARIES, extra: str = "export"
+) -> None:
     """Raise UserError, with the remedy, unless all libraries are installed that something needs."""
     require(what, libraries, extra)
 
@@ -121,11 +137,16 @@ def check_libraries(what: str = "ONNX", libraries: Sequence[str] = LIBRARIES, ex
 def encode_onnx(source: Source) -> bytes:
     """Return the ONNX file of a module: input `images`, outputs as the source names them.
 
-    For fixed sizes all shapes are constants, and all that depends on them alone is decided here: no `If` is left.
-    UserError as of :func:`trace`, for operators that ONNX lacks, and for more than 2 GiB.
+    For fixed sizes all shapes are constants, and all that depends on them alone is decided here: no
+    `If` is left. UserError as of :func:`trace`, for operators that ONNX lacks, and for more than 2
+    GiB.
     """
     import onnx_ir
-    from onnx_ir.passes.common import ClearMetadataAndDocStringPass, InlinePass, RemoveUnusedNodesPass
+    from onnx_ir.passes.common import (
+        ClearMetadataAndDocStringPass,
+        InlinePass,
+        RemoveUnusedNodesPass,
+    )
     from onnxscript.optimizer import optimize_ir
 
     from dgt.inference.onnx_operators import FUNCTIONS, TRANSLATIONS, flatten_tokens
@@ -145,13 +166,16 @@ def encode_onnx(source: Source) -> bytes:
     model.opset_imports.pop("dgt", None)  # all functions are inlined
     model.metadata_props.update(source.about)
     file = onnx_ir.to_proto(model)
-    del file.graph.value_info[:]  # whoever reads it infers shapes; those of weights confuse onnxruntime's quantisation
+    # whoever reads it infers shapes; those of weights confuse onnxruntime's quantisation
+    del file.graph.value_info[:]
     content: bytes = file.SerializeToString()
     return content
 
 
 def _translate(source: Source, translations: dict[Any, Any]) -> Any:
-    """Return the module as a model of onnx_ir, in which the functions that translations call have no bodies yet."""
+    """Return the module as a model of onnx_ir, in which the functions that translations call have
+    no bodies yet.
+    """
     program = trace(source)
     free: dict[int, str] = {}
     if not source.fixed:
@@ -160,7 +184,8 @@ def _translate(source: Source, translations: dict[Any, Any]) -> Any:
             free[2] = "height"
             free[3] = "width"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about names and versions inside the exporter: nothing a user could mend
+        # about names and versions inside the exporter: nothing a user could mend
+        warnings.simplefilter("ignore")
         try:
             exported = torch.onnx.export(
                 program,
@@ -173,12 +198,16 @@ def _translate(source: Source, translations: dict[Any, Any]) -> Any:
                 verbose=False,
             )
         except torch.onnx.errors.OnnxExporterError as error:
-            raise UserError(f"a {type(source.module).__name__} cannot be written as ONNX: {_reason(error)}") from error
+            raise UserError(
+                f"a {type(source.module).__name__} cannot be written as ONNX: {_reason(error)}"
+            ) from error
     return exported.model  # type: ignore[union-attr]
 
 
 def open_onnx(content: bytes, threads: int | None = None) -> Runner:
-    """Return a function that runs an ONNX file in onnxruntime, on the CPU, with so many threads inside an operator."""
+    """Return a function that runs an ONNX file in onnxruntime, on the CPU, with so many threads
+    inside an operator.
+    """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -188,14 +217,22 @@ def open_onnx(content: bytes, threads: int | None = None) -> Runner:
 
     def run(images: Tensor) -> list[Tensor]:
         check_size(images, shape)
-        return [torch.from_numpy(output) for output in session.run(None, {"images": images.numpy()})]
+        return [
+            torch.from_numpy(output) for output in session.run(None, {"images": images.numpy()})
+        ]
 
     return run
 
 
 def check_size(images: Tensor, shape: Sequence[Any]) -> None:
-    """Raise UserError unless images (B, 3, H, W) have the sizes of a file; those that it leaves free are no numbers."""
-    if any(isinstance(side, int) and side != given for side, given in zip(shape, images.shape, strict=True)):
+    """Raise UserError unless images (B, 3, H, W) have the sizes of a file.
+
+    Those that it leaves free are no numbers.
+    """
+    if any(
+        isinstance(side, int) and side != given
+        for side, given in zip(shape, images.shape, strict=True)
+    ):
         meant, came = (" x ".join(map(str, sizes)) for sizes in (shape, images.shape))
         hint = "export it again with --size and --batch"
         raise UserError(f"the file was exported for images of {meant}, got {came}: {hint}")

@@ -1,8 +1,10 @@
-"""Checkpoints as files: how they are named, read and checked, and which one a training resumes from.
+"""Checkpoints as files: how they are named, read and checked, and which one a training resumes
+from.
 
-A checkpoint is a zip of tensors and plain values as `torch.save` writes it. It is opened without running code, and
-refused if any part fails its checksum, which `torch.load` alone does not check. A run keeps the newest
-`checkpoint.keep` of them, `step-00001234.ckpt` after that many optimizer steps, and the best validation's, `best.ckpt`.
+A checkpoint is a zip of tensors and plain values as `torch.save` writes it. It is opened without
+running code, and refused if any part fails its checksum, which `torch.load` alone does not check. A
+run keeps the newest `checkpoint.keep` of them, `step-00001234.ckpt` after that many optimizer
+steps, and the best validation's, `best.ckpt`.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ OLD_KEYS = {"training_weights": MODEL, "state_dict": MODEL_EMA}
 
 @dataclass
 class Progress:
-    """How far a training is. No random state: every choice is a function of (seed, epoch, index)."""
+    """How far a training is.
+
+    No random state: every choice is a function of (seed, epoch, index).
+    """
 
     epoch: int = 0  # epochs completed
     batch: int = 0  # batches of the current epoch that this process has seen
@@ -63,7 +68,9 @@ def latest_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]] | None:
         try:
             stored = read_checkpoint(path)
             if stored.get("format") != FORMAT:
-                raise UserError(f"it has format {stored.get('format')}, this version reads {FORMAT}")
+                raise UserError(
+                    f"it has format {stored.get('format')}, this version reads {FORMAT}"
+                )
             return path, stored
         except (UserError, OSError) as error:
             LOGGER.warning(f"{path.name} cannot be used, trying the one before: {error}")
@@ -80,14 +87,19 @@ def read_checkpoint(source: Path) -> dict[str, Any]:
         OSError: the file cannot be opened.
         UserError: the file is cut off, damaged, or was not written by `dgt train`.
     """
-    content = io.BytesIO(source.read_bytes())  # read first: torch.load's OSError would look like a missing permission
+    # read first: torch.load's OSError would look like a missing permission
+    content = io.BytesIO(source.read_bytes())
     stored = None
-    with suppress(RuntimeError, EOFError, OSError, ValueError, BadZipFile, zlib.error, pickle.UnpicklingError):
+    with suppress(
+        RuntimeError, EOFError, OSError, ValueError, BadZipFile, zlib.error, pickle.UnpicklingError
+    ):
         if ZipFile(content).testzip() is None:  # every part has its checksum
             content.seek(0)
             stored = torch.load(content, map_location="cpu", weights_only=True)
     if not isinstance(stored, dict):
-        raise UserError(f"{source} is cut off or damaged ({len(content.getbuffer())} bytes), or holds Python objects")
+        raise UserError(
+            f"{source} is cut off or damaged ({len(content.getbuffer())} bytes), or holds Python objects"
+        )
     if stored.get("format") == FORMAT - 1:
         stored = {OLD_KEYS.get(key, key): value for key, value in stored.items()}
         stored["format"] = FORMAT
@@ -95,5 +107,8 @@ def read_checkpoint(source: Path) -> dict[str, Any]:
 
 
 def evaluated_weights(stored: dict[str, Any]) -> Any:
-    """The weights in a checkpoint that are evaluated: the average if there is one. None where both are missing."""
+    """The weights in a checkpoint that are evaluated: the average if there is one.
+
+    None where both are missing.
+    """
     return stored.get(MODEL_EMA, stored.get(MODEL))

@@ -32,7 +32,8 @@ MUTABLE_KEYS = re.compile(
 )
 """Keys of a recipe that may change between a stop and its resumption.
 
-Another number of processes, or a change from or to fsdp2, is refused where the checkpoint is loaded.
+Another number of processes, or a change from or to fsdp2, is refused where the checkpoint is
+loaded.
 """
 
 
@@ -44,11 +45,13 @@ def run_folder(recipe: Recipe, resume: bool = False) -> Path:
         resume: continue what an earlier run left in the folder.
 
     Returns:
-        The recipe's `out`, or runs/NAME. Without `out` and `resume`: the first of runs/NAME, runs/NAME-2, ... that
+        The recipe's `out`, or runs/NAME. Without `out` and `resume`: the first of runs/NAME,
+            runs/NAME-2, ... that
         does not exist.
 
     Raises:
-        FileExistsError: the folder holds other files, a run (without `resume`) or the run of another recipe.
+        FileExistsError: the folder holds other files, a run (without `resume`) or the run of
+            another recipe.
         NotADirectoryError: as `check_folder`.
     """
     if recipe.out is None and not resume:
@@ -90,14 +93,18 @@ def _conflict(folder: Path, recipe: Recipe, resume: bool) -> str | None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise NotADirectoryError if a file stands in the place of the folder or of one of its parents."""
+    """Raise NotADirectoryError if a file stands in the place of the folder or of one of its
+    parents.
+    """
     for place in (folder, *folder.parents):
         if place.exists() and not place.is_dir():
             raise NotADirectoryError(f"out must be a folder, {place} is a file")
 
 
 def is_run(folder: Path, name: str = "") -> bool:
-    """Whether a folder holds the recipe that a run writes first and, if a name is given, a recipe of that name."""
+    """Whether a folder holds the recipe that a run writes first and, if a name is given, a recipe
+    of that name.
+    """
     recipe = folder / "recipe.yaml"
     start = f"name: {name}\n" if name else "name: "
     return recipe.is_file() and recipe.read_bytes().startswith(start.encode())

@@ -1,6 +1,7 @@
 """Trained models as files: written when a training ends, and opened again by every other command.
 
-Weights are read without unpickling code; whatever is wrong with a file is told in a sentence that names it.
+Weights are read without unpickling code; whatever is wrong with a file is told in a sentence that
+names it.
 """
 
 from __future__ import annotations
@@ -29,18 +30,30 @@ from dgt.weights.folder import SUMS
 
 RECORD_FORMAT = 1
 RECORD_ENTRIES = {"format", "recipe", "class_names"}
-WEIGHT_FILES = ("model/model.safetensors", "model.safetensors", "checkpoints/step-*.ckpt", "checkpoints/best.ckpt")
+WEIGHT_FILES = (
+    "model/model.safetensors",
+    "model.safetensors",
+    "checkpoints/step-*.ckpt",
+    "checkpoints/best.ckpt",
+)
 NO_MODEL_ARGUMENTS = ("drop_path_rate", "pretrained")  # of training and of the first weights
-KEPT_CONFIG = ("first_conv", "classifier", "fixed_input_size")  # entries of timm's configuration that we pass on
+# entries of timm's configuration that we pass on
+KEPT_CONFIG = ("first_conv", "classifier", "fixed_input_size")
 
 
 def make_record(recipe: Recipe, class_names: Sequence[str]) -> dict[str, Any]:
-    """What a checkpoint must hold, beside its weights, to be rebuilt; names in the order of the logits."""
+    """What a checkpoint must hold, beside its weights, to be rebuilt.
+
+    Names in the order of the logits.
+    """
     return {"format": RECORD_FORMAT, "recipe": recipe.to_dict(), "class_names": list(class_names)}
 
 
 def export_model(
-    folder: Path, network: nn.Module, record: dict[str, Any], weights: Mapping[str, Tensor] | None = None
+    folder: Path,
+    network: nn.Module,
+    record: dict[str, Any],
+    weights: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write a trained network as `model.safetensors` and `config.json` into a folder.
 
@@ -56,7 +69,9 @@ def export_model(
     config = {} if task.has_backbone else _timm_config(network, record)
     state = weights or network.state_dict()
     tensors = {key: value.detach().cpu().contiguous() for key, value in state.items()}
-    atomic_write(folder / "model.safetensors", safetensors.torch.save(tensors, metadata={"format": "pt"}))
+    atomic_write(
+        folder / "model.safetensors", safetensors.torch.save(tensors, metadata={"format": "pt"})
+    )
     write_json(folder / "config.json", {**config, RECORD_KEY: record})
 
 
@@ -73,7 +88,9 @@ def _timm_config(network: nn.Module, record: dict[str, Any]) -> dict[str, Any]:
         "num_classes": len(names),
         "num_features": getattr(network, "num_features", None),
         "label_names": names,
-        "model_args": {key: value for key, value in arguments.items() if key not in NO_MODEL_ARGUMENTS},
+        "model_args": {
+            key: value for key, value in arguments.items() if key not in NO_MODEL_ARGUMENTS
+        },
         "pretrained_cfg": {
             **{key: known[key] for key in KEPT_CONFIG if known.get(key)},
             "num_classes": len(names),
@@ -90,18 +107,19 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRun:
     """Open a trained model.
 
     Args:
-        path: a `.ckpt` of a training; a run folder, of which the finished model is taken, else the last checkpoint; or
-            a model folder with `config.json` and `model.safetensors`, of this package, of a classifier that timm
-            wrote, or of transformers' wrapper of a timm model.
-        overrides: changes to its recipe, as on the command line; the network is built for that `data.image_size`.
+        path: a `.ckpt` of a training; a run folder, of which the finished model is taken, else the
+            last checkpoint; or a model folder with `config.json` and `model.safetensors`, of this
+            package, of a classifier that timm wrote, or of transformers' wrapper of a timm model.
+        overrides: changes to its recipe, as on the command line; the network is built for that
+            `data.image_size`.
 
     Returns:
         The network in evaluation mode on the CPU, with its recipe and class names.
 
     Raises:
         FileNotFoundError: nothing is there.
-        UserError: the file is cut off, was not written by this package, or holds another model's weights; in a folder
-            with SHA256SUMS, a checksum is wrong; or an override is refused.
+        UserError: the file is cut off, was not written by this package, or holds another model's
+            weights; in a folder with SHA256SUMS, a checksum is wrong; or an override is refused.
 
     Example:
         >>> from dgt.runs import load_run
@@ -119,9 +137,11 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRun:
 
 
 def initialize(network: nn.Module, path: str | Path) -> None:
-    """Take the weights of another run as first weights; a classifier with other classes keeps its own last layer.
+    """Take the weights of another run as first weights; a classifier with other classes keeps its
+    own last layer.
 
-    A network with a backbone takes the weights of a classifier of that architecture, or of a network like itself.
+    A network with a backbone takes the weights of a classifier of that architecture, or of a
+    network like itself.
 
     Args:
         network: changed in place.
@@ -138,7 +158,8 @@ def initialize(network: nn.Module, path: str | Path) -> None:
     if isinstance(backbone, FeatureBackbone) and not own_kind:
         network = backbone.model
         name = "the recipe's backbone"
-        weights = {key: weights[key] for key in network.state_dict() if key in weights}  # it has no classifier
+        # it has no classifier
+        weights = {key: weights[key] for key in network.state_dict() if key in weights}
     last_layers = _last_layers(network)
     for key, value in network.state_dict().items():
         if key.startswith(last_layers) and key in weights and weights[key].shape != value.shape:
@@ -155,17 +176,26 @@ def _last_layers(network: nn.Module) -> tuple[str, ...]:
     return tuple(f"{name}." for name in names)
 
 
-def _load_weights(network: nn.Module, weights: Mapping[str, Tensor], name: str, source: str) -> None:
-    """Load weights that must fit exactly, or raise UserError with the beginning of what torch reports."""
+def _load_weights(
+    network: nn.Module, weights: Mapping[str, Tensor], name: str, source: str
+) -> None:
+    """Load weights that must fit exactly, or raise UserError with the beginning of what torch
+    reports.
+    """
     try:
         network.load_state_dict(weights)
     except RuntimeError as error:
         reason = textwrap.shorten(str(error), 400)
-        raise UserError(f"{source} holds the weights of another model than {name}: {reason}") from error
+        raise UserError(
+            f"{source} holds the weights of another model than {name}: {reason}"
+        ) from error
 
 
 def _read(path: str | Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
-    """File, weights and record of a checkpoint, a run folder or a model folder. Raises as `load_run`."""
+    """File, weights and record of a checkpoint, a run folder or a model folder.
+
+    Raises as `load_run`.
+    """
     source = _weight_file(Path(path))
     weights: Any
     record: Any
@@ -177,7 +207,9 @@ def _read(path: str | Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
         record = stored.get(RECORD_KEY)
     complete = isinstance(record, dict) and record.keys() >= RECORD_ENTRIES and weights is not None
     if not complete or record["format"] != RECORD_FORMAT:
-        raise UserError(f"{source} is cut off or damaged, or was not written by `dgt train` of this version")
+        raise UserError(
+            f"{source} is cut off or damaged, or was not written by `dgt train` of this version"
+        )
     return source, weights, record
 
 
@@ -190,7 +222,9 @@ def _read_model_folder(source: Path) -> tuple[dict[str, Tensor], Any]:
     try:
         weights = safetensors.torch.load_file(source)
     except SafetensorError as error:
-        raise UserError(f"{source} is cut off or damaged ({source.stat().st_size} bytes): {error}") from error
+        raise UserError(
+            f"{source} is cut off or damaged ({source.stat().st_size} bytes): {error}"
+        ) from error
     if RECORD_KEY in description:
         return weights, description[RECORD_KEY]
     # Written by timm, or by transformers, which has timm's model inside its own
@@ -211,11 +245,15 @@ def _weight_file(path: Path) -> Path:
             if newest_first:
                 return newest_first[0]
     expected = f"expected a file, or a folder with one of {', '.join(WEIGHT_FILES)}"
-    raise FileNotFoundError(f"there is no checkpoint, run folder or model folder {str(path)!r}: {expected}")
+    raise FileNotFoundError(
+        f"there is no checkpoint, run folder or model folder {str(path)!r}: {expected}"
+    )
 
 
 def _record_of_timm(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """The record of a classifier that timm wrote, or transformers for its wrapper of timm, from `config.json`."""
+    """The record of a classifier that timm wrote, or transformers for its wrapper of timm, from
+    `config.json`.
+    """
     prepared = config.get("pretrained_cfg") or config  # timm before 1.0 wrote one level
     architecture = config.get("architecture")
     count = prepared.get("num_classes", config.get("num_classes"))
@@ -238,7 +276,9 @@ def _record_of_timm(path: Path, config: dict[str, Any]) -> dict[str, Any]:
 def _data_of_timm(prepared: dict[str, Any]) -> dict[str, Any]:
     """Settings of the data, from the part of timm's configuration on the preparation of images."""
     names = {"crop_ratio": "crop_pct", "mean": "mean", "std": "std"}
-    data: dict[str, Any] = {ours: prepared[theirs] for ours, theirs in names.items() if theirs in prepared}
+    data: dict[str, Any] = {
+        ours: prepared[theirs] for ours, theirs in names.items() if theirs in prepared
+    }
     if "input_size" in prepared:
         data["image_size"] = int(prepared["input_size"][-1])
     if "interpolation" in prepared:

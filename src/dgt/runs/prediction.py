@@ -12,16 +12,20 @@ from dgt.tasks.base import LoadedRun, Prediction
 from dgt.utils.errors import check_range
 
 
-def predict(path: str | Path | LoadedRun, images: Sequence[str | Path], top_k: int = 5) -> list[Prediction]:
+def predict(
+    path: str | Path | LoadedRun, images: Sequence[str | Path], top_k: int = 5
+) -> list[Prediction]:
     """Apply a trained model to single image files.
 
     Args:
         path: checkpoint, run folder or model folder, or a run already loaded.
         images: image files.
-        top_k: how many classes a classifier gives for each image; more than the model knows gives all.
+        top_k: how many classes a classifier gives for each image; more than the model knows gives
+            all.
 
     Returns:
-        One prediction per file, in their order; a file that cannot be read has `error` set and nothing else.
+        One prediction per file, in their order; a file that cannot be read has `error` set and
+        nothing else.
 
     Raises:
         FileNotFoundError, UserError: as `load_run`.

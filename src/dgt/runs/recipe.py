@@ -1,8 +1,9 @@
 """Recipes: one YAML file per experiment, checked key by key before anything runs.
 
-Whatever a recipe leaves out has the default written here; `data` takes the arguments of the task's data module. `base`
-names another recipe whose keys it takes and changes, section by section. Every key but `base` can be set on the command
-line as `--section.key value`. Any mistake is one sentence that names the key, a `UserError`.
+Whatever a recipe leaves out has the default written here; `data` takes the arguments of the task's
+data module. `base` names another recipe whose keys it takes and changes, section by section. Every
+key but `base` can be set on the command line as `--section.key value`. Any mistake is one sentence
+that names the key, a `UserError`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class EmaSettings:
     """Exponential moving average of the weights, which is then what is evaluated and exported.
 
     Args:
-        decay: share kept at each step, stated at batch 1024: its power (global batch / 1024) is used; null for none.
+        decay: share kept at each step, stated at batch 1024: its power (global batch / 1024) is
+            used; null for none.
     """
 
     decay: float | None = None
@@ -48,14 +50,18 @@ class TrainerSettings:
         devices: number of devices on each machine, or auto for all.
         num_nodes: number of machines.
         precision: auto is bf16-mixed on a GPU that has it and 32-true elsewhere.
-        strategy: auto, ddp, fsdp2 (the weights are shared out among the processes) or another that Lightning knows.
-        sync_batchnorm: let BatchNorm count over the batches of all processes, not of each alone; on GPUs.
+        strategy: auto, ddp, fsdp2 (the weights are shared out among the processes) or another that
+            Lightning knows.
+        sync_batchnorm: let BatchNorm count over the batches of all processes, not of each alone; on
+            GPUs.
         accumulate: batches per optimizer step.
         check_val_every: epochs between two validations; the last epoch is always validated.
         deterministic: use deterministic algorithms alone.
         compile: run the network through torch.compile.
-        max_skipped: steps in a row, less than an epoch's, that may be not finite and skipped; null looks at nothing.
-        pictures_every: epochs between two drawings of predictions and groups for TensorBoard; null draws none.
+        max_skipped: steps in a row, less than an epoch's, that may be not finite and skipped; null
+            looks at nothing.
+        pictures_every: epochs between two drawings of predictions and groups for TensorBoard; null
+            draws none.
     """
 
     accelerator: str = "auto"
@@ -97,7 +103,8 @@ class Recipe:
         name: file name of the recipe without its ending.
         task: classify, segment or detect.
         seed: every random choice follows from it.
-        out: folder of the run; null for runs/NAME, or the first of runs/NAME-2, runs/NAME-3, ... that is free.
+        out: folder of the run; null for runs/NAME, or the first of runs/NAME-2, runs/NAME-3, ...
+            that is free.
         data: arguments of the task's data module, as plain values.
     """
 
@@ -120,9 +127,13 @@ class Recipe:
         if self.ema.decay is not None and not 0 <= self.ema.decay < 1:
             raise UserError(f"ema.decay must be null or in [0, 1), got {self.ema.decay!r}")
         if self.trainer.compile and self.model.top_k_schedule is not None:
-            raise UserError("model.top_k_schedule must be null with trainer.compile: every k would be compiled anew")
+            raise UserError(
+                "model.top_k_schedule must be null with trainer.compile: every k would be compiled anew"
+            )
         if self.trainer.strategy == "fsdp2" and self.ema.decay is not None:
-            raise UserError("ema.decay must be null under trainer.strategy fsdp2: shared-out weights have no average")
+            raise UserError(
+                "ema.decay must be null under trainer.strategy fsdp2: shared-out weights have no average"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as nested plain values, ready for YAML or JSON."""
@@ -135,7 +146,9 @@ def shipped_recipes(folder: Path = RECIPES) -> list[str]:
 
 
 def help_text(task: str = "classify") -> str:
-    """What `dgt train RECIPE --help` prints: all keys of the recipe's task. `dgt train --help` lists the recipes."""
+    """What `dgt train RECIPE --help` prints: all keys of the recipe's task. `dgt train --help`
+    lists the recipes.
+    """
     usage = "usage: dgt train RECIPE [--resume auto] [--data.root DIR] [--section.key value ...]"
     return f"{usage}\n\nkeys of task {task!r}, each with its default:\n{recipe_parser(task).format_help()}"
 
@@ -145,7 +158,9 @@ def recipe_parser(task: str = "classify") -> jsonargparse.ArgumentParser:
     """The parser of recipes of one task: it knows every key with its type, default and description."""
     if task not in TASKS:
         raise UserError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
-    parser = jsonargparse.ArgumentParser(exit_on_error=False, add_help=False, usage=jsonargparse.SUPPRESS)
+    parser = jsonargparse.ArgumentParser(
+        exit_on_error=False, add_help=False, usage=jsonargparse.SUPPRESS
+    )
     parser.add_class_arguments(Recipe, skip={"data"})
     parser.add_class_arguments(TASKS[task].data, "data", skip={"seed"}, instantiate=False)
     parser.set_defaults(task=task)
@@ -161,8 +176,8 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
     Raises:
         FileNotFoundError: there is no such recipe.
-        UserError: the file is no YAML in UTF-8 or no mapping; a key is unknown; a value has a wrong type or is out of
-            range.
+        UserError: the file is no YAML in UTF-8 or no mapping; a key is unknown; a value has a wrong
+            type or is out of range.
 
     Example:
         >>> from dgt.runs import load_recipe
@@ -224,7 +239,9 @@ def parse_recipe(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Re
         message = re.sub(r"<class '(?:[\w.]*\.)?(\w+)'>", r"\1", str(error).removeprefix("Parser "))
         raise UserError(f"recipe: {' '.join(message.split())}") from error
     if parsed.task != task:  # the keys of `data` are the task's
-        raise UserError(f"task must stay the recipe's, {task!r}, got {parsed.task!r}: take a recipe of that task")
+        raise UserError(
+            f"task must stay the recipe's, {task!r}, got {parsed.task!r}: take a recipe of that task"
+        )
     sections = vars(parser.instantiate(parsed))
     sections["data"] = _plain(parsed.data.as_dict())
     return Recipe(**sections)
@@ -233,14 +250,17 @@ def parse_recipe(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Re
 def build_data(recipe: Recipe) -> Any:
     """The recipe's data module, not yet set up; its seed is the recipe's.
 
-    UserError where an argument of the data module is out of range, or the images' place is not given.
+    UserError where an argument of the data module is out of range, or the images' place is not
+    given.
     """
     data = TASKS[recipe.task].data
     if recipe.data["root"] is None and recipe.data.get("dataset") != "scenes":
         raise UserError(f"recipe {recipe.name!r} needs images: give --data.root, {data.root_holds}")
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(data, "data")
-    return parser.instantiate(parser.parse_object({"data": {**recipe.data, "seed": recipe.seed}}))["data"]
+    return parser.instantiate(parser.parse_object({"data": {**recipe.data, "seed": recipe.seed}}))[
+        "data"
+    ]
 
 
 def _plain(values: Any) -> Any:

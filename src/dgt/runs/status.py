@@ -38,9 +38,9 @@ def run_status(folder: str | Path) -> dict[str, Any]:
         folder: folder of the run.
 
     Returns:
-        The content of `status.json`, with `folder`, `age` (seconds since it was written) and `checkpoints`, newest
-        first. `state` is "begun", "training", "validating", "finished", "stopped" (on request), "failed" (see
-        `error`) or "killed" (the process is gone).
+        The content of `status.json`, with `folder`, `age` (seconds since it was written) and
+        `checkpoints`, newest first. `state` is "begun", "training", "validating", "finished",
+        "stopped" (on request), "failed" (see `error`) or "killed" (the process is gone).
 
     Raises:
         FileNotFoundError: this is not the folder of a run.
@@ -64,6 +64,11 @@ def run_status(folder: str | Path) -> dict[str, Any]:
 
 def status_text(status: dict[str, Any]) -> str:
     """Lay the result of `run_status` out as text, with times as `0:12:05` or `2 days, 4:00:00`."""
-    times = {key: timedelta(seconds=round(status[key] or 0)) for key in ("age", "seconds", "seconds_left")}
-    shown = {key: value for key, value in {**status, **times}.items() if value not in (None, {}, [])}
+    times = {
+        key: timedelta(seconds=round(status[key] or 0))
+        for key in ("age", "seconds", "seconds_left")
+    }
+    shown = {
+        key: value for key, value in {**status, **times}.items() if value not in (None, {}, [])
+    }
     return "\n".join(f"{key:<20}{value}" for key, value in shown.items())

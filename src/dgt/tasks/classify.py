@@ -1,7 +1,7 @@
 """Image classification: cross entropy against hard or soft labels, top-1 and top-5 accuracy.
 
-Mixup, CutMix and label smoothing are the data's matter: under them a target is a distribution over the classes,
-(B, classes), without them a plain label, (B,).
+Mixup, CutMix and label smoothing are the data's matter: under them a target is a distribution over
+the classes, (B, classes), without them a plain label, (B,).
 """
 
 from typing import Any
@@ -24,16 +24,21 @@ from dgt.utils.errors import UserError
 
 
 def losses(network: nn.Module, images: Tensor, targets: Tensor) -> Losses:
-    """Mean cross entropy, in float32, of images (B, 3, H, W) against labels (B,) or distributions (B, classes)."""
+    """Mean cross entropy, in float32, of images (B, 3, H, W) against labels (B,) or distributions
+    (B, classes).
+    """
     targets = targets.float() if targets.is_floating_point() else targets
     return {"loss": F.cross_entropy(network(images).float(), targets)}
 
 
 class ClassificationMetrics(Metrics):
-    """`loss`, and the shares `top1` and `top5` of images whose class is among the one or five most probable."""
+    """`loss`, and the shares `top1` and `top5` of images whose class is among the one or five most
+    probable.
+    """
 
     def __init__(self, data: Any) -> None:
-        self.sums = torch.zeros(4)  # of losses, of images found first, of those among the first five, and of images
+        # of losses, of images found first, of those among the first five, and of images
+        self.sums = torch.zeros(4)
 
     def update(self, network: nn.Module, images: Tensor, targets: Tensor) -> None:
         """Add images (B, 3, H, W) with labels (B,)."""
@@ -45,20 +50,27 @@ class ClassificationMetrics(Metrics):
 
     def compute(self) -> dict[str, float]:
         """Means over all images; NaN where there are none."""
-        *sums, count = (sum(column) for column in zip(*gather_objects(self.sums.tolist()), strict=True))
+        *sums, count = (
+            sum(column) for column in zip(*gather_objects(self.sums.tolist()), strict=True)
+        )
         means = (total / (count or float("nan")) for total in sums)
         return dict(zip(("loss", "top1", "top5"), means, strict=True))
 
 
 def read_image(run: LoadedRun, image: Source) -> tuple[Tensor, NDArray[np.uint8]]:
-    """An image as a classifier sees it, a file resized and cropped: normalised (1, 3, H, W), and its pixels (H, W, 3).
+    """An image as a classifier sees it, a file resized and cropped: normalised (1, 3, H, W), and
+    its pixels (H, W, 3).
 
     Raises as `open_image`, and UserError for a model of another task.
     """
     if run.recipe.task != CLASSIFY.name:
-        raise UserError(f"only classifiers are looked into, {run.source} is of task {run.recipe.task!r}")
+        raise UserError(
+            f"only classifiers are looked into, {run.source} is of task {run.recipe.task!r}"
+        )
     data = run.recipe.data
-    transform = evaluation_transform(data["image_size"], data["crop_ratio"], data["augmentation"]["interpolation"])
+    transform = evaluation_transform(
+        data["image_size"], data["crop_ratio"], data["augmentation"]["interpolation"]
+    )
     pixels = image if isinstance(image, Tensor) else transform(open_image(image)).contiguous()
     return Normalize(data["mean"], data["std"])(pixels)[None], pixels.permute(1, 2, 0).numpy()
 
@@ -68,7 +80,10 @@ def predict(run: LoadedRun, image: Source, top_k: int) -> Prediction:
     """The `top_k` most probable classes of an image."""
     images, seen = read_image(run, image)
     best = run.network(images).float().softmax(dim=-1)[0].topk(min(top_k, len(run.class_names)))
-    classes = [(run.class_names[i], p) for i, p in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
+    classes = [
+        (run.class_names[i], p)
+        for i, p in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    ]
     return Prediction(classes=classes, pixels=seen)
 
 

@@ -35,28 +35,34 @@ def evaluate(
 
     Args:
         path: checkpoint, run folder or model folder, or a run already loaded.
-        overrides: changes to the recipe's `data`, `trainer.accelerator` and `trainer.precision`, such as
-            `["--data.root", "images"]`. The rest of the recipe is the model's past.
-        predictions: file for a detector's detections, in the format of COCO's results; None to write none.
-        metrics: makes the `Metrics` to measure from the data module, set up; None for the task's own.
+        overrides: changes to the recipe's `data`, `trainer.accelerator` and `trainer.precision`,
+            such as `["--data.root", "images"]`. The rest of the recipe is the model's past.
+        predictions: file for a detector's detections, in the format of COCO's results; None to
+            write none.
+        metrics: makes the `Metrics` to measure from the data module, set up; None for the task's
+            own.
 
     Returns:
-        The task's metrics (for classification `loss`, `top1`, `top5`; shares in [0, 1]), the number of `images` and of
-        `broken_images`.
+        The task's metrics (for classification `loss`, `top1`, `top5`; shares in [0, 1]), the number
+        of `images` and of `broken_images`.
 
     Raises:
         FileNotFoundError, UserError: as `load_run` and the data do.
-        UserError: the data has other classes, the machine lacks what `trainer` asks for, another key is changed, or
-            the task does not write `predictions`.
+        UserError: the data has other classes, the machine lacks what `trainer` asks for, another
+            key is changed, or the task does not write `predictions`.
     """
     for key in sorted(override_keys(overrides)):
         if not key.startswith(EVALUATION_KEYS):
             allowed = ", ".join(EVALUATION_KEYS)
-            raise UserError(f"recipe key {key!r} cannot be changed in an evaluation, only {allowed}")
+            raise UserError(
+                f"recipe key {key!r} cannot be changed in an evaluation, only {allowed}"
+            )
     run = path if isinstance(path, LoadedRun) else load_run(path, overrides)
     task = TASKS[run.recipe.task]
     if predictions is not None and not task.has_results:
-        raise UserError(f"predictions are written of detectors alone, {run.source} is of task {task.name!r}")
+        raise UserError(
+            f"predictions are written of detectors alone, {run.source} is of task {task.name!r}"
+        )
     recipe = parse_recipe(run.recipe.to_dict(), overrides)
     data = build_data(recipe)
     data.setup("validate")
@@ -79,16 +85,22 @@ def _check_classes(run: LoadedRun, names: list[str]) -> None:
         return
     theirs = f"{len(names)} ({', '.join(names[:5])})"
     ours = f"{len(run.class_names)} ({', '.join(run.class_names[:5])})"
-    raise UserError(f"the data has other classes than the model: {theirs} in the data, {ours} in {run.source}")
+    raise UserError(
+        f"the data has other classes than the model: {theirs} in the data, {ours} in {run.source}"
+    )
 
 
 def measure(
-    fabric: Fabric, metrics: Any, network: nn.Module, loader: Any, between: Callable[[], None] | None = None
+    fabric: Fabric,
+    metrics: Any,
+    network: nn.Module,
+    loader: Any,
+    between: Callable[[], None] | None = None,
 ) -> None:
     """Run one validation; leaves the network in evaluation mode.
 
-    All processes measure the buffers of the first, which are exported: BatchNorm's differ where each process keeps its
-    own statistics.
+    All processes measure the buffers of the first, which are exported: BatchNorm's differ where
+    each process keeps its own statistics.
 
     Args:
         fabric: says the device and the precision.

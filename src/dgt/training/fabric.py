@@ -1,7 +1,7 @@
 """Devices, precision and strategy of a training, by Lightning Fabric.
 
-Processes are started by Fabric itself, torchrun or Slurm. Under "ddp" each holds the whole network, under "fsdp2" a
-share of the weights, gradients and optimizer's moments.
+Processes are started by Fabric itself, torchrun or Slurm. Under "ddp" each holds the whole network,
+under "fsdp2" a share of the weights, gradients and optimizer's moments.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def _precision(settings: TrainerSettings, task: Task) -> str:
     precision = settings.precision
     if precision == task.refused_precision:
         mixed = precision.replace("true", "mixed")
-        raise UserError(f"trainer.precision must not be {precision!r} for task {task.name!r}; {mixed!r} is possible")
+        raise UserError(
+            f"trainer.precision must not be {precision!r} for task {task.name!r}; {mixed!r} is possible"
+        )
     if precision != "auto":
         return precision
     on_gpu = settings.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
@@ -64,7 +66,10 @@ def _precision(settings: TrainerSettings, task: Task) -> str:
 
 
 def _shard(objective: nn.Module, _: Any) -> nn.Module:
-    """Shard every block of the network, and the rest as one unit; its `forward_methods` gather weights as well."""
+    """Shard every block of the network, and the rest as one unit.
+
+    Its `forward_methods` gather weights as well.
+    """
     network = cast(nn.Module, objective.network)
     device = "cuda" if torch.cuda.is_available() and dist.get_backend() == "nccl" else "cpu"
     mesh = init_device_mesh(device, (world_size(),))

@@ -31,8 +31,14 @@ from dgt.utils.atomic_write import atomic_write, exclusive_lock, remove_leftover
 from dgt.utils.distributed import rank, world_size
 from dgt.utils.errors import LOGGER, LostProcess, NonFiniteInput, UserError
 
-LOST = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|remote process|TCPStore|heartbeat", re.I)
-"""What gloo, NCCL and the store say of a process that is no longer there; some of it as a plain RuntimeError."""
+LOST = re.compile(
+    r"gloo|nccl|connection (closed|reset|refused)|broken pipe|remote process|TCPStore|heartbeat",
+    re.I,
+)
+"""What gloo, NCCL and the store say of a process that is no longer there.
+
+Some of it as a plain RuntimeError.
+"""
 BROKEN_IMAGES = "broken_images.txt"
 
 
@@ -58,16 +64,20 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
 
     Args:
         recipe: complete and checked, from `load_recipe`.
-        resume: continue where a run in the same folder was stopped; what is finished is left as it is.
+        resume: continue where a run in the same folder was stopped; what is finished is left as it
+            is.
         draw: makes the images that `trainer.pictures_every` asks for; None for none.
 
     Returns:
         The folder and the metrics of the final model.
 
     Raises:
-        OSError: the data or `model.init_from` is not there; as `run_folder` for `out`; a process is training there.
-        UserError: the model or the data cannot be built as the recipe says; no checkpoint of the run can be read.
-        BrokenImagesError: more images are unreadable than `data.max_broken_share` allows; the run's folder lists them.
+        OSError: the data or `model.init_from` is not there; as `run_folder` for `out`; a process is
+            training there.
+        UserError: the model or the data cannot be built as the recipe says; no checkpoint of the
+            run can be read.
+        BrokenImagesError: more images are unreadable than `data.max_broken_share` allows; the run's
+            folder lists them.
         FloatingPointError: too many steps in a row were not finite.
         LostProcess: another process of the training is gone.
         Preempted: a signal asked to stop, and all is saved; unless caught, ends the process.
@@ -83,7 +93,8 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
     data = build_data(recipe)
     data.setup("fit")
     fabric = build_fabric(recipe.trainer, TASKS[recipe.task])
-    fabric.launch()  # from here on every process of the training is here; nothing was written before
+    # from here on every process of the training is here; nothing was written before
+    fabric.launch()
     folder = fabric.broadcast(folder)
     first = fabric.is_global_zero
     lock = exclusive_lock(folder) if first else nullcontext()
@@ -138,7 +149,9 @@ def build_state(recipe: Recipe, fabric: Fabric, data: Any, fresh: bool) -> Train
         initialize(network, recipe.model.init_from)
     if recipe.trainer.sync_batchnorm and fabric.world_size > 1:
         if fabric.device.type != "cuda":
-            raise UserError("trainer.sync_batchnorm must be false without GPUs, for which alone torch has it")
+            raise UserError(
+                "trainer.sync_batchnorm must be false without GPUs, for which alone torch has it"
+            )
         network = convert_sync_batchnorm(network)
     if recipe.trainer.compile:
         network.compile()
@@ -156,7 +169,8 @@ def build_state(recipe: Recipe, fabric: Fabric, data: Any, fresh: bool) -> Train
 
 @contextmanager
 def explaining(folder: Path, data: Any) -> Iterator[None]:
-    """Say what an error means in a training: NaN in the attention is divergence, a failed collective a lost process.
+    """Say what an error means in a training: NaN in the attention is divergence, a failed
+    collective a lost process.
 
     Args:
         folder: of the run, which lists broken images.
@@ -168,7 +182,9 @@ def explaining(folder: Path, data: Any) -> Iterator[None]:
         data.write_broken_images(folder / BROKEN_IMAGES)
         raise
     except NonFiniteInput as error:
-        raise FloatingPointError(f"the training diverged, the attention met NaN: {ADVICE}") from error
+        raise FloatingPointError(
+            f"the training diverged, the attention met NaN: {ADVICE}"
+        ) from error
     except Exception as error:
         message = " ".join(str(error).split())
         by_message = isinstance(error, RuntimeError) and LOST.search(message)

@@ -1,4 +1,5 @@
-"""What a training writes while it goes on, what one sees of it, and `dgt status`, which reads it from the run's folder.
+"""What a training writes while it goes on, what one sees of it, and `dgt status`, which reads it
+from the run's folder.
 
 A full disk costs lines of the log, the metrics or the curves, not the training.
 """
@@ -35,10 +36,12 @@ SECONDS_BETWEEN = 10.0
 
 
 class Report(logging.Handler):
-    """Tells how a training goes: log lines, `metrics.jsonl`, TensorBoard, `status.json`, and a bar in a terminal.
+    """Tells how a training goes: log lines, `metrics.jsonl`, TensorBoard, `status.json`, and a bar
+    in a terminal.
 
-    Inside its `with` block it prints what the package's logger gets, and adds it to the log of the run in `folder`;
-    None is for a process that only trains along: it prints warnings and writes nothing.
+    Inside its `with` block it prints what the package's logger gets, and adds it to the log of the
+    run in `folder`; None is for a process that only trains along: it prints warnings and writes
+    nothing.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -56,7 +59,9 @@ class Report(logging.Handler):
         LOGGER.addHandler(self)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
         """Note in the log and the status how it ended; an error is shown by whoever called."""
         if error is None:
             state = "finished"
@@ -83,7 +88,10 @@ class Report(logging.Handler):
         elif record.levelno >= logging.INFO:
             tqdm.write(text, file=sys.stdout)
         if self.folder is not None and self.folder.is_dir():
-            with self._tolerating("the log"), (self.folder / LOG).open("a", encoding="utf-8") as log:
+            with (
+                self._tolerating("the log"),
+                (self.folder / LOG).open("a", encoding="utf-8") as log,
+            ):
                 log.write(f"{datetime.now().astimezone().isoformat(' ', 'seconds')}  {text}\n")
 
     def begin(self, progress: Progress, steps: int, epochs: int, images: int) -> None:
@@ -96,7 +104,9 @@ class Report(logging.Handler):
 
             self.bar = tqdm(total=steps, initial=progress.step, disable=None, dynamic_ncols=True)
             with self._tolerating("events"):
-                self.board = SummaryWriter(str(self.folder), purge_step=progress.step + 1 if progress.step else None)
+                self.board = SummaryWriter(
+                    str(self.folder), purge_step=progress.step + 1 if progress.step else None
+                )
         self.write_status("training")
 
     def begin_epoch(self) -> None:
@@ -107,32 +117,56 @@ class Report(logging.Handler):
         """After each step: its numbers every few steps, the bar, and the status now and then."""
         if self.folder is None:
             return
-        steps, seconds = self.progress.step - self.epoch_first_step, time.perf_counter() - self.epoch_start
+        steps, seconds = (
+            self.progress.step - self.epoch_first_step,
+            time.perf_counter() - self.epoch_start,
+        )
         self.status["images_per_second"] = round(steps * self.images / seconds, 2)
         if self.progress.step % every == 0:
             numbers = {f"train/{name}": float(value) for name, value in losses.items()}
             numbers["train/loss_step"] = numbers.pop("train/loss")
             self.status["loss"] = round(numbers["train/loss_step"], 4)
             self.write_row({"step": self.progress.step, **numbers, "lr": rate})
-        self.bar.set_description(f"epoch {self.progress.epoch + 1}/{self.status['epochs']}", refresh=False)
+        self.bar.set_description(
+            f"epoch {self.progress.epoch + 1}/{self.status['epochs']}", refresh=False
+        )
         self.bar.set_postfix(loss=self.status["loss"], lr=rate, speed=self._speed(), refresh=False)
         self.bar.update()
         self.write_status("training")
 
     def epoch(self, loss: float, rate: float, metrics: dict[str, float], summary: str) -> None:
-        """After each epoch: its row of numbers and its line; of a validation, if there was one, metrics and summary."""
-        epoch, validation = self.progress.epoch, {f"val/{name}": value for name, value in metrics.items()}
-        self.write_row({"step": self.progress.step, "epoch": epoch, "train/loss_epoch": loss, **validation})
-        parts = [f"epoch {epoch}/{self.status['epochs']}", f"loss {loss:.4f}", summary, f"lr {rate:.2e}"]
+        """After each epoch: its row of numbers and its line.
+
+        Of a validation, if there was one, metrics and summary.
+        """
+        epoch, validation = (
+            self.progress.epoch,
+            {f"val/{name}": value for name, value in metrics.items()},
+        )
+        self.write_row(
+            {"step": self.progress.step, "epoch": epoch, "train/loss_epoch": loss, **validation}
+        )
+        parts = [
+            f"epoch {epoch}/{self.status['epochs']}",
+            f"loss {loss:.4f}",
+            summary,
+            f"lr {rate:.2e}",
+        ]
         parts += [f"{time.perf_counter() - self.epoch_start:.1f} s", self._speed()]
         LOGGER.info("  ".join(filter(None, parts)))
 
     def write_row(self, row: dict[str, Any]) -> None:
-        """Add a row of numbers; its key `step` counts optimizer steps, all but it and `epoch` are curves."""
+        """Add a row of numbers.
+
+        Its key `step` counts optimizer steps, all but it and `epoch` are curves.
+        """
         if self.folder is None:
             return
         after_half_a_line = "\n" * ("metrics" in self.told)
-        with self._tolerating("metrics"), (self.folder / METRICS).open("a", encoding="utf-8") as file:
+        with (
+            self._tolerating("metrics"),
+            (self.folder / METRICS).open("a", encoding="utf-8") as file,
+        ):
             file.write(f"{after_half_a_line}{json_text(row)}\n")
         with self._tolerating("events"):
             for name in row.keys() - {"step", "epoch"} if self.board is not None else ():
@@ -144,19 +178,37 @@ class Report(logging.Handler):
             self.board.add_image(name, image, self.progress.step, dataformats="HWC")
 
     def write_status(self, state: str, error: str | None = None) -> None:
-        """Say in `status.json` where the training is: at once where the state is another, else now and then."""
+        """Say in `status.json` where the training is: at once where the state is another, else now
+        and then.
+        """
         progress, now = self.progress, time.time()
         progress.seconds = time.perf_counter() - self.start
-        if self.folder is None or (state == self.status["state"] and now - self.status["time"] < SECONDS_BETWEEN):
+        if self.folder is None or (
+            state == self.status["state"] and now - self.status["time"] < SECONDS_BETWEEN
+        ):
             return
-        left = progress.seconds / progress.step * (self.status["steps"] - progress.step) if progress.step else None
-        self.status |= {**asdict(progress), "state": state, "error": error, "time": now, "seconds_left": left}
+        left = (
+            progress.seconds / progress.step * (self.status["steps"] - progress.step)
+            if progress.step
+            else None
+        )
+        self.status |= {
+            **asdict(progress),
+            "state": state,
+            "error": error,
+            "time": now,
+            "seconds_left": left,
+        }
         self.status |= {"pid": os.getpid(), "host": socket.gethostname()}
         with self._tolerating("the status"):
             write_json(self.folder / STATUS, self.status)
 
     def _speed(self) -> str:
-        memory = f"  {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB" if torch.cuda.is_available() else ""
+        memory = (
+            f"  {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB"
+            if torch.cuda.is_available()
+            else ""
+        )
         return f"{self.status['images_per_second']:.0f} images/s{memory}"
 
     @contextmanager
@@ -166,6 +218,6 @@ class Report(logging.Handler):
         except OSError as error:
             first, self.told = what not in self.told, self.told | {what}
             if first:
-                LOGGER.warning(f"{self.folder}: {what} could not be written, training goes on: {error}")
-
-
+                LOGGER.warning(
+                    f"{self.folder}: {what} could not be written, training goes on: {error}"
+                )

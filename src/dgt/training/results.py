@@ -11,7 +11,9 @@ from dgt.training.state import TrainingState
 
 
 def results(recipe: Recipe, state: TrainingState) -> dict[str, Any]:
-    """Collect the result of a run: its settings, metrics, cost, and the machine and versions that it ran on."""
+    """Collect the result of a run: its settings, metrics, cost, and the machine and versions that
+    it ran on.
+    """
     progress = state.progress
     return {
         "recipe": recipe.name,

@@ -1,4 +1,6 @@
-"""The state of a training: what a checkpoint holds of it, when it is written, and how a training continues from it."""
+"""The state of a training: what a checkpoint holds of it, when it is written, and how a training
+continues from it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 @dataclass
 class TrainingState:
-    """All that a training is: resumed from it, it is the same to the last bit as one that never stopped."""
+    """All that a training is: resumed from it, it is the same to the last bit as one that never
+    stopped.
+    """
 
     fabric: Fabric
     objective: Any  # the network with its losses, as Fabric set it up
@@ -51,7 +55,10 @@ class TrainingState:
         return isinstance(self.network, FSDPModule)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds. All processes call this; the first one gets weights that are shared out."""
+        """What a checkpoint holds. All processes call this.
+
+        The first one gets weights that are shared out.
+        """
         weights, optimizer = self._weights_and_optimizer()
         stored = {
             "format": FORMAT,
@@ -68,14 +75,19 @@ class TrainingState:
         return stored
 
     def evaluated_weights(self) -> dict[str, Any]:
-        """The weights of the final model. All processes call this; the first one gets those that are shared out."""
+        """The weights of the final model. All processes call this.
+
+        The first one gets those that are shared out.
+        """
         if self.average is not None:
             return dict(self.average.module.state_dict())
         return self._weights_and_optimizer()[0]
 
     def _weights_and_optimizer(self) -> tuple[dict[str, Any], dict[str, Any]]:
         if self.sharded:
-            weights, optimizer = get_state_dict(self.network, self.optimizer.optimizer, options=WHOLE)
+            weights, optimizer = get_state_dict(
+                self.network, self.optimizer.optimizer, options=WHOLE
+            )
             return weights, dict(optimizer)
         return self.network.state_dict(), self.optimizer.state_dict()
 
@@ -87,14 +99,17 @@ class TrainingState:
             stored: its content, as `latest_checkpoint` returns it.
 
         Raises:
-            UserError: another number of processes, which would share out the images in another way; weights that are
-                sharded now and were not, or the reverse: the optimizer's state is kept by name only under fsdp2.
+            UserError: another number of processes, which would share out the images in another way;
+                weights that are sharded now and were not, or the reverse: the optimizer's state is
+                kept by name only under fsdp2.
         """
         before = stored["world_size"]
         now = self.fabric.world_size
         if before != now:
             hint = "set trainer.devices and trainer.num_nodes as before"
-            raise UserError(f"{path} was trained by {before} processes, now there are {now}: {hint}")
+            raise UserError(
+                f"{path} was trained by {before} processes, now there are {now}: {hint}"
+            )
         was_sharded = isinstance(stored["optimizer"]["param_groups"][0]["params"][0], str)
         if self.sharded != was_sharded:
             hint = "trainer.strategy must be fsdp2 where it was, and must not be where it was not"
@@ -120,9 +135,11 @@ class TrainingState:
 
 
 class Checkpoints:
-    """Writes checkpoints, each with `record` (recipe and class names), when they are due, and keeps the newest.
+    """Writes checkpoints, each with `record` (recipe and class names), when they are due, and keeps
+    the newest.
 
-    A write that fails is told and kept in `failure`, not raised: a full disk costs a checkpoint, not the training.
+    A write that fails is told and kept in `failure`, not raised: a full disk costs a checkpoint,
+    not the training.
     """
 
     def __init__(self, folder: Path, settings: CheckpointSettings, record: dict[str, Any]) -> None:
@@ -131,13 +148,24 @@ class Checkpoints:
         self.saved_at = time.monotonic()
 
     def is_due(self, step: int, epoch: int | None = None) -> bool:
-        """Whether steps, minutes or, at the end of an epoch (counted from 1), epochs ask for a checkpoint now."""
-        epochs, steps, minutes = self.settings.every_epochs, self.settings.every_steps, self.settings.every_minutes
+        """Whether steps, minutes or, at the end of an epoch (counted from 1), epochs ask for a
+        checkpoint now.
+        """
+        epochs, steps, minutes = (
+            self.settings.every_epochs,
+            self.settings.every_steps,
+            self.settings.every_minutes,
+        )
         late = minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
-        return late or bool((steps and step % steps == 0) or (epoch and epochs and epoch % epochs == 0))
+        return late or bool(
+            (steps and step % steps == 0) or (epoch and epochs and epoch % epochs == 0)
+        )
 
     def save(self, state: TrainingState) -> None:
-        """Write the newest checkpoint and remove those that are too many; a matter of all processes."""
+        """Write the newest checkpoint and remove those that are too many.
+
+        A matter of all processes.
+        """
         path = self.folder / f"step-{state.progress.step:08d}.ckpt"
         self.write(state, path)
         self.saved_at = time.monotonic()

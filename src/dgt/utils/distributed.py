@@ -1,4 +1,7 @@
-"""The processes of a distributed run, as one process sees them; a process alone is a group of one."""
+"""The processes of a distributed run, as one process sees them.
+
+A process alone is a group of one.
+"""
 
 from typing import Any
 

@@ -1,4 +1,6 @@
-"""Which optional library belongs to which extra of the package, and what to say where one is missing."""
+"""Which optional library belongs to which extra of the package, and what to say where one is
+missing.
+"""
 
 import importlib.util
 from collections.abc import Sequence
@@ -58,4 +60,6 @@ def require(what: str, libraries: Sequence[str], extra: str) -> None:
     """
     missing = [name for name in libraries if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(f"{what} needs {', '.join(missing)}, not installed here: {install_command(extra)}")
+        raise UserError(
+            f"{what} needs {', '.join(missing)}, not installed here: {install_command(extra)}"
+        )

@@ -1,4 +1,6 @@
-"""What goes into the record of a measurement: processor, versions, command, and numbers laid out as a table."""
+"""What goes into the record of a measurement: processor, versions, command, and numbers laid out as
+a table.
+"""
 
 import math
 import platform
@@ -16,7 +18,9 @@ STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 
 
 def processor() -> str:
-    """Name the GPU, or else the processor, with the family and model by which generations of one name differ."""
+    """Name the GPU, or else the processor, with the family and model by which generations of one
+    name differ.
+    """
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     info = Path("/proc/cpuinfo")
@@ -66,7 +70,10 @@ def interval(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 def wilson(share: float, count: int, z: float = 1.959964) -> tuple[float, float]:
-    """Wilson's interval for a share that was found among `count` images; 95 % for the default quantile `z`."""
+    """Wilson's interval for a share that was found among `count` images.
+
+    95 % for the default quantile `z`.
+    """
     scale = 1 + z * z / count
     center = (share + z * z / (2 * count)) / scale
     half = z / scale * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))

@@ -1,4 +1,6 @@
-"""Trained weights with their story: folders that say what is in them, where they are found, how they are checked."""
+"""Trained weights with their story: folders that say what is in them, where they are found, how
+they are checked.
+"""
 
 from dgt.weights.folder import (
     SHIPPED,

@@ -1,4 +1,7 @@
-"""The parts that the model card of a folder of weights must have; `tools/weights_card.py` writes such cards."""
+"""The parts that the model card of a folder of weights must have.
+
+`tools/weights_card.py` writes such cards.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,18 @@ def check_card(path: Path, metrics: Sequence[str]) -> None:
         UserError: a section or a row is missing.
     """
     parts = re.split(r"^## (.+)$", path.read_text(encoding="utf-8", errors="replace"), flags=re.M)
-    sections = {title.strip(): text.strip() for title, text in zip(parts[1::2], parts[2::2], strict=True)}
+    sections = {
+        title.strip(): text.strip() for title, text in zip(parts[1::2], parts[2::2], strict=True)
+    }
     missing = [section for section in SECTIONS if not sections.get(section)]
     if missing:
-        raise UserError(f"the card {path} is not complete: it lacks {', '.join(map(repr, missing))}")
-    rows = re.findall(r"^\|[^|]+\| +[\d.]+ % \| +[\d.]+ to [\d.]+ % +\|", sections["Metrics"], flags=re.M)
+        raise UserError(
+            f"the card {path} is not complete: it lacks {', '.join(map(repr, missing))}"
+        )
+    rows = re.findall(
+        r"^\|[^|]+\| +[\d.]+ % \| +[\d.]+ to [\d.]+ % +\|", sections["Metrics"], flags=re.M
+    )
     if not metrics or len(rows) < len(metrics):
-        raise UserError(f"the card {path} gives {len(rows)} metrics with an interval, {len(metrics)} were measured")
+        raise UserError(
+            f"the card {path} gives {len(rows)} metrics with an interval, {len(metrics)} were measured"
+        )

@@ -8,7 +8,8 @@ NAME/plan.safetensors                 of some: how `dgt.accelerate` does the att
 NAME/SHA256SUMS                       the checksums of all these files, as `sha256sum --check` reads them
 ```
 
-NAME is ARCHITECTURE.TAG, as in timm. Looked for are the folders in the one that `DGT_WEIGHTS` names, and the shipped.
+NAME is ARCHITECTURE.TAG, as in timm. Looked for are the folders in the one that `DGT_WEIGHTS`
+names, and the shipped.
 """
 
 from __future__ import annotations
@@ -39,12 +40,16 @@ def write_sums(folder: Path) -> None:
 
 
 def check_sums(folder: Path, names: Sequence[str] | None = None) -> list[str]:
-    """Return these names, by default of all files that belong to a folder of weights, whose checksums are right.
+    """Return these names, by default of all files that belong to a folder of weights, whose
+    checksums are right.
 
-    Raises UserError where it lacks SHA256SUMS or one of these files, or a file has another checksum.
+    Raises UserError where it lacks SHA256SUMS or one of these files, or a file has another
+    checksum.
     """
     if not (folder / SUMS).is_file():
-        raise UserError(f"{str(folder)!r} is no folder of weights: it has no {SUMS}, which `tools/weights.py` writes")
+        raise UserError(
+            f"{str(folder)!r} is no folder of weights: it has no {SUMS}, which `tools/weights.py` writes"
+        )
     lines = (folder / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()
     sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
     names = [*FILES, *({PLAN} & set(sums))] if names is None else list(names)
@@ -62,7 +67,8 @@ def check_sums(folder: Path, names: Sequence[str] | None = None) -> list[str]:
 def check_weights(folder: str | Path) -> dict[str, Any]:
     """Return what results.json of a folder of weights says.
 
-    Raises UserError where a checksum is wrong, the card lacks a section or a metric, or results.json the evaluation.
+    Raises UserError where a checksum is wrong, the card lacks a section or a metric, or
+    results.json the evaluation.
     """
     folder = Path(folder)
     check_sums(folder)
@@ -75,12 +81,21 @@ def check_weights(folder: str | Path) -> dict[str, Any]:
 
 
 def find_weights(name: str) -> Path:
-    """The folder of the weights ARCHITECTURE.TAG; UserError where there is none, or its model has another checksum."""
+    """The folder of the weights ARCHITECTURE.TAG.
+
+    UserError where there is none, or its model has another checksum.
+    """
     found = list_weights()
     if name not in found:
         chosen = os.environ.get(VARIABLE)
-        hint = f"{chosen!r}, which {VARIABLE} names, has none" if chosen else f"{VARIABLE} can name a folder with them"
-        raise UserError(f"there are no weights {name!r} here ({hint}); there are {', '.join(found)}")
+        hint = (
+            f"{chosen!r}, which {VARIABLE} names, has none"
+            if chosen
+            else f"{VARIABLE} can name a folder with them"
+        )
+        raise UserError(
+            f"there are no weights {name!r} here ({hint}); there are {', '.join(found)}"
+        )
     check_sums(found[name], MODEL)
     return found[name]
 
@@ -93,11 +108,18 @@ def list_weights() -> dict[str, Path]:
 
 
 def default_models(runs: str | Path = "runs") -> Iterator[tuple[Path, str]]:
-    """What to use where no model is given, each with a line that says so: finished runs, newest first, then SHIPPED."""
-    models = sorted(Path(runs).glob(f"*/model/{MODEL[0]}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    """What to use where no model is given, each with a line that says so: finished runs, newest
+    first, then SHIPPED.
+    """
+    models = sorted(
+        Path(runs).glob(f"*/model/{MODEL[0]}"), key=lambda path: path.stat().st_mtime, reverse=True
+    )
     for run in (model.parents[1] for model in models):
         yield run, f"no model given: taking the newest run that fits, {run}"
-    yield SHIPPED, f"no model given and no run in {runs}/ that fits: taking {SHIPPED.name}, trained on drawn scenes"
+    yield (
+        SHIPPED,
+        f"no model given and no run in {runs}/ that fits: taking {SHIPPED.name}, trained on drawn scenes",
+    )
 
 
 def weights_line(folder: str | Path, results: Mapping[str, Any]) -> str:
