@@ -15,6 +15,7 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import timm
 import torch
@@ -56,74 +57,49 @@ def describe(name: str) -> Model:
     return Model(name, cost.flops, cost.params, blocks, statistics)
 
 
+class Assumption(NamedTuple):
+    """A number that is assumed where the command line gives no other."""
+
+    default: float
+    help: str
+
+
+ASSUMPTIONS = {
+    "--peak": Assumption(989, "TFLOP/s of a GPU in bfloat16, dense (H100 SXM)"),
+    "--utilisation": Assumption(0.05, "share of it that a training reaches"),
+    "--block-floor": Assumption(1.5, "ms a step takes at least for each block"),
+    "--inside": Assumption(200, "GB/s of a GPU's links in a node"),
+    "--between": Assumption(25, "GB/s of a GPU between nodes"),
+    "--latency": Assumption(30, "microseconds of a hop of a small collective"),
+    "--image-bytes": Assumption(110e3, "of one file of ImageNet, mean"),
+    "--price": Assumption(2.5, "of a GPU for an hour, dollars"),
+}
+
+
 def arguments() -> argparse.Namespace:
     """Every assumption, as an option."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
-    add(
-        "--peak",
-        type=float,
-        default=989,
-        help="TFLOP/s of a GPU in bfloat16, dense (H100 SXM: %(default)s)",
-    )
-    add(
-        "--utilisation",
-        type=float,
-        default=0.05,
-        help="share of it that a training reaches (assumed %(default)s)",
-    )
-    add(
+    for name, assumed in ASSUMPTIONS.items():
+        text = f"{assumed.help} (assumed %(default)s)"
+        parser.add_argument(name, type=float, default=assumed.default, help=text)
+    parser.add_argument(
         "--gpu-rate",
         nargs="*",
         default=[],
         metavar="MODEL=N",
         help="measured training images/s of one GPU instead",
     )
-    add(
-        "--block-floor",
-        type=float,
-        default=1.5,
-        help="ms a step takes at least for each block (assumed %(default)s)",
-    )
-    add(
-        "--inside",
-        type=float,
-        default=200,
-        help="GB/s of a GPU's links in a node (assumed %(default)s)",
-    )
-    add(
-        "--between",
-        type=float,
-        default=25,
-        help="GB/s of a GPU between nodes (assumed %(default)s)",
-    )
-    add(
-        "--latency",
-        type=float,
-        default=30,
-        help="microseconds of a hop of a small collective (assumed %(default)s)",
-    )
-    add(
+    parser.add_argument(
         "--loader-rate",
         type=float,
         help="images/s of one core (default: measured, in results/loaders_cpu.json)",
     )
-    add("--cores", type=int, default=112, help="cores of a node of 8 GPUs (assumed %(default)s)")
-    add(
-        "--image-bytes",
-        type=float,
-        default=110e3,
-        help="of one file of ImageNet, mean (%(default)s)",
+    parser.add_argument(
+        "--cores", type=int, default=112, help="cores of a node of 8 GPUs (assumed %(default)s)"
     )
-    add(
-        "--price",
-        type=float,
-        default=2.5,
-        help="of a GPU for an hour, dollars (assumed %(default)s)",
-    )
-    add("--json", type=Path, help="file to write the tables to")
+    parser.add_argument("--json", type=Path, help="file to write the tables to")
     return parser.parse_args()
 
 

@@ -61,12 +61,15 @@ class LabelMapFolder:
         name = path
         try:
             with decoding(path) as opened:
-                # Pillow, too, ignores others
-                turned = opened.getexif().get(ExifTags.Base.Orientation) in range(2, 9)
-            image, name = decode_image(path), map_path
+                pixels = StoredImage(
+                    path, opened.size, opened.getexif().get(ExifTags.Base.Orientation, 1)
+                )
+            image = decode_image(path)
+            name = map_path
             with decoding(map_path) as opened:
-                fault = _kind_fault(opened) or _size_fault(opened.size, path, image.size, turned)
-                stored = np.array([] if fault else opened, dtype=np.uint8)
+                fault = _kind_fault(opened) or _size_fault(opened.size, pixels)
+                upright = opened if fault else _turned_with(opened, pixels)
+                stored = np.array([] if fault else upright, dtype=np.uint8)
         except UserError as error:
             return BrokenImage(name, str(error))
         # 0 becomes 255
@@ -162,12 +165,51 @@ def _kind_fault(opened: ImageFile.ImageFile) -> str:
     return f"expected a lossless label map, such as PNG, of one 8-bit channel (grey or palette), got {got}"
 
 
-def _size_fault(stored: tuple[int, int], image: str, size: tuple[int, int], turned: bool) -> str:
-    """Why a label map of width and height `stored` may not be that of an image, `turned` by EXIF
-    data; or empty.
+class StoredImage(NamedTuple):
+    """An image file: width and height of its pixels as stored, and its EXIF orientation."""
+
+    path: str
+    size: tuple[int, int]
+    orientation: int
+
+    @property
+    def is_turned(self) -> bool:
+        """Whether EXIF data turn or mirror it; values out of their range are ignored, as by Pillow."""
+        return self.orientation in range(2, 9)
+
+    @property
+    def upright_size(self) -> tuple[int, int]:
+        """Width and height as EXIF data turn it."""
+        width, height = self.size
+        return (height, width) if self.orientation in QUARTER_TURNS else (width, height)
+
+
+# What EXIF's orientations 5 to 8 do to the pixels as stored
+QUARTER_TURNS = {
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+def _size_fault(size: tuple[int, int], image: StoredImage) -> str:
+    """Why a label map of this width and height may not be that of an image; empty where it is.
+
+    Beside an image that EXIF data turn, the sizes must show whether the label map is of the upright
+    image or of the pixels as stored.
     """
-    if stored == size and not turned:
+    fits = size in (image.size, image.upright_size)
+    shows = not image.is_turned or image.size != image.upright_size
+    if fits and shows:
         return ""
-    has, image_has = ("{} x {}".format(*pair) for pair in (stored, size))
-    hint = ", turned by EXIF orientation: store it upright, without one" if turned else ""
-    return f"the label map has {has} pixels, its image {image} has {image_has}{hint}"
+    has, image_has = ("{} x {}".format(*pair) for pair in (size, image.upright_size))
+    hint = ", turned by EXIF orientation: store it upright, without one" if image.is_turned else ""
+    return f"the label map has {has} pixels, its image {image.path} has {image_has}{hint}"
+
+
+def _turned_with(opened: Image.Image, image: StoredImage) -> Image.Image:
+    """A label map of the pixels as stored, turned as EXIF data turn its image; another as it is."""
+    if not image.is_turned or opened.size == image.upright_size:
+        return opened
+    return opened.transpose(QUARTER_TURNS[image.orientation])

@@ -7,6 +7,7 @@ a `BrokenImage`.
 import os
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,8 @@ SUFFIXES = (
 LOOKED_FOR = f"(looked for {', '.join(SUFFIXES)})"
 SAVED = ("dataset_dict.json", "state.json")  # what `save_to_disk` writes
 CIFAR_FOLDER = "cifar-10-batches-py"
-# no longer read
-OLD = re.compile(rf".+\.npz|shards\.json|.+-\d{{6}}\.index|{CIFAR_FOLDER}|data_batch_1")
+OLD = re.compile(r".+\.npz|shards\.json|.+-\d{6}\.index")
+"""Files of formats that are no longer read."""
 # Names that decide where the types of a data set's columns do not.
 USUAL_COLUMNS = {
     "image": ("image", "img", "jpg", "jpeg", "png"),
@@ -217,9 +218,11 @@ def _choose_column(table: Any, kind: str, columns: dict[str, str | None], featur
 
 
 def _open_hub(root: StrPath) -> dict[str, Any]:
-    """The splits of a Hugging Face data set by name."""
+    """The splits of a Hugging Face data set, or of CIFAR-10's python layout, by name."""
     import datasets
 
+    if _is_cifar(Path(root)):
+        return _open_cifar(Path(root).resolve())
     saved = any((Path(root) / name).is_file() for name in SAVED)
     load: Any = datasets.load_from_disk if saved else datasets.load_dataset
     try:
@@ -231,6 +234,33 @@ def _open_hub(root: StrPath) -> dict[str, Any]:
             f"root: no Hugging Face data set can be read from {root} ({reason})"
         ) from error
     return dict(opened) if isinstance(opened, dict) else {str(opened.split or "train"): opened}
+
+
+def _is_cifar(root: Path) -> bool:
+    """Whether `root` is or holds CIFAR-10 in its python layout."""
+    return (root / CIFAR_FOLDER).is_dir() or (root.name == CIFAR_FOLDER and root.is_dir())
+
+
+@lru_cache(maxsize=1)
+def _open_cifar(root: Path) -> dict[str, Any]:
+    """CIFAR-10's python layout, read and checked by torchvision, as a data set in memory."""
+    import datasets
+    from torchvision.datasets import CIFAR10
+
+    parent = root.parent if root.name == CIFAR_FOLDER else root
+    splits = {}
+    for split in ("train", "test"):
+        try:
+            images: Any = CIFAR10(str(parent), train=split == "train", download=False)
+        except (RuntimeError, OSError) as error:
+            place = parent / CIFAR_FOLDER
+            raise UserError(f"root: {place} is not a whole copy of CIFAR-10 ({error})") from error
+        features = datasets.Features(
+            img=datasets.Image(), label=datasets.ClassLabel(names=list(images.classes))
+        )
+        columns = {"img": list(images.data), "label": list(images.targets)}
+        splits[split] = datasets.Dataset.from_dict(columns, features=features)
+    return splits
 
 
 class SceneImages(Scenes):
@@ -247,21 +277,19 @@ def _is_hub(root: Path) -> bool:
 
     FileNotFoundError where it is no folder either, UserError for a format that is no longer read.
     """
+    if _is_cifar(root):
+        return True
     if root.is_dir() and any(
         next(root.glob(mark), None) for mark in (*SAVED, "*.parquet", "*/*.parquet")
     ):
         return True
     if not root.exists() and re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(root)):
         return True
-    # beside folders of images such a file is a stray one
-    if folder_names(root) in ((), (CIFAR_FOLDER,)):
+    if not folder_names(root):  # beside folders of images such a file is a stray one
         names = [root.name] if root.is_file() else [found.name for found in root.glob("*")]
         if old := next(filter(OLD.fullmatch, names), None):
-            hint = "packed .npz files and shards are unpacked to folders SPLIT/CLASS/ by the lines of docs/scaling.md"
-            cifar = "of CIFAR-10 give the parquet files, --data.root uoft-cs/cifar10 where the hub can be reached"
-            raise UserError(
-                f"root: {root} holds {old}, of a format no longer read: {hint}; {cifar}"
-            )
+            hint = "unpack it to folders SPLIT/CLASS/ by the lines of docs/scaling.md"
+            raise UserError(f"root: {root} holds {old}, of a format no longer read: {hint}")
     if not root.is_dir():
         raise FileNotFoundError(f"root: there is no folder {root}")
     return False

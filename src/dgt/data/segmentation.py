@@ -8,8 +8,10 @@ ROOT/images/<split>/NAME.jpg  ROOT/labels/<split>/NAME.png          plain: label
 
 A label map is an 8-bit image of one channel (grey or palette), of its image's size; 255 is ignored
 in both layouts. What cannot be decoded is a `BrokenImage`, left out and counted; a label map that
-can be read but is wrong, or whose image EXIF data turn, which it may not follow, stops the run: a
-`WrongLabels`, which names the file.
+can be read but is wrong stops the run: a `WrongLabels`, which names the file. Beside an image that
+EXIF data turn by a quarter, a label map may be of the upright image or of the pixels as stored,
+with which it is turned; where sizes cannot show which (a half turn, a mirror, a square), it is
+wrong.
 
 Training follows Swin's recipe for ADE20K: rescale to fit a frame times a random ratio, crop, flip,
 distort the colours. Its batches are normalised crops (B, 3, S, S), zero where an image is smaller,
