@@ -21,7 +21,7 @@ of validation.
         --neighbours accelerate_imagenette/plan-0.01.safetensors --images 160 --out accelerate_neighbours.json
 
 And whether choosing makes the predicted error too low: errors of a plan, and of others that nobody
-chose, with more and fewer keys, on the images that chose it, on those kept aside, and on others.
+chose, with more and fewer keys, on the images that chose it, on those held out, and on others.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from dgt.utils.atomic_write import replacing, write_json
 
 OWN = "own"  # the model's attention, among the plans
 KEPT = 50  # images between two writes
-TIMES = (0.25, 1.0, 3.0)  # keys of a plan's neighbours by those of the plan
+TIMES = (0.25, 1.0, 3.0)  # keys of a plan's neighbors by those of the plan
 DRAWS = 4000  # of images, for how often an error is far off
 
 
@@ -158,7 +158,7 @@ def neighbours(options: argparse.Namespace, images: Images) -> None:
 
 
 def by_role(squares: Tensor, calibrate: int) -> dict[str, Any]:
-    """Errors of images that chose, were kept aside, and of others, of (images, plans, 2)."""
+    """Errors of images that chose, were held out, and of others, of (images, plans, 2)."""
     chose, aside = roles(calibrate)[1:]
     parts = {"chose": chose, "aside": aside, "others": range(calibrate, len(squares))}
     images, rows = {name: len(places) for name, places in parts.items()}, []

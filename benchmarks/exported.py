@@ -3,7 +3,7 @@ on the same threads.
 
     python benchmarks/exported.py [--model dgt_tiny] [--threads 2] [--rounds 7] [--int8] [--json FILE]
 
-With `--int8` also the file after onnxruntime's dynamic quantisation: of matrix products alone, and
+With `--int8` also the file after onnxruntime's dynamic quantization: of matrix products alone, and
 of convolutions too. Weights are random: speed does not depend on them, agreement of int8 does
 (`--checkpoint RUN` takes a trained model).
 """
@@ -32,7 +32,7 @@ INT8 = {"int8 MatMul": ["MatMul", "Gemm"], "int8 MatMul, Conv": ["MatMul", "Gemm
 
 
 def quantised(content: bytes, operators: list[str]) -> bytes:
-    """The same graph with int8 weights of these operators, and activations quantised as they come."""
+    """The same graph with int8 weights of these operators, and activations quantized as they come."""
     with tempfile.TemporaryDirectory() as folder:
         before, after = Path(folder) / "before.onnx", Path(folder) / "after.onnx"
         before.write_bytes(content)

@@ -30,7 +30,7 @@ RESULTS = Path(__file__).parent / "results" / "imagenette_cpu.json"
 
 
 def train(core: int, model: str, epochs: int, data: str, run: Path) -> subprocess.Popen[bytes]:
-    """Begin a training, or go on with it, on one core."""
+    """Begin a training, or continue with it, on one core."""
     settings = {
         "data.root": data,
         "out": str(run),

@@ -5,7 +5,7 @@ the same images.
 
 All take turns in one process, with the paper's augmentation for ImageNet (random resized crop,
 flip, rand-augment, random erasing, mixup and cutmix) at 224 px and as many workers. timm's loader
-runs as its own training script sets it up on a CPU: with its prefetcher, which normalises and
+runs as its own training script sets it up on a CPU: with its prefetcher, which normalizes and
 erases whole batches in the main process and mixes 8-bit images (`FastCollateMixup`), and without,
 where workers do all but mixing. A copy of the images may be enlarged first (`--enlarge 375`: the
 shorter side, about ImageNet's), since decoding is most of the work.

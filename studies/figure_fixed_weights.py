@@ -14,8 +14,8 @@ from matplotlib.ticker import NullLocator, PercentFormatter
 from dgt.figures.drawing import tidy
 from dgt.utils.errors import UserError
 
-# Okabe and Ito's colours; ours in blue and red, drawn over the others.
-STYLES: dict[str, tuple[str, str, str]] = {  # colour, marker, line
+# Okabe and Ito's colors; ours in blue and red, drawn over the others.
+STYLES: dict[str, tuple[str, str, str]] = {  # color, marker, line
     "groups, remainder": ("#c2410c", "o", "-"),
     "groups": ("#0072b2", "o", "-"),
     "random, remainder": ("#c2410c", "x", ":"),

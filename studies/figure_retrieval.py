@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from dgt.figures.drawing import tidy
 from dgt.utils.errors import UserError
 
-# Okabe and Ito's colours.
+# Okabe and Ito's colors.
 GROUPS = {1: ("#cc79a7", "D"), 4: ("#e69f00", "^"), 16: ("#009e73", "s"), 48: ("#0072b2", "o")}
 BARS = {  # rows of the right half, and how it names them
     "global": "global",

@@ -6,7 +6,7 @@ attend to the keys of the bird, the branches and the background. A token's label
 its pixels. For every DG-Attention layer, as shares of its queries that have a label:
 
 - pure: those with the label of most of their group, of labels that tie one; the same in groups of
-  the same sizes, drawn at random, and in patches of neighbours, as many as groups or nearly (a
+  the same sizes, drawn at random, and in patches of neighbors, as many as groups or nearly (a
   square number);
 - like: of a query's keys that have a label, those with its own: its group's, as many in a window
   around it, all by the weight that global attention would give them, as many at random;
@@ -103,7 +103,7 @@ def like_to_like(words: Sequence[str] = (), seeds: int = 3, out: str | Path | No
 
 
 def _labelled(recipe: Any, keys: Sequence[str], images: int) -> Labelled:
-    """Names of labels, and normalised images (1, 3, H, W) with label maps (H', W'), 255 where there
+    """Names of labels, and normalized images (1, 3, H, W) with label maps (H', W'), 255 where there
     is no label.
     """
     data = parse_recipe(recipe.to_dict(), keys).data
@@ -226,7 +226,7 @@ def _patches(grid: tuple[int, int], count: int) -> Tensor:
 
 
 def _shares(token: Tensor, ids: Tensor) -> Tensor:
-    """Shares of labels among the labelled ones of lists of tokens: (..., K) ids to (..., labels)."""
+    """Shares of labels among the labeled ones of lists of tokens: (..., K) ids to (..., labels)."""
     found = token[ids].sum(-2)
     return found / found.sum(-1, keepdim=True).clamp(min=1)
 

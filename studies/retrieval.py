@@ -1,6 +1,6 @@
 """Retrieval at a distance: can groups find keys that no window holds, and what do G and k decide?
 
-A map of S x S tokens has two halves with empty columns between them. In one half, drawn anew for
+A map of S x S tokens has two halves with empty columns between them. In one half, drawn again for
 every map, each of M codes stands once beside a value: a source. Tokens of the other half, the
 probes, hold a code alone and have to tell the value that its source has in this map. So whoever
 answers has looked at one certain token at a distance.
@@ -127,7 +127,7 @@ def make_batch(settings: Settings, size: int, generator: torch.Generator) -> Bat
 
 
 class ChosenKeys(GlobalAttention):
-    """The controls of a selection: every query has its own `top_k` keys, drawn anew each time, or
+    """The controls of a selection: every query has its own `top_k` keys, drawn again each time, or
     its best ones.
     """
 

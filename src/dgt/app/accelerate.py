@@ -42,7 +42,7 @@ def accelerate_model(
         name: what `timm.create_model` knows, a name with a slash on Hugging Face's hub, or a folder
             of either library with `config.json` and `model.safetensors`. Of a model of images and
             text the images' half is taken.
-        images: folder of image files, searched through; one in four is kept aside to measure the
+        images: folder of image files, searched through; one in four is held out to measure the
             error.
         error: relative error of the model's output.
         size: side of the images in pixels; None for the model's own.

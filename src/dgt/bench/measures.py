@@ -108,7 +108,7 @@ def memory_peak(run: Callable[[], object]) -> float | None:
         return int(re.findall(rf"{field}:\s*(\d+)", Path("/proc/self/status").read_text())[0])
 
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
     except OSError:
         return None
     before = status("VmRSS")

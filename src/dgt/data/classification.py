@@ -1,6 +1,6 @@
 """The data module of classification: any set that `dgt.data.readers` reads, or the built-in scenes.
 
-Batches are `(images, targets)`: float images (B, 3, S, S), normalised; int64 labels (B,), or soft
+Batches are `(images, targets)`: float images (B, 3, S, S), normalized; int64 labels (B,), or soft
 targets (B, classes) summing to one where mixup, cutmix or label smoothing is on in training.
 """
 
@@ -30,7 +30,7 @@ class ClassificationData(NormalizedData):
             built-in scenes.
         dataset: "auto" to see what lies at `root`, or "scenes".
         batch_size: images per batch and process; even where mixup or cutmix is on.
-        crop_ratio: in validation, side of the centre crop over the shorter side of the image.
+        crop_ratio: in validation, side of the center crop over the shorter side of the image.
         augmentation: training augmentation.
         cache: decode every image once, into memory: for small sets.
         image_column: column of a Hugging Face data set with the images; null to find it.
@@ -103,7 +103,7 @@ class ClassificationData(NormalizedData):
         return images, targets
 
     def finish(self, part: str, key: Key, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalise, and in training erase."""
+        """Normalize, and in training erase."""
         images = self.normalize(images)
         if part == "train" and self.augmentation.erasing:
             self.erasing.device = images.device

@@ -59,7 +59,7 @@ def decoding(source: Source) -> Iterator[ImageFile.ImageFile]:
 def decode_image(source: Source) -> Image.Image:
     """Decode a file, or its bytes, to an upright RGB image; UserError where that fails, saying why.
 
-    EXIF orientation is applied, transparent pixels are laid on white, 16-bit grey is scaled to 8
+    EXIF orientation is applied, transparent pixels are laid on white, 16-bit gray is scaled to 8
     bits.
     """
     with decoding(source) as opened:
@@ -91,7 +91,7 @@ def try_decode(source: Source, name: str, answer: int) -> tuple[Image.Image, int
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    """A loaded image in RGB, 16 bits of grey scaled to 8, what is transparent laid on white."""
+    """A loaded image in RGB, 16 bits of gray scaled to 8, what is transparent laid on white."""
     if image.mode == "F":
         raise UserError("floating-point pixels have no defined range")
     if image.mode.startswith("I"):

@@ -157,7 +157,7 @@ def _by_name(folder: Path) -> dict[str, str]:
 def _kind_fault(opened: ImageFile.ImageFile) -> str:
     """Why a file cannot hold a label map; empty where it can.
 
-    Fewer bits of grey are stretched in decoding.
+    Fewer bits of gray are stretched in decoding.
     """
     stretched = bool(opened.tile) and opened.tile[0].args in ("L;2", "L;4")
     if opened.mode in ("L", "P") and opened.format != "JPEG" and not stretched:

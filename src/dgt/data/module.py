@@ -215,7 +215,7 @@ class ImageData(ABC):
 
 @dataclass(eq=False)
 class NormalizedData(ImageData):
-    """Images that are normalised by the loader, in splits with names of their own.
+    """Images that are normalized by the loader, in splits with names of their own.
 
     Args:
         mean: mean of each channel, in 0 to 1, to subtract.

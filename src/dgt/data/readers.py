@@ -1,4 +1,4 @@
-"""Readers of labelled images: class folders, Hugging Face `datasets`, the built-in scenes.
+"""Readers of labeled images: class folders, Hugging Face `datasets`, the built-in scenes.
 
 Every reader is a plain sequence with `class_names`, whose items are an RGB image and its label, or
 a `BrokenImage`.
@@ -264,7 +264,7 @@ def _open_cifar(root: Path) -> dict[str, Any]:
 
 
 class SceneImages(Scenes):
-    """The built-in scenes as labelled images, without the maps, boxes and masks."""
+    """The built-in scenes as labeled images, without the maps, boxes and masks."""
 
     def __getitem__(self, index: int) -> Labelled:
         scene = super().__getitem__(index)

@@ -1,12 +1,12 @@
-"""The built-in `scenes` set: coloured shapes on textured backgrounds, drawn on demand, nothing to
+"""The built-in `scenes` set: colored shapes on textured backgrounds, drawn on demand, nothing to
 download.
 
 One image serves three tasks. Each holds one large object, whose kind is the class label (it covers
-more pixels than any other), and a few small ones of any kind; objects hide one another. Colour,
+more pixels than any other), and a few small ones of any kind; objects hide one another. Color,
 place, size, rotation and background say nothing about the kind. A scene is a pure function of
 (seed, split, index, size): any process, worker or machine draws the same one, and at another size
 it is the same image at another resolution. Shapes are signed distances, negative inside, drawn at
-equal area. Backgrounds are noise, stripes, checks and gradients between two muted colours.
+equal area. Backgrounds are noise, stripes, checks and gradients between two muted colors.
 """
 
 import colorsys
@@ -82,7 +82,7 @@ RADIUS = {kind: _radius(kind) for kind in KINDS}
 
 @lru_cache(maxsize=16)
 def _pixel_grid(size: int) -> tuple[Field, Field]:
-    """Pixel centres `(x, y)`, each (size, size), in units of the image side: 0 at the left or top
+    """Pixel centers `(x, y)`, each (size, size), in units of the image side: 0 at the left or top
     edge.
     """
     axis = (np.arange(size, dtype=np.float32) + 0.5) / size
@@ -118,7 +118,7 @@ def _octave_noise(rng: np.random.Generator, size: int, octaves: tuple[int, ...])
 
 
 def _pattern(rng: np.random.Generator, size: int) -> Field:
-    """(size, size) in about 0 to 1: how much of the second colour each pixel takes."""
+    """(size, size) in about 0 to 1: how much of the second color each pixel takes."""
     kind = TEXTURES[rng.integers(len(TEXTURES))]
     angle = rng.uniform(0, np.pi)
     phase = rng.uniform(0, 2 * np.pi, 2)
@@ -139,7 +139,7 @@ def _pattern(rng: np.random.Generator, size: int) -> Field:
 
 
 def _background(rng: np.random.Generator, size: int) -> tuple[Field, Field]:
-    """A textured background `(size, size, 3)` in 0 to 1, and its mean colour `(3,)`."""
+    """A textured background `(size, size, 3)` in 0 to 1, and its mean color `(3,)`."""
 
     def muted(hue: float, value: float) -> Field:
         return np.array(
@@ -192,7 +192,7 @@ class _Object:
 
 
 def _vivid_colour(rng: np.random.Generator, avoid: Field) -> Field:
-    """The first of a few random saturated colours that stands off from `avoid`, or else the one
+    """The first of a few random saturated colors that stands off from `avoid`, or else the one
     farthest from it.
     """
     drawn = rng.uniform((0, 0.55, 0.55), (1, 1, 1), (6, 3))

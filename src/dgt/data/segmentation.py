@@ -6,7 +6,7 @@ ROOT/images/<split>/NAME.jpg  ROOT/annotations/<split>/NAME.png     ADE20K: labe
 ROOT/images/<split>/NAME.jpg  ROOT/labels/<split>/NAME.png          plain: label c is class c
 ```
 
-A label map is an 8-bit image of one channel (grey or palette), of its image's size; 255 is ignored
+A label map is an 8-bit image of one channel (gray or palette), of its image's size; 255 is ignored
 in both layouts. What cannot be decoded is a `BrokenImage`, left out and counted; a label map that
 can be read but is wrong stops the run: a `WrongLabels`, which names the file. Beside an image that
 EXIF data turn by a quarter, a label map may be of the upright image or of the pixels as stored,
@@ -14,7 +14,7 @@ with which it is turned; where sizes cannot show which (a half turn, a mirror, a
 wrong.
 
 Training follows Swin's recipe for ADE20K: rescale to fit a frame times a random ratio, crop, flip,
-distort the colours. Its batches are normalised crops (B, 3, S, S), zero where an image is smaller,
+distort the colors. Its batches are normalized crops (B, 3, S, S), zero where an image is smaller,
 and `LabelMaps`; those of validation lists of whole images (3, H, W) and label maps (H, W), of their
 own size: `dgt.tasks.segment` scales them.
 """
@@ -50,7 +50,7 @@ class SegmentationAugmentation:
         max_class_share: largest share that one class may have in a crop, unless ten tries find none
             better.
         flip: probability of a horizontal flip.
-        distortion: probability of each of four changes of colour: brightness, contrast, saturation,
+        distortion: probability of each of four changes of color: brightness, contrast, saturation,
             hue.
     """
 
@@ -119,7 +119,7 @@ def choose_crop(labels: Tensor, size: int, max_share: float) -> list[int]:
     """Top, left, height and width of a random square of `size` pixels, or less where the label map
     (H, W) is smaller.
 
-    Drawn again, up to ten times, where one class has `max_share` or more of the labelled pixels.
+    Drawn again, up to ten times, where one class has `max_share` or more of the labeled pixels.
     """
     height, width = labels.shape
     for _ in range(CROP_TRIES):
@@ -262,7 +262,7 @@ class SegmentationData(NormalizedData):
         return default_collate(samples) if len(samples) >= self.smallest_batch else ([], [])
 
     def finish(self, part: str, key: Key, images: Any, targets: Any) -> tuple[Any, Any]:
-        """Normalise; padding becomes zeros."""
+        """Normalize; padding becomes zeros."""
         if part == "val":
             return [self.normalize(image) for image in images], targets
         images = self.normalize(images)

@@ -2,7 +2,7 @@
 evaluation crop.
 
 The augmentation is that of Swin and CSWin, from timm: random resized crop, flip, rand-augment or
-colour jitter for each 8-bit image; mixup and cutmix over the batch of them; normalisation and
+color jitter for each 8-bit image; mixup and cutmix over the batch of them; normalization and
 random erasing on the device. Small images may be padded, cropped and flipped instead of resized.
 All of it draws from the global generators; the callers seed these.
 """
@@ -64,7 +64,7 @@ class Augmentation:
         cutmix: alpha of cutmix, 0 for none.
         mixup_switch_prob: probability of cutmix rather than mixup, where both are on.
         smoothing: label smoothing, 0 to 1.
-        min_scale: smallest share of the area that the random resized crop keeps; 1 for the centre
+        min_scale: smallest share of the area that the random resized crop keeps; 1 for the center
             square, always.
         flip: probability of a horizontal flip.
         pad_crop: pad by so many pixels and crop at random, in place of the random resized crop; 0
@@ -129,7 +129,7 @@ def crop_long(image: Image.Image) -> Image.Image:
     """Cut an image longer than `MAX_ASPECT` times its width (or height) down to that, around its
     middle.
 
-    Resizing such a strip's shorter side would make gigabytes, of which a centre crop shows a small
+    Resizing such a strip's shorter side would make gigabytes, of which a center crop shows a small
     part.
     """
     width, height = (min(side, MAX_ASPECT * min(image.size)) for side in image.size)
@@ -174,7 +174,7 @@ def evaluation_transform(
     image_size: int, crop_ratio: float = 0.875, interpolation: str = "bicubic"
 ) -> Callable[[Image.Image], Tensor]:
     """From a PIL image to uint8 (3, image_size, image_size): resized to 1 / `crop_ratio` of that,
-    its centre cropped.
+    its center cropped.
 
     UserError for a `crop_ratio` outside (0, 1].
     """

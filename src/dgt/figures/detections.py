@@ -1,4 +1,4 @@
-"""Detections drawn over their image: a wash of colour on every mask, a box, the category's name and
+"""Detections drawn over their image: a wash of color on every mask, a box, the category's name and
 its score.
 """
 
@@ -45,7 +45,7 @@ def draw_detections(
     found in it.
 
     Drawn are detections whose score reaches the threshold, 0 to 1, the surest on top; each of the
-    `class_names` has its colour. Raises UserError for a threshold outside [0, 1], or masks of
+    `class_names` has its color. Raises UserError for a threshold outside [0, 1], or masks of
     another size than the image.
     """
     if not 0 <= threshold <= 1:

@@ -11,7 +11,7 @@ from dgt.figures.drawing import tidy
 from dgt.models import BlockDiagnosis
 from dgt.utils.errors import UserError
 
-# Head of the table's column, name in the figure, one of Okabe and Ito's colours, marker and its
+# Head of the table's column, name in the figure, one of Okabe and Ito's colors, marker and its
 # area; the model's own
 # choice stands out, what it is measured against stays quiet.
 CHOICES = {

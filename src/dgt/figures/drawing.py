@@ -1,4 +1,4 @@
-"""Drawing a panel: light on tokens, colours that tell groups apart, and axes whose units are
+"""Drawing a panel: light on tokens, colors that tell groups apart, and axes whose units are
 tokens.
 """
 
@@ -16,8 +16,8 @@ from PIL import Image, ImageOps
 from dgt.figures.panel import Array, GroupPanel
 from dgt.utils.errors import UserError
 
-# Okabe and Ito's colours, the bright ones first: told apart by colour-blind readers, and all stand
-# out from grey.
+# Okabe and Ito's colors, the bright ones first: told apart by color-blind readers, and all stand
+# out from gray.
 PAIR_COLOURS = (
     "#56b4e9",
     "#ffa62b",
@@ -74,7 +74,7 @@ def images_of(panels: Sequence[GroupPanel], long_side: int) -> list[Array]:
 
 
 def spread(cells: Array, size: tuple[int, ...]) -> Array:
-    """(h, w, ...) over tokens to (H, W, ...) over pixels: every pixel takes the token its centre
+    """(h, w, ...) over tokens to (H, W, ...) over pixels: every pixel takes the token its center
     lies in.
     """
     rows = (2 * np.arange(size[0]) + 1) * cells.shape[0] // (2 * size[0])
@@ -83,18 +83,18 @@ def spread(cells: Array, size: tuple[int, ...]) -> Array:
 
 
 def dimmed(image: Array) -> Array:
-    """The image (H, W, 3), darker and nearly grey."""
+    """The image (H, W, 3), darker and nearly gray."""
     return np.asarray(0.42 * (0.75 * (image @ LUMINANCE)[..., None] + 0.25 * image) + 0.05)
 
 
 def lit(image: Array, light: Array, colour: Array) -> Array:
-    """The image, dimmed and greyed where `light` (h, w) is 0, washed with the colour where it is 1."""
+    """The image, dimmed and grayed where `light` (h, w) is 0, washed with the color where it is 1."""
     amount = spread(light, image.shape)[..., None]
     return np.asarray((1 - amount) * dimmed(image) + amount * (0.35 * image + 0.65 * colour))
 
 
 def group_colours(image: Array, panel: GroupPanel) -> Array:
-    """The image with every token in its group's colour.
+    """The image with every token in its group's color.
 
     Light and dark shine through, padding stays dimmed.
     """
@@ -106,7 +106,7 @@ def group_colours(image: Array, panel: GroupPanel) -> Array:
 
 
 def distinct_colours(number: int) -> Array:
-    """(number, 3) colours, each as far from all before it as can be in the perceptual space Oklab."""
+    """(number, 3) colors, each as far from all before it as can be in the perceptual space Oklab."""
     steps = np.linspace(0, 1, 20)
     candidates = np.stack(np.meshgrid(steps, steps, steps, indexing="ij"), axis=-1).reshape(-1, 3)
     linear = np.where(

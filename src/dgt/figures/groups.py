@@ -86,7 +86,7 @@ def figure_groups(panels: Sequence[GroupPanel], groups: int | Sequence[int] = 3)
 
 
 def figure_group_map(panels: Sequence[GroupPanel]) -> Figure:
-    """All groups at once: a row per panel; its image, and a map that gives every token the colour
+    """All groups at once: a row per panel; its image, and a map that gives every token the color
     of its group.
 
     Over each map stand the number of groups with a query and the perplexity of the group sizes (the

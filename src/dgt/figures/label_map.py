@@ -1,7 +1,7 @@
-"""Label maps as images: classes in colours over the image, with a legend; truth and predictions
+"""Label maps as images: classes in colors over the image, with a legend; truth and predictions
 side by side.
 
-A class has the same colour in every figure of a model: colours depend on the number of classes
+A class has the same color in every figure of a model: colors depend on the number of classes
 alone.
 """
 
@@ -21,11 +21,11 @@ from dgt.utils.errors import UserError
 
 IGNORED = 255  # the label of pixels that have none
 OPACITY = 0.6
-UNLABELLED = 0.12  # grey of pixels without a label
+UNLABELLED = 0.12  # gray of pixels without a label
 
 
 def class_colours(number: int) -> Array:
-    """(256, 3) colours in [0, 1]: of each class, as far apart as can be; dark grey for what has no
+    """(256, 3) colors in [0, 1]: of each class, as far apart as can be; dark gray for what has no
     label.
 
     Raises UserError for fewer than 1 or more than 255 classes.
@@ -47,7 +47,7 @@ def label_png(labels: Array, number: int) -> bytes:
 
 
 def overlay(image: Array, labels: Array, colours: Array) -> Array:
-    """The image (H, W, 3) uint8 under the colours of its labels (H, W), with outlines.
+    """The image (H, W, 3) uint8 under the colors of its labels (H, W), with outlines.
 
     Floats (H, W, 3) in [0, 1].
     """
@@ -61,7 +61,7 @@ def overlay(image: Array, labels: Array, colours: Array) -> Array:
 
 
 def figure_label_map(image: Array, labels: Array, class_names: Sequence[str]) -> Figure:
-    """The image under its classes' colours; below, a legend of the classes that are there, the
+    """The image under its classes' colors; below, a legend of the classes that are there, the
     largest first.
 
     image (H, W, 3) and labels (H, W), 255 for none, are uint8; class_names are those of all

@@ -3,7 +3,7 @@
 Every BatchNorm of the network stands between a GELU and a convolution. Its affine map moves into
 that convolution; with zero padding this is exact inside the image, and at its borders once the part
 of the shift that would come from outside is taken off again. ``x + depthwise(x)`` is one depthwise
-convolution whose centre tap is one larger. Packing of weights is a compiler's or another runtime's
+convolution whose center tap is one larger. Packing of weights is a compiler's or another runtime's
 (docs/export.md).
 """
 
@@ -122,7 +122,7 @@ class FoldedConv(PredictsOnly):
     borders.
 
     ``conv`` is 3x3, stride 1, padding 1, dense or depthwise. Zero padding stands *behind* the
-    normalisation: what is outside has no shift. The folded bias holds the shift of all nine taps,
+    normalization: what is outside has no shift. The folded bias holds the shift of all nine taps,
     so at the borders the taps outside are taken off again. Under a mask the same holds for every
     padded place, and the shift becomes a convolution of the mask.
     """
@@ -179,7 +179,7 @@ class FoldedConv(PredictsOnly):
 
 
 class FoldedStem(PredictsOnly):
-    """A :class:`ConvStem` whose first two normalisations are folded into the convolutions after
+    """A :class:`ConvStem` whose first two normalizations are folded into the convolutions after
     them.
     """
 
@@ -204,7 +204,7 @@ class FoldedStem(PredictsOnly):
 
 
 class FoldedFFN(PredictsOnly):
-    """An :class:`InvertedResidualFFN` whose three normalisations and residual are folded into its
+    """An :class:`InvertedResidualFFN` whose three normalizations and residual are folded into its
     convolutions.
     """
 

@@ -50,7 +50,7 @@ class Source:
             mode.
         outputs: name of each of those.
         size: the only side of images that the module takes, in pixels; None where it takes any.
-        about: further facts, kept in the file: what the classes are, how images are normalised.
+        about: further facts, kept in the file: what the classes are, how images are normalized.
         fixed: batch, height and width of all images that the file is for; None leaves free what the
             module does.
     """
@@ -166,7 +166,7 @@ def encode_onnx(source: Source) -> bytes:
     model.opset_imports.pop("dgt", None)  # all functions are inlined
     model.metadata_props.update(source.about)
     file = onnx_ir.to_proto(model)
-    # whoever reads it infers shapes; those of weights confuse onnxruntime's quantisation
+    # whoever reads it infers shapes; those of weights confuse onnxruntime's quantization
     del file.graph.value_info[:]
     content: bytes = file.SerializeToString()
     return content

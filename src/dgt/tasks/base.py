@@ -1,4 +1,4 @@
-"""What a task is: one row that says how its network is built, what it minimises, how it is measured
+"""What a task is: one row that says how its network is built, what it minimizes, how it is measured
 and predicts.
 """
 
@@ -18,12 +18,12 @@ from dgt.models.cost import Cost
 from dgt.tasks.network import ModelSettings
 
 Losses = dict[str, Tensor]
-"""Scalars by name: "loss" is what is minimised, the others are its parts, logged as `train/NAME`.
+"""Scalars by name: "loss" is what is minimized, the others are its parts, logged as `train/NAME`.
 """
 
 Source = str | Path | Tensor
 """An image file, or the bytes (3, H, W) of an image as the network gets it: cropped, not yet
-normalised.
+normalized.
 """
 
 
@@ -88,11 +88,11 @@ class Metrics(ABC):
 
     @abstractmethod
     def compute(self) -> dict[str, float]:
-        """The metrics by name, shares in [0, 1]; a matter of all processes."""
+        """The metrics by name, shares in [0, 1]; all processes must call it."""
 
 
 @dataclass(frozen=True)
-class Counted:
+class CostSpec:
     """How the models of a task are counted, and what the paper prints.
 
     Args:
@@ -140,7 +140,7 @@ class Task:
     """
 
     name: str
-    counted: Counted
+    counted: CostSpec
     data: type[ImageData]
     build: Callable[[ModelSettings, int, int], nn.Module]
     headline: Mapping[str, str]

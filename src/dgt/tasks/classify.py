@@ -17,7 +17,7 @@ from dgt.data.classification import ClassificationData
 from dgt.data.image_io import open_image
 from dgt.data.transforms import Normalize, evaluation_transform
 from dgt.models.cost import PAPER, cost
-from dgt.tasks.base import Counted, LoadedRun, Losses, Metrics, Prediction, Source, Task
+from dgt.tasks.base import CostSpec, LoadedRun, Losses, Metrics, Prediction, Source, Task
 from dgt.tasks.network import build_classifier
 from dgt.utils.distributed import gather_objects
 from dgt.utils.errors import UserError
@@ -58,7 +58,7 @@ class ClassificationMetrics(Metrics):
 
 
 def read_image(run: LoadedRun, image: Source) -> tuple[Tensor, NDArray[np.uint8]]:
-    """An image as a classifier sees it, a file resized and cropped: normalised (1, 3, H, W), and
+    """An image as a classifier sees it, a file resized and cropped: normalized (1, 3, H, W), and
     its pixels (H, W, 3).
 
     Raises as `open_image`, and UserError for a model of another task.
@@ -97,7 +97,7 @@ def draw(run: LoadedRun, prediction: Prediction) -> Image.Image:
 
 CLASSIFY = Task(
     name="classify",
-    counted=Counted(cost, (224, 224), PAPER, (*PAPER, "dgt_nano")),
+    counted=CostSpec(cost, (224, 224), PAPER, (*PAPER, "dgt_nano")),
     data=ClassificationData,
     build=build_classifier,
     headline={"top1": "top-1", "top5": "top-5"},

@@ -18,7 +18,16 @@ from torch import Tensor, nn
 from dgt.data.coco import Entry, coco_places
 from dgt.data.detection import DetectionData
 from dgt.models.heads.mask_rcnn import build_mask_rcnn, mask_rcnn_cost
-from dgt.tasks.base import Counted, LoadedRun, Losses, Metrics, Prediction, Source, Task, read_bytes
+from dgt.tasks.base import (
+    CostSpec,
+    LoadedRun,
+    Losses,
+    Metrics,
+    Prediction,
+    Source,
+    Task,
+    read_bytes,
+)
 from dgt.tasks.network import ModelSettings
 from dgt.utils.distributed import gather_objects
 from dgt.utils.errors import UserError
@@ -225,7 +234,7 @@ def files(run: LoadedRun, prediction: Prediction, drawing: Image.Image) -> dict[
 
 DETECT = Task(
     name="detect",
-    counted=Counted(mask_rcnn_cost, (800, 1280), PAPER),
+    counted=CostSpec(mask_rcnn_cost, (800, 1280), PAPER),
     data=DetectionData,
     build=build_detector,
     headline={

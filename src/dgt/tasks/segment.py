@@ -24,7 +24,16 @@ from dgt.data.transforms import Normalize
 from dgt.models.cost import Cost, cost
 from dgt.models.heads.upernet import build_upernet
 from dgt.models.padding import real_pixels
-from dgt.tasks.base import Counted, LoadedRun, Losses, Metrics, Prediction, Source, Task, read_bytes
+from dgt.tasks.base import (
+    CostSpec,
+    LoadedRun,
+    Losses,
+    Metrics,
+    Prediction,
+    Source,
+    Task,
+    read_bytes,
+)
 from dgt.tasks.network import ModelSettings
 from dgt.utils.errors import UserError
 
@@ -37,7 +46,7 @@ PAPER = {"dgt_tiny": (52.5, 954.0), "dgt_small": (81.9, 1074.0), "dgt_base": (12
 def segmentation_loss(
     logits: Tensor, labels: Tensor, class_weights: Sequence[float] | None = None
 ) -> Tensor:
-    """Mean cross entropy of the labelled pixels, computed in float32; 0 where no pixel has a label.
+    """Mean cross entropy of the labeled pixels, computed in float32; 0 where no pixel has a label.
 
     Logits (B, classes, H, W), labels int64 (B, H, W), 255 where there is none; `class_weights` are
     what a pixel of each class counts, None for 1.
@@ -93,7 +102,7 @@ def segmentation_scores(confusion: Tensor) -> dict[str, Tensor]:
         Shares in [0, 1]: `iou` of each class, (classes,), NaN for one that is neither there nor
             predicted, and `miou`,
         the mean over the others; `mean_accuracy`, the mean over the classes that are there of the
-        share of their pixels that is found; `accuracy`, the share of all labelled pixels that is
+        share of their pixels that is found; `accuracy`, the share of all labeled pixels that is
         right.
     """
     counts = confusion.to(torch.float64) if confusion.device.type != "mps" else confusion.float()
@@ -150,7 +159,7 @@ class SegmentationMetrics(Metrics):
 def predict_labels(
     network: nn.Module, images: Tensor, scale: tuple[int, int], test: SegmentationTest
 ) -> Tensor:
-    """The most probable class of every pixel, int64 (B, H, W), of normalised images (B, 3, H, W) of
+    """The most probable class of every pixel, int64 (B, H, W), of normalized images (B, 3, H, W) of
     any size.
 
     `network`, in evaluation mode, gives logits (B, classes, h, w) of images (B, 3, h, w) scaled to
@@ -269,7 +278,7 @@ def predict(run: LoadedRun, image: Source, top_k: int) -> Prediction:
 
 
 def draw(run: LoadedRun, prediction: Prediction) -> Image.Image:
-    """The image under its classes' colours, with a legend."""
+    """The image under its classes' colors, with a legend."""
     from dgt.figures import raster
     from dgt.figures.label_map import figure_label_map
 
@@ -295,7 +304,7 @@ def _count(name: str, image_size: tuple[int, int]) -> Cost:
 
 SEGMENT = Task(
     name="segment",
-    counted=Counted(_count, (512, 2048), PAPER),
+    counted=CostSpec(_count, (512, 2048), PAPER),
     data=SegmentationData,
     build=build_segmenter,
     headline={"miou": "mIoU", "accuracy": "pixel accuracy"},

@@ -81,7 +81,7 @@ class Report(logging.Handler):
         LOGGER.setLevel(level)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a sentence, a warning on standard error; add it to the log."""
+        """Print a sentence, a warning on stderr; add it to the log."""
         text = record.getMessage()
         if record.levelno >= logging.WARNING:
             tqdm.write(f"dgt: warning: {text}", file=sys.stderr)

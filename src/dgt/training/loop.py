@@ -73,7 +73,7 @@ class Objective(nn.Module):
         self.network, self.losses = network, losses
 
     def forward(self, batch: Batch) -> Losses:
-        """Losses of one batch; "loss" is what is minimised."""
+        """Losses of one batch; "loss" is what is minimized."""
         try:
             return self.losses(self.network, batch.images, batch.targets)
         except NonFiniteInput:
@@ -136,7 +136,7 @@ class Training:
             if not (
                 self.in_step or self.fabric.world_size > 1 or isinstance(error, FloatingPointError)
             ):
-                # not `save`, which raises anew for too many broken images
+                # not `save`, which raises again for too many broken images
                 self.checkpoints.save(self.state)
             raise
         finally:
@@ -295,7 +295,7 @@ class Training:
         raise Preempted(130 if signal.SIGINT in self.stops else 0)
 
     def save(self) -> None:
-        """Write a checkpoint of here; a matter of all processes."""
+        """Write a checkpoint of here; all processes must call it."""
         join_broken_images(self.data.broken_images)
         self.checkpoints.save(self.state)
 

@@ -175,7 +175,7 @@ class Checkpoints:
                     old.unlink()
 
     def write(self, state: TrainingState, path: Path) -> None:
-        """Write one checkpoint whole or not at all; a matter of all processes."""
+        """Write one checkpoint whole or not at all; all processes must call it."""
         content, buffer = {RECORD_KEY: self.record, **state.state_dict()}, io.BytesIO()
         if not state.fabric.is_global_zero:
             return

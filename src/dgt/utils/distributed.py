@@ -19,7 +19,7 @@ def world_size() -> int:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """The plain value of every process, in their order; a matter of all processes."""
+    """The plain value of every process, in their order; all processes must call it."""
     found = [value] * world_size()
     if len(found) > 1:
         dist.all_gather_object(found, value)

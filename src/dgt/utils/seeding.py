@@ -23,7 +23,7 @@ def generator(*parts: int | str) -> np.random.Generator:
 
 
 def reseed(*parts: int | str) -> None:
-    """Seed the global generators with `parts` anew.
+    """Seed the global generators with `parts` again.
 
     To be called inside of `seeded`, which puts the old states back.
     """
