@@ -22,9 +22,17 @@ def run(out: str | Path = "runs/demo", seed: int = 0, epochs: int | None = None)
     """Train the nano model on the built-in scenes, measure it on held-out ones, predict a few and
     draw its attention.
 
-    An earlier demo in the folder `out` is replaced; `epochs` None are the recipe's. Returns what
-    was found and what to look at, as text. Raises FileExistsError for a folder with something else,
-    NotADirectoryError for a file.
+    Args:
+        out: folder to write; an earlier demo in it is replaced.
+        seed: of the training.
+        epochs: passes over the scenes; None for the recipe's.
+
+    Returns:
+        What was found and what to look at, as text.
+
+    Raises:
+        FileExistsError: the folder holds something else.
+        NotADirectoryError: `out` is a file.
     """
     start = time.perf_counter()
     folder = _clear(Path(out))

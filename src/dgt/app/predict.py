@@ -16,13 +16,21 @@ from dgt.utils.errors import UserError
 def predict_files(
     run: LoadedRun, images: Sequence[str | Path], out: str | Path, top_k: int = 5
 ) -> list[dict[str, Any]]:
-    """Predict image files and write the files of the model's task, if it has any, into the folder
-    `out`.
+    """Predict image files, and write the files of the model's task, if it has any.
 
-    Returns, for each image in order, plain values: `image`, `error` (None, or why it could not be
-    read), what the task tells (of a classifier the `top_k` best classes), and the `files` written.
-    Raises UserError for two images of one name, whose drawings would be the same files,
-    NotADirectoryError where `out` is a file, OSError where it cannot be written to.
+    Args:
+        run: the trained model.
+        images: image files.
+        out: folder of the files.
+        top_k: how many classes a classifier gives.
+
+    Returns:
+        Plain values for each image, in order: `image`, `error` (None, or why it could not be read),
+        what the task finds, and the `files` written.
+
+    Raises:
+        UserError: two images have one name, so that their drawings would be the same files.
+        OSError: `out` is a file or cannot be written to.
     """
     folder, task, told = Path(out), TASKS[run.recipe.task], []
     if task.files is not None:

@@ -123,11 +123,18 @@ def _draw_training(
 def diagnose_run(
     checkpoint: str | Path, images: Sequence[str | Path], out: str | Path
 ) -> list[BlockDiagnosis]:
-    """Diagnose a trained classifier on image files, at least one, and draw what was found as PNG,
-    SVG or PDF.
+    """Diagnose a trained classifier on image files, and draw what was found.
 
-    Returns what `dgt.diagnose` returns. Raises as `load_run`, `read_image`, `dgt.diagnose` and
-    `save_figure` do.
+    Args:
+        checkpoint: checkpoint, run folder or model folder.
+        images: image files, at least one.
+        out: PNG, SVG or PDF to write.
+
+    Returns:
+        What `dgt.diagnose` returns.
+
+    Raises:
+        UserError, OSError: as `load_run`, `read_image`, `dgt.diagnose` and `save_figure`.
     """
     run = load_run(checkpoint)
     blocks = diagnose(run.network, torch.cat([read_image(run, image)[0] for image in images]))
@@ -136,10 +143,14 @@ def diagnose_run(
 
 
 def draw_training(run: LoadedRun, images: Sequence[Tensor]) -> dict[str, NDArray[np.uint8]]:
-    """Draw what a model on the CPU finds in images, uint8 (3, H, W) as it gets them, and its groups
-    if it is a DGT.
+    """Draw what a model on the CPU finds in images, and its groups if it is a DGT.
 
-    Returns images (H, W, 3) uint8: "predictions/0" and so on, and "groups".
+    Args:
+        run: the trained model.
+        images: uint8 (3, H, W), as the model gets them.
+
+    Returns:
+        Images (H, W, 3) uint8 by name: "predictions/0" and so on, and "groups".
     """
     task = TASKS[run.recipe.task]
     drawn = {

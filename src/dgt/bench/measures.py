@@ -64,8 +64,14 @@ def milliseconds(run: Callable[[], object]) -> float:
 
 
 def medians(rounds: int, candidates: Mapping[Name, Callable[[], float]]) -> dict[Name, float]:
-    """Let the candidates take turns, of which the first warms up, and return the median of what
-    each returned.
+    """Let candidates take turns, after a turn that warms up.
+
+    Args:
+        rounds: number of turns.
+        candidates: functions that return what is measured, by name.
+
+    Returns:
+        The median of what each returned.
     """
     turns = [{name: run() for name, run in candidates.items()} for _ in range(rounds + 1)][1:]
     return {name: statistics.median(turn[name] for turn in turns) for name in candidates}
@@ -75,10 +81,15 @@ def medians(rounds: int, candidates: Mapping[Name, Callable[[], float]]) -> dict
 def own_process(
     name: str, environment: dict[str, str] | None = None
 ) -> Iterator[Callable[..., Any]]:
-    """A process of its own, in which ``environment`` differs: what is yielded calls functions of
-    modules there.
+    """Start a process for one candidate.
 
-    LostProcess where such a call fails, with the process's name and the reason.
+    Args:
+        name: of the candidate, for messages.
+        environment: variables that differ in it.
+
+    Yields:
+        A function that calls a function of a module in the process, with arguments, and returns its
+        result; it raises LostProcess, with the reason, where the call fails.
     """
 
     def ask(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -303,12 +303,18 @@ def available_splits(root: StrPath) -> tuple[str, ...]:
 def open_images(
     root: StrPath, split: str, train_split: str | None = None, **columns: str | None
 ) -> HubImages | ImageFolder:
-    """The reader for a split of what lies at `root`: a Hugging Face data set, on the hub or not, or
-    class folders.
+    """Open a split of what lies at `root`: a Hugging Face data set, on the hub or not, CIFAR-10's
+    python layout, or class folders.
 
-    It is held to the classes of `train_split`, if that is there; `columns` are `image_column` and
-    `label_column` of a Hugging Face data set, None to find them. Raises as the readers;
-    FileNotFoundError where nothing is there.
+    Args:
+        root: folder, or name on the hub.
+        split: name of the split.
+        train_split: the reader is held to the classes of this split, if it is there.
+        columns: `image_column` and `label_column` of a Hugging Face data set; None to find them.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        UserError: as the readers.
     """
     hub, classes = _is_hub(Path(root)), None
     if train_split not in (None, split) and train_split in available_splits(root):

@@ -264,10 +264,16 @@ def _paint(image: Field, owner: NDArray[np.int16], item: _Object, number: int) -
 
 
 def draw_scene(index: int, split: str = "train", image_size: int = 64, seed: int = 0) -> Scene:
-    """Draw scene number `index` of a split, "train", "val" or "test", at `image_size` x
-    `image_size` pixels.
+    """Draw a scene.
 
-    Raises UserError for an unknown split, a size under 32, a negative index or seed.
+    Args:
+        index: its number in the split, from 0.
+        split: "train", "val" or "test".
+        image_size: side in pixels, at least 32.
+        seed: of the whole data set, at least 0.
+
+    Raises:
+        UserError: an argument is out of range.
     """
     if split not in SPLITS:
         raise UserError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")

@@ -104,10 +104,15 @@ class SegmentationTest:
 def fitting_size(
     size: tuple[int, int], frame: tuple[int, int], ratio: float = 1.0
 ) -> tuple[int, int]:
-    """Height and width of an image of `size` (height, width) scaled to fit a frame, its shape kept.
+    """Compute the size of an image scaled to fit a frame, its shape kept; at least 32 pixels a side.
 
-    The largest that fit `ratio * frame`, longest longer and longest shorter side in either order;
-    at least 32 each.
+    Args:
+        size: height and width of the image.
+        frame: longest longer and longest shorter side, in either order.
+        ratio: the frame is multiplied by it.
+
+    Returns:
+        Height and width.
     """
     longer, shorter = (int(side * ratio) for side in sorted(frame, reverse=True))
     factor = min(longer / max(size), shorter / min(size))
@@ -116,10 +121,17 @@ def fitting_size(
 
 
 def choose_crop(labels: Tensor, size: int, max_share: float) -> list[int]:
-    """Top, left, height and width of a random square of `size` pixels, or less where the label map
-    (H, W) is smaller.
+    """Choose a random square crop, or less where the label map is smaller.
 
-    Drawn again, up to ten times, where one class has `max_share` or more of the labeled pixels.
+    Drawn again, up to ten times, where one class has too many of the labeled pixels.
+
+    Args:
+        labels: (H, W).
+        size: side of the square in pixels.
+        max_share: share of the labeled pixels from which on a class has too many.
+
+    Returns:
+        Top, left, height and width.
     """
     height, width = labels.shape
     for _ in range(CROP_TRIES):

@@ -139,10 +139,15 @@ def crop_long(image: Image.Image) -> Image.Image:
 def training_transform(
     image_size: int, augmentation: Augmentation, mean: Triple = IMAGENET_MEAN
 ) -> Callable[[Image.Image], Tensor]:
-    """From a PIL image to uint8 (3, image_size, image_size), augmented at random, but for mixing
-    and erasing.
+    """Make the random transform of training, but for mixing and erasing.
 
-    `mean` fills what rand-augment moves in from outside the image.
+    Args:
+        image_size: side of the result in pixels.
+        augmentation: what is drawn at random.
+        mean: fills what rand-augment moves in from outside the image.
+
+    Returns:
+        A function from a PIL image to uint8 (3, image_size, image_size).
     """
     crop, colour, _ = create_transform(
         image_size,

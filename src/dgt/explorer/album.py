@@ -48,9 +48,15 @@ class RefusedError(Exception):
 def decode_upload(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Decode bytes from anybody to an upright RGB image of at most `LONG_SIDE` pixels a side.
 
-    `data` is a whole JPEG, PNG, WebP, GIF (its first frame) or BMP file. Larger images than
-    `max_pixels` are refused by their header, before anything is decoded, and JPEGs of very many
-    scans. Raises RefusedError for anything else.
+    Larger images than `max_pixels` are refused by their header, before anything is decoded, and
+    JPEGs of very many scans.
+
+    Args:
+        data: a whole JPEG, PNG, WebP, GIF (its first frame) or BMP file.
+        max_pixels: pixels of the image at most.
+
+    Raises:
+        RefusedError: it is anything else.
     """
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
@@ -155,11 +161,13 @@ class Album:
 
 
 def fit_sides(image: Image.Image, side: int, step: int) -> tuple[int, int]:
-    """Height and width for an image such that its area is near `side` squared and token grids lie
-    on it without a rest.
+    """Choose height and width for an image so that its area is near `side` squared and token grids
+    fit it exactly.
 
-    Multiples of `step`, neither below 32 nor more than twice the other; `side`, at least 32, for
-    both where the image is square and `side` such a multiple.
+    Args:
+        image: its shape is kept as far as possible; neither side becomes more than twice the other.
+        side: in pixels, at least 32; taken as it is for a square image if it is a multiple of `step`.
+        step: both sides are multiples of it, of at least 32.
     """
     wanted = min(max(image.width / image.height, 0.5), 2.0)
     choices = [length for length in range(step, 2 * side + step, step) if length >= 32]

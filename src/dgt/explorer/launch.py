@@ -34,8 +34,9 @@ def serve(
         host: address to listen on; anything but a loopback address lets others in.
         port: TCP port; 0 for any free one.
 
-    Raises as `load_run`, `image_files` and `Explorer` do; UserError for a port out of range or in
-    use.
+    Raises:
+        UserError, OSError: as `load_run`, `image_files` and `Explorer`.
+        UserError: the port is out of range or in use.
     """
     if not 0 <= port <= 65535:
         raise UserError(f"port must lie in 0 to 65535, got {port}")
@@ -62,9 +63,18 @@ def serve(
 def export(
     folder: str | Path, checkpoint: str | Path | None = None, image: str | Path | None = None
 ) -> str:
-    """Write the page as files, of the images given, else the scenes; tell what.
+    """Write the page as files for any host.
 
-    Errors as `serve` and `export_page`.
+    Args:
+        folder: to write.
+        checkpoint: as `find_run` takes it.
+        image: an image file, or a folder of them; None for the built-in scenes.
+
+    Returns:
+        What was written, as text.
+
+    Raises:
+        UserError, OSError: as `serve` and `export_page`.
     """
     check_folder(Path(folder))
     album = Album() if image is None else Album(image_files(image), scenes=False)
@@ -88,10 +98,15 @@ def find_run(checkpoint: str | Path | None) -> LoadedRun:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens before any model is loaded: a port in use is told at once, and who
-    comes early waits.
+    """Open a socket before any model is loaded: a port in use is reported at once, and early visitors
+    wait.
 
-    Raises UserError where the address cannot be bound, and why.
+    Args:
+        host: address.
+        port: TCP port; 0 for any free one.
+
+    Raises:
+        UserError: the address cannot be bound; the message says why.
     """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -30,10 +30,18 @@ SIDE = 768  # of the images
 
 
 def export_page(explorer: Explorer, folder: str | Path) -> int:
-    """Write the page, whole or not at all, with all images of the album, and return its bytes.
+    """Write the page with all images of the album, whole or not at all.
 
-    Raises UserError where `folder` holds something that is no earlier export, OSError where it
-    cannot be written.
+    Args:
+        explorer: the model and the album.
+        folder: to write; an earlier export in it is replaced.
+
+    Returns:
+        The number of bytes.
+
+    Raises:
+        UserError: the folder holds something else.
+        OSError: it cannot be written.
     """
     folder = Path(folder)
     check_folder(folder)

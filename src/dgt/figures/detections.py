@@ -41,12 +41,16 @@ def draw_detections(
     class_names: Sequence[str],
     threshold: float = SHOWN_SCORE,
 ) -> Image.Image:
-    """The RGB image, enlarged to a longer side of 640 pixels where it is smaller, under what was
-    found in it.
+    """Draw detections over an image, enlarged to a longer side of 640 pixels where it is smaller.
 
-    Drawn are detections whose score reaches the threshold, 0 to 1, the surest on top; each of the
-    `class_names` has its color. Raises UserError for a threshold outside [0, 1], or masks of
-    another size than the image.
+    Args:
+        image: RGB.
+        found: what was found in it; the most confident are drawn on top.
+        class_names: of all classes; each has its color.
+        threshold: least score of what is drawn, in [0, 1].
+
+    Raises:
+        UserError: the threshold is out of range, or masks have another size than the image.
     """
     if not 0 <= threshold <= 1:
         raise UserError(f"threshold must lie in [0, 1], got {threshold}")

@@ -154,10 +154,13 @@ def show(figure: Figure, box: tuple[float, ...], image: Array, grid: tuple[int, 
 def sheet(
     cells: Sequence[Cell], columns: int, width: float, room: tuple[float, float] = (0, 0)
 ) -> Figure:
-    """Images row by row, in cells `width` inches wide, each under its label; a row is as high as
-    its highest image.
+    """Lay images out row by row, each under its label; a row is as high as its highest image.
 
-    `room` is the least width of the figure, and what is left free at its lower edge, in inches.
+    Args:
+        cells: the images.
+        columns: cells in a row.
+        width: of a cell, in inches.
+        room: least width of the figure, and what is left free at its lower edge, in inches.
     """
     rows = [cells[start : start + columns] for start in range(0, len(cells), columns)]
     heights = [max(height_of(image, width) for image, *_ in row) for row in rows]

@@ -32,13 +32,20 @@ PAIR_GAP = 0.15
 
 
 def figure_groups(panels: Sequence[GroupPanel], groups: int | Sequence[int] = 3) -> Figure:
-    """The paper's figure: a row per panel; its image, then pairs of a query group and the keys it
-    selected.
+    """Draw the paper's figure: a row for each panel with its image, then pairs of a query group and
+    the keys that it selected.
 
-    groups: how many groups `choose_groups` picks for every panel, or the indices of the groups to
-    show in all of them. Returns a figure whose axes run row by row: image, queries, keys, queries,
-    keys, ... A panel with fewer groups leaves its last pairs blank. Raises UserError naming the
-    argument.
+    Args:
+        panels: what to draw.
+        groups: how many groups `choose_groups` picks for every panel, or the indices of the groups to
+            show in all of them.
+
+    Returns:
+        A figure whose axes run row by row: image, queries, keys, queries, keys, ... A panel with
+        fewer groups leaves its last pairs blank.
+
+    Raises:
+        UserError: an argument is wrong; the message names it.
     """
     images = drawing.images_of(panels, 384)
     shown = [_groups_to_show(panel, groups) for panel in panels]
@@ -86,12 +93,20 @@ def figure_groups(panels: Sequence[GroupPanel], groups: int | Sequence[int] = 3)
 
 
 def figure_group_map(panels: Sequence[GroupPanel]) -> Figure:
-    """All groups at once: a row per panel; its image, and a map that gives every token the color
-    of its group.
+    """Draw all groups at once: a row for each panel with its image and a map that gives every token
+    the color of its group.
 
     Over each map stand the number of groups with a query and the perplexity of the group sizes (the
-    number of equal groups that would be as spread out). Returns a figure whose axes run row by row:
-    image, map. Raises UserError naming the argument.
+    number of equal groups that would be as spread out).
+
+    Args:
+        panels: what to draw.
+
+    Returns:
+        A figure whose axes run row by row: image, map.
+
+    Raises:
+        UserError: an argument is wrong; the message names it.
     """
     cells: list[drawing.Cell] = []
     for panel, image in zip(panels, drawing.images_of(panels, 768), strict=True):
@@ -105,11 +120,18 @@ def figure_group_map(panels: Sequence[GroupPanel]) -> Figure:
 
 
 def figure_contact_sheet(panels: Sequence[GroupPanel], columns: int | None = None) -> Figure:
-    """Many maps at once: the first panel's image, then every panel's map of groups under its title,
-    row by row.
+    """Draw many maps at once: the first panel's image, then every panel's map of groups under its
+    title, row by row.
 
-    columns: cells in a row; None for a sheet that is somewhat wider than tall. Returns a figure
-    whose axes are the image and the maps, in order. Raises UserError naming the argument.
+    Args:
+        panels: what to draw.
+        columns: cells in a row; None for a sheet that is somewhat wider than tall.
+
+    Returns:
+        A figure whose axes are the image and the maps, in order.
+
+    Raises:
+        UserError: an argument is wrong; the message names it.
     """
     columns = math.ceil(math.sqrt(1.5 * (len(panels) + 1))) if columns is None else columns
     if columns < 1:

@@ -23,8 +23,14 @@ SUFFIXES = (".pdf", ".png", ".svg")
 def save_figure(figure: Figure, path: str | Path, dpi: int = 200) -> None:
     """Write a figure as PNG, SVG or PDF, by the path's suffix; the file appears whole or not at all.
 
-    dpi: pixels per inch of a PNG, and of the images inside an SVG or PDF. Raises UserError for
-    another suffix or a dpi below 1, FileNotFoundError where the folder is missing.
+    Args:
+        figure: what to write.
+        path: ends in .png, .svg or .pdf.
+        dpi: pixels per inch of a PNG, and of the images inside an SVG or PDF.
+
+    Raises:
+        UserError: another suffix, or a dpi below 1.
+        FileNotFoundError: the folder is missing.
     """
     path = _check(path, SUFFIXES, dpi)
     with replacing(path) as partial:
@@ -34,11 +40,18 @@ def save_figure(figure: Figure, path: str | Path, dpi: int = 200) -> None:
 def save_animation(
     figures: Sequence[Figure], path: str | Path, seconds: float = 0.7, dpi: int = 120
 ) -> None:
-    """Write figures of one size as the frames of a GIF that starts over; the file appears whole or
-    not at all.
+    """Write figures of one size as the frames of a GIF that repeats; the file appears whole or not at
+    all.
 
-    seconds: how long each frame stands; the last one stands three times as long. dpi: pixels per
-    inch. Raises UserError naming the argument, FileNotFoundError where the folder is missing.
+    Args:
+        figures: the frames.
+        path: ends in .gif.
+        seconds: how long each frame stands; the last one stands three times as long.
+        dpi: pixels per inch.
+
+    Raises:
+        UserError: an argument is wrong; the message names it.
+        FileNotFoundError: the folder is missing.
     """
     path = _check(path, (".gif",), dpi)
     if len(figures) == 0:

@@ -61,11 +61,16 @@ def overlay(image: Array, labels: Array, colours: Array) -> Array:
 
 
 def figure_label_map(image: Array, labels: Array, class_names: Sequence[str]) -> Figure:
-    """The image under its classes' colors; below, a legend of the classes that are there, the
-    largest first.
+    """Draw an image under its classes' colors; below, a legend of the classes that are there, largest
+    first.
 
-    image (H, W, 3) and labels (H, W), 255 for none, are uint8; class_names are those of all
-    classes. Raises UserError for shapes that do not fit, or labels that have no name.
+    Args:
+        image: uint8 (H, W, 3).
+        labels: uint8 (H, W), 255 for none.
+        class_names: of all classes.
+
+    Raises:
+        UserError: shapes do not fit, or labels have no name.
     """
     _check(image, labels, class_names)
     drawn = overlay(image, labels, class_colours(len(class_names)))
@@ -78,10 +83,15 @@ def figure_label_map(image: Array, labels: Array, class_names: Sequence[str]) ->
 def figure_comparison(
     rows: Sequence[tuple[Array, Array, Array]], class_names: Sequence[str]
 ) -> Figure:
-    """A row for each image: the image, its true label map and the predicted one; below, the legend.
+    """Draw a row for each image: the image, its true label map and the predicted one; below, the
+    legend.
 
-    A row is an image (H, W, 3), its labels and those predicted (H, W), all uint8. Raises UserError
-    for no rows, and as `figure_label_map` does.
+    Args:
+        rows: an image (H, W, 3), its labels and those predicted (H, W), all uint8, for each row.
+        class_names: of all classes.
+
+    Raises:
+        UserError: there are no rows; and as `figure_label_map`.
     """
     if not rows:
         raise UserError("rows must hold at least one image, got none")

@@ -70,11 +70,17 @@ def panels_of(
     block: int | None = None,
     every: bool = False,
 ) -> list[GroupPanel]:
-    """Panels of what a model's layers grouped and chose in the first image of a batch.
+    """Make panels of what a model's layers grouped and chose in the first image of a batch.
 
-    records: from `dgt.group_records`, one a block. image: (H, W, 3) uint8, as the model got it.
-    head: from 0. block: from 0; None for the last one at each resolution. every: a panel for every
-    block that has the head instead. Raises UserError for a block or a head that is not there.
+    Args:
+        records: from `dgt.group_records`, one for each block.
+        image: (H, W, 3) uint8, as the model got it.
+        head: attention head, from 0.
+        block: from 0; None for the last one at each resolution.
+        every: make a panel for every block that has the head instead.
+
+    Raises:
+        UserError: there is no such block or head.
     """
     heads = [record.attention.group_ids.shape[1] for record in records]
     if block is not None and not 0 <= block < len(records):
@@ -107,11 +113,19 @@ def choose_groups(
 ) -> list[int]:
     """Pick groups worth showing: large ones that differ from each other in place and in keys.
 
-    group_ids: (L,) integers, or (h, w) to tell place by row and column, -1 for padding. key_ids:
-    (G, k) integers, -1 for an empty slot. Starts with the largest group, then takes again and again
-    the one with the best product of size, distance to the groups taken and share of keys that those
-    lack; ties go to the lowest index. Returns at most `count` indices, fewer where fewer groups
-    have a query and a key. Raises UserError or TypeError naming the argument.
+    Starts with the largest group, then repeatedly takes the one with the best product of size,
+    distance to the groups taken and share of keys that those lack; ties go to the lowest index.
+
+    Args:
+        group_ids: (L,) integers, or (h, w) to give place by row and column; -1 for padding.
+        key_ids: (G, k) integers; -1 for an empty slot.
+        count: how many to pick.
+
+    Returns:
+        At most `count` indices, fewer where fewer groups have a query and a key.
+
+    Raises:
+        UserError, TypeError: an argument is wrong; the message names it.
     """
     group_ids, key_ids = to_array(group_ids), to_array(key_ids)
     _check_ids(group_ids, key_ids)

@@ -58,10 +58,18 @@ class ClassificationMetrics(Metrics):
 
 
 def read_image(run: LoadedRun, image: Source) -> tuple[Tensor, NDArray[np.uint8]]:
-    """An image as a classifier sees it, a file resized and cropped: normalized (1, 3, H, W), and
-    its pixels (H, W, 3).
+    """Prepare an image as a classifier sees it; a file is resized and cropped.
 
-    Raises as `open_image`, and UserError for a model of another task.
+    Args:
+        run: a trained classifier.
+        image: a file, or the bytes of an image.
+
+    Returns:
+        Normalized (1, 3, H, W), and the pixels (H, W, 3).
+
+    Raises:
+        FileNotFoundError, UserError: as `open_image`.
+        UserError: the model is of another task.
     """
     if run.recipe.task != CLASSIFY.name:
         raise UserError(

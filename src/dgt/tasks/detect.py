@@ -39,12 +39,15 @@ PAPER = {"dgt_tiny": (42.0, 272.0), "dgt_small": (70.0, 386.0), "dgt_base": (108
 
 
 def build_detector(settings: ModelSettings, num_classes: int, image_size: int) -> nn.Module:
-    """Build the recipe's model as the backbone of a Mask R-CNN for so many classes, background not
-    counted.
+    """Build the recipe's model as the backbone of a Mask R-CNN.
 
-    The recipe's `head` holds keyword arguments of `dgt.build_mask_rcnn`; images' shorter side
-    becomes `image_size`. UserError where there is no such model, or it or the head does not take
-    these arguments.
+    Args:
+        settings: the recipe's model; its `head` holds keyword arguments of `dgt.build_mask_rcnn`.
+        num_classes: without background.
+        image_size: what the shorter side of images is resized to, in pixels.
+
+    Raises:
+        UserError: there is no such model, or it or the head does not take these arguments.
     """
     settings.check_head(
         "max_size", "fpn_channels", "box_channels", "mask_channels", "anchor_sizes", "options"
@@ -97,14 +100,20 @@ def average_precision(
     detections: Sequence[Entry],
     image_ids: Iterable[int] | None = None,
 ) -> dict[str, float]:
-    """Compare detections, as from :func:`coco_results`, with `images`, `annotations` and
-    `categories` in COCO's format, in all images or those of `image_ids`. UserError for a detection
-    of an image that the ground truth lacks.
+    """Compare detections with a ground truth, as COCO defines it.
+
+    Args:
+        ground_truth: `images`, `annotations` and `categories` in COCO's format.
+        detections: as from :func:`coco_results`.
+        image_ids: the images to compare in; None for all.
 
     Returns:
         `box_ap`, `box_ap50`, `box_ap75`, `box_ap_small`, `box_ap_medium`, `box_ap_large` (small is
         less than 32 x 32 pixels, large 96 x 96 and more), and the same of masks; shares in [0, 1],
         or -1 where no object is of that size.
+
+    Raises:
+        UserError: a detection is of an image that the ground truth lacks.
     """
     from faster_coco_eval import COCO, COCOeval_faster
 

@@ -73,10 +73,14 @@ class ModelSettings:
 
 
 def model_arguments(settings: ModelSettings, image_size: int) -> dict[str, Any]:
-    """Keyword arguments for `timm.create_model`: the recipe's, and `img_size` in pixels where the
-    model needs it.
+    """Collect the keyword arguments for `timm.create_model`.
 
-    Raises UserError where timm knows no such model.
+    Args:
+        settings: the recipe's model.
+        image_size: side in pixels, passed as `img_size` where the model needs it.
+
+    Raises:
+        UserError: timm has no such model.
     """
     if not timm.is_model(settings.name):
         near = difflib.get_close_matches(settings.name, timm.list_models(), n=3)
@@ -90,10 +94,19 @@ def model_arguments(settings: ModelSettings, image_size: int) -> dict[str, Any]:
 
 
 def build_classifier(settings: ModelSettings, num_classes: int, image_size: int) -> nn.Module:
-    """Build the recipe's model as a classifier: (B, 3, image_size, image_size) -> (B, num_classes).
+    """Build the recipe's model as a classifier.
 
-    UserError where timm knows no such model, it does not take these arguments, or arguments of a
-    head are given.
+    Args:
+        settings: the recipe's model.
+        num_classes: number of classes.
+        image_size: side of the images in pixels.
+
+    Returns:
+        A module from (B, 3, image_size, image_size) to (B, num_classes).
+
+    Raises:
+        UserError: timm has no such model, it does not take these arguments, or arguments of a head
+            are given.
     """
     settings.check_head()
     arguments = model_arguments(settings, image_size)

@@ -116,12 +116,17 @@ class ScheduleSettings:
 def learning_rate(
     step: int, total_steps: int, optimizer: OptimizerSettings, schedule: ScheduleSettings
 ) -> float:
-    """Learning rate of the step after `step` optimizer steps of `total_steps`, at the batch size
-    the recipe states.
+    """Compute the learning rate of a step, at the batch size that the recipe states.
 
     With W warm-up steps of T in all: linear from `warmup_lr` at step 0 to `lr` at step W, then half
     a cosine or a line from `lr` to `min_lr` at step T, where it stays; or `lr`, a tenth of it after
     the first milestone, and so on.
+
+    Args:
+        step: optimizer steps taken before.
+        total_steps: T.
+        optimizer: has `lr`.
+        schedule: has the rest.
     """
     warmup_steps = schedule.warmup_steps
     if warmup_steps is None:
@@ -148,11 +153,15 @@ def batch_scale(settings: OptimizerSettings, global_batch: int) -> float:
 
 
 def build_optimizer(model: nn.Module, settings: OptimizerSettings, global_batch: int) -> AdamW:
-    """AdamW over a module's parameters, its rate scaled to the batch, in a group with weight decay
-    and one without.
+    """Build AdamW over a module's parameters, in a group with weight decay and one without.
 
     Without decay: biases, parameters of one dimension, and those that `no_weight_decay()` names, in
     the model or in one of its modules, as in timm.
+
+    Args:
+        model: its parameters are optimized.
+        settings: rates and decay, stated at `lr_batch` images a step.
+        global_batch: images of a step, over all devices and accumulated batches.
     """
     exempt = [
         f"{prefix}.{name}".lstrip(".")

@@ -46,10 +46,12 @@ PAPER = {"dgt_tiny": (52.5, 954.0), "dgt_small": (81.9, 1074.0), "dgt_base": (12
 def segmentation_loss(
     logits: Tensor, labels: Tensor, class_weights: Sequence[float] | None = None
 ) -> Tensor:
-    """Mean cross entropy of the labeled pixels, computed in float32; 0 where no pixel has a label.
+    """Compute the mean cross entropy of the labeled pixels, in float32; 0 where no pixel has a label.
 
-    Logits (B, classes, H, W), labels int64 (B, H, W), 255 where there is none; `class_weights` are
-    what a pixel of each class counts, None for 1.
+    Args:
+        logits: (B, classes, H, W).
+        labels: int64 (B, H, W), 255 where there is none.
+        class_weights: what a pixel of each class counts; None for 1.
     """
     weights = logits.new_tensor(class_weights or [1.0] * logits.shape[1], dtype=torch.float32)
     total = F.cross_entropy(logits.float(), labels, weights, ignore_index=IGNORED, reduction="sum")
@@ -57,11 +59,17 @@ def segmentation_loss(
 
 
 def build_segmenter(settings: ModelSettings, num_classes: int, image_size: int) -> nn.Module:
-    """Build UperNet over the recipe's model, for training crops of `image_size` pixels.
+    """Build UperNet over the recipe's model.
 
-    UserError where timm knows no such model, it is no backbone of four stages, or it or the head
-    does not take these arguments; where `class_weights` of the head are no number above 0 for each
-    class.
+    Args:
+        settings: the recipe's model; its `head` holds `class_weights` and arguments of
+            `dgt.build_upernet`.
+        num_classes: number of classes.
+        image_size: side of the training crops in pixels.
+
+    Raises:
+        UserError: timm has no such model, it is no backbone of four stages, it or the head does not
+            take these arguments, or `class_weights` are no positive number for each class.
     """
     settings.check_head("channels", "auxiliary_channels", "class_weights")
     head = {"class_weights": None, **settings.head}
@@ -159,12 +167,16 @@ class SegmentationMetrics(Metrics):
 def predict_labels(
     network: nn.Module, images: Tensor, scale: tuple[int, int], test: SegmentationTest
 ) -> Tensor:
-    """The most probable class of every pixel, int64 (B, H, W), of normalized images (B, 3, H, W) of
-    any size.
+    """Predict the most probable class of every pixel.
 
-    `network`, in evaluation mode, gives logits (B, classes, h, w) of images (B, 3, h, w) scaled to
-    fit a frame with the longer and shorter side `scale`; `test` says the scales, mirroring and
-    windows.
+    Args:
+        network: in evaluation mode; gives logits (B, classes, h, w) of images (B, 3, h, w).
+        images: normalized, (B, 3, H, W) of any size.
+        scale: longer and shorter side of the frame that images are scaled to fit.
+        test: scales, mirroring and windows.
+
+    Returns:
+        int64 (B, H, W).
     """
     if len(test.scales) > 1 or test.flip:
         return predict_probabilities(network, images, scale, test).argmax(dim=1)

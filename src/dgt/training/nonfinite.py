@@ -43,11 +43,16 @@ def snapshot_state(network: nn.Module) -> Callable[[], None]:
 
 
 def nan_debug(objective: nn.Module, network: nn.Module, batch: Any) -> str | None:
-    """Name the first that is not finite in a step, whose gradients are still there; runs its
-    forward again.
+    """Find what is not finite first in a step whose gradients are still there; runs its forward again.
 
-    It is the batch, a layer's output, the loss, a buffer, or the gradient of a weight; None where
-    all is finite.
+    Args:
+        objective: the network with its losses.
+        network: the network in it.
+        batch: of the step.
+
+    Returns:
+        The batch, a layer's output, the loss, a buffer, or the gradient of a weight, in words; None
+        where all is finite.
     """
     found: list[str] = []
 

@@ -40,11 +40,17 @@ def write_sums(folder: Path) -> None:
 
 
 def check_sums(folder: Path, names: Sequence[str] | None = None) -> list[str]:
-    """Return these names, by default of all files that belong to a folder of weights, whose
-    checksums are right.
+    """Check files of a folder of weights against its checksums.
 
-    Raises UserError where it lacks SHA256SUMS or one of these files, or a file has another
-    checksum.
+    Args:
+        folder: with SHA256SUMS.
+        names: files to check; None for all that belong to a folder of weights.
+
+    Returns:
+        The names.
+
+    Raises:
+        UserError: SHA256SUMS or a file is missing, or a file has another checksum.
     """
     if not (folder / SUMS).is_file():
         raise UserError(
