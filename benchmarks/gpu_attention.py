@@ -111,10 +111,10 @@ def accelerated(case: Case) -> dict[str, Any]:
         "own_centroids": lambda: groups(dgt.find_centroids(query[:, :, PREFIX:], centroids, 1), "triton"),
         "sdpa": lambda: F.scaled_dot_product_attention(query, key, value),
         "flash": lambda: flash(query, key, value),
-        "eager": lambda: groups(centroids, "eager"),
+        "torch": lambda: groups(centroids, "torch"),
     }
     # In float32: in bfloat16 the plain path rounds the remainder's constant, 1 % of its result at 16,384 tokens.
-    found, plain = steps["triton"]().float(), groups(centroids, "eager", *(tensor.float() for tensor in tensors))
+    found, plain = steps["triton"]().float(), groups(centroids, "torch", *(tensor.float() for tensor in tensors))
     error = float((found - plain).square().mean().sqrt() / plain.square().mean().sqrt())
     if not error <= 0.01:
         raise RuntimeError(f"wrong result before timing: {error:.2e} of its size from the plain path")
@@ -122,7 +122,7 @@ def accelerated(case: Case) -> dict[str, Any]:
     row["model_ms"] = predicted(case, "accelerated")
     with torch.no_grad():
         for name, step in steps.items():
-            row |= attempt(name, partial(times, name, step, graph=name != "eager"))
+            row |= attempt(name, partial(times, name, step, graph=name != "torch"))
     return row | ratios(row, list(steps)[1:])
 
 

@@ -9,7 +9,7 @@
 # nothing where all is done; exit status 0: done, 3: call again, 1: something failed. On an H200 all of it should take
 # three calls, less than thirty minutes: an estimate, nobody has run it there.
 #
-#   check      a few steps with the Triton kernels; where they fail, the rest runs with backend="eager", and says so
+#   check      a few steps with the Triton kernels; where they fail, the rest runs with backend="torch", and says so
 #   record     the table `imagenette`: 5, 20, 80 and 200 epochs, in this order
 #   blocks, hybrids    these tables with DGT-T, Swin-T and CSWin-T: EPOCHS epochs (default 10) of batch 128
 #
@@ -65,7 +65,7 @@ table() { # name, table, further words: train it, and copy it where it is whole
 check() { # a few steps; notes the backend that works
     [ -e "$out/backend" ] && return 0
     local backend
-    for backend in auto eager; do
+    for backend in auto torch; do
         rm -rf "$out/check"
         if run "$python" -m dgt train imagenette128 --out "$out/check" "${common[@]}" --data.train_size 128 \
             --data.val_size 64 --schedule.epochs 1 --schedule.warmup_epochs 0 --model.args.backend "$backend"; then

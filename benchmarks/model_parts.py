@@ -31,7 +31,10 @@ OPERATORS = {
     "dgt::group_queries": "grouping",
     "dgt::select_keys": "selection",
     "dgt::attend": "attention in groups",
-    "dgt::attention": "grouping, selection and attention of few tokens",
+    "dgt::native_group_queries": "grouping",
+    "dgt::native_select_keys": "selection",
+    "dgt::native_attend": "attention in groups",
+    "dgt::native_attention": "grouping, selection and attention",
     "aten::scaled_dot_product_attention": "attention over all keys",
 }
 MARK = "part: "

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "dgt"
 
 TASK_NAMES = {"classify", "segment", "detect"}
-BACKENDS = ("reference", "eager", "triton")
+BACKENDS = ("reference", "native", "torch", "triton")
 PUBLIC_UNDERSCORES = {"_asdict", "_replace", "_fields", "_make", "_exit"}  # of named tuples and `os`, documented
 
 # What is not met yet. Nothing may be added; what is no longer needed has to go.
@@ -50,7 +50,7 @@ TREES = {path: ast.parse(path.read_text(encoding="utf-8"), str(path)) for path i
 
 
 def dotted(path: Path) -> list[str]:
-    """The parts of a module's name: src/dgt/ops/eager.py is ["dgt", "ops", "eager"]."""
+    """The parts of a module's name: src/dgt/ops/reference.py is ["dgt", "ops", "reference"]."""
     parts = list(path.relative_to(SOURCE_ROOT).with_suffix("").parts)
     return parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts
 

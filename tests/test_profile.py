@@ -36,7 +36,7 @@ def own_process(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("own_process")
 def test_every_way_is_a_row_beside_pytorchs_own() -> None:
     found = profile.time_ways(CASE, rounds=1)
-    assert [row["way"] for row in found] == [profile.GLOBAL, "eager", "eager, remainder"]
+    assert [row["way"] for row in found] == [profile.GLOBAL, "auto", "auto, remainder"]
     assert {row["case"] for row in found} == {"B1 H2 L96 D8 G4 k8"}
     for row in found:
         assert row["ratio"] == found[0]["ms"] / row["ms"]
@@ -47,13 +47,13 @@ def test_every_way_is_a_row_beside_pytorchs_own() -> None:
 @pytest.mark.parametrize(
     ("ratios", "sentence"),
     [
-        ((4.1, 5.84), "a case: to predict take eager, 4.1 times as fast; to train take eager, 5.8 times as fast."),
-        ((0.29, 1.4), "a case: to predict keep all keys; to train take eager, 1.4 times as fast."),
+        ((4.1, 5.84), "a case: to predict take auto, 4.1 times as fast; to train take auto, 5.8 times as fast."),
+        ((0.29, 1.4), "a case: to predict keep all keys; to train take auto, 1.4 times as fast."),
         ((1.04, 0.9), "a case: to predict keep all keys; to train keep all keys."),
     ],
 )
 def test_the_sentence_follows_from_the_rows(ratios: tuple[float, float], sentence: str) -> None:
-    assert profile.advice(rows(eager=ratios)) == sentence
+    assert profile.advice(rows(auto=ratios)) == sentence
 
 
 def test_sizes_in_a_model_of_ours_and_in_a_plain_one() -> None:

@@ -17,7 +17,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 def test_a_training_step_is_the_same(layer, tokens, step) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     states = []
-    for backend in ("eager", "triton"):
+    for backend in ("torch", "triton"):
         attention = layer(backend=backend).to(device)
         optimizer = torch.optim.SGD(attention.parameters(), lr=1e-3)
         for i in range(2):

@@ -285,7 +285,7 @@ def test_every_step_goes_through_the_chosen_backend(kind, monkeypatch) -> None:
 
         monkeypatch.setattr(module, name, recording)
     with torch.no_grad():
-        dgt.replace_attention(model, num_groups=3, top_k=4, backend="eager")
+        dgt.replace_attention(model, num_groups=3, top_k=4, backend="torch")
         eager = model(images)
         dgt.set_attention(model, backend="reference")
         seen.clear()

@@ -10,7 +10,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dgt.ops.native_loader import reason_against_native
+
 FLOAT32_ERROR = 1e-5
+FAST = ("torch", *(["native"] if reason_against_native() is None else []))
+"""The backends that run on any CPU here, the reference aside."""
+CHOICES = {"fast": FAST, "backend": ("reference", *FAST)}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test that asks for a ``backend`` on all, and one for a ``fast`` backend on all but the reference."""
+    marks = metafunc.definition.iter_markers("parametrize")
+    given = " ".join(str(mark.args[0]) for mark in marks)
+    for name, backends in CHOICES.items():
+        if name in metafunc.fixturenames and name not in given:
+            metafunc.parametrize(name, backends)
 
 
 class Inputs(NamedTuple):

@@ -10,10 +10,7 @@ from hypothesis import strategies as st
 
 import dgt
 
-BACKENDS = ("reference", "eager")
 
-
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("tokens", "top_k"), [(1, 1), (1, 5), (50, 50), (50, 51), (300, 1000)])
 def test_all_keys_make_global_attention(backend, tokens, top_k, draw, close, with_gradients) -> None:
     query, key, value, centroids = draw(2, 3, tokens, 16, 7)
@@ -26,14 +23,12 @@ def test_all_keys_make_global_attention(backend, tokens, top_k, draw, close, wit
         close(actual, expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_scale_is_the_factor_on_the_scores(backend, draw, close) -> None:
     query, key, value, centroids = draw(1, 2, 30, 8, 3)
     actual = dgt.dynamic_group_attention(query, key, value, centroids, 30, scale=1.7, backend=backend).output
     close(actual, F.scaled_dot_product_attention(query, key, value, scale=1.7))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("tokens", [40, 500])
 def test_each_query_sees_the_keys_of_its_group_and_no_others(backend, tokens, draw, close) -> None:
     """Query by query, from the returned ids alone."""
@@ -45,7 +40,6 @@ def test_each_query_sees_the_keys_of_its_group_and_no_others(backend, tokens, dr
         close(out.output[b, h, i], weight @ value[b, h, ids])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("tokens", [40, 500])
 def test_a_permutation_of_tokens_permutes_the_result(backend, tokens, draw, close) -> None:
     query, key, value, centroids = draw(2, 3, tokens, 16, 6)
@@ -59,7 +53,6 @@ def test_a_permutation_of_tokens_permutes_the_result(backend, tokens, draw, clos
     assert torch.equal(order[shuffled.key_ids].sort(-1).values, plain.key_ids)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("tokens", [40, 500])
 def test_an_image_alone_gives_what_it_gives_in_a_batch(backend, tokens, draw, close) -> None:
     query, key, value, centroids = draw(4, 2, tokens, 16, 6)
@@ -73,7 +66,6 @@ def test_an_image_alone_gives_what_it_gives_in_a_batch(backend, tokens, draw, cl
         assert torch.equal(alone.key_ids[0], together.key_ids[i])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("tokens", "real"), [(40, 33), (40, 5), (500, 300)])
 def test_padding_is_as_if_it_were_not_there(backend, tokens, real, draw, close) -> None:
     query, key, value, centroids = draw(2, 2, tokens, 16, 6)
@@ -94,7 +86,6 @@ def test_padding_is_as_if_it_were_not_there(backend, tokens, real, draw, close) 
     assert (padded.key_ids[1][..., count:] == -1).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("tokens", [10, 400])
 def test_an_image_of_padding_alone_gives_zeros(backend, tokens, draw) -> None:
     query, key, value, centroids = draw(2, 2, tokens, 8, 4)
@@ -145,7 +136,7 @@ def test_centroids_get_no_gradient(draw) -> None:
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [60, 600])
-def test_half_precision_is_as_good_as_attention_under_a_mask(dtype, tokens, biased, draw, with_gradients) -> None:
+def test_half_precision_is_as_good_as_attention_under_a_mask(dtype, tokens, biased, fast, draw, with_gradients) -> None:
     """At most 1.5 times the error that PyTorch's own attention makes at the same precision, against float64."""
     *inputs, centroids = draw(2, 2, tokens, 32, 8, dtype=dtype)
     group_ids = dgt.group_queries(inputs[0], centroids)
@@ -161,7 +152,7 @@ def test_half_precision_is_as_good_as_attention_under_a_mask(dtype, tokens, bias
 
     exact = with_gradients(masked, tuple(tensor.double() for tensor in inputs))
     theirs = with_gradients(masked, tuple(inputs))
-    ours = with_gradients(dgt.attend, tuple(inputs), group_ids, key_ids, None, "eager", bias)
+    ours = with_gradients(dgt.attend, tuple(inputs), group_ids, key_ids, None, fast, bias)
     for what, truth, their, our in zip(("output", "query", "key", "value"), exact, theirs, ours, strict=True):
         assert our.dtype == dtype
         for measure in (lambda error: error.square().mean().sqrt(), lambda error: error.max()):

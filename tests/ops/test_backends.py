@@ -3,35 +3,125 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import dgt
-from dgt.ops import backends, grouping, reference, selection
+from dgt.ops import attention, backends, grouping, native_loader, reference, selection, torch_ops
 from dgt.utils.errors import NonFiniteInput
+
+TOKENS = ["query", "key", "value", "group_ids", "key_ids", "scale"]
+STEPS = {
+    "group_queries": ["query", "centroids", "key_mask"],
+    "select_keys": ["centroids", "key", "top_k", "key_mask"],
+    "attend": [*TOKENS, "key_bias"],
+    "attend_with_logsumexp": [*TOKENS, "key_bias"],
+    "summarize_unselected": [*TOKENS, "key_mask"],
+    "group_statistics": ["query", "group_ids", "num_groups"],
+}
+
+
+class Steps:
+    """A backend's module that says which of its steps were asked for."""
+
+    def __init__(self, steps: ModuleType) -> None:
+        self.steps = steps
+        self.called: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "attention":
+            raise AttributeError(name)
+        self.called.append(name)
+        return getattr(self.steps, name)
+
+
+@pytest.mark.parametrize("asked", ["native", "torch", "triton", "reference"])
+def test_every_step_runs_on_the_backend_asked_for(asked, draw, monkeypatch) -> None:
+    """Its module is reached, whatever the step, and no other."""
+    query, key, value, centroids = draw(2, 2, 30, 8, 4)
+    found = Steps(reference)
+    monkeypatch.setattr(backends, "check_native", lambda tokens: None)
+    for module in (attention, grouping, selection):
+        monkeypatch.setattr(module, "load_backend", lambda name, tokens: found if name == asked else None)
+
+    group_ids = dgt.group_queries(query, centroids, backend=asked)
+    key_ids = dgt.select_keys(centroids, key, 5, backend=asked)
+    dgt.attend(query, key, value, group_ids, key_ids, backend=asked)
+    dgt.attend_with_logsumexp(query, key, value, group_ids, key_ids, backend=asked)
+    grouping.group_statistics(query, group_ids, 4, backend=asked)
+    each = ["group_queries", "select_keys", "attend", "attend_with_logsumexp", "group_statistics"]
+    assert found.called == each
+
+    found.called.clear()
+    dgt.dynamic_group_attention(query, key, value, centroids, 5, backend=asked, remainder=True)
+    assert found.called == ["group_queries", "select_keys", "summarize_unselected", "attend"]
+
+
+def test_every_backend_has_the_same_steps(backend) -> None:
+    steps = backends.load_backend(backend, torch.zeros(1))
+    for name, parameters in STEPS.items():
+        assert list(inspect.signature(getattr(steps, name)).parameters) == parameters
+
+
+def test_eager_is_an_old_name_of_torch(draw, monkeypatch, recwarn) -> None:
+    """With one warning a process, wherever it is named."""
+    monkeypatch.setattr(backends, "_warned", False)
+    *inputs, centroids = draw(1, 2, 30, 8, 4)
+    new = dgt.dynamic_group_attention(*inputs, centroids, 5, backend="torch")
+    old = dgt.dynamic_group_attention(*inputs, centroids, 5, backend="eager")
+    assert torch.equal(old.output, new.output)
+    layer = dgt.DGAttention(16, 2, backend="eager")
+    assert layer.backend == "torch"
+    dgt.set_attention(layer, backend="eager")
+    assert layer.backend == "torch"
+    (warning,) = recwarn
+    assert issubclass(warning.category, FutureWarning)
+    assert 'backend="eager" is called "torch" now' in str(warning.message)
+
+
+def test_without_the_native_kernel_auto_is_torch_and_its_name_an_error_with_the_reason(draw, monkeypatch) -> None:
+    monkeypatch.setattr(native_loader, "reason_against_native", lambda: "no compiler was found")
+    *inputs, centroids = draw(1, 2, 30, 8, 4)
+    assert backends.resolve_backend("auto", inputs[0]) == "torch"
+    with pytest.raises(ValueError, match='"native" cannot run here: no compiler was found; use backend="torch"'):
+        dgt.dynamic_group_attention(*inputs, centroids, 5, backend="native")
 
 
 @pytest.mark.parametrize(
-    ("backend", "expected"), [("triton", ["group", "select"]), ("auto", []), ("eager", []), ("reference", [])]
+    ("tokens", "error", "message"),
+    [
+        (torch.zeros(1, 1, 5, 8).double(), TypeError, "float32, float16 or bfloat16 for .*got torch.float64"),
+        (torch.zeros(1, 1, 5, 300), ValueError, "at most 256 channels per head .*got 300"),
+    ],
 )
-def test_grouping_and_selection_run_on_the_backend_asked_for(backend, expected, draw, monkeypatch) -> None:
-    """Where Triton is asked for, its kernels are reached, whatever the step; nowhere else."""
-    query, key, _, centroids = draw(2, 2, 30, 8, 4)
-    called: list[str] = []
+def test_what_the_native_kernel_does_not_take_is_left_to_torch(tokens, error, message, monkeypatch) -> None:
+    monkeypatch.setattr(native_loader, "reason_against_native", lambda: None)
+    assert backends.resolve_backend("auto", tokens) == "torch"
+    assert backends.resolve_backend("auto", tokens[..., :8].float()) == "native"
+    with pytest.raises(error, match=message):
+        backends.resolve_backend("native", tokens)
 
-    def kernel(name: str, result: torch.Tensor):
-        return lambda *_: called.append(name) or result
 
-    group_ids, key_ids = dgt.group_queries(query, centroids), dgt.select_keys(centroids, key, 5)
-    kernels = SimpleNamespace(group_queries=kernel("group", group_ids), select_keys=kernel("select", key_ids))
-    for module in (grouping, selection):
-        monkeypatch.setattr(module, "load_triton", lambda: kernels)
-    assert torch.equal(dgt.group_queries(query, centroids, backend=backend), group_ids)
-    assert torch.equal(dgt.select_keys(centroids, key, 5, backend=backend), key_ids)
-    assert called == expected
+@pytest.mark.parametrize(
+    ("capability", "trusted", "expected"), [((9, 0), True, "triton"), ((9, 0), False, "torch"), ((7, 5), True, "torch")]
+)
+def test_auto_takes_triton_where_it_has_been_seen_to_be_right(capability, trusted, expected, monkeypatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(backends.fallback, "can_trust", lambda *of: asked.append(of) or trusted, raising=False)
+    tokens = SimpleNamespace(
+        is_cuda=True, is_meta=False, dtype=torch.float16, shape=(1, 1, 5, 8), device=torch.device("cuda", 1)
+    )
+    assert backends.resolve_backend("auto", tokens) == expected
+    assert asked == ([(torch.device("cuda", 1), torch.float16)] if capability == (9, 0) else [])
+    tokens.dtype = torch.float64
+    assert backends.resolve_backend("auto", tokens) == "torch"
 
 
 def test_unknown_names_are_refused_by_every_step(draw) -> None:
@@ -43,7 +133,9 @@ def test_unknown_names_are_refused_by_every_step(draw) -> None:
         lambda: dgt.attend(query, key, value, group_ids, key_ids, backend="forms"),
         lambda: dgt.dynamic_group_attention(query, key, value, centroids, 2, backend="forms"),
     ):
-        with pytest.raises(ValueError, match="backend must be one of auto, reference, eager, triton, got 'forms'"):
+        with pytest.raises(
+            ValueError, match="backend must be one of auto, reference, native, torch, triton, got 'forms'"
+        ):
             run()
 
 
@@ -55,19 +147,18 @@ def test_without_triton_the_error_says_what_to_do(monkeypatch) -> None:
 
 
 def test_the_reference_takes_no_step_of_another_backend(draw, monkeypatch) -> None:
-    """It gives the same result where every part of the plain path is broken."""
+    """It gives the same result where every step of the others is broken."""
     inputs = draw(2, 2, 40, 8, 5)
     mask = torch.rand(2, 40) < 0.8
-    plain = dgt.dynamic_group_attention(*inputs, 6, key_mask=mask, backend="eager")
+    plain = dgt.dynamic_group_attention(*inputs, 6, key_mask=mask, backend="torch")
 
     def broken(*_: object) -> None:
-        raise AssertionError("the reference took the plain path")
+        raise AssertionError("the reference took a step of another backend")
 
-    monkeypatch.setattr(grouping, "nearest_group", broken)
-    monkeypatch.setattr(selection, "_largest", broken)
-    monkeypatch.setattr("dgt.ops.eager._by_head", broken)
-    with pytest.raises(AssertionError, match="plain path"):
-        dgt.dynamic_group_attention(*inputs, 6, key_mask=mask, backend="eager")
+    for name in STEPS:
+        monkeypatch.setattr(torch_ops, name, broken)
+    with pytest.raises(AssertionError, match="another backend"):
+        dgt.dynamic_group_attention(*inputs, 6, key_mask=mask, backend="torch")
     oracle = dgt.dynamic_group_attention(*inputs, 6, key_mask=mask, backend="reference")
     assert torch.equal(oracle.group_ids, plain.group_ids)
     assert torch.equal(oracle.key_ids, plain.key_ids)
@@ -79,7 +170,6 @@ def test_the_reference_imports_the_checks_alone() -> None:
     assert {node.module for node in nodes if (node.module or "").startswith("dgt")} == {"dgt.ops.checks"}
 
 
-@pytest.mark.parametrize("backend", ["reference", "eager"])
 @pytest.mark.parametrize("name", ["query", "key"])
 def test_nan_is_an_error_of_its_own_class(backend, name, draw) -> None:
     query, key, value, centroids = draw(1, 2, 20, 4, 3)

@@ -74,7 +74,7 @@ def test_gradients_of_first_and_second_order(form: int) -> None:
 @pytest.mark.parametrize("form", [1, 2, 3, 4])
 def test_opcheck(form: int, operands: dict[str, torch.Tensor]) -> None:
     ids = operands["group_ids"], operands["key_ids"]
-    torch.library.opcheck(torch.ops.dgt.group_matmul.default, (form, *pair(form, operands), *ids, 13, "eager"))
+    torch.library.opcheck(torch.ops.dgt.group_matmul.default, (form, *pair(form, operands), *ids, 13, "torch"))
 
 
 def attention_of_forms(
@@ -117,7 +117,7 @@ def test_a_group_without_keys_yields_zero(operands: dict[str, torch.Tensor]) -> 
         ({"key_ids": torch.zeros(2, 3, 4, 5, dtype=torch.int64)}, ValueError, "key_ids must have shape"),
         ({"tokens": 13}, ValueError, "tokens must be left out for form 1"),
         ({"form": 3}, TypeError, "tokens must be an int"),
-        ({"backend": "reference"}, ValueError, "backend must be one of auto, eager, triton"),
+        ({"backend": "reference"}, ValueError, "backend must be one of auto, torch, triton"),
         ({"backend": "fast"}, ValueError, "backend must be one of"),
     ],
 )

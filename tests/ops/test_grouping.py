@@ -12,7 +12,6 @@ import dgt
 from dgt.ops.grouping import blend_centroids, group_statistics
 
 
-@pytest.mark.parametrize("backend", ["reference", "eager"])
 @settings(max_examples=100, derandomize=True, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 90), st.integers(1, 9), st.integers(1, 20))
 def test_the_nearest_centroid_wins_and_ties_go_to_the_lowest(backend, seed, heads, tokens, channels, groups) -> None:

@@ -25,10 +25,7 @@ def test_operators_pass_the_checks_of_pytorch(tokens, masked, draw) -> None:
         torch.library.opcheck(torch.ops.dgt.attend.default, (*inputs, group_ids, key_ids, 0.4, *more))
         torch.library.opcheck(torch.ops.dgt.attend_with_logsumexp.default, (*inputs, group_ids, key_ids, 0.4, *more))
     with torch.no_grad():
-        grad, *plain = (torch.randn_like(query), *(tensor.detach() for tensor in inputs))
-        for sums, constant in ((None, None), (grad[..., 0], bias.detach())):
-            arguments = (grad, sums, *plain, group_ids, key_ids, constant, 0.4)
-            torch.library.opcheck(torch.ops.dgt.attend_backward.default, arguments)
+        plain = [tensor.detach() for tensor in inputs]
         torch.library.opcheck(torch.ops.dgt.group_queries.default, (plain[0], centroids, key_mask))
         torch.library.opcheck(torch.ops.dgt.select_keys.default, (centroids, plain[1], 7, key_mask))
         for updates in (torch.tensor(0), torch.tensor(3)):
@@ -38,11 +35,11 @@ def test_operators_pass_the_checks_of_pytorch(tokens, masked, draw) -> None:
 
 @pytest.mark.parametrize("remainder", [False, True])
 @pytest.mark.parametrize("tokens", [12, 150])
-def test_compiles_without_a_break_and_gives_the_same(tokens, remainder, draw, with_gradients) -> None:
+def test_compiles_without_a_break_and_gives_the_same(tokens, remainder, fast, draw, with_gradients) -> None:
     *inputs, centroids = draw(2, 2, tokens, 8, 4)
 
     def attention(query, key, value):
-        return dgt.dynamic_group_attention(query, key, value, centroids, 9, remainder=remainder).output
+        return dgt.dynamic_group_attention(query, key, value, centroids, 9, backend=fast, remainder=remainder).output
 
     torch.compiler.reset()
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
@@ -70,15 +67,14 @@ def test_meta_tensors_give_shapes() -> None:
     assert [tuple(tensor.shape) for tensor in out] == [(2, 3, 50, 8), (2, 3, 50), (2, 3, 4, 50)]
 
 
-def test_an_error_inside_a_compiled_graph_says_the_same(draw) -> None:
+def test_an_error_inside_a_compiled_graph_says_the_same(fast, draw) -> None:
     query, key, value, centroids = draw(1, 1, 10, 4, 2)
     torch.compiler.reset()
     compiled = torch.compile(dgt.dynamic_group_attention, backend="aot_eager")
     with pytest.raises(ValueError, match=r"query must be free of NaN"):
-        compiled(query * torch.nan, key, value, centroids, 3)
+        compiled(query * torch.nan, key, value, centroids, 3, backend=fast)
 
 
-@pytest.mark.parametrize("backend", ["reference", "eager"])
 def test_autocast_leaves_the_output_alone(backend, draw) -> None:
     query, key, value, centroids = draw(1, 2, 40, 8, 4)
     plain = dgt.dynamic_group_attention(query, key, value, centroids, 9, backend=backend).output

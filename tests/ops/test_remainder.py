@@ -12,10 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dgt
 from dgt import attend_with_logsumexp, find_centroids, merge_attention, seed_centroids
-from dgt.ops import reference
-from dgt.ops import remainder as remainders
-
-BACKENDS = ("eager", "reference")
+from dgt.ops.backends import load_backend
 
 
 def oracle(query: Tensor, key: Tensor, value: Tensor, found: dgt.DynamicGroupAttentionOutput, scale: float) -> Tensor:
@@ -44,7 +41,7 @@ def oracle(query: Tensor, key: Tensor, value: Tensor, found: dgt.DynamicGroupAtt
 
 
 @pytest.mark.parametrize("number", range(200))
-def test_equals_the_definition(number, draw, close, with_gradients) -> None:
+def test_equals_the_definition(number, fast, draw, close, with_gradients) -> None:
     rng = random.Random(number)
     tokens = rng.choice((1, 2, rng.randint(3, 30), rng.randint(30, 120), 400 if number % 20 == 0 else 60))
     groups, top_k = rng.randint(1, 9), rng.choice((1, rng.randint(1, 30), tokens))
@@ -54,15 +51,14 @@ def test_equals_the_definition(number, draw, close, with_gradients) -> None:
     scale = rng.choice((0.1, query.shape[-1] ** -0.5, 1.0))
 
     def run(*qkv: Tensor) -> Tensor:
-        return dgt.dynamic_group_attention(*qkv, centroids, top_k, scale, remainder=True, backend="eager").output
+        return dgt.dynamic_group_attention(*qkv, centroids, top_k, scale, remainder=True, backend=fast).output
 
-    fast = with_gradients(run, (query, key, value))
+    ours = with_gradients(run, (query, key, value))
     exact = with_gradients(lambda *qkv: oracle(*qkv, found, scale), tuple(t.double() for t in (query, key, value)))
-    for what, actual, expected in zip(("output", "query", "key", "value"), fast, exact, strict=True):
+    for what, actual, expected in zip(("output", "query", "key", "value"), ours, exact, strict=True):
         close(actual, expected.float(), what)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("tokens", [30, 300])
 def test_of_all_keys_nothing_is_left(tokens, backend, draw, close) -> None:
     query, key, value, centroids = draw(2, 3, tokens, 16, 5)
@@ -82,7 +78,6 @@ def test_is_exact_where_the_queries_of_a_group_are_equal(top_k, draw, close) -> 
     close(found.output, weights @ value)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_padding_is_no_part_of_it(backend, draw, close) -> None:
     query, key, value, centroids = draw(2, 2, 60, 8, 4)
     mask = torch.zeros(2, 60, dtype=torch.bool)
@@ -107,7 +102,6 @@ def test_comes_nearer_to_global_attention(draw) -> None:
     assert errors[2] < errors[1]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("tokens", [40, 500])
 def test_two_attentions_over_halves_are_one_over_all(tokens, backend, draw, close, with_gradients) -> None:
     query, key, value, centroids = draw(2, 2, tokens, 16, 4)
@@ -123,7 +117,6 @@ def test_two_attentions_over_halves_are_one_over_all(tokens, backend, draw, clos
         close(actual, expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("tokens", [40, 500])
 def test_logarithms_of_sums(tokens, backend, draw) -> None:
     query, key, value, centroids = draw(2, 2, tokens, 16, 4)
@@ -148,16 +141,15 @@ def test_gradients_of_all_that_is_new(tokens, draw) -> None:
     bias = torch.randn(1, 2, tokens, dtype=torch.float64)
     leaves = [tensor.requires_grad_() for tensor in (query, key, value, bias)]
     assert torch.autograd.gradcheck(
-        lambda q, k, v, b: attend_with_logsumexp(q, k, v, group_ids, key_ids, None, "eager", b), leaves, fast_mode=True
+        lambda q, k, v, b: attend_with_logsumexp(q, k, v, group_ids, key_ids, None, "torch", b), leaves, fast_mode=True
     )
     assert torch.autograd.gradcheck(
-        lambda *qkv: dgt.dynamic_group_attention(*qkv, centroids, 5, backend="eager", remainder=True).output,
+        lambda *qkv: dgt.dynamic_group_attention(*qkv, centroids, 5, backend="torch", remainder=True).output,
         leaves[:3],
         fast_mode=True,
     )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("masked", [False, True])
 def test_prefix_tokens_attend_to_all_and_are_seen_by_all(masked, backend, draw, close) -> None:
     query, key, value, centroids = draw(2, 2, 50, 8, 4)
@@ -245,28 +237,28 @@ def test_bad_constants(draw) -> None:
 
 @pytest.mark.parametrize("remainder", [False, True])
 @pytest.mark.parametrize("tokens", [40, 500])
-def test_activation_checkpointing(tokens, remainder, draw, close, with_gradients) -> None:
+def test_activation_checkpointing(tokens, remainder, fast, draw, close, with_gradients) -> None:
     query, key, value, centroids = draw(2, 2, tokens, 16, 4)
 
     def run(*qkv: Tensor) -> Tensor:
-        return dgt.dynamic_group_attention(*qkv, centroids, 8, remainder=remainder, backend="eager").output
+        return dgt.dynamic_group_attention(*qkv, centroids, 8, remainder=remainder, backend=fast).output
 
     again = with_gradients(lambda *qkv: checkpoint(run, *qkv, use_reentrant=False), (query, key, value))
     for actual, expected in zip(again, with_gradients(run, (query, key, value)), strict=True):
         close(actual, expected)
 
 
-def test_keys_that_are_alike_share_their_gradient(close, with_gradients) -> None:
+def test_keys_that_are_alike_share_their_gradient(fast, close, with_gradients) -> None:
     """Scores tie, but for rounding, where a maximum has many places and its gradient goes to some of them."""
     query, value = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 199, 8)
     key = torch.randn(1, 1, 1, 8).expand(1, 1, 199, 8).contiguous()
     ids = torch.zeros(1, 1, 4, dtype=torch.int64), torch.arange(5).view(1, 1, 1, 5)
 
     def run(backend):
-        step = remainders if backend == "eager" else reference
-        return lambda q, k: step.summarize_unselected(q, k, value, *ids, 0.4, None)[2]
+        steps = load_backend(backend, query)
+        return lambda q, k: steps.summarize_unselected(q, k, value, *ids, 0.4, None)[2]
 
-    for ours, theirs in zip(*(with_gradients(run(b), (query, key)) for b in BACKENDS), strict=True):
+    for ours, theirs in zip(*(with_gradients(run(b), (query, key)) for b in (fast, "reference")), strict=True):
         close(ours, theirs, "constant")
 
 

@@ -38,11 +38,11 @@ class Way(NamedTuple):
 
 
 WAYS = {
-    "eager": Way("eager"),
-    "eager, remainder": Way("eager", remainder=True),
+    "auto": Way("auto"),
+    "auto, remainder": Way("auto", remainder=True),
     "triton": Way("triton"),
 }
-"""Ways by name, beside `GLOBAL`, PyTorch's own attention, and "auto"."""
+"""Ways by name, beside `GLOBAL`, PyTorch's own attention."""
 COLUMNS = {
     "attention": "{case}",
     "way": "{way}",
@@ -85,7 +85,7 @@ def time_ways(
         case: the size of the attention.
         device: where it runs.
         rounds: how often the ways take turns; medians are reported.
-        ways: `GLOBAL`, "auto" or names of `WAYS`; none for all that the device has, `GLOBAL` first.
+        ways: `GLOBAL` or names of `WAYS`; none for all that the device has, `GLOBAL` first.
 
     Returns:
         One row for each way: milliseconds, how many times as fast as the first way it is, and the
@@ -135,7 +135,7 @@ def _timer(way: str, inputs: Inputs, top_k: int, grad: bool = False) -> Callable
     asked for.
     """
     query, key, value, centroids = inputs
-    chosen = WAYS.get(way, Way("auto"))
+    chosen = WAYS.get(way, WAYS["auto"])
 
     def attended() -> Tensor:
         if way == GLOBAL:

@@ -7,7 +7,7 @@
                     gathered: queries sorted by group into tiles, each with the gathered keys of its group
 
 The shapes, and so which way `attend` goes, are known only where the graph runs: both ways are in it, under an `If`, by
-the rule of :func:`dgt.ops.eager.is_dense_masked`; a graph of known sizes keeps one. Masks of padding are no part of it.
+the rule L <= 2 (k + G), as measured on CPUs; a graph of known sizes keeps one. Masks of padding are no part of it.
 
 The functions are written in ONNX Script: what looks like Python is read as a graph, names are edges, operators on them
 are nodes, and ``/`` of integers rounds down. Letters as in :mod:`dgt.ops`.

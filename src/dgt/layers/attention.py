@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from dgt.layers.centroids import CentroidState
 from dgt.layers.convolution import TokenLinear
-from dgt.layers.scripting import attend_in_groups, check_layer_input, scripting
-from dgt.ops import DynamicGroupAttentionOutput, dynamic_group_attention, predict
-from dgt.ops.backends import resolve_backend
-from dgt.ops.checks import check_count, has_tangent
+from dgt.layers.scripting import attend_in_groups, check_layer_input
+from dgt.ops import DynamicGroupAttentionOutput, dynamic_group_attention
+from dgt.ops.backends import check_backend
+from dgt.ops.checks import check_count
 
 
 class SelfAttention(nn.Module):
@@ -120,8 +120,7 @@ class DGAttention(SelfAttention, CentroidState):
         super().__init__(dim, num_heads, qkv_bias, cosine, **factory)
         check_count("num_groups", num_groups)
         check_count("top_k", top_k)
-        resolve_backend(backend)
-        self.top_k, self.backend = top_k, backend
+        self.top_k, self.backend = top_k, check_backend(backend)
         self.init_centroids((num_heads, num_groups, dim // num_heads), tau, tau_weighs, factory.get("device"))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -131,22 +130,10 @@ class DGAttention(SelfAttention, CentroidState):
         real = None if mask is None else mask.flatten(1)
         if self.training and not self.seeded:
             self.seed(heads[0], real, False)  # TorchScript knows no default
-        if not scripting() and self.only_predicts(heads[0]):
-            check_count("top_k", self.top_k)
-            args = self.unit_centroids(), self.top_k, self.scale, real
-            attended = predict.attention(torch.stack(heads), *args)
-            return self.proj(attended.view(x.shape))
         output, groups = attend_in_groups(heads, self.unit_centroids(), self.top_k, self.scale, real, self.backend)
         if self.training:
             self.observe(heads[0], groups, self.backend)
         return self.merge_heads(output, x)
-
-    @torch.jit.ignore
-    def only_predicts(self, query: Tensor) -> bool:
-        """Tell whether these (B, H, L, D) queries get attention alone, on a CPU: no ids, no gradients."""
-        exported = torch.compiler.is_exporting() or torch.jit.is_tracing()  # files show the three steps
-        plain = query.device.type == "cpu" and not (self.training or query.requires_grad or exported)
-        return plain and not has_tangent(query) and resolve_backend(self.backend, query) == "eager"
 
     @torch.jit.ignore
     def inspect(self, x: Tensor, mask: Tensor | None = None) -> DynamicGroupAttentionOutput:

@@ -16,15 +16,15 @@ from dgt.layers import DGAttention
 from dgt.layers.centroids import check_tau, check_tau_weighs
 from dgt.ops import DynamicGroupAttentionOutput
 from dgt.ops.attention_mass import attention_mass_of_choices
-from dgt.ops.backends import resolve_backend
+from dgt.ops.backends import check_backend
 from dgt.ops.checks import check_count
 from dgt.utils.errors import UserError
 
 Value = TypeVar("Value")
 
-SETTINGS: dict[str, Callable[[Any], Any]] = {
+CHECKS: dict[str, Callable[[Any], Any]] = {
     "top_k": lambda value: check_count("top_k", value),
-    "backend": resolve_backend,
+    "backend": check_backend,
     "tau": check_tau,
     "tau_weighs": check_tau_weighs,
 }
@@ -100,7 +100,7 @@ def attention_layers(model: nn.Module) -> dict[str, DGAttention]:
 
 
 def set_attention(model: nn.Module, **settings: Any) -> int:
-    """Set attributes of every DG-Attention layer of a model, e.g. ``set_attention(model, top_k=500, backend="eager")``.
+    """Set attributes of every DG-Attention layer of a model, e.g. ``set_attention(model, top_k=500, backend="torch")``.
 
     ``settings`` are ``top_k`` (int >= 1), ``backend``, ``tau`` (None, or from 0 to 1) and ``tau_weighs`` ("old" or
     "new"). Returns the number of layers set.
@@ -111,9 +111,11 @@ def set_attention(model: nn.Module, **settings: Any) -> int:
     """
     layers = attention_layers(model).values()
     for name, value in settings.items():
-        if name not in SETTINGS:
-            raise TypeError(f"settings must be among {', '.join(SETTINGS)}, got {name!r}")
-        SETTINGS[name](value)
+        if name not in CHECKS:
+            raise TypeError(f"settings must be among {', '.join(CHECKS)}, got {name!r}")
+        CHECKS[name](value)
+    if "backend" in settings:
+        settings["backend"] = check_backend(settings["backend"])  # by its name of today
     for layer, (name, value) in product(layers, settings.items()):
         setattr(layer, name, value)
     return len(layers)

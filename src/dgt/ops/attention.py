@@ -5,18 +5,17 @@
     output = attend(query, key, value, groups, keys)    # attention inside each group        (Eq. 2)
 
 The first two steps choose indices and carry no gradient; the centroids learn by Eqs. 3-4 (:mod:`dgt.ops.grouping`).
+Every public function checks its arguments and resolves its backend once, then calls the steps of that backend's module
+(:mod:`dgt.ops.backends`).
 """
 
-import math
-from typing import Any, NamedTuple, cast
+from types import ModuleType
+from typing import NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from dgt.ops import eager, reference
-from dgt.ops import remainder as remainders
-from dgt.ops.backends import load_triton, resolve_backend
+from dgt.ops.backends import FORWARD_ONLY, load_backend, resolve_backend
 from dgt.ops.checks import (
     check_choice,
     check_count,
@@ -24,17 +23,14 @@ from dgt.ops.checks import (
     check_ids,
     check_key_ids,
     check_key_mask,
-    check_no_nan,
     check_scale,
     check_shape,
     check_tensor,
     check_tokens,
-    full_precision,
     has_tangent,
 )
-from dgt.ops.grouping import group_queries
+from dgt.ops.prefix import join_prefix, prepend_prefix
 from dgt.ops.remainder import add_remainder
-from dgt.ops.selection import select_keys
 from dgt.ops.triton.fallback import falls_back
 
 
@@ -78,10 +74,16 @@ def dynamic_group_attention(
         scale: factor on the scores; default 1 / sqrt(D).
         key_mask: optional bool (B, S), True where a token is real. Padding is never selected, never counted, and, where
             L is S, yields zero; what it holds must be finite. None with an image's own centroids.
-        backend: ``"reference"`` (dense, any type, twice differentiable, shares no code with the others), ``"eager"``
-            (fast, plain PyTorch, any device), ``"triton"`` (fused kernels for CUDA; up to 128 channels per head, no
-            float64, no gradients of a remainder), or ``"auto"``: Triton where it can run, eager elsewhere and, with a
-            warning, where a kernel fails. It governs all steps; a backend that is named never falls back to another.
+        backend: the implementation of all steps. One that is named is never exchanged for another.
+
+            - ``"auto"``: on CPUs ``"native"`` where it is built and takes the call; on CUDA ``"triton"`` where it has
+              passed its check of itself; everywhere else ``"torch"``, and, with a warning, where a Triton kernel fails.
+            - ``"reference"``: dense, any type, twice differentiable; shares no code with the others.
+            - ``"native"``: a C++ kernel for CPUs; up to 256 channels per head, no float64.
+            - ``"torch"``: PyTorch's own kernels, any device and type. (``"eager"`` is its old name.)
+            - ``"triton"``: fused kernels for CUDA; up to 128 channels per head, no float64, no gradients of a
+              remainder.
+
         num_prefix_tokens: the first P tokens (class, registers, text) are of no group: they attend to all tokens, and
             every token attends to them besides the keys of its group. L must be S.
         remainder: attend also to what the selected keys leave out, summed up in one key a group
@@ -92,19 +94,41 @@ def dynamic_group_attention(
         prefix first).
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
+        TypeError, ValueError: naming the argument, what was expected and what came; on CPUs also for NaN in ``query``
+            or ``key`` (looking would stall an accelerator: there NaN passes on, as in PyTorch's own attention).
+
+    Example:
+        >>> query, key, value = torch.randn(3, 1, 2, 196, 32)
+        >>> centroids = F.normalize(torch.randn(2, 48, 32), dim=-1)
+        >>> dynamic_group_attention(query, key, value, centroids, top_k=98).output.shape
+        torch.Size([1, 2, 196, 32])
     """
+    key, value = _repeat_heads(query, key, value)
+    _check_operands(query, key, value)
     if isinstance(centroids, Tensor) and centroids.dim() == 4:
-        rest = (top_k, scale, key_mask, backend, num_prefix_tokens, remainder)
-        return _with_own_centroids(query, key, value, centroids, rest)
-    key, value = _all_heads(query, key, value)
-    _check_operator(query, key, value, key_mask, num_prefix_tokens)
+        _check_own_centroids(query, centroids, key_mask)
+        images = query.shape[:2]
+        query, key, value = (tensor.flatten(0, 1)[None] for tensor in (query, key, value))  # heads of one image
+        centroids = centroids.flatten(0, 1)
+    else:
+        images = None
+    check_tokens("query", query, centroids)
+    check_count("top_k", top_k)
+    check_key_mask(key_mask, key.shape[0], key.shape[2], key)
+    _check_prefix(query, key, num_prefix_tokens)
     scale = check_scale(scale, query.shape[-1])
-    backend = _resolve(backend, remainder, "a remainder", query, key, value)
-    return _three_steps(query, key, value, centroids, top_k, scale, key_mask, backend, num_prefix_tokens, remainder)
+    backend = _resolve(backend, "a remainder" if remainder else None, query, key, value)
+
+    found = _group_select_attend(
+        load_backend(backend, query), query, key, value, centroids, top_k, scale, key_mask, num_prefix_tokens, remainder
+    )
+    if images is not None:
+        found = tuple(tensor[0].unflatten(0, images) for tensor in found)
+    return DynamicGroupAttentionOutput(*found)
 
 
-def _three_steps(
+def _group_select_attend(
+    steps: ModuleType,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -112,38 +136,29 @@ def _three_steps(
     top_k: int,
     scale: float,
     key_mask: Tensor | None,
-    backend: str,
-    prefix: int,
+    num_prefix_tokens: int,
     remainder: bool,
-) -> DynamicGroupAttentionOutput:
-    """Group, select, attend: all that is not prefix, which attends to everything."""
-    patches, mask = query[:, :, prefix:], None if key_mask is None else key_mask[:, prefix:]
-    if backend == "triton" and query.shape == key.shape and not (prefix and key_mask is not None):  # in one operator
-        check_tokens("query", query, centroids)
-        check_count("top_k", top_k)
-        check_no_nan("query", query)
-        rest = (centroids.detach(), top_k, float(scale), key_mask, remainder)
-        output, _, group_ids, key_ids, *_ = load_triton().attention(patches, key, value, *rest)
-        key_ids = _with_prefix(key_ids, prefix, None) if prefix else key_ids
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, groups and keys: in one step where the backend has it for such a call, else in three."""
+    in_one_step = getattr(steps, "attention", None)
+    if in_one_step is not None:
+        found = in_one_step(query, key, value, centroids, top_k, scale, key_mask, num_prefix_tokens, remainder)
+        if found is not None:
+            return cast(tuple[Tensor, Tensor, Tensor], found)
+    patches = query[:, :, num_prefix_tokens:]
+    mask = None if key_mask is None else key_mask[:, num_prefix_tokens:]
+    group_ids = steps.group_queries(patches, centroids, mask if query.shape[2] == key.shape[2] else None)
+    key_ids = steps.select_keys(centroids, key[:, :, num_prefix_tokens:], top_k, mask)
+    key_ids = prepend_prefix(key_ids, num_prefix_tokens, key_mask)
+    if remainder:
+        rest = steps.summarize_unselected(patches, key, value, group_ids, key_ids, scale, key_mask)
+        more = add_remainder(key, value, key_ids, rest)
+        output = steps.attend(patches, more.key, more.value, group_ids, more.key_ids, scale, more.key_bias)
     else:
-        group_ids = group_queries(patches, centroids, mask if query.shape[2] == key.shape[2] else None, backend)
-        key_ids = select_keys(centroids, key[:, :, prefix:], top_k, mask, backend)
-        key_ids = _with_prefix(key_ids, prefix, key_mask) if prefix else key_ids
-        seen: tuple[Any, ...] = (key, value, key_ids, None)
-        if remainder:
-            step = reference if backend == "reference" else remainders
-            found = step.summarize_unselected(patches, key, value, group_ids, key_ids, scale, key_mask)
-            seen = add_remainder(key, value, key_ids, found)
-        output = _attend(backend, False, patches, *seen[:2], group_ids, seen[2], scale, seen[3])[0]
-    if prefix:
-        everything = None if key_mask is None else key_mask[:, None, None]
-        with full_precision(query.device):
-            whole = F.scaled_dot_product_attention(query[:, :, :prefix], key, value, everything, scale=scale)
-        if key_mask is not None:
-            whole = whole.masked_fill(~key_mask[:, None, :prefix, None], 0.0)
-        output = torch.cat([whole, output], dim=2)
-        group_ids = F.pad(group_ids, (prefix, 0), value=-1)
-    return DynamicGroupAttentionOutput(output, group_ids, key_ids)
+        output = steps.attend(patches, key, value, group_ids, key_ids, scale)
+    if num_prefix_tokens:
+        output, group_ids = join_prefix(output, group_ids, query, key, value, scale, key_mask)
+    return output, group_ids, key_ids
 
 
 @falls_back
@@ -178,10 +193,21 @@ def attend(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came; on the CPU also for ids out of
             range or doubled (on an accelerator looking would stall the stream).
+
+    Example:
+        >>> query, key, value = torch.randn(3, 1, 2, 196, 32)
+        >>> centroids = F.normalize(torch.randn(2, 48, 32), dim=-1)
+        >>> group_ids = dgt.group_queries(query, centroids)
+        >>> key_ids = dgt.select_keys(centroids, key, top_k=98)
+        >>> dgt.attend(query, key, value, group_ids, key_ids).shape
+        torch.Size([1, 2, 196, 32])
     """
     scale = _check_attend(query, key, value, group_ids, key_ids, scale=scale, key_bias=key_bias)
-    backend = _resolve(backend, key_bias is not None, "attention with key_bias", query, key, value, key_bias)
-    return _attend(backend, False, query, key, value, group_ids, key_ids, scale, key_bias)[0]
+    forward_only = None if key_bias is None else "attention with key_bias"
+    backend = _resolve(backend, forward_only, query, key, value, key_bias)
+    steps = load_backend(backend, query)
+    output: Tensor = steps.attend(query, key, value, group_ids, key_ids, scale, key_bias)
+    return output
 
 
 def attend_with_logsumexp(
@@ -203,8 +229,9 @@ def attend_with_logsumexp(
         exponentials, -inf where it sees no key. Both are differentiable.
     """
     scale = _check_attend(query, key, value, group_ids, key_ids, scale=scale, key_bias=key_bias)
-    backend = _resolve(backend, True, "the logarithms of the sums", query, key, value, key_bias)
-    output, sums = _attend(backend, True, query, key, value, group_ids, key_ids, scale, key_bias)
+    backend = _resolve(backend, "the logarithms of the sums", query, key, value, key_bias)
+    steps = load_backend(backend, query)
+    output, sums = steps.attend_with_logsumexp(query, key, value, group_ids, key_ids, scale, key_bias)
     return output, sums
 
 
@@ -225,75 +252,57 @@ def merge_attention(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return cast(Tensor, output).to(parts[0][0].dtype), whole
 
 
-def _attend(backend: str, with_sums: bool, *arguments: Any) -> tuple[Tensor, ...]:
-    """Attend inside groups on a backend; the arguments, those of :func:`attend` but for its backend, are right."""
-    if backend == "triton":
-        output, sums, *_ = load_triton().attend(*arguments[:5], float(arguments[5]), arguments[6])
-        return (output, sums * math.log(2)) if with_sums else (output,)
-    if backend == "reference":
-        return reference.attend_with_logsumexp(*arguments)
-    return eager.attend_with_logsumexp(*arguments) if with_sums else (eager.attend(*arguments),)
+def _resolve(backend: str, forward_only: str | None, *tensors: Tensor | None) -> str:
+    """The backend that a call runs on.
 
-
-def _resolve(backend: str, forward_only: bool, what: str, *tensors: Tensor | None) -> str:
-    """The backend that a call runs on; for some Triton has no gradients of these tensors, the first of them tokens."""
+    Args:
+        backend: as the caller named it.
+        forward_only: what the call asks for that some backends have no gradients of; None where it is nothing.
+        tensors: all that could ask for gradients, tokens first.
+    """
     resolved = resolve_backend(backend, tensors[0])
     if resolved != "reference" and has_tangent(*tensors):
         raise ValueError(f'backend must be "reference" for forward-mode differentiation, got "{backend}"')
-    wanted = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-    if resolved == "triton" and forward_only and wanted:
-        if backend == "triton":
-            raise ValueError(f'backend must be "eager" or "reference" for gradients of {what}, got "triton"')
-        return "eager"
-    return resolved
+    if forward_only is None or resolved not in FORWARD_ONLY or not torch.is_grad_enabled():
+        return resolved
+    if not any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        return resolved
+    if backend == resolved:
+        raise ValueError(f'backend must be "torch" or "reference" for gradients of {forward_only}, got "{backend}"')
+    return "torch"
 
 
-def _with_own_centroids(
-    query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, rest: tuple[Any, ...]
-) -> DynamicGroupAttentionOutput:
-    """Every image has its own centroids: images become heads of one."""
-    key, value = _all_heads(query, key, value)
-    _check_inputs(query, key, value)
-    if rest[2] is not None:
-        raise ValueError("key_mask must be None where centroids are (B, H, G, D)")
-    check_shape("centroids", centroids, "BHGD", (*query.shape[:2], *centroids.shape[2:]), "query")
-    q, k, v = (tensor.flatten(0, 1)[None] for tensor in (query, key, value))
-    found = dynamic_group_attention(q, k, v, centroids.flatten(0, 1), *rest)
-    return DynamicGroupAttentionOutput(*(tensor[0].unflatten(0, query.shape[:2]) for tensor in found))
-
-
-def _all_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def _repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Repeat key heads that serve several heads of queries."""
-    if not all(isinstance(t, Tensor) and t.dim() == 4 for t in (query, key, value)) or key.shape[1] == query.shape[1]:
-        return key, value  # wrong ones are told by the checks that follow
+    if not all(isinstance(tensor, Tensor) and tensor.dim() == 4 for tensor in (query, key, value)):
+        return key, value  # the checks that follow refuse them
+    if key.shape[1] == query.shape[1]:
+        return key, value
     if 0 in key.shape[:2] or query.shape[1] % key.shape[1]:
         raise ValueError(f"key must have heads that divide query's {query.shape[1]}, got {key.shape[1]}")
     each = query.shape[1] // key.shape[1]
     return key.repeat_interleave(each, dim=1), value.repeat_interleave(each, dim=1)
 
 
-def _with_prefix(key_ids: Tensor, prefix: int, key_mask: Tensor | None) -> Tensor:
-    """Lists of patches as lists of tokens, the prefix before them."""
-    always = torch.arange(prefix, device=key_ids.device)
+def _check_own_centroids(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> None:
+    """Check the (B, H, G, D) centroids of every image."""
     if key_mask is not None:
-        always = always.where(key_mask[:, :prefix], -1)[:, None, None]
-    return torch.cat([always.expand(*key_ids.shape[:3], prefix), (key_ids + prefix).where(key_ids >= 0, -1)], dim=-1)
+        raise ValueError("key_mask must be None where centroids are (B, H, G, D)")
+    check_shape("centroids", centroids, "BHGD", (*query.shape[:2], *centroids.shape[2:]), "query")
 
 
-def _check_operator(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, prefix: int) -> None:
-    """Check what the three steps do not check themselves."""
-    _check_inputs(query, key, value)
-    check_key_mask(key_mask, key.shape[0], key.shape[2], key)
-    check_count("num_prefix_tokens", prefix, least=0)
-    if prefix and (query.shape[2] != key.shape[2] or prefix >= key.shape[2]):
-        came = f"{prefix} with {query.shape[2]} queries and {key.shape[2]} keys"
+def _check_prefix(query: Tensor, key: Tensor, num_prefix_tokens: int) -> None:
+    """Check the number of tokens of no group."""
+    check_count("num_prefix_tokens", num_prefix_tokens, least=0)
+    if num_prefix_tokens and (query.shape[2] != key.shape[2] or num_prefix_tokens >= key.shape[2]):
+        came = f"{num_prefix_tokens} with {query.shape[2]} queries and {key.shape[2]} keys"
         raise ValueError(f"num_prefix_tokens must be 0 or fewer than the tokens, as many queries as keys, got {came}")
 
 
 def _check_attend(*arguments: Tensor, scale: float | None, key_bias: Tensor | None) -> float:
     """Check what attention inside groups takes; returns the scale."""
     query, key, value, group_ids, key_ids = arguments
-    _check_inputs(query, key, value)
+    _check_operands(query, key, value)
     check_choice(query, key, group_ids, key_ids)
     check_ids("group_ids", group_ids, key_ids.shape[2])
     check_key_ids(key_ids, key.shape[2])
@@ -304,7 +313,7 @@ def _check_attend(*arguments: Tensor, scale: float | None, key_bias: Tensor | No
     return check_scale(scale, query.shape[-1])
 
 
-def _check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
+def _check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Check query, key and value against each other."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, tensor, "BHLD", floating=True)

@@ -1,47 +1,129 @@
-"""The backends of the operator: their names, what ``"auto"`` stands for, and the one loaded where it is used."""
+"""The backends of the operator: their names, which one ``"auto"`` stands for, and the module that does its steps.
+
+==============  ======================================================================================================
+``reference``   :mod:`dgt.ops.reference`: dense, any type and device, twice differentiable; the oracle of all others
+``native``      :mod:`dgt.ops.native.operators`: the C++ kernel for CPUs, where it was built
+``torch``       :mod:`dgt.ops.torch_ops`: PyTorch's own kernels, any device (on CPUs within :mod:`dgt.ops.operators`)
+``triton``      :mod:`dgt.ops.triton.backend`: fused kernels for CUDA
+==============  ======================================================================================================
+
+Each module offers the same functions over arguments that are right already; their contracts are in
+:mod:`dgt.ops.torch_ops`:
+
+- ``group_queries(query, centroids, key_mask)``, ``select_keys(centroids, key, top_k, key_mask)``
+- ``attend(query, key, value, group_ids, key_ids, scale, key_bias)``, and ``attend_with_logsumexp`` of the same
+- ``summarize_unselected(query, key, value, group_ids, key_ids, scale, key_mask)``
+- ``group_statistics(query, group_ids, num_groups)``
+- ``attention(query, key, value, centroids, top_k, scale, key_mask, num_prefix_tokens, remainder)``, only where it has
+  the steps in one: what :func:`dgt.dynamic_group_attention` returns; or None where such a call takes the three steps.
+
+A backend that is named is never exchanged for another.
+"""
 
 import importlib.util
+import warnings
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from dgt.ops.triton.fallback import failures
+from dgt.ops import operators, reference, torch_ops
+from dgt.ops.native_loader import can_run_native, check_native, load_native
+from dgt.ops.triton import fallback
 
-BACKENDS = ("reference", "eager", "triton")
+BACKENDS = ("reference", "native", "torch", "triton")
+FORWARD_ONLY = ("triton",)  # without gradients of a remainder, of a key_bias and of the logarithms of the sums
+TRITON_CHANNELS = 128  # the most per head
+_warned = False  # that "eager" has another name
+
+
+def check_backend(backend: str) -> str:
+    """Return the name of a backend, or ``"auto"``, if it is one; for ``"eager"``, its name until now, ``"torch"``.
+
+    Raises:
+        ValueError: for an unknown name.
+    """
+    if backend == "eager":
+        _warn_of_eager()
+        return "torch"
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(['auto', *BACKENDS])}, got {backend!r}")
+    return backend
 
 
 def resolve_backend(backend: str, tokens: Tensor | None = None) -> str:
     """Return the backend that ``"auto"`` stands for on (B, H, L, D) tokens; a named one is checked and kept.
 
     Raises:
-        ValueError: for an unknown name.
+        ValueError: for an unknown name, or ``"native"`` where it cannot run.
     """
-    if backend == "auto":
-        if tokens is None or not tokens.is_cuda or tokens.dtype == torch.float64 or tokens.shape[-1] > 128:
-            return "eager"
-        return "triton" if not failures and _can_run_triton(tokens.device.index) else "eager"
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(['auto', *BACKENDS])}, got {backend!r}")
-    return backend
+    backend = check_backend(backend)
+    if backend == "native" and tokens is not None and not tokens.is_meta:
+        check_native(tokens)
+    if backend != "auto":
+        return backend
+    if tokens is None:
+        return "torch"
+    if tokens.is_cuda:
+        return "triton" if _may_take_triton(tokens) else "torch"
+    return "native" if can_run_native(tokens) else "torch"
+
+
+def load_backend(backend: str, tokens: Tensor) -> ModuleType:
+    """Return the module that does the steps of a backend, as :func:`resolve_backend` named it, on these tokens.
+
+    Raises:
+        ValueError: if it is not installed.
+    """
+    if backend == "native" and (tokens.is_meta or operators.is_writing_file()):
+        return operators  # which count, and which files hold, since they run everywhere
+    match backend:
+        case "reference":
+            return reference
+        case "native":
+            return load_native()
+        case "triton":
+            return load_triton()
+        case _:
+            return operators if tokens.device.type in ("cpu", "meta") else torch_ops
 
 
 def load_triton() -> ModuleType:
-    """Return the Triton backend, :mod:`dgt.ops.triton.operators`.
+    """Return the Triton backend, :mod:`dgt.ops.triton.backend`.
 
     Raises:
         ValueError: if Triton is not installed.
     """
     try:
-        from dgt.ops.triton import operators
+        from dgt.ops.triton import backend
     except ImportError as error:
         raise ValueError(
-            'backend="triton" needs Triton, which is not installed: pip install triton, or use backend="eager"'
+            'backend="triton" needs Triton, which is not installed: pip install triton, or use backend="torch"'
         ) from error
-    return operators
+    return backend
+
+
+def _may_take_triton(tokens: Tensor) -> bool:
+    """Tell whether kernels take these tokens of a CUDA device, and have been seen to be right on it."""
+    if tokens.dtype == torch.float64 or tokens.shape[-1] > TRITON_CHANNELS or fallback.failures:
+        return False
+    return _trusts_triton(tokens.device.index, tokens.dtype)
 
 
 @torch.compiler.assume_constant_result
-def _can_run_triton(device: int | None) -> bool:
-    """Tell whether Triton is installed and this CUDA device new enough for it."""
-    return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+def _trusts_triton(device: int | None, dtype: torch.dtype) -> bool:
+    """Tell whether Triton is installed, this CUDA device new enough for it, and its check of itself passed there."""
+    if importlib.util.find_spec("triton") is None or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    can_trust = getattr(fallback, "can_trust", None)
+    return can_trust is not None and bool(can_trust(torch.device("cuda", device or 0), dtype))
+
+
+@torch.compiler.assume_constant_result
+def _warn_of_eager() -> None:
+    """Warn, once a process, that a name of a backend has changed."""
+    global _warned  # noqa: PLW0603
+    if not _warned:
+        _warned = True
+        message = 'backend="eager" is called "torch" now; "eager" will be refused in the next version'
+        warnings.warn(message, FutureWarning, stacklevel=4)

@@ -172,6 +172,11 @@ def has_tangent(*tensors: Tensor | None) -> bool:
     return any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
+def wide_type(dtype: torch.dtype) -> torch.dtype:
+    """The type of sums: float32, or float64 where that came."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Return a context without autocast, as the steps choose their types themselves; the meta device has none."""
     if device.type == "meta":

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from dgt.ops import flops
-from dgt.ops.backends import load_triton, resolve_backend
+from dgt.ops.backends import check_backend, load_triton, resolve_backend
 from dgt.ops.checks import (
     check_count,
     check_device,
@@ -60,7 +60,8 @@ def group_matmul(
         key_ids: (B, H, G, K) int64, no key twice in one list; -1 marks an empty place, which yields zero and adds
             nothing.
         tokens: M, the number of keys; for forms 3 and 4 only, whose arguments do not tell it.
-        backend: ``"auto"``, ``"eager"`` (plain PyTorch) or ``"triton"``; a choice never falls back to another.
+        backend: ``"auto"``, ``"torch"`` (PyTorch's own operators) or ``"triton"``; one that is named is never
+            exchanged for another.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
@@ -71,11 +72,14 @@ def group_matmul(
     count = tokens or right.shape[2]
     check_ids("group_ids", group_ids, key_ids.shape[2])
     check_key_ids(key_ids, count)
-    backend = resolve_backend(backend, right if form in (2, 4) else left)  # the one that holds channels
-    if backend not in ("eager", "triton"):
-        raise ValueError(f"backend must be one of auto, eager, triton, got {backend!r}")
-    if backend == "triton":
+    backend = check_backend(backend)
+    if backend not in ("auto", "torch", "triton"):
+        raise ValueError(f"backend must be one of auto, torch, triton, got {backend!r}")
+    if resolve_backend(backend, right if form in (2, 4) else left) == "triton":  # the one that holds channels
+        backend = "triton"
         load_triton()
+    else:
+        backend = "torch"
     product: Tensor = torch.ops.dgt.group_matmul(form, left, right, group_ids, key_ids, count, backend)
     return product
 

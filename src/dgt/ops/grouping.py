@@ -8,27 +8,20 @@ changes its arguments.
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from dgt.ops import flops, reference
-from dgt.ops.backends import load_triton, resolve_backend
+from dgt.ops.backends import load_backend, resolve_backend
 from dgt.ops.checks import (
     check_count,
     check_device,
     check_ids,
     check_key_mask,
-    check_no_nan,
     check_shape,
     check_share,
     check_tensor,
     check_tokens,
     full_precision,
-    nan_in,
 )
-from dgt.ops.parts import head_parts, run_parts
 from dgt.ops.triton.fallback import falls_back
-
-MARK = 1 << 16  # weight of a mark in :func:`nearest_group`: above the number of groups, and exact when doubled
 
 
 @falls_back
@@ -49,66 +42,17 @@ def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None = No
     Raises:
         TypeError, ValueError: for a wrong type, rank, shape or device; on the CPU also for NaN in ``query``
             (on an accelerator looking would stall the stream: there NaN passes on, as in PyTorch's own attention).
+
+    Example:
+        >>> centroids = F.normalize(torch.randn(2, 48, 32), dim=-1)
+        >>> group_queries(torch.randn(1, 2, 196, 32), centroids).shape
+        torch.Size([1, 2, 196])
     """
     check_tokens("query", query, centroids)
     check_key_mask(key_mask, query.shape[0], query.shape[2], query)
-    backend = resolve_backend(backend, query)
-    if backend == "reference":
-        return reference.group_queries(query, centroids, key_mask)
-    if backend == "triton":
-        check_no_nan("query", query)
-    steps = load_triton() if backend == "triton" else torch.ops.dgt
-    group_ids: Tensor = steps.group_queries(query.detach(), centroids.detach(), key_mask)
+    steps = load_backend(resolve_backend(backend, query), query)
+    group_ids: Tensor = steps.group_queries(query, centroids, key_mask)
     return group_ids
-
-
-@torch.library.custom_op("dgt::group_queries", mutates_args=())
-def _group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
-    batch, heads, tokens, _ = query.shape
-    ids = query.new_empty(query.shape[:3], dtype=torch.int64)
-
-    def work(part: tuple[slice, slice, slice]) -> None:
-        scores = torch.matmul(centroids[part[1]].float(), query[part].float().transpose(-1, -2))
-        ids[part] = nearest_group(scores)
-
-    with full_precision(query.device):
-        run_parts(work, head_parts(batch, heads, tokens, centroids.shape[1]), query.device, batch * heads * tokens)
-    return ids if key_mask is None else ids.masked_fill_(~key_mask[:, None], -1)
-
-
-def nearest_group(scores: Tensor) -> Tensor:
-    """Return the (B, H, L) group of the largest of (B, H, G, L) scores, ties to the lowest.
-
-    Raises:
-        NonFiniteInput: for NaN, on the CPU.
-    """
-    groups = scores.shape[-2]
-    if scores.device.type != "cpu" or groups > MARK:
-        return _nearest_group_by_index(scores)
-    # Marking the maxima is vector work, unlike carrying indices along: half the time of Tensor.max on two cores. The
-    # marks weigh MARK + group, so that a sum of exactly one mark can be told from that of two (ties) or none (NaN).
-    best = scores.amax(-2, keepdim=True)
-    weights = torch.arange(MARK, MARK + groups, dtype=scores.dtype)[:, None]
-    numbers = torch.eq(scores, best, out=torch.empty_like(scores)).mul_(weights).sum(-2)
-    least, most = torch.aminmax(numbers)
-    if least < MARK or most >= 2 * MARK:
-        return _nearest_group_by_index(scores)
-    return numbers.long().sub_(MARK)
-
-
-def _nearest_group_by_index(scores: Tensor) -> Tensor:
-    best, ids = scores.max(-2)
-    if scores.device.type == "cpu" and best.isnan().any():
-        raise nan_in("query")
-    return ids
-
-
-register_flop_formula(torch.ops.dgt.group_queries)(flops.group_queries)
-
-
-@_group_queries.register_fake
-def _(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
-    return query.new_empty(query.shape[:3], dtype=torch.int64)
 
 
 @falls_back
@@ -118,23 +62,9 @@ def group_statistics(query: Tensor, group_ids: Tensor, num_groups: int, backend:
     Returns float32 ``(sums, counts)``, (H, G, D) and (H, G), of (B, H, L, D) queries whose (B, H, L) groups are known;
     -1 (padding) is not counted. Statistics of parts of a batch add up; ``backend`` as for the whole operator.
     """
-    if resolve_backend(backend, query) == "triton":  # PyTorch's index_add: slow there, and not bit-equal
-        found = load_triton().group_statistics(query.detach(), group_ids, num_groups)
-        return found[..., :-1], found[..., -1]
-    with full_precision(query.device):
-        return sum_groups(F.normalize(query.detach().float(), dim=-1), group_ids, num_groups)
-
-
-def sum_groups(tokens: Tensor, group_ids: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-    """Sum the (B, H, L, D) tokens of every group over batch and tokens, (H, G, D), and count them, (H, G)."""
-    heads, channels = tokens.shape[1], tokens.shape[3]
-    # Padding is sent to one extra group, which is cut off again: no data-dependent shape.
-    slots = num_groups + 1
-    first = torch.arange(heads, device=tokens.device)[None, :, None] * slots
-    slot = (torch.where(group_ids < 0, num_groups, group_ids) + first).flatten()
-    sums = tokens.new_zeros(heads * slots, channels).index_add(0, slot, tokens.flatten(0, 2))
-    counts = tokens.new_zeros(heads * slots).index_add(0, slot, tokens.new_ones(()).expand_as(slot))
-    return sums.view(heads, slots, channels)[:, :num_groups], counts.view(heads, slots)[:, :num_groups]
+    steps = load_backend(resolve_backend(backend, query), query)
+    sums, counts = steps.group_statistics(query, group_ids, num_groups)
+    return sums, counts
 
 
 def blend_centroids(centroids: Tensor, sums: Tensor, counts: Tensor, rate: float | Tensor) -> Tensor:
@@ -178,6 +108,7 @@ def update_centroids(centroids: Tensor, query: Tensor, group_ids: Tensor, rate: 
     return blend_centroids(centroids.detach().float(), sums, counts, rate).to(centroids.dtype)
 
 
+@falls_back
 def seed_centroids(tokens: Tensor, num_groups: int, steps: int = 10) -> Tensor:
     """Cluster unit-norm tokens into starting centroids: k-means++ and a few k-means steps on the sphere.
 
@@ -202,16 +133,17 @@ def seed_centroids(tokens: Tensor, num_groups: int, steps: int = 10) -> Tensor:
     with full_precision(tokens.device), torch.no_grad():
         unit = F.normalize(tokens.float(), dim=-1)
         unit[..., 0] += (unit == 0).all(-1)  # a token without direction gets one, so that no centroid is zero
-        return find_centroids(unit[None], _spread_out(unit, num_groups), steps)[0]
+        return _cluster(unit[None], _spread_out(unit, num_groups), steps)
 
 
+@falls_back
 def find_centroids(query: Tensor, centroids: Tensor, steps: int = 2) -> Tensor:
     """Find every image's own centroids: a few k-means steps on its queries, from centroids that are near.
 
     Args:
         query: (B, H, L, D) float tensor.
         centroids: (H, G, D), or (B, H, G, D) of an earlier layer, frame or step; unit norm.
-        steps: k-means (Lloyd) steps, each as dear as grouping.
+        steps: k-means (Lloyd) steps; each costs one grouping pass.
 
     Returns:
         (B, H, G, D) float32 centroids, unit norm, for :func:`dgt.dynamic_group_attention`; no gradient.
@@ -228,10 +160,17 @@ def find_centroids(query: Tensor, centroids: Tensor, steps: int = 2) -> Tensor:
     check_shape("centroids", centroids, "BHGD", (*query.shape[:2], *centroids.shape[2:]), "query")
     tokens, found = query.detach().flatten(0, 1)[None], centroids.detach().to(torch.float32, copy=True).flatten(0, 1)
     check_tokens("query", tokens, found)
+    return _cluster(tokens, found, steps).view(*query.shape[:2], *found.shape[1:])
+
+
+def _cluster(tokens: Tensor, centroids: Tensor, steps: int) -> Tensor:
+    """Lloyd steps on (B, H, L, D) tokens, from (H, G, D) centroids."""
+    backend = load_backend(resolve_backend("auto", tokens), tokens)
     for _ in range(steps):
-        sums, counts = group_statistics(tokens, group_queries(tokens, found), found.shape[1])
-        found = blend_centroids(found, sums, counts, rate=1.0)
-    return found.view(*query.shape[:2], *found.shape[1:])
+        group_ids = backend.group_queries(tokens, centroids, None)
+        sums, counts = backend.group_statistics(tokens, group_ids, centroids.shape[1])
+        centroids = blend_centroids(centroids, sums, counts, rate=1.0)
+    return centroids
 
 
 def _spread_out(unit: Tensor, num_groups: int) -> Tensor:

@@ -33,9 +33,17 @@ def select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | N
     return key_ids.masked_fill(key_ids == tokens, -1)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float) -> Tensor:
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    scale: float,
+    key_bias: Tensor | None = None,
+) -> Tensor:
     """Softmax attention of every query over the keys of its group (Eq. 2), as dense attention under a mask."""
-    return attend_with_logsumexp(query, key, value, group_ids, key_ids, scale, None)[0]
+    return attend_with_logsumexp(query, key, value, group_ids, key_ids, scale, key_bias)[0]
 
 
 def attend_with_logsumexp(
@@ -45,7 +53,7 @@ def attend_with_logsumexp(
     group_ids: Tensor,
     key_ids: Tensor,
     scale: float,
-    key_bias: Tensor | None,
+    key_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same with a constant for every key's scores, and the logarithms of the softmax's sums.
 
@@ -71,6 +79,15 @@ def attend_with_logsumexp(
         weight = score.softmax(-1).masked_fill(~sees, 0.0)
         output = torch.einsum("bhij,bhjd->bhid", weight, value)
         return output, score.logsumexp(-1).masked_fill(blind[..., 0], -torch.inf)
+
+
+def group_statistics(query: Tensor, group_ids: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+    """Sum the normalised (B, H, L, D) queries of every group, and count them: (H, G, D) and (H, G), float32 (Eq. 3)."""
+    member = (group_ids[..., None] == torch.arange(num_groups, device=query.device)).float()  # (B, H, L, G)
+    with full_precision(query.device):
+        unit = query.detach().float()
+        unit = unit / unit.norm(dim=-1, keepdim=True).clamp(min=1e-12)
+        return torch.einsum("bhlg,bhld->hgd", member, unit), member.sum((0, 2))
 
 
 def summarize_unselected(

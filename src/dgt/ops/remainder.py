@@ -9,7 +9,7 @@ mean query m, with ``p = softmax_{j in U}(s m.k_j)``,
 for ``s k'`` is the gradient of Z at m. To first order the remainder is therefore *a key like any other*: k', with the
 value v' and the constant ``b = Z(m) - s m.k'`` added to its score. Attention over the selected keys and this one is
 exact where nothing is left out (k = L), where a group's queries are equal, and where its remaining keys are.
-Cost: three products of (G, L, D) a head, and no memory of more than a chunk of (G, L) without gradients.
+Cost: three products of (G, L, D) a head.
 """
 
 from typing import NamedTuple
@@ -17,10 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dgt.ops.checks import full_precision
-from dgt.ops.eager import HIDDEN
-from dgt.ops.grouping import sum_groups
-from dgt.ops.parts import cut, part_size, run_parts
+from dgt.ops.checks import full_precision, wide_type
+
+SCORE_ELEMENTS = 1 << 24  # scores of (G, S) that are held at once on CPUs
+HIDDEN = -1e30  # the score of a key that is no part of a remainder; finite, so that no row can become NaN
 
 
 class WithRemainder(NamedTuple):
@@ -52,7 +52,13 @@ def add_remainder(
 
 
 def summarize_unselected(
-    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float, key_mask: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    scale: float,
+    key_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sum up, for every group, the keys that its list does not name; differentiable. The arguments are right.
 
@@ -69,41 +75,42 @@ def summarize_unselected(
         was left out; the others are finite there, and of no meaning.
     """
     batch, heads, groups, _ = key_ids.shape
-    wide = torch.promote_types(query.dtype, torch.float32)
-    q, k, v, groups_of, lists = (t.flatten(0, 1) for t in (query, key, value, group_ids, key_ids))
-    padding = None if key_mask is None else ~key_mask.repeat_interleave(heads, dim=0)[:, None]
+    tokens = key.shape[2]
+    real = key.new_ones((batch, tokens), dtype=torch.bool) if key_mask is None else key_mask
     with full_precision(query.device):
-        sums, counts = sum_groups(q.to(wide)[None], groups_of[None], groups)
+        q, k, v = (tensor.flatten(0, 1).to(wide_type(query.dtype)) for tensor in (query, key, value))
+        sums, counts = sum_groups(q[None], group_ids.flatten(0, 1)[None], groups)
         mean = sums / counts.clamp(min=1)[..., None] * scale  # s m, (B H, G, D)
-        found: dict[int, tuple[Tensor, ...]] = {}
-
-        def work(part: slice) -> None:
-            hidden = None if padding is None else padding[part]
-            found[part.start] = _summarize(mean[part], k[part].to(wide), v[part].to(wide), lists[part], hidden)
-
-        alone = torch.compiler.is_compiling() or any(tensor.requires_grad for tensor in (mean, k, v))
-        tokens, scores = 0 if alone else k.shape[:2].numel(), groups * k.shape[1]
-        parts = cut(len(k), part_size(len(k) * scores, tokens) // scores)
-        run_parts(work, parts, query.device, tokens)
-    pieces = (found[part.start] for part in parts)
-    rest_key, rest_value, bias, empty = (
-        torch.cat(whole).unflatten(0, (batch, heads)) for whole in zip(*pieces, strict=True)
-    )
-    return rest_key, rest_value, bias, empty
+        whole = (mean, k, v, key_ids.flatten(0, 1), real.repeat_interleave(heads, dim=0))
+        at_once = max(1, SCORE_ELEMENTS // (groups * tokens)) if query.device.type == "cpu" else len(mean)
+        parts = [_summarize(*part) for part in zip(*(tensor.split(at_once) for tensor in whole), strict=True)]
+    rest_key, rest_value, bias, empty = (torch.cat(part) for part in zip(*parts, strict=True))
+    shape = (batch, heads, groups)
+    return rest_key.view(*shape, -1), rest_value.view(*shape, -1), bias.view(shape), empty.view(shape)
 
 
 def _summarize(
-    mean: Tensor, key: Tensor, value: Tensor, key_ids: Tensor, padding: Tensor | None
+    mean: Tensor, key: Tensor, value: Tensor, lists: Tensor, real: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """k' and v' (N, G, D), b and whether nothing was left out (N, G), of N heads with their s m."""
-    tokens, listed = key.shape[1], key_ids >= 0
-    hidden = mean.new_zeros(*mean.shape[:2], tokens + 1)  # one more for empty places
-    hidden = hidden.scatter_(-1, key_ids.where(listed, tokens), HIDDEN)[..., :-1]
-    hidden = hidden if padding is None else hidden.masked_fill(padding, HIDDEN)
+    tokens = key.shape[1]
+    hidden = mean.new_zeros(*mean.shape[:2], tokens + 1)  # one column more for empty places
+    hidden = hidden.scatter(-1, lists.remainder(tokens + 1), HIDDEN)[..., :-1]
+    hidden = hidden.masked_fill(~real[:, None], HIDDEN)
     score = torch.baddbmm(hidden, mean, key.mT)
     share = score.softmax(-1)
-    # Where scores tie, the gradients of both maxima, which spare the exponentials once more, would not cancel.
-    mass = score.logsumexp(-1) if score.requires_grad else score.amax(-1) - share.amax(-1).log()
     rest_key = torch.bmm(share, key)
-    real = tokens if padding is None else (~padding).sum(-1)
-    return rest_key, torch.bmm(share, value), mass - (mean * rest_key).sum(-1), listed.sum(-1) >= real
+    bias = score.logsumexp(-1) - (mean * rest_key).sum(-1)
+    return rest_key, torch.bmm(share, value), bias, (lists >= 0).sum(-1) >= real.sum(-1)[:, None]
+
+
+def sum_groups(tokens: Tensor, group_ids: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+    """Sum the (B, H, L, D) tokens of every group over batch and tokens, (H, G, D), and count them, (H, G)."""
+    heads, channels = tokens.shape[1], tokens.shape[3]
+    # Padding is sent to one extra group, which is cut off again: no data-dependent shape.
+    slots = num_groups + 1
+    first = torch.arange(heads, device=tokens.device)[None, :, None] * slots
+    slot = (torch.where(group_ids < 0, num_groups, group_ids) + first).flatten()
+    sums = tokens.new_zeros(heads * slots, channels).index_add(0, slot, tokens.flatten(0, 2))
+    counts = tokens.new_zeros(heads * slots).index_add(0, slot, tokens.new_ones(()).expand_as(slot))
+    return sums.view(heads, slots, channels)[:, :num_groups], counts.view(heads, slots)[:, :num_groups]

@@ -65,8 +65,8 @@ class Case(NamedTuple):
 
     def ids(self) -> tuple[Tensor, Tensor]:
         """Groups and keys by the plain path."""
-        groups = dgt.group_queries(self.query, self.centroids, self.key_mask, "eager")
-        return groups, dgt.select_keys(self.centroids, self.key, self.top_k, self.key_mask, "eager")
+        groups = dgt.group_queries(self.query, self.centroids, self.key_mask, "torch")
+        return groups, dgt.select_keys(self.centroids, self.key, self.top_k, self.key_mask, "torch")
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ def test_cpu_tensors_without_the_interpreter(make_case: Any, monkeypatch: pytest
     case = make_case(1, 1, 8, 8, 2, 3)
     cpu = tuple(x.cpu() if isinstance(x, torch.Tensor) else x for x in case)
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    refused(cpu, ValueError, 'query must be on a CUDA device.*use backend="eager"')
+    refused(cpu, ValueError, 'query must be on a CUDA device.*use backend="torch"')
 
 
 def test_without_triton() -> None:
@@ -51,7 +51,7 @@ def test_a_gpu_that_is_too_old(make_case: Any, monkeypatch: pytest.MonkeyPatch) 
         dtype, shape, is_cuda, device = torch.float32, (1, 1, 8, 8), True, torch.device("cuda", 0)
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-    with pytest.raises(ValueError, match=r'capability 8\.0 or later, query is on one of 7\.5; use backend="eager"'):
+    with pytest.raises(ValueError, match=r'capability 8\.0 or later, query is on one of 7\.5; use backend="torch"'):
         launch.check_runnable("query", Old())  # type: ignore[arg-type]
 
 
@@ -60,14 +60,14 @@ def test_too_many_channels(make_case: Any) -> None:
 
 
 def test_float64(make_case: Any) -> None:
-    refused(make_case(1, 1, 8, 8, 2, 3, dtype=torch.float64), TypeError, 'got torch.float64; use backend="eager"')
+    refused(make_case(1, 1, 8, 8, 2, 3, dtype=torch.float64), TypeError, 'got torch.float64; use backend="torch"')
 
 
 def test_bfloat16_in_the_interpreter(make_case: Any, device: str) -> None:
     if device == "cpu":
         case = make_case(1, 1, 8, 8, 2, 3, dtype=torch.bfloat16)
         refused(
-            case, TypeError, 'bfloat16 products are wrong, got torch.bfloat16; use one of these, or backend="eager"'
+            case, TypeError, 'bfloat16 products are wrong, got torch.bfloat16; use one of these, or backend="torch"'
         )
 
 
@@ -92,13 +92,13 @@ def test_wrong_arguments_of_the_whole_operator(make_case: Any) -> None:
 def test_auto_is_the_plain_path_on_the_cpu() -> None:
     from dgt.ops.backends import resolve_backend
 
-    assert resolve_backend("auto", torch.zeros(1, 1, 2, 2)) == "eager"
+    assert resolve_backend("auto", torch.zeros(1, 1, 2, 2)) in ("native", "torch")
 
 
 @pytest.fixture
 def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A kernel that does not compile, on tensors that ``auto`` would give it."""
-    from dgt.ops import attention, backends
+    from dgt.ops import attention
     from dgt.ops.triton import fallback, selection
 
     class Broken:
@@ -108,11 +108,10 @@ def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             raise RuntimeError("Failed to find C compiler")
 
     def resolve(backend: str, *_: object) -> str:
-        return backend if backend != "auto" else "eager" if fallback.failures else "triton"
+        return backend if backend != "auto" else "torch" if fallback.failures else "triton"
 
     monkeypatch.setattr(selection, "pick_all", Broken())
     monkeypatch.setattr(attention, "resolve_backend", resolve)
-    assert backends.failures is fallback.failures
     yield
     fallback.failures.clear()
 
@@ -121,10 +120,10 @@ def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_kernel_that_does_not_compile(make_case: Any, recwarn: pytest.WarningsRecorder) -> None:
     """``auto`` warns once and takes the plain path from then on; ``triton`` raises and names the kernel."""
     case = make_case(1, 1, 8, 8, 2, 3)
-    plain = dgt.dynamic_group_attention(*case[:5], backend="eager")
+    plain = dgt.dynamic_group_attention(*case[:5], backend="torch")
     for _ in range(2):
         found = dgt.dynamic_group_attention(*case[:5])
         assert torch.equal(found.output, plain.output)
     (warning,) = recwarn
-    assert 'backend="auto" is "eager" from here on' in str(warning.message)
-    refused(case, RuntimeError, 'kernel pick_all failed: RuntimeError: Failed to find C compiler; use backend="eager"')
+    assert 'backend="auto" is "torch" from here on' in str(warning.message)
+    refused(case, RuntimeError, 'kernel pick_all failed: RuntimeError: Failed to find C compiler; use backend="torch"')

@@ -116,7 +116,7 @@ def test_auto_takes_the_kernels(make_case: Any) -> None:
 
     case = make_case(1, 1, 8, 8, 2, 3)
     assert resolve_backend("auto", case.query) == "triton"
-    assert resolve_backend("auto", case.query.double()) == "eager"
+    assert resolve_backend("auto", case.query.double()) == "torch"
 
 
 def operator(case: Any, *leaves: Tensor) -> Tensor:
@@ -241,7 +241,7 @@ def test_error_with_a_remainder_is_that_of_the_plain_path(
     case, scale = make_case(*shape, dtype=dtype, exact=False), shape[3] ** -0.5
     tensors = [t.detach() for t in case[:3]]
     found = dgt.dynamic_group_attention(*tensors, *case[3:5], backend="triton", num_prefix_tokens=5, remainder=True)
-    plain = dgt.dynamic_group_attention(*tensors, *case[3:5], backend="eager", num_prefix_tokens=5, remainder=True)
+    plain = dgt.dynamic_group_attention(*tensors, *case[3:5], backend="torch", num_prefix_tokens=5, remainder=True)
     query, key, value = (t.double() for t in tensors)
     patches, groups = query[:, :, 5:], found.group_ids[:, :, 5:]
     rest = reference.summarize_unselected(patches, key, value, groups, found.key_ids, scale, None)

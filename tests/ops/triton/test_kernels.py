@@ -163,7 +163,7 @@ def test_attend_with_other_keys_than_queries(make_case: Any, queries: int, keys:
     """Cross attention, with places that are empty in the middle of a list."""
     case, other = make_case(1, 2, queries, 32, 6, 20, dtype=dtype), make_case(1, 2, keys, 32, 6, 20, dtype=dtype)
     group_ids = case.ids()[0]
-    key_ids = dgt.select_keys(case.centroids, other.key, 20, None, "eager")
+    key_ids = dgt.select_keys(case.centroids, other.key, 20, None, "torch")
     key_ids[:, :, 1, 5:9] = -1
     key_ids[:, :, 2] = -1
     tensors = (case.query, other.key, other.value)
@@ -203,7 +203,7 @@ def test_selection_where_keys_of_a_block_are_alike(make_case: Any) -> None:
     key = case.key.detach().clone()
     key[:, :, torch.arange(2000, device=key.device) % 64 < 30] += 10 * case.centroids[0, 0].sign()
     found = kernels.select_keys(case.centroids, key, 20, None)
-    assert torch.equal(found, dgt.select_keys(case.centroids, key, 20, None, "eager"))
+    assert torch.equal(found, dgt.select_keys(case.centroids, key, 20, None, "torch"))
 
 
 @pytest.mark.parametrize(("tokens", "top_k"), [(60, 58), (300, 20), (300, 298)])
@@ -216,7 +216,7 @@ def test_a_key_of_nan_is_never_selected(make_case: Any, tokens: int, top_k: int)
     found = kernels.select_keys(case.centroids, key, top_k, None)
     real = torch.ones(1, tokens, dtype=torch.bool, device=key.device)
     real[:, 7:12] = False
-    assert torch.equal(found, dgt.select_keys(case.centroids, case.key.detach(), top_k, real, "eager"))
+    assert torch.equal(found, dgt.select_keys(case.centroids, case.key.detach(), top_k, real, "torch"))
 
 
 def test_float16_tells_centroids_apart_that_hardly_differ(device: str) -> None:
@@ -258,7 +258,7 @@ def test_centroid_statistics(make_case: Any, shape: tuple[int, ...], dtype: torc
     case = make_case(*shape, 1, masked=True, dtype=dtype)
     ids = case.ids()[0]
     sums, counts = grouping.group_statistics(case.query, ids, shape[4], "triton")
-    expected_sums, expected_counts = grouping.group_statistics(case.query, ids, shape[4], "eager")
+    expected_sums, expected_counts = grouping.group_statistics(case.query, ids, shape[4], "torch")
     assert torch.equal(counts, expected_counts)
     torch.testing.assert_close(sums, expected_sums, rtol=0, atol=1e-4)
 

@@ -98,7 +98,7 @@ def test_prefix_with_gradients(make_case: Any) -> None:
     case = make_case(1, 1, 60, 16, 3, 9)
     grad = torch.randn_like(case.query)
     results = []
-    for backend in ("triton", "eager"):
+    for backend in ("triton", "torch"):
         output = dgt.dynamic_group_attention(*case[:5], backend=backend, num_prefix_tokens=3).output
         results.append((output, *torch.autograd.grad(output, case[:3], grad)))
     for ours, theirs in zip(*results, strict=True):
@@ -108,12 +108,12 @@ def test_prefix_with_gradients(make_case: Any) -> None:
 def test_gradients_are_of_the_plain_path(make_case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """``triton`` refuses at once, ``auto`` is eager where gradients are wanted, and Triton where they are not."""
     case = make_case(1, 1, 30, 16, 3, 9)
-    with pytest.raises(ValueError, match='"eager" or "reference" for gradients of a remainder, got "triton"'):
+    with pytest.raises(ValueError, match='"torch" or "reference" for gradients of a remainder, got "triton"'):
         dgt.dynamic_group_attention(*case[:5], backend="triton", remainder=True)
     bias = torch.zeros(1, 1, 30, device=case.query.device, requires_grad=True)
     with pytest.raises(ValueError, match="for gradients of attention with key_bias"):
         dgt.attend(*plain(case), *case.ids(), backend="triton", key_bias=bias)
-    with pytest.raises(NotImplementedError, match='no gradients of a remainder or key_bias; use backend="eager"'):
+    with pytest.raises(NotImplementedError, match='no gradients of a remainder or key_bias; use backend="torch"'):
         kernels.attention(*case[:5], 0.3, None, True)[0].sum().backward()
     monkeypatch.setattr(attention, "resolve_backend", lambda name, _: "triton" if name == "auto" else name)
     monkeypatch.delattr(kernels, "attention")

@@ -14,6 +14,17 @@ from torch.utils.flop_counter import register_flop_formula
 
 from dgt.ops import flops
 from dgt.ops.native.interface import describe, new_tokens, run, tokens, with_channels_together
+from dgt.ops.remainder import summarize_unselected
+
+__all__ = [
+    "attend",
+    "attend_with_logsumexp",
+    "attention",
+    "group_queries",
+    "group_statistics",
+    "select_keys",
+    "summarize_unselected",
+]
 
 # ---- the steps alone -------------------------------------------------------------------------------------------------
 
@@ -329,7 +340,7 @@ def _attend_gradients(ctx: Any, grad: Tensor | None, grad_logsumexp: Tensor | No
 
 
 def _attention_gradients(ctx: Any, grad: Tensor | None, grad_logsumexp: Any, *_: Any) -> tuple[Tensor | None, ...]:
-    in_query, in_key, in_value, _ = _gradients(ctx, grad, None)
+    in_query, in_key, in_value = _gradients(ctx, grad, None)[:3]
     return in_query, in_key, in_value, None, None, None, None, None
 
 
@@ -399,9 +410,15 @@ def attention(
     top_k: int,
     scale: float,
     key_mask: Tensor | None,
-    num_prefix_tokens: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The three steps in one: output, group ids and key ids, as :func:`dgt.dynamic_group_attention` returns them."""
+    num_prefix_tokens: int,
+    remainder: bool,
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The three steps in one: output, group ids and key ids, as :func:`dgt.dynamic_group_attention` returns them.
+
+    None with a remainder, for which the three steps have to be taken one by one.
+    """
+    if remainder:
+        return None
     output, _, group_ids, key_ids = torch.ops.dgt.native_attention(
         query, key, value, centroids.detach(), top_k, scale, key_mask, num_prefix_tokens
     )

@@ -15,7 +15,7 @@ class KernelError(RuntimeError):
 
 
 def falls_back(step: Callable[P, R]) -> Callable[P, R]:
-    """Let ``backend="auto"`` be eager from the first kernel on that fails, with one warning; a named one raises."""
+    """Let ``"auto"`` be ``"torch"`` from the first kernel on that fails, with one warning; a named backend raises."""
 
     @functools.wraps(step)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -25,7 +25,7 @@ def falls_back(step: Callable[P, R]) -> Callable[P, R]:
             if failures:
                 raise
             failures.append(error)
-            warnings.warn(f'{error}; backend="auto" is "eager" from here on', RuntimeWarning, stacklevel=2)
+            warnings.warn(f'{error}; backend="auto" is "torch" from here on', RuntimeWarning, stacklevel=2)
         return step(*args, **kwargs)
 
     return run

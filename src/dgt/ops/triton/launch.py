@@ -54,7 +54,7 @@ def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
                 kernel[(programs,)](*arguments, **options)
         except Exception as error:  # of the compiler, the assembler, the linker or the driver
             raise KernelError(
-                f'the Triton kernel {kernel.__name__} failed: {type(error).__name__}: {error}; use backend="eager"'
+                f'the Triton kernel {kernel.__name__} failed: {type(error).__name__}: {error}; use backend="torch"'
             ) from error
 
 
@@ -70,7 +70,7 @@ def check_runnable(name: str, tensor: Tensor) -> None:
         TypeError: for a type that kernels do not have, or that the interpreter multiplies wrongly.
         ValueError: for more than 128 channels per head, a CPU tensor without the interpreter, or too old a GPU.
     """
-    way, ours = 'use backend="eager"', 'for backend="triton"'
+    way, ours = 'use backend="torch"', 'for backend="triton"'
     if tensor.dtype not in TYPES:
         raise TypeError(f"{name} must be float32, float16 or bfloat16 {ours}, got {tensor.dtype}; {way}")
     if tensor.shape[3] > MAX_CHANNELS:

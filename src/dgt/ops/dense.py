@@ -1,0 +1,119 @@
+"""Dense attention: every query attends to every key. PyTorch's own, or, on CPUs, the native kernel, which is faster.
+
+The kernel is that of attention inside groups (Eq. 2) with one list that holds all keys: exact, no approximation.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dgt.ops.checks import has_tangent
+
+MAX_CHANNELS = 256  # of a head that the native kernel takes
+NATIVE_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def dense_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Compute ``softmax(scale query key^T + mask) value``, as ``F.scaled_dot_product_attention`` does.
+
+    On CPUs the native kernel computes it where it was built and takes the call: float32, bfloat16 or float16 (sums in
+    float32), at most 256 channels a head, values as wide as keys, no dropout, not causal, no gradient in the mask, and
+    outside of files and forward-mode differentiation. Everything else is PyTorch's.
+
+    Args:
+        query: (..., H, L, D) float tensor; any number of dimensions before L.
+        key: (..., H, S, D), of query's type; with ``enable_gqa`` the heads may be a divisor of H.
+        value: (..., H, S, D).
+        attn_mask: bool, True where a query sees a key, or float, added to the scores; broadcasts to (..., H, L, S).
+            Float masks of half precision are added in float32.
+        dropout_p: probability that a weight is dropped.
+        is_causal: query i sees keys 0 to i only.
+        scale: factor on the scores; default 1 / sqrt(D).
+        enable_gqa: every head of keys and values serves several heads of queries.
+
+    Returns:
+        (..., H, L, D) of query's type; zero where a query sees no key.
+
+    Raises:
+        RuntimeError, ValueError: those of ``F.scaled_dot_product_attention``.
+
+    Example:
+        >>> query, key, value = torch.randn(3, 1, 2, 196, 32)
+        >>> dense_attention(query, key, value).shape
+        torch.Size([1, 2, 196, 32])
+    """
+    native = dropout_p == 0.0 and not is_causal and _can_run_native(query, key, value, attn_mask, enable_gqa)
+    if not native:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    from dgt.ops.native import dense
+
+    shape = query.shape
+    query, key, value = (_as_four_dimensions(tensor) for tensor in (query, key, value))
+    mask = None if attn_mask is None else _broadcast_mask(attn_mask, query, key, shape)
+    factor = float(scale) if scale is not None else query.shape[-1] ** -0.5
+    return dense.attention(query, key, value, mask, factor).reshape(shape)
+
+
+def _can_run_native(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool) -> bool:
+    """Tell whether the native kernel is here and takes the call; wrong calls are PyTorch's to refuse."""
+    tensors = [tensor for tensor in (query, key, value, mask) if tensor is not None]
+    if torch.jit.is_tracing() or torch.compiler.is_exporting() or has_tangent(*tensors):
+        return False
+    if any(tensor.device.type != "cpu" or tensor.is_nested or 0 in tensor.shape for tensor in tensors):
+        return False
+    if query.dtype not in NATIVE_TYPES or key.dtype != query.dtype or value.dtype != query.dtype:
+        return False
+    if mask is not None and (mask.requires_grad or mask.dtype not in (torch.bool, torch.float32, query.dtype)):
+        return False
+    return _shapes_fit(query, key, value, mask, enable_gqa) and _is_built()
+
+
+def _shapes_fit(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool) -> bool:
+    if not query.dim() == key.dim() == value.dim() >= 2 or key.shape != value.shape:
+        return False
+    if query.shape[-1] != key.shape[-1] or query.shape[-1] > MAX_CHANNELS:
+        return False
+    same_heads = query.shape[:-2] == key.shape[:-2]
+    if enable_gqa and query.dim() == 4:
+        same_heads = query.shape[0] == key.shape[0] and query.shape[1] % key.shape[1] == 0
+    if mask is None or not same_heads:
+        return same_heads
+    wanted = (*query.shape[:-1], key.shape[-2])
+    padded = (*[1] * (len(wanted) - mask.dim()), *mask.shape)
+    return len(padded) == len(wanted) and all(
+        size in (1, want) for size, want in zip(padded, wanted, strict=True)
+    )
+
+
+@torch.compiler.assume_constant_result
+def _is_built() -> bool:
+    from dgt.ops.native import library
+
+    return library.load() is not None
+
+
+def _as_four_dimensions(tensor: Tensor) -> Tensor:
+    """(L, D) and (H, L, D) as one image, more dimensions before the heads as many images."""
+    if tensor.dim() < 4:
+        return tensor[(None,) * (4 - tensor.dim())]
+    return tensor.flatten(0, -4)
+
+
+def _broadcast_mask(mask: Tensor, query: Tensor, key: Tensor, shape: torch.Size) -> Tensor:
+    """The mask as (B, H, L, S), bool or float32; dimensions that it is the same along have a stride of zero."""
+    mask = mask if mask.dtype == torch.bool else mask.float()
+    full = mask.expand(*shape[:-1], key.shape[2])
+    if full.dim() < 4:
+        return full[(None,) * (4 - full.dim())]
+    return full.flatten(0, -4) if full.dim() > 4 else full

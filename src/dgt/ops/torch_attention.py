@@ -1,0 +1,228 @@
+"""Attention inside groups out of PyTorch's own kernels, in one of two ways (Eq. 2): the middle of ``torch_ops``.
+
+- *Dense under a mask*, for few tokens: all keys of a head under a mask whose rows are picked by group.
+- *Gathered*: queries are sorted by group, and groups cut into segments of at most T queries. A head has at most
+  ``n + (L - n) // T`` of them, ``n = min(G, L)``, whatever its groups. Each segment attends to a copy of its group's
+  keys: as one sequence of flash attention of variable lengths (half precision on CUDA; segments left over have no
+  queries), or padded to T rows in ordinary attention.
+
+Either way no shape depends on data, and what an output row holds whose query sees no key is of no meaning, but finite.
+"""
+
+import inspect
+from collections.abc import Iterator
+from typing import NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from dgt.ops.checks import wide_type
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    HAS_VARLEN = False
+else:
+    HAS_VARLEN = "scale" in inspect.signature(varlen_attn).parameters
+
+FEW_TOKENS = {"cuda": 8192}  # tokens up to which dense attention under a mask is quicker than gathering
+FEW_TOKENS_ELSEWHERE = 1024
+MASK_ELEMENTS = 1 << 27  # of the masks of the heads that attend at once
+SEQUENCE = 1024  # T of flash attention: long segments save copies of keys, and only full blocks are computed
+PADDED = 128  # T of padded attention, where every segment costs T rows
+MOST_SEGMENTS = 32_000  # of a call: grids of attention kernels end at 65,535, and a segment takes two places
+MOST_SEGMENTS_ON_CPU = 400  # copies of the keys of all heads at once would cost memory there and gain nothing
+
+
+class Heads(NamedTuple):
+    """What is attended to, with images and heads flattened to N heads; both kinds of ids may be -1."""
+
+    query: Tensor  # (N, L, D)
+    key: Tensor  # (N, S, D)
+    value: Tensor  # (N, S, D)
+    groups: Tensor  # (N, L)
+    lists: Tensor  # (N, G, K)
+
+    def split(self, size: int) -> Iterator["Heads"]:
+        """Runs of at most ``size`` heads."""
+        return map(Heads, *(tensor.split(size) for tensor in self))
+
+
+def attend_in_heads(heads: Heads, scale: float, with_sums: bool) -> tuple[Tensor, Tensor]:
+    """Attend from every query to the keys of its group.
+
+    Args:
+        heads: what is attended to.
+        scale: factor on the scores; not 0.
+        with_sums: whether the logarithms of the softmax's sums are wanted.
+
+    Returns:
+        (N, L, D), and (N, L) in float32 at least, or empty where they are not wanted.
+    """
+    step = _attend_dense_masked if is_dense_masked(heads) else _attend_gathered
+    parts = [step(part, scale, with_sums) for part in heads.split(_heads_at_once(heads, with_sums))]
+    if len(parts) == 1:
+        return parts[0]
+    outputs, sums = zip(*parts, strict=True)
+    return torch.cat(outputs), torch.cat(sums)
+
+
+def is_dense_masked(heads: Heads) -> bool:
+    """Tell whether dense attention under a mask is likely to beat sorting and gathering."""
+    device = heads.query.device.type
+    queries, keys = heads.query.shape[1], heads.key.shape[1]
+    if max(queries, keys) > FEW_TOKENS.get(device, FEW_TOKENS_ELSEWHERE):
+        return False
+    listed = heads.lists.shape[1] + heads.lists.shape[2]  # G + k
+    return device == "cuda" or queries <= 2 * listed
+
+
+def _heads_at_once(heads: Heads, with_sums: bool) -> int:
+    """How many heads attend in one call."""
+    if is_dense_masked(heads):
+        return max(1, MASK_ELEMENTS // (heads.query.shape[1] * heads.key.shape[1]))
+    most = MOST_SEGMENTS_ON_CPU if heads.query.device.type == "cpu" else MOST_SEGMENTS
+    return max(1, most // _segments_of_head(heads, _segment_size(heads, with_sums)))
+
+
+def _attend_dense_masked(heads: Heads, scale: float, with_sums: bool) -> tuple[Tensor, Tensor]:
+    """All keys of a head under an additive mask; its lowest value is finite, so that no row can become NaN."""
+    groups, tokens = heads.lists.shape[1], heads.key.shape[1]
+    hidden = heads.query.new_full((*heads.lists.shape[:2], tokens + 1), torch.finfo(heads.query.dtype).min)
+    rows = hidden.scatter(-1, heads.lists.remainder(tokens + 1), 0.0)[..., :-1]  # a last column took the empty places
+    row_of_query = _of_head(heads.groups.clamp(min=0), groups)
+    mask = rows.flatten(0, 1).index_select(0, row_of_query.flatten()).view(*heads.groups.shape, tokens)
+    return _softmax_attention(heads.query, heads.key, heads.value, mask, scale, with_sums)
+
+
+def _softmax_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, with_sums: bool
+) -> tuple[Tensor, Tensor]:
+    """Attention of P times T queries, (P, T, D), and their (P, T) sums, which PyTorch's own keeps to itself."""
+    if not with_sums:
+        operands = query[:, None], key[:, None], value[:, None]
+        return F.scaled_dot_product_attention(*operands, attn_mask=mask[:, None], scale=scale)[:, 0], query.new_empty(0)
+    wide = wide_type(query.dtype)
+    score = query.to(wide) @ key.to(wide).mT * scale + mask
+    sums = score.logsumexp(-1)
+    return ((score - sums[..., None]).exp() @ value.to(wide)).to(query.dtype), sums
+
+
+def _attend_gathered(heads: Heads, scale: float, with_sums: bool) -> tuple[Tensor, Tensor]:
+    """Sorted queries, cut into segments that attend to copies of their group's keys."""
+    size = _segment_size(heads, with_sums)
+    segments = _cut_into_segments(heads, size)
+    if _takes_varlen(heads.query, with_sums):
+        return _attend_varlen(heads.query, segments, size, scale), heads.query.new_empty(0)
+    return _attend_padded(heads.query, segments, size, scale, with_sums)
+
+
+class _Segments(NamedTuple):
+    """M segments of every head: runs of queries sorted by head and group, and the keys and values of their groups.
+
+    The keys that a group has come first; in the places behind them are others, which must be hidden.
+    """
+
+    order: Tensor  # (N L,) rows of queries
+    bounds: Tensor  # (N M + 1,) int32: where in that order segments begin
+    keys: Tensor  # (N, M, K, D)
+    values: Tensor  # (N, M, K, D)
+    counts: Tensor  # (N, M): how many keys, 1 at least
+
+
+def _cut_into_segments(heads: Heads, size: int) -> _Segments:
+    """Sort queries by head and group, cut groups into segments, and gather their keys.
+
+    Queries of no group go along with group 0; their output is hidden later. Segments left over are empty.
+    """
+    groups, tokens = heads.lists.shape[1], heads.key.shape[1]
+    order, bounds, group = _sort_queries(heads, size)
+    lists = heads.lists.where(heads.lists >= 0, tokens).sort(-1).values  # empty places go behind all keys
+    counts = (lists < tokens).sum(-1).clamp(min=1)
+    # They point to different keys, to which they give no gradient: one row would have to add up all their zeros.
+    lists = lists.where(lists < tokens, torch.arange(lists.shape[-1], device=lists.device) % tokens)
+    segment = _of_head(group, groups)  # (N, M) among N G
+    rows = _of_head(lists, tokens).flatten(0, 1)[segment]  # (N, M, K)
+    # Embedding's gradient adds up in float32 and in a fixed order; one table halves the sorting behind it.
+    pairs = F.embedding(rows, torch.cat([heads.key, heads.value], -1).flatten(0, 1))
+    keys, values = pairs.split(heads.key.shape[-1], -1)
+    return _Segments(order, bounds, keys, values, counts.flatten()[segment])
+
+
+def _sort_queries(heads: Heads, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Order of queries (N L,), bounds of segments in it (N M + 1,), and their groups (N, M)."""
+    count, groups, most = len(heads.query), heads.lists.shape[1], _segments_of_head(heads, size)
+    slots, order = _of_head(heads.groups.clamp(min=0), groups).flatten().to(torch.int32).sort(stable=True)
+    slot = torch.arange(count * groups, device=slots.device, dtype=torch.int32)
+    ends = torch.searchsorted(slots, slot, right=True).view(-1, groups)  # (N, G)
+    starts = F.pad(ends.flatten()[:-1], (1, 0)).view(-1, groups)
+    pieces = (ends - starts + size - 1) // size
+    last = pieces.cumsum(-1)
+    place = torch.arange(most, device=slots.device).expand(count, most).contiguous()
+    group = torch.searchsorted(last, place, right=True).clamp(max=groups - 1)  # (N, M)
+    begin = starts.gather(-1, group) + (place - (last - pieces).gather(-1, group)) * size
+    begin = torch.minimum(begin, ends.gather(-1, group))  # left over: empty, at the end of the head
+    return order, F.pad(begin.flatten(), (0, 1), value=len(order)).to(torch.int32), group
+
+
+def _segment_size(heads: Heads, with_sums: bool) -> int:
+    """T, the most queries of a segment."""
+    return min(SEQUENCE if _takes_varlen(heads.query, with_sums) else PADDED, heads.query.shape[1])
+
+
+def _segments_of_head(heads: Heads, size: int) -> int:
+    """M, the most segments of a head, whatever its groups."""
+    queries = heads.query.shape[1]
+    some = min(heads.lists.shape[1], queries)
+    return some + (queries - some) // size
+
+
+def _takes_varlen(query: Tensor, with_sums: bool) -> bool:
+    """Tell whether flash attention of variable lengths takes these queries; it keeps the sums to itself."""
+    half = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    return HAS_VARLEN and query.is_cuda and half and not with_sums
+
+
+def _attend_varlen(query: Tensor, segments: _Segments, size: int, scale: float) -> Tensor:
+    """Segments as sequences; a second one without queries follows each, to take the keys that it must not see."""
+    order, bounds, keys, values, counts = segments
+    places, total = keys.shape[-2], keys[..., 0].numel()
+    key_bounds = torch.arange(0, total, places, device=query.device, dtype=torch.int32)
+    key_bounds = torch.stack([key_bounds, key_bounds + counts.flatten().to(torch.int32)], -1).flatten()
+    key_bounds = F.pad(key_bounds, (0, 1), value=total)
+    bounds = torch.cat([bounds[:1], bounds[1:].repeat_interleave(2, output_size=2 * len(bounds) - 2)])
+    in_order = query.flatten(0, 1).index_select(0, order)
+    k, v = keys.flatten(0, 2)[:, None], values.flatten(0, 2)[:, None]
+    if scale < 0:  # which it does not take
+        in_order, scale = -in_order, -scale
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # sure to take sequences of length 0, forward and backward
+        found = varlen_attn(in_order[:, None], k, v, bounds, key_bounds, size, places, scale=scale)
+    attended = cast(Tensor, found)[:, 0]
+    return attended.new_empty(attended.shape).index_copy_(0, order, attended).view(query.shape)
+
+
+def _attend_padded(
+    query: Tensor, segments: _Segments, size: int, scale: float, with_sums: bool
+) -> tuple[Tensor, Tensor]:
+    """Segments padded by the queries behind them, which find their own results elsewhere."""
+    order, bounds, keys, values, counts = segments
+    heads, most, places, _ = keys.shape
+    number = torch.arange(len(order), device=order.device, dtype=torch.int32)
+    rows = order[(bounds[:-1, None] + number[:size]).clamp(max=len(order) - 1)]  # (N M, T)
+    padded = query.flatten(0, 1).index_select(0, rows.flatten()).view(heads * most, size, -1)
+    seen = torch.arange(places, device=order.device) < counts.flatten()[:, None]
+    mask = query.new_zeros(()).where(seen, torch.finfo(query.dtype).min)[:, None]  # (N M, 1, K)
+    output, sums = _softmax_attention(padded, keys.flatten(0, 1), values.flatten(0, 1), mask, scale, with_sums)
+    segment = torch.searchsorted(bounds[1:], number, right=True)
+    place = segment * size + number - bounds[segment]
+    place = torch.empty_like(place).index_copy_(0, order, place)  # of queries in their own order
+    output = output.flatten(0, 1).index_select(0, place).view(query.shape)
+    return output, sums.flatten().index_select(0, place).view(query.shape[:2]) if with_sums else sums
+
+
+def _of_head(ids: Tensor, each: int) -> Tensor:
+    """Ids within the N heads of (N, ...) as ids within all, ``each`` a head."""
+    first = torch.arange(0, len(ids) * each, each, device=ids.device)
+    return ids + first.view(-1, *[1] * (ids.dim() - 1))

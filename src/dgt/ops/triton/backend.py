@@ -1,0 +1,94 @@
+"""The steps of the backend ``"triton"`` as :mod:`dgt.ops.backends` asks for them, by the operators of the kernels."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from dgt.ops.checks import check_no_nan
+from dgt.ops.prefix import join_prefix, prepend_prefix
+from dgt.ops.remainder import summarize_unselected
+from dgt.ops.triton import operators
+
+__all__ = [
+    "attend",
+    "attend_with_logsumexp",
+    "attention",
+    "group_matmul",
+    "group_queries",
+    "group_statistics",
+    "select_keys",
+    "summarize_unselected",
+]
+
+group_matmul = operators.group_matmul
+
+
+def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
+    """As :func:`dgt.ops.torch_ops.group_queries`."""
+    check_no_nan("query", query)
+    group_ids: Tensor = operators.group_queries(query.detach(), centroids.detach(), key_mask)
+    return group_ids
+
+
+def select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) -> Tensor:
+    """As :func:`dgt.ops.torch_ops.select_keys`."""
+    key_ids: Tensor = operators.select_keys(centroids.detach(), key.detach(), top_k, key_mask)
+    return key_ids
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    scale: float,
+    key_bias: Tensor | None = None,
+) -> Tensor:
+    """As :func:`dgt.ops.torch_ops.attend`; with a ``key_bias`` without gradients."""
+    output: Tensor = operators.attend(query, key, value, group_ids, key_ids, float(scale), key_bias)[0]
+    return output
+
+
+def attend_with_logsumexp(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    scale: float,
+    key_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As :func:`dgt.ops.torch_ops.attend_with_logsumexp`; without gradients."""
+    output, sums, *_ = operators.attend(query, key, value, group_ids, key_ids, float(scale), key_bias)
+    return output, sums * math.log(2)  # kernels count in powers of two
+
+
+def group_statistics(query: Tensor, group_ids: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+    """As :func:`dgt.ops.torch_ops.group_statistics`, whose ``index_add`` would be slow, and not bit-equal."""
+    found = operators.group_statistics(query.detach(), group_ids, num_groups)
+    return found[..., :-1], found[..., -1]
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    centroids: Tensor,
+    top_k: int,
+    scale: float,
+    key_mask: Tensor | None,
+    num_prefix_tokens: int,
+    remainder: bool,
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The three steps in one operator; None where queries and keys are of other tokens, or a prefix may be padding."""
+    if query.shape != key.shape or (num_prefix_tokens > 0 and key_mask is not None):
+        return None
+    check_no_nan("query", query)
+    patches = query[:, :, num_prefix_tokens:]
+    arguments = (patches, key, value, centroids.detach(), top_k, float(scale), key_mask, remainder)
+    output, _, group_ids, key_ids, *_ = torch.ops.dgt.triton_attention(*arguments)
+    if num_prefix_tokens:
+        output, group_ids = join_prefix(output, group_ids, query, key, value, scale, key_mask)
+    return output, group_ids, prepend_prefix(key_ids, num_prefix_tokens, key_mask)

@@ -1,0 +1,249 @@
+"""The native kernels beyond what every backend promises: strides, threads, processes, memory, half precision."""
+
+import multiprocessing
+import resource
+import threading
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dgt.ops import reference
+from dgt.ops.native import library, operators
+
+pytestmark = pytest.mark.skipif(library.load() is None, reason="the native kernels are not built here")
+
+
+class Case(NamedTuple):
+    """Tensors of a call."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    centroids: Tensor
+    top_k: int
+    scale: float
+
+
+def make_case(
+    images: int = 2, heads: int = 2, tokens: int = 300, channels: int = 24, groups: int = 7, top_k: int = 20
+) -> Case:
+    generator = torch.Generator().manual_seed(tokens)
+    shape = (images, heads, tokens, channels)
+    query, key, value = (torch.randn(shape, generator=generator) for _ in range(3))
+    centroids = F.normalize(torch.randn(heads, groups, channels, generator=generator), dim=-1)
+    return Case(query, key, value, centroids, top_k, channels**-0.5)
+
+
+def attend(case: Case, mask: Tensor | None = None, prefix: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    return operators.attention(*case, mask, prefix)
+
+
+def gradients(case: Case) -> tuple[Tensor, ...]:
+    inputs = [tensor.detach().requires_grad_() for tensor in case[:3]]
+    output, _, _ = operators.attention(*inputs, *case[3:], None)
+    weights = torch.linspace(-1, 1, output.numel()).view(output.shape)
+    return torch.autograd.grad(output, inputs, weights)
+
+
+@pytest.fixture
+def threads():
+    """Set PyTorch's threads, and put their number back."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+# Few heads share every step, many are done whole, few keys are marked, and a part is cut where it is large.
+SHAPES = [
+    {"images": 1, "heads": 1, "tokens": 5000, "groups": 3},
+    {"images": 1, "heads": 2, "tokens": 2500, "groups": 48, "top_k": 98},
+    {"images": 8, "heads": 2, "tokens": 150, "top_k": 60},
+    {"images": 1, "heads": 2, "tokens": 196, "groups": 48, "top_k": 98, "channels": 32},
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_results_do_not_depend_on_threads_or_runs(shape, threads):
+    case = make_case(**shape)
+    found = []
+    for count in (1, 2, 3, 2, 1):
+        threads(count)
+        found.append((*attend(case), *gradients(case)))
+    for again in found[1:]:
+        for before, now in zip(found[0], again, strict=True):
+            assert torch.equal(before, now)
+
+
+def test_views_of_one_projection_are_read_as_they_are():
+    case = make_case(channels=32)
+    packed = torch.stack(case[:3], dim=2).permute(0, 3, 2, 1, 4).contiguous()  # (B, L, 3, H, D)
+    views = packed.permute(2, 0, 3, 1, 4).unbind(0)
+    assert not views[0].is_contiguous()
+    for expected, found in zip(attend(case), attend(Case(*views, *case[3:])), strict=True):
+        assert torch.equal(expected, found)
+
+
+def test_output_lies_in_memory_as_a_projection_reads_it():
+    case = make_case()
+    output = attend(case)[0]
+    assert output.transpose(1, 2).is_contiguous()
+
+
+def test_channels_that_are_apart_are_copied():
+    case = make_case()
+    apart = [tensor.transpose(2, 3).contiguous().transpose(2, 3) for tensor in case[:3]]
+    assert apart[0].stride(-1) != 1
+    for expected, found in zip(attend(case), attend(Case(*apart, *case[3:])), strict=True):
+        assert torch.equal(expected, found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES[1:])
+def test_half_precision_errs_no_more_than_pytorch(shape, dtype):
+    case = make_case(**shape)
+    halves = [tensor.to(dtype).requires_grad_() for tensor in case[:3]]
+    exact = [tensor.detach().double().requires_grad_() for tensor in halves]
+    output, group_ids, key_ids = operators.attention(*halves, *case[3:], None)
+    expected = reference.attend(*exact, group_ids, key_ids, case.scale)
+    own_error = (output.double() - expected).abs().max()
+    dense = F.scaled_dot_product_attention(*halves, scale=case.scale)
+    exact_dense = F.scaled_dot_product_attention(*exact, scale=case.scale)
+    # Rounding of the output is all that can differ; it is of the size of its largest value.
+    unit = expected.abs().max() / exact_dense.abs().max()
+    assert own_error <= 1.5 * unit * (dense.double() - exact_dense).abs().max()
+
+    grad = torch.randn_like(output)
+    found = torch.autograd.grad(output, halves, grad)
+    for ours, theirs in zip(found, torch.autograd.grad(expected, exact, grad.double()), strict=True):
+        assert ours.dtype == dtype
+        assert (ours.double() - theirs).abs().max() <= 8 * torch.finfo(dtype).eps * theirs.abs().max()
+
+
+@pytest.mark.parametrize("place", ["query", "key"])
+@pytest.mark.parametrize("tokens", [40, 3000])
+def test_nan_is_found(place, tokens):
+    case = make_case(images=1, heads=2, tokens=tokens)
+    getattr(case, place)[0, 1, tokens // 2, 3] = torch.nan
+    with pytest.raises(ValueError, match=f"{place} must be free of NaN"):
+        attend(case)
+
+
+def test_nan_in_padding_is_not():
+    case = make_case(images=1)
+    mask = torch.ones(1, 300, dtype=torch.bool)
+    mask[0, 150] = False
+    case.query[0, :, 150] = torch.nan
+    output = attend(case, mask)[0]
+    assert output.isfinite().all()
+    assert not output[0, :, 150].any()
+
+
+def test_keys_of_minus_infinity_are_never_selected():
+    centroids = torch.tensor([[[1.0, 0.0, 0.0, 0.0]]])
+    key = torch.zeros(1, 1, 50, 4)
+    key[..., 0] = -torch.inf
+    key[..., :6, 0] = 1.0
+    key_ids = operators.select_keys(centroids, key, 10, None)
+    assert key_ids.tolist() == [[[[0, 1, 2, 3, 4, 5, -1, -1, -1, -1]]]]
+    assert torch.equal(key_ids, reference.select_keys(centroids, key, 10, None))
+
+
+def test_logsumexp_and_its_gradient():
+    case = make_case()
+    inputs = [tensor.double().requires_grad_() for tensor in case[:3]]
+    singles = [tensor.detach().float().requires_grad_() for tensor in inputs]
+    _, group_ids, key_ids = attend(case)
+    bias = torch.linspace(-1, 1, 2 * 2 * 300).view(2, 2, 300).requires_grad_()
+    wide_bias = bias.detach().double().requires_grad_()
+    ours = operators.attend_with_logsumexp(*singles, group_ids, key_ids, case.scale, bias)
+    theirs = reference.attend_with_logsumexp(*inputs, group_ids, key_ids, case.scale, wide_bias)
+    for mine, yours in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.double(), yours, rtol=1e-5, atol=1e-5)
+    weights = [torch.randn_like(tensor) for tensor in ours]
+    found = torch.autograd.grad(ours, [*singles, bias], weights)
+    expected = torch.autograd.grad(theirs, [*inputs, wide_bias], [weight.double() for weight in weights])
+    for mine, yours in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.double(), yours, rtol=1e-4, atol=1e-5)
+
+
+def test_statistics_of_groups():
+    case = make_case()
+    group_ids = operators.group_queries(case.query, case.centroids, None)
+    sums, counts = operators.group_statistics(case.query, group_ids, 7)
+    member = F.one_hot(group_ids, 7).double()
+    unit = F.normalize(case.query.double(), dim=-1)
+    torch.testing.assert_close(sums.double(), torch.einsum("bhlg,bhld->hgd", member, unit), rtol=1e-5, atol=1e-5)
+    assert torch.equal(counts.double(), member.sum((0, 2)))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_other_processes(method):
+    expected = attend(make_case())[0].sum().item()  # PyTorch's threads are awake before the fork
+    context = multiprocessing.get_context(method)
+    results = context.Queue()
+    process = context.Process(target=_one_thread_in_a_process, args=(results,))
+    process.start()
+    found = results.get(timeout=120)
+    process.join(timeout=60)
+    assert found == expected
+
+
+def _one_thread_in_a_process(results: "multiprocessing.Queue[float]") -> None:
+    torch.set_num_threads(1)  # as a DataLoader's worker does
+    results.put(attend(make_case())[0].sum().item())
+
+
+def test_two_threads_that_call_at_once():
+    case = make_case(tokens=1500)
+    expected = attend(case)
+    wrong: list[int] = []
+
+    def call() -> None:
+        for turn in range(20):
+            if not all(torch.equal(a, b) for a, b in zip(expected, attend(case), strict=True)):
+                wrong.append(turn)
+
+    callers = [threading.Thread(target=call) for _ in range(2)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert not wrong
+
+
+def test_memory_does_not_grow():
+    case = make_case(tokens=400, top_k=30)
+
+    def call(times: int) -> int:
+        for _ in range(times):
+            attend(case)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    call(50)
+    before = call(50)
+    assert call(2000) - before < 4 << 10  # KiB: a leak of a call's memory would be a thousand times as much
+
+
+def test_many_tokens():
+    case = make_case(images=1, heads=1, tokens=1 << 17, channels=8, groups=9, top_k=12)
+    output, group_ids, key_ids = attend(case)
+    expected = reference.attend(
+        case.query[:, :, -200:], case.key, case.value, group_ids[:, :, -200:], key_ids, case.scale
+    )
+    torch.testing.assert_close(output[:, :, -200:], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_compiles_whole_and_exports():
+    case = make_case()
+
+    def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return operators.attention(query, key, value, *case[3:], None)[0]
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
+    torch.testing.assert_close(compiled(*case[:3]), function(*case[:3]))
+    shorter = [tensor[:, :, :200] for tensor in case[:3]]
+    torch.testing.assert_close(compiled(*shorter), function(*shorter))
+    torch.library.opcheck(torch.ops.dgt.native_attention.default, (*case, None, 0))
