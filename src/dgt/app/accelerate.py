@@ -176,12 +176,10 @@ def _open_transformers(name: str, size: int | None) -> OpenedModel:
     }
     try:
         processor = transformers.AutoImageProcessor.from_pretrained(name)
+        mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
         if getattr(processor, "do_normalize", True):
-            config["mean"] = tuple(processor.image_mean)
-            config["std"] = tuple(processor.image_std)
-        else:
-            config["mean"] = (0.0, 0.0, 0.0)
-            config["std"] = (1.0, 1.0, 1.0)
+            mean, std = tuple(processor.image_mean), tuple(processor.image_std)
+        config |= {"mean": mean, "std": std}
     except (OSError, ValueError, AttributeError, TypeError):
         LOGGER.warning("%s has no image processor: images are normalized as ImageNet's", name)
     options = {}
