@@ -35,8 +35,12 @@ def processor() -> str:
 def command_line() -> str:
     """The command that started this process, as one would type it again."""
     program = Path(sys.argv[0])
-    script = program.suffix == ".py" and program.name != "__main__.py"
-    start = ["python", str(program)] if script else ["dgt"]
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    start = ["dgt"]
+    if module is not None and not module.name.endswith("__main__"):
+        start = ["python", "-m", module.name]
+    elif program.suffix == ".py" and program.name != "__main__.py":
+        start = ["python", str(program)]
     return shlex.join([*start, *sys.argv[1:]])
 
 
