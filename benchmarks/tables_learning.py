@@ -91,10 +91,10 @@ def comparators() -> Cells:
     rows = []
     for row in read("comparators")["rows"]:
         printed = [f"{row['paper_params'] / 1e6:g}", f"{row['paper_flops'] / 1e9:g}"]
-        more = None if row["flops"] is None else 100 * (row["flops"] / row["paper_flops"] - 1)
-        cells = [{"classify": "2", "segment": "3"}.get(row["task"], "4 (a)"), row["row"], row["model"] or "-"]
+        more = 100 * (row["flops"] / row["paper_flops"] - 1)
+        cells = [{"classify": "2", "segment": "3"}.get(row["task"], "4 (a)"), row["row"], row["model"]]
         cells += [number(row["params"], 1, 1e-6), printed[0], number(row["flops"], 1, 1e-9), printed[1]]
-        rows.append([*cells, "-" if more is None else f"{more:+.1f}"])
+        rows.append([*cells, f"{more:+.1f}"])
     return [["table", "row", "model", "parameters, M", "paper", "FLOPs, G", "paper", "over the paper's, %"], *rows]
 
 

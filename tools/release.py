@@ -32,6 +32,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LEFT_OUT = (".ci/*", ".github/*", ".gitignore", ".pre-commit-config.yaml")  # tracked, and of no use without git
 TESTED = ("tests/test_architecture.py", "tests/test_docs.py", "tests/weights")  # of the sdist: they read most files
+NATIVE = {**os.environ, "DGT_REQUIRE_NATIVE": "1"}  # a compiler that fails fails the release
 GUARD = """
 import socket
 _connect = socket.socket.connect
@@ -137,27 +138,27 @@ class Release:
         self.env = {**kept, "PYTHONPATH": str(scratch / "guard"), "HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg"}
 
     def build(self) -> str:
-        """Both files from the checkout, by tools in an environment of their own."""
+        """The sdist from the checkout and the wheel from that, by tools in environments of their own."""
         run(sys.executable, "-m", "venv", self.scratch / "build")
         python = self.scratch / "build" / self.bin.name / "python"
-        run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "build", "hatchling")
-        self.builder = (python, "-m", "build", "--no-isolation")
-        run(*self.builder, "--sdist", "--wheel", "--outdir", self.dist, ROOT)
+        run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "build")
+        self.builder = (python, "-m", "build")
+        run(*self.builder, "--outdir", self.dist, ROOT, env=NATIVE)
         (self.sdist,), (self.wheel,) = self.dist.glob("*.tar.gz"), self.dist.glob("*.whl")
         return ", ".join(f"{path.name} {path.stat().st_size / 1e6:.1f} MB" for path in (self.sdist, self.wheel))
 
     def unpack(self) -> str:
-        """Whether the sdist holds every tracked file, and builds the same wheel."""
+        """Whether the sdist holds every tracked file, and the checkout builds the same wheel."""
         with tarfile.open(self.sdist) as archive:
             names = [member.name for member in archive.getmembers() if member.isfile()]
             archive.extractall(self.scratch / "sdist", filter="data")
         if mistakes := sdist_mistakes(run("git", "ls-files", cwd=ROOT).splitlines(), names):
             raise RuntimeError(f"the sdist {'; '.join(mistakes)}")
         (self.source,) = (self.scratch / "sdist").iterdir()
-        run(*self.builder, "--wheel", "--outdir", self.scratch / "again", self.source)
+        run(*self.builder, "--wheel", "--outdir", self.scratch / "again", ROOT, env=NATIVE)
         (again,) = (self.scratch / "again").glob("*.whl")
         if different := differences(members_of_wheel(self.wheel), members_of_wheel(again)):
-            raise RuntimeError(f"the sdist builds another wheel: {', '.join(different)}")
+            raise RuntimeError(f"the checkout builds another wheel: {', '.join(different)}")
         return f"{len(names)} files, the same wheel"
 
     def test_sdist(self) -> str:
@@ -187,6 +188,13 @@ class Release:
     def python(self, code: str) -> str:
         """A program in the installed environment, likewise."""
         return run(self.bin / "python", "-c", code, cwd=self.outside, env=self.env)
+
+    def native(self) -> str:
+        """The native CPU kernels, which the wheel of this platform holds."""
+        line = self.dgt("info").splitlines()[-1]
+        if not line.startswith("native CPU kernels: ") or ": none" in line:
+            raise RuntimeError(f"dgt info says: {line}")
+        return line.partition(": ")[2]
 
     def predict(self) -> str:
         """The shipped weights on a photograph."""
@@ -233,10 +241,11 @@ class Release:
         return {
             "versions agree": lambda: check_versions(ROOT),
             "sdist and wheel": self.build,
-            "sdist complete, builds the same wheel": self.unpack,
+            "sdist complete, checkout's wheel equal": self.unpack,
             "wheel installed": self.install,
             "shipped weights in order": self.weights,
             "dgt info": lambda: self.dgt("info").splitlines()[1],
+            "native CPU kernels": self.native,
             "dgt predict PHOTO": self.predict,
             "dgt explore": self.explore,
             "dgt export": lambda: self.dgt("export", self.shipped, "model.onnx"),

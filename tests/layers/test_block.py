@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import dgt
-from dgt.layers import Block, ConditionalPositionEncoding, ConvStem, InvertedResidualFFN, PatchMerging, keep_real
+from dgt.layers import Block, ConditionalPositionEncoding, ConvStem, InvertedResidualFFN, PatchMerging, mask_padding
 
 
 def randomise(module: nn.Module) -> nn.Module:
@@ -90,14 +90,22 @@ def test_a_padded_image_gives_what_it_gives_alone_in_the_parts(stride) -> None:
     small = torch.randn(1, 5, 3, 16)
     batch, mask = pad(small, 9, 8)
     ffn, merge = randomise(InvertedResidualFFN(16)), randomise(PatchMerging(16, 24))
-    torch.testing.assert_close(ffn(keep_real(batch, mask), mask)[1, :5, :3], ffn(small)[0], rtol=0, atol=1e-5)
-    torch.testing.assert_close(merge(keep_real(batch, mask))[1, :3, :2], merge(small)[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(ffn(mask_padding(batch, mask), mask)[1, :5, :3], ffn(small)[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(merge(mask_padding(batch, mask))[1, :3, :2], merge(small)[0], rtol=0, atol=1e-5)
     stem = randomise(ConvStem(16, 8, stride))
     alone = stem(small.permute(0, 3, 1, 2))[0]
-    out = stem(keep_real(batch, mask).permute(0, 3, 1, 2), mask[:, ::stride, ::stride])
+    out = stem(mask_padding(batch, mask).permute(0, 3, 1, 2), mask[:, ::stride, ::stride])
     torch.testing.assert_close(out[1, : alone.shape[0], : alone.shape[1]], alone, rtol=0, atol=1e-5)
 
 
 def test_a_mask_of_real_tokens_alone_changes_nothing() -> None:
     block, x = make_block(), torch.randn(2, 6, 5, 16)
     torch.testing.assert_close(block(x, torch.ones(2, 6, 5, dtype=torch.bool)), block(x), rtol=0, atol=1e-6)
+
+
+def test_the_old_name_of_mask_padding_warns() -> None:
+    with pytest.warns(FutureWarning, match="mask_padding"):
+        from dgt.layers import keep_real
+    assert keep_real is mask_padding
+    with pytest.raises(ImportError):
+        from dgt.layers import no_such_layer  # noqa: F401

@@ -23,8 +23,15 @@ PARAMETERS = {
     "swin_tiny_dga": 28_309_192,
     "cswin_tiny": 22_320_552,
     "cswin_tiny_dga": 22_320_552,
+    "vil_small": 24_635_080,  # printed, in their own papers: 24.6, 39.7 and 55.7 M
+    "vil_medium": 39_720_520,
+    "vil_base": 55_695_688,
+    "crossformer_small": 30_657_394,  # 30.7, 52.0 and 92.0 M
+    "crossformer_base": 51_971_554,
+    "crossformer_large": 91_971_184,
 }
 BLOCKS = ("dgt_nano_swin_block", "dgt_nano_cswin_block", "dgt_nano_cmt_block")
+WHOLE = ("cmt_small", "vil_small", "crossformer_small")
 HYBRIDS = ("swin_nano", "swin_nano_dga", "cswin_nano", "cswin_nano_dga")
 SMALL = {"dims": (16, 16, 32, 32), "num_heads": (2, 2, 2, 2), "depths": (1, 2, 1, 1), "stem_width": 8}
 
@@ -78,7 +85,7 @@ def test_what_the_paper_s_hybrids_attend_to() -> None:
 
 
 @pytest.mark.parametrize("size", [(32, 32), (33, 75)])
-@pytest.mark.parametrize("name", [*BLOCKS, *HYBRIDS])
+@pytest.mark.parametrize("name", [*BLOCKS, *HYBRIDS, *WHOLE])
 def test_any_size_from_32_pixels_on(name, size) -> None:
     model, images = make(name), torch.randn(2, 3, *size)
     last, maps = model.forward_intermediates(images)
@@ -90,7 +97,10 @@ def test_any_size_from_32_pixels_on(name, size) -> None:
         model(torch.randn(1, 3, 31, 64))
 
 
-@pytest.mark.parametrize("name", ["swin_nano", "cswin_nano_dga", "dgt_nano_cmt_block"])
+@pytest.mark.parametrize(
+    "name",
+    ["swin_nano", "cswin_nano_dga", "dgt_nano_cmt_block", "vil_small", "crossformer_small"],
+)
 def test_a_stem_of_stride_one_halves_all_strides(name) -> None:
     model = make(name, stem_stride=1)
     _, maps = model.forward_intermediates(torch.randn(1, 3, 33, 32))
@@ -134,7 +144,8 @@ def test_our_swin_is_that_of_timm(size) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["dgt_nano_swin_block", "dgt_nano_cswin_block", "swin_nano", "swin_nano_dga", "cswin_nano"]
+    "name",
+    ["dgt_nano_swin_block", "dgt_nano_cswin_block", "swin_nano", "swin_nano_dga", "cswin_nano", "crossformer_small"],
 )
 def test_a_padded_image_gives_what_it_gives_alone(name) -> None:
     """Where an image is larger than a shifted window, that is: see the attention's module."""
@@ -152,8 +163,9 @@ def test_a_padded_image_gives_what_it_gives_alone(name) -> None:
         torch.testing.assert_close(real, theirs[0], rtol=0, atol=3e-5 * max(1.0, theirs.abs().max().item()))
 
 
-def test_a_mask_keeps_padding_out_of_cmt_s_blocks() -> None:
-    model = make("dgt_nano_cmt_block")
+@pytest.mark.parametrize("name", ["dgt_nano_cmt_block", "vil_small"])
+def test_a_mask_keeps_padding_out_where_positions_follow_the_whole_map(name) -> None:
+    model = make(name)
     images, mask = torch.randn(1, 3, 64, 64), torch.ones(1, 64, 64, dtype=torch.bool)
     mask[:, 40:] = False
     other = images.masked_fill(~mask[:, None], 9.0)
@@ -161,7 +173,7 @@ def test_a_mask_keeps_padding_out_of_cmt_s_blocks() -> None:
     assert not torch.equal(model.forward_features(images), model.forward_features(images, mask))
 
 
-@pytest.mark.parametrize("name", [*BLOCKS, *HYBRIDS])
+@pytest.mark.parametrize("name", [*BLOCKS, *HYBRIDS, *WHOLE])
 def test_training_reaches_every_parameter_also_under_checkpointing(name) -> None:
     gradients = []
     images = torch.randn(4, 3, 40, 64)
@@ -181,15 +193,20 @@ def test_groups_of_a_hybrid_can_be_looked_at() -> None:
 
 
 def test_position_tables_do_not_decay() -> None:
-    for name, ending in (("dgt_nano_cmt_block", "position_table"), ("swin_nano", "relative_position_bias_table")):
+    for name, ending in (
+        ("dgt_nano_cmt_block", "position_table"),
+        ("swin_nano", "relative_position_bias_table"),
+        ("vil_small", "row_position"),
+        ("vil_small", "global_tokens"),
+    ):
         model = make(name)
         assert sum(parameter.endswith(ending) for parameter in model.no_weight_decay()) in (4, 5)
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", [*HYBRIDS, *WHOLE])
 def test_features_only(name) -> None:
-    model = timm.create_model(name, features_only=True, out_indices=(1, 3)).eval()
-    assert [m.shape[1:] for m in model(torch.randn(1, 3, 64, 40))] == [(64, 8, 5), (256, 2, 2)]
+    model = timm.create_model(name, features_only=True, out_indices=(1, 3), **SMALL).eval()
+    assert [m.shape[1:] for m in model(torch.randn(1, 3, 64, 40))] == [(16, 8, 5), (32, 2, 2)]
 
 
 def test_patches_pad_what_they_do_not_tile() -> None:
@@ -216,8 +233,10 @@ def test_windows_cost_what_they_attend_to() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"skeleton": "pvt"}, "skeleton must be one of dgt, swin, cswin, cmt, got 'pvt'"),
+        ({"skeleton": "pvt"}, "skeleton must be one of dgt, swin, cswin, cmt, vil, crossformer, got 'pvt'"),
         ({"attention": ("window",) * 3 + ("local",)}, "attention must be one of group, global, .* got 'local'"),
+        ({"attention": ("long-short",) * 4, "intervals": (8, 4)}, "intervals must have one number for each of 4"),
+        ({"attention": ("sliding window",) * 4, "global_tokens": ()}, "global_tokens must have one number"),
         ({"extents": (7, 7)}, "dims, depths, num_heads, attention and extents must be equally long"),
         ({"attention": ("window",) * 4}, "window must be at least 1, got 0"),
         ({"attention": ("stripe",) * 4, "extents": (1,) * 4}, "num_heads must be even"),

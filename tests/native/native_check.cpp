@@ -1,213 +1,55 @@
 // The native kernels against naive loops in double precision, without Python: for every instruction set, for
-// sanitizers, and for other processors in emulation. It includes the source, so that one command builds it:
-// `make test-native`, or the commands of CONTRIBUTING.md. `native_check reduced` tries small cases alone.
+// sanitizers, and for other processors in emulation. `make test-native` builds and runs it, or the commands of
+// CONTRIBUTING.md do. `native_check reduced` tries few and small cases.
 
-#include "../../src/dgt/ops/native/kernels/dgt_native.cpp"
+#include "naive.h"
+#include "problem.h"
 
-#include <algorithm>
-#include <cmath>
 #include <cstdio>
-#include <cstring>
 #include <limits>
 #include <numeric>
-#include <random>
-#include <string>
-#include <thread>
-#include <vector>
 
 namespace native_check {
-
-using Floats = std::vector<float>;
-using Doubles = std::vector<double>;
-using Ids = std::vector<int64_t>;
-
-constexpr double OUTPUT_TOLERANCE = 1e-5;
-constexpr double GRADIENT_TOLERANCE = 1e-4;  // relative, of sums over all queries of a key
+namespace {
 
 int failures = 0;
 
-void expect(bool good, const std::string& what, const std::string& name) {
+void expect(bool good, const char* what, const std::string& name) {
     if (good) return;
     ++failures;
-    std::printf("FAILED  %s: %s\n", name.c_str(), what.c_str());
+    std::printf("FAILED  %s: %s\n", name.c_str(), what);
 }
 
-struct Case {
-    int64_t batch;
-    int64_t heads;
-    int64_t tokens;
-    int64_t depth;
-    int64_t groups;
-    int64_t top_k;
-    int32_t threads;
+// Largest errors of a case.
+struct Errors {
+    double output = 0;
+    double gradients = 0;
 };
 
-struct Form {
-    bool whole;    // small whole numbers: their scores are exact, so that lists must be equal, ties included
-    bool strided;  // (B, L, H, D) in memory, as views of a projection are
-};
-
-// Tensors of one case; query, key, value, output and its gradient share their strides.
-struct Data {
-    Case size;
-    Form form;
-    int64_t image_stride;
-    int64_t head_stride;
-    int64_t token_stride;
-    float scale;
-    Floats query, key, value, centroids, grad_out;
-    Floats out;
-    Ids group_ids;               // (B, H, L)
-    Ids key_ids;                 // (B, H, G, k)
-    Floats grad_query, grad_key, grad_value;  // contiguous (B, H, L, D)
-
-    int64_t keys_in_list() const { return std::min(size.top_k, size.tokens); }
-    bool dense() const { return size.top_k >= size.tokens; }
-};
-
-std::string name_of(const Data& data) {
-    const Case& size = data.size;
-    std::string name = "B " + std::to_string(size.batch);
-    name += " H " + std::to_string(size.heads);
-    name += " L " + std::to_string(size.tokens);
-    name += " D " + std::to_string(size.depth);
-    name += " G " + std::to_string(size.groups);
-    name += " k " + std::to_string(size.top_k);
-    name += " threads " + std::to_string(size.threads);
-    if (data.form.whole) name += " whole";
-    if (data.form.strided) name += " strided";
-    return name;
+// Of the output, relative to 1 + |x|: a rounding of the output's type, and the sums' own.
+double output_tolerance(dgt_type type) {
+    if (type == DGT_BFLOAT16) return 1.0 / 256;
+    if (type == DGT_FLOAT16) return 1.0 / 2048;
+    return 1e-5;
 }
 
-Data make_data(const Case& size, const Form& form) {
-    std::mt19937 random(7);
-    std::normal_distribution<float> normal;
-    auto numbers = [&](int64_t count) {
-        Floats x(count);
-        for (float& y : x) y = form.whole ? std::round(normal(random) * 1.5f) : normal(random);
-        return x;
-    };
-    const int64_t head_size = size.tokens * size.depth;
-    const int64_t all = size.batch * size.heads * head_size;
-    Data data;
-    data.size = size;
-    data.form = form;
-    data.image_stride = size.heads * head_size;
-    data.head_stride = form.strided ? size.depth : head_size;
-    data.token_stride = form.strided ? size.heads * size.depth : size.depth;
-    data.scale = 1 / std::sqrt((float)size.depth);
-    data.query = numbers(all);
-    data.key = numbers(all);
-    data.value = numbers(all);
-    data.centroids = numbers(size.heads * size.groups * size.depth);
-    data.grad_out = numbers(all);
-    data.out.resize(all);
-    data.group_ids.resize(size.batch * size.heads * size.tokens);
-    data.key_ids.resize(size.batch * size.heads * size.groups * data.keys_in_list());
-    data.grad_query.resize(all);
-    data.grad_key.resize(all);
-    data.grad_value.resize(all);
-    return data;
-}
+constexpr double GRADIENT_TOLERANCE = 1e-4;  // relative to 1 + |x|, of sums over all queries of a key
 
-// ---- the C interface: this is the only place that knows it -----------------------------------------------------------
-
-// What torch_parallel_for does, with threads of its own.
-int in_threads(int64_t begin, int64_t end, int64_t, Body body, void* context) {
-    std::vector<std::thread> threads;
-    for (int64_t i = begin; i < end; ++i) {
-        threads.emplace_back([=] { body(i, i + 1, context); });
-    }
-    for (std::thread& thread : threads) thread.join();
-    return 0;
-}
-
-Problem problem_of(Data& data) {
-    Problem problem{};
-    problem.query = data.query.data();
-    problem.key = data.key.data();
-    problem.value = data.value.data();
-    problem.centroids = data.centroids.data();
-    problem.out = data.out.data();
-    problem.group_ids = data.group_ids.data();
-    problem.key_ids = data.key_ids.data();
-    problem.batch = data.size.batch;
-    problem.heads = data.size.heads;
-    problem.tokens = data.size.tokens;
-    problem.depth = data.size.depth;
-    problem.groups = data.size.groups;
-    problem.top_k = data.size.top_k;
-    for (int64_t* strides : {problem.q, problem.k, problem.v, problem.o}) {
-        strides[0] = data.image_stride;
-        strides[1] = data.head_stride;
-        strides[2] = data.token_stride;
-    }
-    problem.scale = data.scale;
-    problem.threads = data.size.threads;
-    problem.parallel = in_threads;
-    return problem;
-}
-
-int run_forward(Data& data) {
-    Problem problem = problem_of(data);
-    return dgt_forward(&problem);
-}
-
-void run_backward(Data& data) {
-    Problem problem = problem_of(data);
-    Backward gradients{};
-    gradients.grad = data.grad_out.data();
-    gradients.dq = data.grad_query.data();
-    gradients.dk = data.grad_key.data();
-    gradients.dv = data.grad_value.data();
-    dgt_backward(&problem, &gradients);
-}
-
-constexpr int NAN_IN_QUERY = 1;
-constexpr int NAN_IN_KEY = 2;
-
-// ---- the naive loops -------------------------------------------------------------------------------------------------
-
-double dot(const float* a, const float* b, int64_t count) {
-    double sum = 0;
-    for (int64_t i = 0; i < count; ++i) sum += (double)a[i] * b[i];
-    return sum;
-}
-
-// One head of one image.
-struct Head {
-    const Data& data;
-    int64_t index;  // image times heads plus head
-
-    const Case& size() const { return data.size; }
-    const float* row(const Floats& tensor, int64_t token) const {
-        const int64_t image = index / size().heads;
-        const int64_t head = index % size().heads;
-        return tensor.data() + image * data.image_stride + head * data.head_stride + token * data.token_stride;
-    }
-    const float* centroid(int64_t group) const {
-        return data.centroids.data() + (index % size().heads * size().groups + group) * size().depth;
-    }
-    double group_score(int64_t token, int64_t group) const {
-        return dot(row(data.query, token), centroid(group), size().depth);
-    }
-    const int64_t* group_ids() const { return data.group_ids.data() + index * size().tokens; }
-    const int64_t* key_ids(int64_t group) const {
-        return data.key_ids.data() + (index * size().groups + group) * data.keys_in_list();
-    }
-};
+// ---- lists -----------------------------------------------------------------------------------------------------------
 
 // Whether all ids are in range, so that they can be followed.
 bool check_ranges(const Head& head, const std::string& name) {
+    const Case& c = head.size();
     bool good = true;
-    for (int64_t token = 0; token < head.size().tokens; ++token) {
-        const int64_t group = head.group_ids()[token];
-        good = good && group >= 0 && group < head.size().groups;
+    for (int64_t i = 0; i < c.queries; ++i) {
+        const bool grouped = i >= c.prefix && head.is_real_query(i);
+        const int64_t group = head.group_of(i);
+        good = good && (grouped ? group >= 0 && group < c.groups : group == -1);
     }
-    expect(good, "group ids in range", name);
-    for (int64_t i = 0; i < head.size().groups * head.data.keys_in_list(); ++i) {
-        const int64_t key = head.key_ids(0)[i];
-        good = good && key >= 0 && key < head.size().tokens;
+    expect(good, "group ids in range, -1 for padding and prefix", name);
+    for (int64_t place = 0; place < c.groups * c.list_length(); ++place) {
+        const int64_t j = head.list(0)[place];
+        good = good && j >= -1 && j < c.keys;
     }
     expect(good, "key ids in range", name);
     return good;
@@ -215,195 +57,276 @@ bool check_ranges(const Head& head, const std::string& name) {
 
 // The group of the greatest score, ties to the lowest id.
 void check_groups(const Head& head, const std::string& name) {
-    for (int64_t token = 0; token < head.size().tokens; ++token) {
+    const Case& c = head.size();
+    for (int64_t i = c.prefix; i < c.queries; ++i) {
+        if (!head.is_real_query(i)) continue;
         int64_t best = 0;
-        for (int64_t group = 1; group < head.size().groups; ++group) {
-            if (head.group_score(token, group) > head.group_score(token, best)) best = group;
+        for (int64_t group = 1; group < c.groups; ++group) {
+            if (head.group_score(i, group) > head.group_score(i, best)) best = group;
         }
-        const int64_t ours = head.group_ids()[token];
-        const double lost = head.group_score(token, best) - head.group_score(token, ours);
-        expect(head.data.form.whole ? ours == best : lost < 1e-4, "the best group", name);
+        const int64_t ours = head.group_of(i);
+        const double lost = head.group_score(i, best) - head.group_score(i, ours);
+        expect(c.whole ? ours == best : lost < 1e-4, "the best group", name);
     }
 }
 
-// The k keys of the greatest scores, ties to the lowest id, in ascending order.
-void check_keys(const Head& head, const std::string& name) {
-    const int64_t k = head.data.keys_in_list();
-    for (int64_t group = 0; group < head.size().groups; ++group) {
-        Doubles score(head.size().tokens);
-        for (int64_t token = 0; token < head.size().tokens; ++token) {
-            score[token] = dot(head.centroid(group), head.row(head.data.key, token), head.size().depth);
-        }
-        Ids order(head.size().tokens);
-        std::iota(order.begin(), order.end(), 0);
-        std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return score[a] > score[b]; });
-        const int64_t* ids = head.key_ids(group);
-        double ours = 0;
-        double best = 0;
-        bool ascending = true;
-        for (int64_t j = 0; j < k; ++j) {
-            ours += score[ids[j]];
-            best += score[order[j]];
-            ascending = ascending && (j == 0 || ids[j] > ids[j - 1]);
-        }
-        expect(ascending, "key ids ascend", name);
-        expect(std::abs(ours - best) <= (head.data.form.whole ? 0 : 1e-5 * k), "the k best keys", name);
-        std::sort(order.begin(), order.begin() + k);
-        if (head.data.form.whole) expect(std::equal(ids, ids + k, order.begin()), "ties to the lowest id", name);
+// The prefix, then the k real keys of the greatest scores, ties to the lowest id, ascending, then -1.
+void check_list(const Head& head, int64_t group, const std::string& name) {
+    const Case& c = head.size();
+    const int64_t* ours = head.list(group);
+    for (int64_t j = 0; j < c.prefix; ++j) {
+        expect(ours[j] == (head.is_real_key(j) ? j : -1), "the prefix stands first in a list", name);
     }
+    ours += c.prefix;
+
+    Doubles score(c.keys);
+    Ids order;
+    for (int64_t j = c.prefix; j < c.keys; ++j) {
+        score[j] = head.key_score(group, j);
+        if (head.is_real_key(j)) order.push_back(j);
+    }
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return score[a] > score[b]; });
+    const int64_t places = c.list_length() - c.prefix;
+    const int64_t count = std::min<int64_t>(places, order.size());
+    double lost = 0;
+    bool ascending = true;
+    for (int64_t n = 0; n < count; ++n) {
+        if (ours[n] < c.prefix || !head.is_real_key(ours[n])) return expect(false, "a list holds real keys", name);
+        lost += score[order[n]] - score[ours[n]];
+        ascending = ascending && (n == 0 || ours[n] > ours[n - 1]);
+    }
+    expect(ascending, "key ids ascend", name);
+    expect(std::abs(lost) <= (c.whole ? 0 : 1e-5 * count), "the k best keys", name);
+    std::sort(order.begin(), order.begin() + count);
+    if (c.whole) expect(std::equal(ours, ours + count, order.begin()), "ties to the lowest id", name);
+    for (int64_t n = count; n < places; ++n) expect(ours[n] == -1, "places left over are -1", name);
 }
 
-// Output and gradients of one head, contiguous (L, D), over the keys of our lists, or over all.
-struct Expected {
-    Doubles out, grad_query, grad_key, grad_value;
-};
-
-Expected expected_of(const Head& head) {
-    const Data& data = head.data;
-    const int64_t depth = head.size().depth;
-    const int64_t all = head.size().tokens * depth;
-    Expected expected{Doubles(all), Doubles(all), Doubles(all), Doubles(all)};
-    for (int64_t token = 0; token < head.size().tokens; ++token) {
-        const int64_t* list = data.dense() ? nullptr : head.key_ids(head.group_ids()[token]);
-        const int64_t count = data.keys_in_list();
-        auto key_at = [&](int64_t j) { return list ? list[j] : j; };
-        const float* query = head.row(data.query, token);
-        const float* grad = head.row(data.grad_out, token);
-
-        Doubles weight(count);
-        for (int64_t j = 0; j < count; ++j) weight[j] = data.scale * dot(query, head.row(data.key, key_at(j)), depth);
-        const double top = *std::max_element(weight.begin(), weight.end());
-        double sum = 0;
-        for (double& w : weight) {
-            w = std::exp(w - top);
-            sum += w;
-        }
-        for (double& w : weight) w /= sum;
-
-        double* out = expected.out.data() + token * depth;
-        for (int64_t j = 0; j < count; ++j) {
-            for (int64_t d = 0; d < depth; ++d) out[d] += weight[j] * head.row(data.value, key_at(j))[d];
-        }
-        double mean = 0;
-        for (int64_t d = 0; d < depth; ++d) mean += out[d] * grad[d];
-        for (int64_t j = 0; j < count; ++j) {
-            const int64_t key = key_at(j);
-            const double grad_score = data.scale * weight[j] * (dot(grad, head.row(data.value, key), depth) - mean);
-            for (int64_t d = 0; d < depth; ++d) {
-                expected.grad_query[token * depth + d] += grad_score * head.row(data.key, key)[d];
-                expected.grad_key[key * depth + d] += grad_score * query[d];
-                expected.grad_value[key * depth + d] += weight[j] * grad[d];
-            }
-        }
+// Sums of normalized queries, and counts (Eq. 3).
+void check_statistics(const Head& head, const std::string& name) {
+    const Case& c = head.size();
+    Doubles sums(c.groups * c.channels);
+    Doubles counts(c.groups);
+    for (int64_t i = 0; i < c.queries; ++i) {
+        const int64_t group = head.group_of(i);
+        if (group < 0) continue;
+        double squares = 0;
+        for (int64_t d = 0; d < c.channels; ++d) squares += head.query(i, d) * head.query(i, d);
+        const double length = std::max(std::sqrt(squares), 1e-12);
+        for (int64_t d = 0; d < c.channels; ++d) sums[group * c.channels + d] += head.query(i, d) / length;
+        counts[group] += 1;
     }
-    return expected;
+    double wrong = 0;  // relative to the number of unit vectors that were added up
+    for (int64_t n = 0; n < c.groups * c.channels; ++n) {
+        const double ours = head.data.group_sums[head.index * c.groups * c.channels + n];
+        wrong = std::max(wrong, std::abs(ours - sums[n]) / (1 + counts[n / c.channels]));
+    }
+    expect(wrong < 1e-6, "sums of groups", name);
+    const float* ours = head.data.group_counts.data() + head.index * c.groups;
+    expect(std::equal(counts.begin(), counts.end(), ours), "counts of groups", name);
 }
 
-double output_error(const Head& head, const Expected& expected) {
+// ---- outputs and gradients -------------------------------------------------------------------------------------------
+
+double relative(double ours, double expected) { return std::abs(ours - expected) / (1 + std::abs(expected)); }
+
+double largest_error(const Floats& ours, int64_t index, const Doubles& expected) {
     double worst = 0;
-    for (int64_t token = 0; token < head.size().tokens; ++token) {
-        const float* ours = head.row(head.data.out, token);
-        for (int64_t d = 0; d < head.size().depth; ++d) {
-            worst = std::max(worst, std::abs(ours[d] - expected.out[token * head.size().depth + d]));
-        }
-    }
+    const float* first = ours.data() + index * expected.size();
+    for (size_t n = 0; n < expected.size(); ++n) worst = std::max(worst, relative(first[n], expected[n]));
     return worst;
 }
 
-double gradient_error(const Head& head, const Floats& ours, const Doubles& expected) {
-    const int64_t all = head.size().tokens * head.size().depth;
-    double worst = 0;
-    for (int64_t i = 0; i < all; ++i) {
-        const double difference = std::abs(ours[head.index * all + i] - expected[i]);
-        worst = std::max(worst, difference / (1 + std::abs(expected[i])));
+void compare(const Head& head, const Expected& expected, Errors& errors, const std::string& name) {
+    const Case& c = head.size();
+    for (int64_t i = 0; i < c.queries; ++i) {
+        for (int64_t d = 0; d < c.channels; ++d) {
+            const double ours = head.output(i, d);
+            errors.output = std::max(errors.output, relative(ours, expected.output[i * c.channels + d]));
+        }
+        const double ours = head.data.logsumexp[head.index * c.queries + i];
+        const bool blind = expected.logsumexp[i] == -INFINITE;
+        expect(blind == (ours == -INFINITE), "a logsumexp of -inf where nothing is seen", name);
+        if (!blind) expect(relative(ours, expected.logsumexp[i]) < 1e-5, "logsumexp", name);
     }
-    return worst;
+    double& worst = errors.gradients;
+    worst = std::max(worst, largest_error(head.data.grad_query, head.index, expected.grad_query));
+    worst = std::max(worst, largest_error(head.data.grad_key, head.index, expected.grad_key));
+    worst = std::max(worst, largest_error(head.data.grad_value, head.index, expected.grad_value));
+    if (c.biased) worst = std::max(worst, largest_error(head.data.grad_key_bias, head.index, expected.grad_key_bias));
+}
+
+void report(const Case& c, const Errors& errors, const char* what) {
+    const std::string name = name_of(c) + what;
+    expect(errors.output < output_tolerance(c.type), "output", name);
+    expect(errors.gradients < GRADIENT_TOLERANCE, "gradients", name);
+    std::printf("%-90s output %.1e gradients %.1e\n", name.c_str(), errors.output, errors.gradients);
 }
 
 // ---- the checks ------------------------------------------------------------------------------------------------------
 
-void check(const Case& size, const Form& form) {
-    Data data = make_data(size, form);
-    const std::string name = name_of(data);
-    expect(run_forward(data) == 0, "returns 0", name);
-    if (!data.dense()) run_backward(data);
-    double wrong_out = 0;
-    double wrong_grad = 0;
-    for (int64_t i = 0; i < size.batch * size.heads; ++i) {
-        const Head head{data, i};
-        if (!data.dense()) {
-            if (!check_ranges(head, name)) return;
-            check_groups(head, name);
-            check_keys(head, name);
+// Step by step, the lists are the same; the output may be summed up in another order.
+void check_steps(const Case& c, const Data& whole) {
+    Data data = make_data(c);
+    const std::string name = name_of(c) + " step by step";
+    expect(call(dgt_group_queries, data) == DGT_GOOD, "grouping returns 0", name);
+    expect(call(dgt_select_keys, data) == DGT_GOOD, "selecting returns 0", name);
+    expect(data.group_ids == whole.group_ids, "the same groups", name);
+    expect(data.key_ids == whole.key_ids, "the same lists", name);
+    expect(call(dgt_attend, data) == DGT_GOOD, "attending returns 0", name);
+    double worst = 0;
+    for (int64_t index = 0; index < c.all_heads(); ++index) {
+        const Head ours{data, index};
+        const Head theirs{whole, index};
+        for (int64_t i = 0; i < c.queries; ++i) {
+            for (int64_t d = 0; d < c.channels; ++d) {
+                worst = std::max(worst, relative(ours.output(i, d), theirs.output(i, d)));
+            }
         }
-        const Expected expected = expected_of(head);
-        wrong_out = std::max(wrong_out, output_error(head, expected));
-        if (data.dense()) continue;
-        wrong_grad = std::max(wrong_grad, gradient_error(head, data.grad_query, expected.grad_query));
-        wrong_grad = std::max(wrong_grad, gradient_error(head, data.grad_key, expected.grad_key));
-        wrong_grad = std::max(wrong_grad, gradient_error(head, data.grad_value, expected.grad_value));
     }
-    expect(wrong_out < OUTPUT_TOLERANCE, "output", name);
-    expect(wrong_grad < GRADIENT_TOLERANCE, "gradients", name);
-    std::printf("%-60s output %.1e gradients %.1e\n", name.c_str(), wrong_out, wrong_grad);
+    expect(worst < 2 * output_tolerance(c.type), "the same output", name);
+}
+
+void check_groups_and_gradients(const Case& c) {
+    Data data = make_data(c);
+    const std::string name = name_of(c);
+    expect(call(dgt_attention, data) == DGT_GOOD, "attention returns 0", name);
+    for (int64_t index = 0; index < c.all_heads(); ++index) {
+        if (!check_ranges({data, index}, name)) return;
+    }
+    expect(call(dgt_attend_backward, data) == DGT_GOOD, "the gradients return 0", name);
+    expect(call(dgt_group_statistics, data) == DGT_GOOD, "the statistics return 0", name);
+    Errors errors;
+    for (int64_t index = 0; index < c.all_heads(); ++index) {
+        const Head head{data, index};
+        check_groups(head, name);
+        for (int64_t group = 0; group < c.groups; ++group) check_list(head, group, name);
+        check_statistics(head, name);
+        compare(head, expected_of(head, keys_in_group), errors, name);
+    }
+    report(c, errors, "");
+    check_steps(c, data);
+}
+
+void check_dense(Case c) {
+    c.masked = false;
+    c.prefix = 0;
+    Data data = make_data(c);
+    const std::string name = name_of(c) + " dense";
+    expect(call(dgt_dense, data) == DGT_GOOD, "dense attention returns 0", name);
+    expect(call(dgt_dense_backward, data) == DGT_GOOD, "its gradients return 0", name);
+    Errors errors;
+    for (int64_t index = 0; index < c.all_heads(); ++index) {
+        const Head head{data, index};
+        compare(head, expected_of(head, keys_under_mask), errors, name);
+    }
+    report(c, errors, " dense");
 }
 
 // The same bits, however many threads there are.
-void check_threads(const Case& size) {
-    Data one = make_data(size, {false, false});
-    one.size.threads = 1;
+void check_threads(const Case& c) {
+    Data one = make_data(c);
     Data more = one;
+    one.size.threads = 1;
     more.size.threads = 3;
     for (Data* data : {&one, &more}) {
-        run_forward(*data);
-        run_backward(*data);
+        call(dgt_attention, *data);
+        call(dgt_attend_backward, *data);
     }
-    const std::string name = name_of(more);
-    expect(one.key_ids == more.key_ids && one.group_ids == more.group_ids, "ids of one thread", name);
-    expect(one.out == more.out, "the output of one thread, bit for bit", name);
+    const std::string name = name_of(more.size);
+    expect(one.group_ids == more.group_ids, "the groups of one thread", name);
+    expect(one.key_ids == more.key_ids, "the lists of one thread", name);
+    expect(one.output == more.output, "the output of one thread, bit for bit", name);
+    expect(one.logsumexp == more.logsumexp, "the logsumexp of one thread, bit for bit", name);
     expect(one.grad_query == more.grad_query, "query's gradient of one thread, bit for bit", name);
     expect(one.grad_key == more.grad_key, "key's gradient of one thread, bit for bit", name);
     expect(one.grad_value == more.grad_value, "value's gradient of one thread, bit for bit", name);
 }
 
-void check_nan() {
+void check_nan(const Case& c) {
     const float nan = std::numeric_limits<float>::quiet_NaN();
-    const size_t place = 250 * 32 + 3;
-    Data query = make_data({1, 1, 300, 32, 4, 98, 1}, {false, false});
+    const int64_t place = (c.queries - 3) * c.channels;  // of the first head: in its last panel
+    Data query = make_data(c);
     Data key = query;
-    query.query[place] = nan;
-    key.key[place] = nan;
-    expect(run_forward(query) == NAN_IN_QUERY, "NaN is reported", "query");
-    expect(run_forward(key) == NAN_IN_KEY, "NaN is reported", "key");
+    query.query.set(place, nan);
+    key.key.set(place, nan);
+    expect(call(dgt_attention, query) == DGT_NAN_IN_QUERY, "NaN is reported", name_of(c) + ", query");
+    expect(call(dgt_attention, key) == DGT_NAN_IN_KEY, "NaN is reported", name_of(c) + ", key");
 }
 
-const std::vector<Case> SMALL = {
-    {1, 1, 5, 3, 2, 1, 1},      {2, 3, 33, 8, 4, 5, 1},    {1, 2, 100, 20, 7, 99, 2},
-    {1, 1, 197, 24, 50, 13, 2}, {4, 2, 49, 32, 48, 24, 2}, {1, 2, 100, 20, 7, 100, 2},
-};
-const std::vector<Case> LARGE = {
-    {2, 2, 196, 32, 48, 98, 1},
-    {1, 1, 2500, 17, 9, 64, 2},
-    {1, 1, 2100, 64, 3, 300, 2},
-    {2, 4, 77, 33, 1, 99, 1},
-};
+// ---- cases -----------------------------------------------------------------------------------------------------------
+
+Case sizes(int64_t images, int64_t heads, int64_t tokens, int64_t channels, int64_t groups, int64_t top_k,
+           int64_t threads) {
+    Case c;
+    c.images = images;
+    c.heads = heads;
+    c.key_heads = heads;
+    c.queries = tokens;
+    c.keys = tokens;
+    c.channels = channels;
+    c.groups = groups;
+    c.top_k = top_k;
+    c.threads = threads;
+    return c;
+}
+
+// Any combination of sizes and forms.
+Case random_case(std::mt19937& random) {
+    auto from = [&](int64_t low, int64_t high) { return low + (int64_t)(random() % (uint64_t)(high - low + 1)); };
+    auto one_in = [&](int64_t count) { return from(1, count) == 1; };
+    const int64_t channels = one_in(3) ? from(1, 80) : 8 * from(1, 6);
+    const int64_t heads = from(1, 4);
+    Case c = sizes(from(1, 3), heads, from(1, 150), channels, from(1, 50), from(1, 170), from(1, 3));
+    if (heads % 2 == 0 && one_in(3)) c.key_heads = heads / 2;
+    if (one_in(3)) c.keys = from(1, 150);
+    else if (one_in(3)) c.prefix = from(0, c.keys - 1);
+    c.type = (dgt_type)from(0, 2);
+    c.dense_mask = (dgt_mask_type)from(0, 2);
+    c.whole = one_in(2);
+    c.strided = one_in(2);
+    c.masked = one_in(2);
+    c.biased = one_in(2);
+    c.own_centroids = one_in(3);
+    return c;
+}
+
+void check_large_cases() {
+    const std::vector<Case> large = {
+        sizes(2, 2, 196, 32, 48, 98, 1),
+        sizes(1, 1, 2500, 17, 9, 64, 2),
+        sizes(1, 1, 2100, 64, 3, 300, 2),
+        sizes(1, 1, 70, 256, 5, 20, 2),
+    };
+    for (const Case& c : large) check_groups_and_gradients(c);
+    Case ties = sizes(1, 1, 2500, 8, 5, 100, 2);
+    ties.whole = true;
+    check_groups_and_gradients(ties);
+    check_dense(sizes(1, 1, 1100, 32, 1, 1, 2));
+    check_threads(sizes(1, 1, 2500, 17, 9, 64, 1));
+    check_nan(sizes(1, 1, 2500, 16, 4, 98, 2));
+}
 
 int run(bool reduced) {
-    std::vector<Case> cases = SMALL;
-    if (!reduced) cases.insert(cases.end(), LARGE.begin(), LARGE.end());
     std::printf("%d lanes\n", dgt_lanes());
-    for (const Case& size : cases) {
-        for (bool whole : {false, true}) {
-            for (bool strided : {false, true}) check(size, {whole, strided});
-        }
+    expect(dgt_abi_version() == DGT_ABI_VERSION, "the version of the interface", "library");
+    std::mt19937 random(11);
+    const int cases = reduced ? 24 : 80;
+    for (int n = 0; n < cases; ++n) {
+        Case c = random_case(random);
+        check_dense(c);
+        c.dense_mask = DGT_NO_MASK;
+        check_groups_and_gradients(c);
     }
-    check_threads({1, 2, 300, 32, 4, 98, 0});
-    if (!reduced) check_threads({1, 1, 2500, 17, 9, 64, 0});
-    check_nan();
+    check_threads(sizes(1, 2, 300, 32, 4, 98, 1));
+    check_threads(sizes(4, 4, 60, 32, 4, 10, 1));
+    check_nan(sizes(1, 1, 300, 32, 4, 98, 1));
+    if (!reduced) check_large_cases();
     std::printf("%s\n", failures ? "FAILED" : "all good");
     return failures != 0;
 }
 
+}  // namespace
 }  // namespace native_check
 
 int main(int count, char** words) {

@@ -22,13 +22,18 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "native_check"
-SOURCES = (ROOT / "tests" / "native" / "native_check.cpp",)
+CHECK = ROOT / "tests" / "native" / "native_check.cpp"
+KERNELS = ROOT / "src" / "dgt" / "ops" / "native" / "kernels" / "dgt_native.cpp"
 LIMIT = 300.0  # seconds, of one build or one run
+ENVIRONMENT = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}  # what has raced may wait forever
 
 # The language as in CMakeLists.txt. The two warnings are GCC 12's own about its headers for AVX-512.
 LANGUAGE = (
     "-std=c++17",
     "-pthread",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-fno-threadsafe-statics",
     "-fno-math-errno",
     "-fno-trapping-math",
     "-fno-signed-zeros",
@@ -52,11 +57,15 @@ SANITIZERS = {"address, undefined": "address,undefined", "thread": "thread"}
 
 
 class Build(NamedTuple):
-    """One program: its name, the flags that it is compiled with, and the words that it is run with."""
+    """One program: its name, the flags of the kernels in it, and the words that it is run with."""
 
     name: str
     flags: tuple[str, ...]
     words: tuple[str, ...]
+
+
+class Failure(Exception):
+    """A command that failed, with what it printed."""
 
 
 class Outcome(NamedTuple):
@@ -70,8 +79,9 @@ class Outcome(NamedTuple):
 
 def find_compiler() -> list[str] | None:
     """Return the command of the C++ compiler, None where there is none."""
-    if os.environ.get("CXX"):
-        return shlex.split(os.environ["CXX"])
+    named = shlex.split(os.environ.get("CXX", ""))
+    if named:
+        return named if shutil.which(named[0]) else None
     for name in ("c++", "g++", "clang++"):
         if shutil.which(name):
             return [name]
@@ -95,8 +105,8 @@ def levels_here(compiler: list[str]) -> list[str]:
 def builds_of(levels: list[str]) -> list[Build]:
     """Return every program to try: one a level at full optimization, and the sanitizers.
 
-    The sanitizers run the highest level below AVX-512, which their compiler's headers confuse, on reduced
-    cases, as they slow the kernels down tenfold and more.
+    The sanitizers look into the kernels of the highest level below AVX-512, on reduced cases, as they
+    slow them down tenfold and more.
     """
     builds = []
     for level in levels:
@@ -108,34 +118,59 @@ def builds_of(levels: list[str]) -> list[Build]:
     return builds
 
 
-def try_build(compiler: list[str], build: Build) -> Outcome:
-    """Compile one program and run it."""
+def compile_check(compiler: list[str]) -> Path:
+    """Compile the check itself, which is the same in every program.
+
+    Raises:
+        Failure: where it does not compile.
+    """
+    BUILD.mkdir(parents=True, exist_ok=True)
+    target = BUILD / "native_check.o"
+    run_command([*compiler, *LANGUAGE, *_warnings(), "-O2", "-c", str(CHECK), "-o", str(target)])
+    return target
+
+
+def try_build(compiler: list[str], check: Path, build: Build) -> Outcome:
+    """Compile the kernels for one program, link it with the check and run it."""
     start = time.perf_counter()
     program = BUILD / build.name.replace(", ", "_")
-    strict = ("-Werror",) if os.environ.get("CI") else ()  # a newer compiler may warn of more
-    sources = [str(source) for source in SOURCES]
-    flags = [*LANGUAGE, *WARNINGS, *strict, *build.flags]
-    compiling = [*compiler, *flags, *sources, "-o", str(program)]
-    for command in (compiling, [str(program), *build.words]):
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, check=False, timeout=LIMIT
-            )
-        except subprocess.TimeoutExpired:
-            told = f"{shlex.join(command)} took more than {LIMIT:.0f} s"
-            return _outcome(build, start, "FAILED", told)
-        if done.returncode:
-            lines = (done.stdout + done.stderr).splitlines()
-            told = "\n".join([f"{shlex.join(command)} exited with {done.returncode}:", *lines[:60]])
-            return _outcome(build, start, "FAILED", told)
-    return _outcome(build, start, "passed", "")
+    flags = [*LANGUAGE, *_warnings(), *build.flags]
+    result = "passed"
+    details = ""
+    try:
+        run_command([*compiler, *flags, str(KERNELS), str(check), "-o", str(program)])
+        run_command([str(program), *build.words])
+    except Failure as failure:
+        result = "FAILED"
+        details = str(failure)
+    return Outcome(build.name, result, time.perf_counter() - start, details)
+
+
+def run_command(command: list[str]) -> None:
+    """Run a command.
+
+    Raises:
+        Failure: with its first lines, where it fails or takes too long.
+    """
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=LIMIT, env=ENVIRONMENT
+        )
+    except subprocess.TimeoutExpired as error:
+        raise Failure(f"{shlex.join(command)} took more than {LIMIT:.0f} s") from error
+    if done.returncode:
+        lines = [line for line in (done.stdout + done.stderr).splitlines() if "gradients " not in line]
+        heading = f"{shlex.join(command)} exited with {done.returncode}:"
+        raise Failure("\n".join([heading, *lines[:80]]))
 
 
 def main(names: Iterable[str]) -> int:
     """Try what is named, print the table and return the exit status."""
     compiler = find_compiler()
     if compiler is None:
-        print("skipped: there is no C++ compiler, the native kernels are not checked")
+        named = os.environ.get("CXX")
+        which = f"no C++ compiler {named!r}" if named else "no C++ compiler"
+        print(f"skipped: there is {which}, the native kernels are not checked")
         return 0
     levels = levels_here(compiler)
     builds = builds_of(levels)
@@ -146,9 +181,13 @@ def main(names: Iterable[str]) -> int:
         print(message, file=sys.stderr)
         return 2
     chosen = [build for build in builds if not names or build.name in names]
-    BUILD.mkdir(parents=True, exist_ok=True)
+    try:
+        check = compile_check(compiler)
+    except Failure as failure:
+        print(failure)
+        return 1
     with ThreadPoolExecutor(max_workers=2) as pool:
-        outcomes = list(pool.map(lambda build: try_build(compiler, build), chosen))
+        outcomes = list(pool.map(lambda build: try_build(compiler, check, build), chosen))
     for outcome in outcomes:
         print(f"{outcome.result:<8}{outcome.seconds:7.1f} s  native kernels, {outcome.name}")
     if "baseline" not in levels:
@@ -165,8 +204,8 @@ def _architecture(level: str) -> tuple[str, ...]:
     return () if level == "baseline" else (f"-march={level}",)
 
 
-def _outcome(build: Build, start: float, result: str, details: str) -> Outcome:
-    return Outcome(build.name, result, time.perf_counter() - start, details)
+def _warnings() -> tuple[str, ...]:
+    return (*WARNINGS, "-Werror") if os.environ.get("CI") else WARNINGS  # newer compilers may warn of more
 
 
 if __name__ == "__main__":

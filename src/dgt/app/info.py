@@ -31,14 +31,14 @@ def model_rows(
 
 
 def comparator_rows(task: str = "classify") -> list[dict[str, Any]]:
-    """Return every row of the paper's table of this task, in its order: as in :func:`model_rows`, with its name there.
+    """Return every row of the paper's table of this task, in its order.
 
-    A model that neither timm, transformers nor this package has keeps the paper's numbers alone: its others are None.
+    As in :func:`model_rows`, with the row's name in the table.
     """
     counted, rows = _known(task).counted, []
     for printed in json.loads(COMPARATORS.read_text(encoding="utf-8"))[task]:
         size = (printed["size"],) * 2 if "size" in printed else counted.image_size
-        row = _row(printed.get("model"), task, size, printed["params"], printed["flops"])
+        row = _row(printed["model"], task, size, printed["params"], printed["flops"])
         rows.append({"row": printed["row"], **row})
     return rows
 
@@ -63,18 +63,18 @@ def _printed(name: str, task: str, image_size: tuple[int, int] | None) -> tuple[
 
 
 def _row(
-    name: str | None, task: str, image_size: tuple[int, int], paper_params: float | None, paper_flops: float | None
+    name: str, task: str, image_size: tuple[int, int], paper_params: float | None, paper_flops: float | None
 ) -> dict[str, Any]:
-    total = None if name is None else TASKS[task].counted.count(name, image_size)
+    total = TASKS[task].counted.count(name, image_size)
     return {
         "model": name,
         "task": task,
-        "params": total and total.params,
-        "flops": total and total.flops,
+        "params": total.params,
+        "flops": total.flops,
         "paper_params": None if paper_params is None else round(paper_params * 1e6),
         "paper_flops": None if paper_flops is None else round(paper_flops * 1e9),
         "image_size": list(image_size),
-        "stages": [stage._asdict() for stage in total.stages] if total else [],
+        "stages": [stage._asdict() for stage in total.stages],
     }
 
 
@@ -84,7 +84,7 @@ def model_table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         keys = (("params", 1e6, 10), ("paper_params", 1e6, 8), ("flops", 1e9, 10), ("paper_flops", 1e9, 8))
         cells = ["" if row[key] is None else f"{row[key] / unit:.2f}" for key, unit, _ in keys]
-        name = f"{row['row']:<16}{row['model'] or '(no library has it)'}" if "row" in row else row["model"]
+        name = f"{row['row']:<16}{row['model']}" if "row" in row else row["model"]
         numbers = "".join(f"{cell:>{width}}" for cell, (_, _, width) in zip(cells, keys, strict=True))
         lines.append(f"{name:<44}{numbers}   {' x '.join(map(str, row['image_size']))}")
     if len(rows) == 1:

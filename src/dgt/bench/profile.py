@@ -23,7 +23,7 @@ from dgt.bench.measures import (
     own_process,
 )
 from dgt.models import DynamicGroupTransformer, capture
-from dgt.models.cost import refusals_told, size_option
+from dgt.models.cost import explain_size_errors, size_option
 from dgt.ops import dynamic_group_attention
 from dgt.utils.errors import UserError
 
@@ -197,7 +197,7 @@ def cases_of_model(name: str, size: int, groups: int, top_k: int) -> list[Case]:
             return _cases_of_dgt(model, images)
         return _cases_of_sdpa(model, images, groups, top_k)
 
-    found = refusals_told(name, (size, size), find)
+    found = explain_size_errors(name, (size, size), find)
     if not found:
         raise UserError(
             f"{name!r} attends nowhere through PyTorch's function with a query for each key: give --shape"

@@ -1,9 +1,21 @@
-"""The modules a Dynamic Group Transformer is made of (Eqs. 8-10), in channels-last layout: (B, H, W, C) in and out."""
+"""The modules a Dynamic Group Transformer is made of (Eqs. 8-10).
+
+Tensors are channels-last in and out: (B, H, W, C).
+"""
+
+import warnings
+from typing import Any
 
 from dgt.layers.attention import DGAttention, GlobalAttention
 from dgt.layers.block import Block, FeedForward
 from dgt.layers.centroids import renormalize_centroids
-from dgt.layers.convolution import ConditionalPositionEncoding, ConvStem, InvertedResidualFFN, PatchMerging, keep_real
+from dgt.layers.convolution import (
+    ConditionalPositionEncoding,
+    ConvStem,
+    InvertedResidualFFN,
+    PatchMerging,
+    mask_padding,
+)
 from dgt.layers.head import Head
 
 __all__ = [
@@ -16,6 +28,17 @@ __all__ = [
     "Head",
     "InvertedResidualFFN",
     "PatchMerging",
-    "keep_real",
+    "mask_padding",
     "renormalize_centroids",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "keep_real":
+        warnings.warn(
+            "dgt.layers.keep_real is now mask_padding; the next version drops the old name",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return mask_padding
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

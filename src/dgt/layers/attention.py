@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dgt.layers.centroids import CentroidState
 from dgt.layers.convolution import TokenLinear
-from dgt.layers.scripting import attend_in_groups, check_layer_input
+from dgt.layers.scripting import attend_densely, attend_in_groups, attend_without_ids, check_layer_input
 from dgt.ops import DynamicGroupAttentionOutput, dynamic_group_attention
 from dgt.ops.backends import check_backend
 from dgt.ops.checks import check_count
@@ -81,7 +81,7 @@ class GlobalAttention(SelfAttention):
         query, key, value = self.split_heads(x)
         # Padding sees everything, so that no row of the softmax is empty; nothing real sees padding.
         sees = None if mask is None else mask.flatten(1)[:, None, None, :] | ~mask.flatten(1)[:, None, :, None]
-        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=sees, scale=self.scale)
+        attended = attend_densely(query, key, value, sees, self.scale)
         return self.merge_heads(attended, x)
 
 
@@ -130,9 +130,12 @@ class DGAttention(SelfAttention, CentroidState):
         real = None if mask is None else mask.flatten(1)
         if self.training and not self.seeded:
             self.seed(heads[0], real, False)  # TorchScript knows no default
-        output, groups = attend_in_groups(heads, self.unit_centroids(), self.top_k, self.scale, real, self.backend)
+        centroids = self.unit_centroids()
         if self.training:
+            output, groups = attend_in_groups(heads, centroids, self.top_k, self.scale, real, self.backend)
             self.observe(heads[0], groups, self.backend)
+        else:
+            output = attend_without_ids(heads, centroids, self.top_k, self.scale, real, self.backend)
         return self.merge_heads(output, x)
 
     @torch.jit.ignore

@@ -1,7 +1,8 @@
-"""The Dynamic Group Transformer block (Eqs. 8-10): position encoding, attention, feed-forward, each with a residual.
+"""The Dynamic Group Transformer block (Eqs. 8-10): position, attention, feed-forward network.
 
-Swin's and CSWin's blocks, which the paper compares itself with, are the same with parts left out: no position encoding
-in the block, and a plain feed-forward network.
+Each of the three has a residual. Swin's and CSWin's blocks, which the paper compares itself with,
+are the same with parts left out: no position encoding in the block, and a plain feed-forward
+network.
 """
 
 from collections.abc import Callable
@@ -10,25 +11,43 @@ from typing import Any
 from timm.layers import DropPath, LayerNorm
 from torch import Tensor, nn
 
-from dgt.layers.convolution import ConditionalPositionEncoding, InvertedResidualFFN, TokenLinear, keep_real
+from dgt.layers.convolution import (
+    ConditionalPositionEncoding,
+    InvertedResidualFFN,
+    TokenLinear,
+    mask_padding,
+)
 
 
 class FeedForward(nn.Module):
-    """The plain feed-forward network: linear, GELU, linear, with dropout; token by token, so a mask changes nothing."""
+    """The plain feed-forward network: linear, GELU, linear, with dropout.
+
+    It works token by token, so a mask changes nothing.
+
+    Args:
+        dim: channels C.
+        ratio: expansion R.
+        drop: dropout rate.
+        factory: ``device`` and ``dtype``.
+    """
 
     def __init__(self, dim: int, ratio: float = 4.0, drop: float = 0.0, **factory: Any) -> None:
         super().__init__()
-        self.fc1 = TokenLinear(dim, int(dim * ratio), **factory)
+        hidden = int(dim * ratio)
+        self.fc1 = TokenLinear(dim, hidden, **factory)
         self.act = nn.GELU()
-        self.fc2 = TokenLinear(int(dim * ratio), dim, **factory)
+        self.fc2 = TokenLinear(hidden, dim, **factory)
         self.drop = nn.Dropout(drop)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Map (B, H, W, C) to (B, H, W, C)."""
+        """Map (B, ..., C) to the same shape."""
         return self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
 
 
-FEED_FORWARDS: dict[str, Callable[..., nn.Module]] = {"irffn": InvertedResidualFFN, "mlp": FeedForward}
+FEED_FORWARDS: dict[str, Callable[..., nn.Module]] = {
+    "irffn": InvertedResidualFFN,
+    "mlp": FeedForward,
+}
 
 
 class Block(nn.Module):
@@ -38,14 +57,21 @@ class Block(nn.Module):
         dim: channels C.
         attention: the attention module.
         mlp_ratio: expansion R of the feed-forward network.
-        post_norm: normalise what attention and feed-forward return (Swin v2; DGT-S and -B) and not what they get.
+        post_norm: normalize what attention and feed-forward network return (Swin v2; DGT-S and -B)
+            instead of what they get.
         drop: dropout rate of the feed-forward network.
         drop_path: stochastic depth rate.
         cpe: whether the block begins with a conditional position encoding.
         ffn: the feed-forward network: ``"irffn"`` or ``"mlp"``.
+        factory: ``device`` and ``dtype``.
 
     Raises:
         ValueError: for another ``ffn``.
+
+    Example:
+        >>> block = Block(64, attention=DGAttention(dim=64, num_heads=2))
+        >>> block(torch.randn(2, 56, 56, 64)).shape
+        torch.Size([2, 56, 56, 64])
     """
 
     def __init__(
@@ -73,23 +99,26 @@ class Block(nn.Module):
         self.drop_path2 = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Map (B, H, W, C) to (B, H, W, C); ``mask`` is bool (B, H, W), True where a token is real."""
-        x = self.positioned(x, mask)
+        """Map (B, H, W, C) to the same shape.
+
+        ``mask`` is bool (B, H, W), True where a token is real.
+        """
+        x = self.add_position(x, mask)
         if self.post_norm:
             x = x + self.drop_path1(self.norm1(self.attn(x, mask)))
         else:
             x = x + self.drop_path1(self.attn(self.norm1(x), mask))
         return self.feed_forward(x, mask)
 
-    def positioned(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """Apply the position encoding, if there is one (Eq. 8)."""
-        x = keep_real(x, mask)
+    def add_position(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Apply the position encoding, if there is one (Eq. 8), to (B, H, W, C)."""
+        x = mask_padding(x, mask)
         if self.cpe is not None:
             x = x + self.cpe(x)
         return x
 
     def feed_forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """Apply the feed-forward network and its residual (Eq. 10)."""
+        """Apply the feed-forward network and its residual (Eq. 10) to (B, H, W, C)."""
         if self.post_norm:
             return x + self.drop_path2(self.norm2(self.ffn(x, mask)))
         return x + self.drop_path2(self.ffn(self.norm2(x), mask))

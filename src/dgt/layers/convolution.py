@@ -1,9 +1,11 @@
-"""The convolutional parts: stem, patch merging, conditional position encoding (CPE) and inverted residual FFN (IRFFN).
+"""The convolutional parts: stem, patch merging, position encoding (CPE), feed-forward (IRFFN).
 
-Everything outside attention is CMT's (stem, IRFFN) or CPVT's (CPE); every convolution has a bias, which is what makes
-the paper's parameter counts come out. Tensors are (B, H, W, C): LayerNorm and linears need no copy, and convolutions
-see the same memory as channels-last NCHW. A ``mask`` (B, H, W), True where a token is real, zeroes padding before every
-spatial convolution, so that a padded image gives what it gives alone.
+Everything outside attention is CMT's (stem, inverted residual feed-forward network) or CPVT's
+(conditional position encoding). Every convolution has a bias, which is what makes the paper's
+parameter counts come out. Tensors are (B, H, W, C): LayerNorm and linears need no copy, and
+convolutions see the same memory as channels-last NCHW. A ``mask`` (B, H, W), True where a token is
+real, zeroes padding before every spatial convolution, so that a padded image gives what it gives
+alone.
 """
 
 from collections.abc import Callable
@@ -20,8 +22,13 @@ from torch.fx import Proxy
 from dgt.layers.scripting import scripting
 
 
-def keep_real(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Zero the padding of a (B, H, W, C) tensor; ``mask`` is bool (B, H, W), True where a token is real, or None."""
+def mask_padding(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Zero the padding of a map.
+
+    Args:
+        x: (B, H, W, C).
+        mask: bool (B, H, W), True where a token is real, or None.
+    """
     return x if mask is None else x * mask.unsqueeze(-1)
 
 
@@ -33,30 +40,41 @@ def _nhwc(x: Tensor) -> Tensor:
     return x.permute(0, 2, 3, 1)
 
 
-# What torch has on x86: MKL for matrix products, which does not favour every processor, and oneDNN for convolutions.
+# What torch has on x86: MKL for matrix products, which is not fast on every processor, and oneDNN
+# for convolutions.
 ONEDNN_BESIDE_MKL = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-FEW = 64  # pixels below which oneDNN, which first brings the weights into an order of its own, takes longer than MKL
+# Pixels below which oneDNN, which first reorders the weights, takes longer than MKL.
+FEW = 64
 
 
 @register_notrace_module
 class TokenLinear(nn.Linear):
-    """A linear of tokens; on x86 in float32 the 1x1 convolution that it equals, which oneDNN runs."""
+    """A linear layer of tokens; on x86 in float32 it runs as the equivalent 1x1 convolution."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, ..., in_features) to (B, ..., out_features)."""
         if scripting() or not self.as_convolution(x):
             return F.linear(x, self.weight, self.bias)
         maps = x if x.dim() == 4 else x.flatten(1, -2).unsqueeze(1)
-        found = _nhwc(convolve_pixels(_nchw(maps), self.weight[:, :, None, None], self.bias))
-        return found.reshape(x.shape[:-1] + found.shape[-1:])
+        weight = self.weight[:, :, None, None]
+        out = _nhwc(convolve_pixels(_nchw(maps), weight, self.bias))
+        return out.reshape(x.shape[:-1] + out.shape[-1:])
 
     @torch.jit.ignore
     def as_convolution(self, x: Tensor) -> bool:
-        """Tell whether this input is one for oneDNN. Files keep linears: other runtimes have products of their own."""
-        exported = torch.compiler.is_exporting() or torch.jit.is_tracing()
-        plain = x.device.type == "cpu" and x.dtype == self.weight.dtype == torch.float32 and x.dim() > 2
-        plain = plain and type(self.weight) in (nn.Parameter, Tensor)  # no quantised or distributed weights
-        return ONEDNN_BESIDE_MKL and plain and not (exported or torch.is_autocast_enabled("cpu"))
+        """Tell whether oneDNN is to run this input.
+
+        Exported files keep linears: other runtimes have matrix products of their own.
+        """
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+            return False
+        if not ONEDNN_BESIDE_MKL or torch.is_autocast_enabled("cpu"):
+            return False
+        if x.device.type != "cpu" or x.dim() <= 2:
+            return False
+        if not x.dtype == self.weight.dtype == torch.float32:
+            return False
+        return type(self.weight) in (nn.Parameter, Tensor)  # not quantized or distributed
 
 
 @register_notrace_module
@@ -72,22 +90,30 @@ class PixelConv2d(nn.Conv2d):
 
 @torch.jit.ignore
 def convolve_pixels(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The 1x1 convolution of (B, C, H, W) with (C', C, 1, 1), by oneDNN on x86 but for few pixels.
+    """Convolve pixels one by one: on x86 by oneDNN, unless there are few of them.
 
-    With one thread PyTorch leaves fewer than 16 maps to MKL, unless the kernel is dilated, which one pixel cannot be;
-    one map of up to 20480 numbers it never gives to oneDNN.
+    With one thread PyTorch gives fewer than 16 maps to MKL, unless the kernel is dilated, which
+    changes nothing for one pixel; one map of up to 20480 numbers it never gives to oneDNN.
+
+    Args:
+        x: (B, C, H, W).
+        weight: (C', C, 1, 1).
+        bias: (C',) or None.
+
+    Returns:
+        (B, C', H, W).
     """
     plain = ONEDNN_BESIDE_MKL and x.dtype == torch.float32 and x.device.type == "cpu"
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or not plain:
         return F.conv2d(x, weight, bias)
     if x.numel() < FEW * x.shape[1]:
         return _nchw(F.linear(_nhwc(x), weight.flatten(1), bias))
-    alone = torch.get_num_threads() == 1 and (x.numel() > 20480 or 1 < len(x) < 16)
-    return F.conv2d(x, weight, bias, dilation=2 if alone else 1)
+    dilated = torch.get_num_threads() == 1 and (x.numel() > 20480 or 1 < len(x) < 16)
+    return F.conv2d(x, weight, bias, dilation=2 if dilated else 1)
 
 
 class _Kept(torch.autograd.Function):
-    """The identity, whose input can be asked for again while the backward pass has not reached it."""
+    """The identity, whose input can be had again until the backward pass has reached it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -100,38 +126,46 @@ class _Kept(torch.autograd.Function):
 
 
 def unchanged(x: Tensor) -> Tensor:
-    """Return a tensor as it is: no module, which torch.fx would look for among the model's."""
+    """Return a tensor as it is; torch.fx would look for a module among the model's."""
     return x
 
 
 def activate_and_norm(
-    x: Tensor, act: nn.Module, norm: Any, then: Callable[..., Tensor] = unchanged, *rest: Any
+    x: Tensor,
+    act: nn.Module,
+    norm: Any,
+    then: Callable[..., Tensor] = unchanged,
+    *rest: Any,
 ) -> Tensor:
-    """Return ``then(norm(act(x)), *rest)``; in training, what lies between is computed again and not kept.
+    """Return ``then(norm(act(x)), *rest)``, keeping less for the backward pass.
 
-    A normalisation keeps its input for the backward pass, and the convolution after it (``then``) its own, each as
-    large as what the activation keeps, of which both are cheap functions: those are kept in their place. Outputs and
-    gradients stay the same bit for bit.
+    A normalization keeps its input for the backward pass, and the convolution after it (``then``)
+    its own. Each is as large as what the activation keeps, of which both are cheap functions: they
+    are computed again. Outputs and gradients stay the same bit for bit.
+
+    Args:
+        x: the input of the activation.
+        act, norm: activation and BatchNorm.
+        then: what follows, with further arguments ``rest``.
     """
-    # A compiler sees to the memory itself, and a file holds no function of ours.
-    traced = isinstance(x, Proxy) or torch.compiler.is_compiling() or torch.jit.is_tracing()
-    if traced or not (torch.is_grad_enabled() and x.requires_grad):
+    if _is_traced(x) or not (torch.is_grad_enabled() and x.requires_grad):
         return then(norm(act(x)), *rest)
     try:
         kept = _Kept.apply(x)
-    except RuntimeError:  # in torch.func's transforms and forward mode, which take no such function either
+    except RuntimeError:  # torch.func's transforms and forward mode take no such function either
         return then(norm(act(x)), *rest)
-    activated, node = act(kept), kept.grad_fn
-    found: list[Tensor] = []  # the backward pass asks for what was normed, then for what was activated
+    activated = act(kept)
+    node = kept.grad_fn
+    ready: list[Tensor] = []  # the backward pass asks for what was normed, then what was activated
 
     def activate_again() -> Tensor:
         with torch.no_grad():
-            return found.pop() if found else act(node.saved_tensors[0])
+            return ready.pop() if ready else act(node.saved_tensors[0])
 
     def norm_again() -> Tensor:
-        found[:] = [activate_again()]
+        ready[:] = [activate_again()]
         with torch.no_grad():
-            return F.batch_norm(found[0], None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
+            return F.batch_norm(ready[0], None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
 
     with _in_place_of(activated, activate_again):
         normed: Tensor = norm(activated)
@@ -142,9 +176,15 @@ def activate_and_norm(
         return then(normed, *rest)
 
 
+def _is_traced(x: Tensor) -> bool:
+    """Whether a compiler, which manages memory itself, or an export follows the computation."""
+    return isinstance(x, Proxy) or torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
 def _in_place_of(tensor: Tensor, again: Callable[[], Tensor]) -> saved_tensors_hooks:
-    """Where this context would keep ``tensor`` for the backward pass, keep how to compute it ``again``."""
-    place, shape = tensor.data_ptr(), tensor.shape
+    """In this context, do not keep a tensor for the backward pass, but how to compute it again."""
+    place = tensor.data_ptr()
+    shape = tensor.shape
 
     def pack(saved: Tensor) -> Tensor | None:
         return None if saved.data_ptr() == place and saved.shape == shape else saved
@@ -153,13 +193,20 @@ def _in_place_of(tensor: Tensor, again: Callable[[], Tensor]) -> saved_tensors_h
 
 
 class ConvStem(nn.Module):
-    """Three 3x3 convolutions to ``width`` channels, the first with a stride, each followed by GELU and BatchNorm."""
+    """Three 3x3 convolutions, the first with a stride, each followed by GELU and BatchNorm.
+
+    Args:
+        in_chans: channels of the image.
+        width: channels of the result.
+        stride: of the first convolution.
+        factory: ``device`` and ``dtype``.
+    """
 
     def __init__(self, in_chans: int, width: int, stride: int = 2, **factory: Any) -> None:
         super().__init__()
-        self.convs = nn.ModuleList(
-            nn.Conv2d(in_chans if i == 0 else width, width, 3, stride if i == 0 else 1, 1, **factory) for i in range(3)
-        )
+        self.convs = nn.ModuleList([nn.Conv2d(in_chans, width, 3, stride, 1, **factory)])
+        for _ in range(2):
+            self.convs.append(nn.Conv2d(width, width, 3, 1, 1, **factory))
         self.norms = nn.ModuleList(nn.BatchNorm2d(width, **factory) for _ in range(3))
         self.act = nn.GELU()
 
@@ -177,7 +224,13 @@ class ConvStem(nn.Module):
 
 
 class PatchMerging(nn.Module):
-    """Halve height and width (rounding up): 3x3 convolution of stride 2 to ``dim`` channels, then LayerNorm."""
+    """Halve height and width (rounding up): 3x3 convolution of stride 2, then LayerNorm.
+
+    Args:
+        in_dim: channels of the input.
+        dim: channels of the result.
+        factory: ``device`` and ``dtype``.
+    """
 
     def __init__(self, in_dim: int, dim: int, **factory: Any) -> None:
         super().__init__()
@@ -190,7 +243,10 @@ class PatchMerging(nn.Module):
 
 
 class ConditionalPositionEncoding(nn.Module):
-    """Position from content (Eq. 8): a depthwise 3x3 convolution with zero padding. The residual is the block's."""
+    """Position from content (Eq. 8): a depthwise 3x3 convolution with zero padding.
+
+    The residual is the block's.
+    """
 
     def __init__(self, dim: int, **factory: Any) -> None:
         super().__init__()
@@ -202,9 +258,15 @@ class ConditionalPositionEncoding(nn.Module):
 
 
 class InvertedResidualFFN(nn.Module):
-    """CMT's feed-forward network (Eq. 10): expand, residual depthwise 3x3, project; the residual comes before its GELU.
+    """CMT's feed-forward network (Eq. 10): expand, residual depthwise 3x3, project.
 
-    ``ratio`` is the expansion R, ``drop`` the rate of dropout after the projection.
+    The residual comes before the second GELU.
+
+    Args:
+        dim: channels C.
+        ratio: expansion R.
+        drop: rate of dropout after the projection.
+        factory: ``device`` and ``dtype``.
     """
 
     def __init__(self, dim: int, ratio: float = 4.0, drop: float = 0.0, **factory: Any) -> None:

@@ -1,130 +1,64 @@
-"""The Dynamic Group Transformer (section 3.3): stem, four stages of patch merging and blocks, classifier head.
+"""The Dynamic Group Transformer (section 3.3): stem, four stages of merging and blocks, head.
 
-All stages but the last attend inside dynamic groups, the last globally; :mod:`dgt.models.variants` has the sizes. A
-``mask`` (B, H, W) of real pixels, wherever one is accepted, keeps the padding of a batch out: padded tokens never
-become keys, never count in centroid statistics, and look to every convolution like its own padding.
+All stages but the last attend inside dynamic groups, the last globally; :mod:`dgt.models.variants`
+has the sizes. A ``mask`` (B, H, W) of real pixels, wherever one is accepted, keeps the padding of a
+batch out: padded tokens never become keys, never count in centroid statistics, and look to every
+convolution like its own padding.
 """
 
 from typing import Any, cast
 
 import torch
 from timm.layers import trunc_normal_
-from timm.models import checkpoint, register_notrace_function
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from dgt.layers import Block, ConvStem, DGAttention, GlobalAttention, Head, PatchMerging, keep_real
+from dgt.layers import Block, Head
+from dgt.models.padding import check_images
+from dgt.models.parts import Parts, Stage
 from dgt.utils.errors import UserError
 
-
-@register_notrace_function
-def check_images(x: Tensor, in_chans: int, mask: Tensor | None = None) -> Tensor:
-    """Return ``x`` unchanged if it is a (B, in_chans, H, W) batch of at least 32 x 32 pixels, and the mask fits it.
-
-    Raises:
-        TypeError: images that are not floating point, or a mask that is not bool.
-        ValueError: another shape, smaller images, or a mask of another shape.
-    """
-    if not x.is_floating_point():
-        raise TypeError(f"images must be floating point, got {x.dtype}")
-    if x.dim() != 4 or x.shape[1] != in_chans:
-        raise UserError(f"images must be a (B, {in_chans}, H, W) tensor, got shape {x.shape}")
-    if x.shape[2] < 32 or x.shape[3] < 32:
-        raise UserError(f"images must be at least 32 x 32 pixels, got {x.shape[2]} x {x.shape[3]}")
-    if mask is not None:
-        if mask.dtype != torch.bool:
-            raise TypeError(f"mask must be bool (B, H, W), True where a pixel is real, got {mask.dtype}")
-        if mask.dim() != 3 or mask.shape[0] != x.shape[0] or mask.shape[1:] != x.shape[2:]:
-            raise UserError(f"mask must have the images' shape (B, H, W), got {mask.shape} for {x.shape}")
-    return x
+# Parameters that are not to decay: position encodings and tables, global tokens, logit scales.
+NO_WEIGHT_DECAY = (
+    ".cpe.",
+    "logit_scale",
+    "position_table",
+    "relative_position_bias_table",
+    "row_position",
+    "column_position",
+    "global_tokens",
+)
 
 
-class Stage(nn.Module):
-    """Patch merging, then blocks."""
-
-    def __init__(self, merge: nn.Module, blocks: list[Block]) -> None:
-        super().__init__()
-        self.merge = merge
-        self.blocks = nn.ModuleList(blocks)
-        self.position: nn.Module | None = None  # of blocks that share a table of positions: CMT's
-        self.grad_checkpointing = False
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Map (B, H, W, in_dim) to (B, ceil(H / 2), ceil(W / 2), dim); ``mask`` is at the resolution of the result."""
-        x = self.merge(x)
-        if self.grad_checkpointing and torch.is_grad_enabled():
-            x = self.run_checkpointed(x, mask)
-        elif self.position is None:
-            for block in self.blocks:
-                x = block(x, mask)
-        else:
-            position = self.position(x)
-            for block in self.blocks:
-                x = block(x, mask, position)
-        return keep_real(x, mask)
-
-    @torch.jit.unused
-    def run_checkpointed(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """Run the blocks on merged patches (B, H, W, C), keeping only their inputs for the backward pass."""
-        extra = () if self.position is None else (self.position(x),)
-        for block in self.blocks:
-            x = checkpoint(block, x, mask, *extra)
-        return x
+def _check_sizes(
+    dims: tuple[int, ...], depths: tuple[int, ...], num_heads: tuple[int, ...], stem_stride: int
+) -> None:
+    """Raise UserError for sizes that make no model."""
+    if not len(dims) == len(depths) == len(num_heads):
+        came = f"{dims}, {depths}, {num_heads}"
+        raise UserError(f"dims, depths and num_heads must be equally long, got {came}")
+    if stem_stride not in (1, 2):
+        raise UserError(f"stem_stride must be 1 or 2, got {stem_stride}")
 
 
-class Parts:
-    """The kinds of parts that a model is made of: the paper's. :mod:`dgt.models.compared` has the others."""
-
-    patches = False  # whether the stem alone makes the tokens of stage one, as in Swin and CSWin
-
-    def check(self, stages: int) -> None:
-        """Raise ValueError unless these are the parts of so many stages."""
-
-    def make_stem(self, in_chans: int, width: int, dim: int, stride: int, **factory: Any) -> nn.Module:
-        """The stem: to ``width`` channels, or where it makes patches to the ``dim`` of stage one."""
-        return ConvStem(in_chans, width, stride, **factory)
-
-    def make_merge(self, in_dim: int, dim: int, **factory: Any) -> nn.Module:
-        """What halves the map before the blocks of a stage."""
-        return PatchMerging(in_dim, dim, **factory)
-
-    def make_block(
-        self, place: tuple[int, int], last: bool, groups: dict[str, Any], attention: dict[str, Any], **options: Any
-    ) -> Block:
-        """The block at ``place`` (stage, block): its attention is in groups, but global in the last stage."""
-        return Block(attention=GlobalAttention(**attention) if last else DGAttention(**groups, **attention), **options)
-
-    def make_stage(
-        self,
-        index: int,
-        last: bool,
-        dims: tuple[int, int],
-        num_heads: int,
-        rates: list[float],
-        groups: dict[str, Any],
-        block: dict[str, Any],
-        **factory: Any,
-    ) -> Stage:
-        """Put a stage together, from channels before and in it, and the rates of stochastic depth of its blocks."""
-        merge = nn.Identity() if self.patches and index == 0 else self.make_merge(*dims, **factory)
-        options = {"dim": dims[1], **block, **factory}
-        attention = {"dim": dims[1], "num_heads": num_heads, "cosine": block["post_norm"], **factory}
-        blocks = [
-            self.make_block((index, j), last, groups, attention, drop_path=rate, **options)
-            for j, rate in enumerate(rates)
-        ]
-        return Stage(merge, blocks)
+def _describe_stages(dims: tuple[int, ...], strides: list[int]) -> list[dict[str, Any]]:
+    """Return what timm asks of the maps of the stages."""
+    return [
+        {"num_chs": dim, "reduction": stride, "module": f"stages.{i}"}
+        for i, (dim, stride) in enumerate(zip(dims, strides, strict=True))
+    ]
 
 
 class DynamicGroupTransformer(nn.Module):
-    """Dynamic Group Transformer for images of any size from 32 x 32 pixels on, without being told the size.
+    """Dynamic Group Transformer for images of any size from 32 x 32 pixels on.
 
     Args:
         in_chans: channels of the image.
         num_classes: classes; 0 leaves the classifier out.
         global_pool: timm's name of the pooling; "" leaves it out.
         stem_width: channels of the stem.
-        stem_stride: stride of the stem's first convolution: 2, or 1 for very small images (all strides halve).
+        stem_stride: stride of the stem's first convolution: 2, or 1 for very small images (all
+            strides halve).
         dims, depths, num_heads: channels, blocks and heads of the stages.
         num_groups, top_k: G and k of the stages that attend in groups.
         mlp_ratio: expansion R of the feed-forward networks.
@@ -139,6 +73,11 @@ class DynamicGroupTransformer(nn.Module):
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
+
+    Example:
+        >>> model = DynamicGroupTransformer(num_classes=10)
+        >>> model(torch.randn(2, 3, 224, 224)).shape
+        torch.Size([2, 10])
     """
 
     def __init__(
@@ -167,29 +106,36 @@ class DynamicGroupTransformer(nn.Module):
         dtype: Any = None,
     ) -> None:
         super().__init__()
-        if not len(dims) == len(depths) == len(num_heads):
-            raise UserError(f"dims, depths and num_heads must be equally long, got {dims}, {depths}, {num_heads}")
-        if stem_stride not in (1, 2):
-            raise UserError(f"stem_stride must be 1 or 2, got {stem_stride}")
+        _check_sizes(dims, depths, num_heads, stem_stride)
         parts.check(len(dims))
         factory = {"device": device, "dtype": dtype}
-        groups = {"num_groups": num_groups, "top_k": top_k, "tau": tau, "tau_weighs": tau_weighs, "backend": backend}
+        groups = {
+            "num_groups": num_groups,
+            "top_k": top_k,
+            "tau": tau,
+            "tau_weighs": tau_weighs,
+            "backend": backend,
+        }
         block = {"mlp_ratio": mlp_ratio, "post_norm": post_norm, "drop": proj_drop_rate}
-        self.in_chans, self.num_classes, self.patches = in_chans, num_classes, parts.patches
+        self.in_chans = in_chans
+        self.num_classes = num_classes
+        self.patches = parts.patches
         self.grad_checkpointing = False
         stages = [2 * stem_stride * 2**i for i in range(len(dims))]
-        self.strides = [stages[0] if parts.patches else stem_stride, *stages]  # of the stem and of every stage
-        self.feature_info: list[dict[str, Any]] = [
-            {"num_chs": dim, "reduction": stride, "module": f"stages.{i}"}
-            for i, (dim, stride) in enumerate(zip(dims, stages, strict=True))
-        ]
+        # Of the stem and of every stage.
+        self.strides = [stages[0] if parts.patches else stem_stride, *stages]
+        self.feature_info = _describe_stages(dims, stages)
         self.stem = parts.make_stem(in_chans, stem_width, dims[0], self.strides[0], **factory)
         rates = torch.linspace(0, drop_path_rate, sum(depths), device="cpu").split(list(depths))
-        self.stages, ends = nn.ModuleList(), zip((stem_width, *dims[:-1]), dims, strict=True)
-        for i, ((in_dim, dim), heads) in enumerate(zip(ends, num_heads, strict=True)):
-            last, drop = i == len(dims) - 1, rates[i].tolist()
-            self.stages.append(parts.make_stage(i, last, (in_dim, dim), heads, drop, groups, block, **factory))
-        self.num_features, hidden = dims[-1], None if parts.patches else head_width
+        self.stages = nn.ModuleList()
+        widths = (stem_width, *dims)
+        for i, heads in enumerate(num_heads):
+            ends = (widths[i], widths[i + 1])
+            drops, last = rates[i].tolist(), i == len(dims) - 1
+            stage = parts.make_stage(i, last, ends, heads, drops, groups, block, **factory)
+            self.stages.append(stage)
+        self.num_features = dims[-1]
+        hidden = None if parts.patches else head_width
         self.head = Head(dims[-1], hidden, num_classes, global_pool, drop_rate, **factory)
         self.head_hidden_size = self.head.num_features * self.head.global_pool.feat_mult()
         if next(self.parameters()).device.type != "meta":
@@ -197,36 +143,48 @@ class DynamicGroupTransformer(nn.Module):
 
     @torch.jit.ignore
     def init_weights(self) -> None:
-        """Initialise linears with a truncated normal of 0.02, convolutions with Kaiming's of their fan-out."""
+        """Initialize linears with a truncated normal of 0.02, convolutions as Kaiming et al.
+
+        The convolutions of patches (Swin, CSWin, ViL, CrossFormer) keep PyTorch's weights.
+        """
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 trunc_normal_(module.weight, std=0.02)
-            elif isinstance(module, nn.Conv2d) and not self.patches:  # Swin and CSWin leave PyTorch's
+            elif isinstance(module, nn.Conv2d) and not self.patches:
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
             if isinstance(module, nn.Linear | nn.Conv2d) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-            if isinstance(module, Block) and module.post_norm:  # every block starts as the identity (Swin v2)
-                for norm in (module.norm1, module.norm2):
-                    nn.init.zeros_(norm.weight)
-                    nn.init.zeros_(norm.bias)
+            if isinstance(module, Block) and module.post_norm:
+                self._start_as_identity(module)
+
+    @torch.jit.ignore
+    def _start_as_identity(self, block: Block) -> None:
+        """Have a block with post-norm return what it gets, at first (Swin v2)."""
+        for norm in (block.norm1, block.norm2):
+            nn.init.zeros_(norm.weight)
+            nn.init.zeros_(norm.bias)
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        """Names of the parameters that are not to decay: position encodings and tables, and logit scales."""
-        free = (".cpe.", "logit_scale", "position_table", "relative_position_bias_table")
-        return {name for name, _ in self.named_parameters() if any(part in name for part in free)}
+        """Return the names of the parameters that are not to decay."""
+        names = [name for name, _ in self.named_parameters()]
+        return {name for name in names if any(part in name for part in NO_WEIGHT_DECAY)}
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Patterns that sort parameters by depth, for layer-wise learning rates."""
-        parts = [(r"^stages\.(\d+)\.merge", (0,)), (r"^stages\.(\d+)\.blocks\.(\d+)", None)]
-        return {"stem": r"^stem", "blocks": r"^stages\.(\d+)" if coarse else parts}
+        """Return patterns that sort parameters by depth, for layer-wise learning rates."""
+        if coarse:
+            return {"stem": r"^stem", "blocks": r"^stages\.(\d+)"}
+        merges = (r"^stages\.(\d+)\.merge", (0,))
+        blocks = (r"^stages\.(\d+)\.blocks\.(\d+)", None)
+        return {"stem": r"^stem", "blocks": [merges, blocks]}
 
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Keep only the inputs of blocks for the backward pass, and compute the rest again.
 
-        Gradients and centroids stay what they are; BatchNorm counts every batch twice, as always in PyTorch.
+        Gradients and centroids stay what they are; BatchNorm counts every batch twice, as always
+        in PyTorch.
         """
         self.grad_checkpointing = enable
         for stage in cast(list[Stage], self.stages):
@@ -245,35 +203,41 @@ class DynamicGroupTransformer(nn.Module):
         self.head_hidden_size = self.head.num_features * self.head.global_pool.feat_mult()
 
     def masks(self, mask: Tensor | None) -> list[Tensor | None]:
-        """Masks of real tokens for the stem and every stage, from a bool (B, H, W) mask of real pixels (or None)."""
+        """Return masks of real tokens for the stem and every stage.
+
+        ``mask`` is bool (B, H, W), True where a pixel is real, or None.
+        """
         return [None if mask is None else mask[:, ::stride, ::stride] for stride in self.strides]
 
     def embed(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """Map (B, in_chans, H, W) images to the stem's (B, H', W', C); arguments as in :meth:`forward_features`."""
+        """Map images to the stem's (B, H', W', C); arguments as in :meth:`forward_features`."""
         x = check_images(x, self.in_chans, mask)
-        return self.stem(x if mask is None else x * mask.unsqueeze(1), self.masks(mask)[0])
+        if mask is not None:
+            x = x * mask.unsqueeze(1)
+        return self.stem(x, self.masks(mask)[0])
 
     def forward_features(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, in_chans, H, W) images to the last stage's (B, C, H / 32, W / 32) map.
 
         ``mask`` is bool (B, H, W), True where a pixel is real. Errors as in :func:`check_images`.
         """
-        x, masks = self.embed(x, mask), self.masks(mask)
+        x = self.embed(x, mask)
+        masks = self.masks(mask)
         for i, stage in enumerate(self.stages):
             x = stage(x, masks[i + 1])
         return x.permute(0, 3, 1, 2)
 
-    def forward_head(self, x: Tensor, pre_logits: bool = False, mask: Tensor | None = None) -> Tensor:
-        """Map (B, C, h, w) features to (B, num_classes); with ``pre_logits`` to what the classifier gets.
-
-        ``mask``, bool (B, h, w), True where a place is real, keeps padding out of the average.
-        """
+    def forward_head(
+        self, x: Tensor, pre_logits: bool = False, mask: Tensor | None = None
+    ) -> Tensor:
+        """Map (B, C, h, w) features to (B, num_classes); as :meth:`dgt.layers.Head.forward`."""
         return self.head(x, pre_logits, mask)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, in_chans, H, W) images to (B, num_classes) logits.
 
-        For a padded batch: ``model.forward_head(model.forward_features(x, mask), mask=model.masks(mask)[-1])``.
+        For a padded batch, call :meth:`forward_features` with its mask, and :meth:`forward_head`
+        with ``mask=model.masks(mask)[-1]``.
         """
         return self.forward_head(self.forward_features(x))
 
@@ -307,7 +271,8 @@ class DynamicGroupTransformer(nn.Module):
         if output_fmt not in ("NCHW", "NHWC"):
             raise UserError(f"output_fmt must be 'NCHW' or 'NHWC', got {output_fmt!r}")
         take, last = feature_take_indices(len(self.stages), indices)
-        x, masks = self.embed(x, mask), self.masks(mask)
+        x = self.embed(x, mask)
+        masks = self.masks(mask)
         maps = []
         for i, stage in enumerate(self.stages[: last + 1] if stop_early else self.stages):
             x = stage(x, masks[i + 1])

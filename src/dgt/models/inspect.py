@@ -1,12 +1,12 @@
-"""Looking inside a model: what its DG-Attention layers grouped and selected, and what that selection is worth.
+"""Look inside a model: what its DG-Attention layers grouped and selected, and what that is worth.
 
-:func:`capture` serves all, records (:func:`group_records`), measures (:func:`diagnose`), the figures and the explorer,
-for any module that holds such layers: a DGT as well as a model of timm after :func:`dgt.replace_attention`.
+:func:`capture` serves records (:func:`group_records`), measures (:func:`diagnose`), the figures and
+the explorer, for any module that holds such layers: a DGT as well as a timm model after
+:func:`dgt.replace_attention`.
 """
 
 from collections.abc import Callable
 from functools import partial
-from itertools import product
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -33,9 +33,13 @@ CHECKS: dict[str, Callable[[Any], Any]] = {
 class LayerInput(NamedTuple):
     """One DG-Attention layer and what it is about to get.
 
-    ``name`` is the layer's in the model, e.g. ``stages.0.blocks.0.attn``; ``x`` its input, (B, H, W, C) or (B, L, C);
-    ``mask`` bool, of the shape of ``x`` without channels, True where a token is real. ``grid`` has the rows and columns
-    of the tokens without prefix; None where neither layer nor model tells.
+    Attributes:
+        name: of the layer in the model, e.g. ``stages.0.blocks.0.attn``.
+        layer: the layer.
+        x: its input, (B, H, W, C) or (B, L, C).
+        mask: bool, of the shape of ``x`` without channels, True where a token is real, or None.
+        grid: rows and columns of the tokens without prefix; None where neither layer nor model
+            tells.
     """
 
     name: str
@@ -51,10 +55,14 @@ class LayerInput(NamedTuple):
 
 
 class GroupRecord(NamedTuple):
-    """Groups and keys of the DG-Attention layer ``name`` for a batch of images, on a ``grid`` of rows and columns.
+    """Groups and keys of one DG-Attention layer for a batch of images.
 
-    ``attention`` has ``group_ids`` (B, H, L), ``key_ids`` (B, H, G, K), and the output before projection, of the grid's
-    tokens: class and register tokens, which belong to no group and are keys of all, are left out.
+    Attributes:
+        name: of the layer in the model.
+        grid: rows and columns of the tokens.
+        attention: ``group_ids`` (B, H, L), ``key_ids`` (B, H, G, K), and the output before
+            projection, of the grid's tokens: class and register tokens, which belong to no group
+            and are keys of all, are left out.
     """
 
     name: str
@@ -63,15 +71,28 @@ class GroupRecord(NamedTuple):
 
 
 class BlockDiagnosis(NamedTuple):
-    """The DG-Attention layer ``name`` for images of so many ``tokens``, prefix tokens (class, registers) aside.
+    """What the selection of one DG-Attention layer is worth, on a batch of images.
 
-    Masses are shares of global attention, means over images, heads and queries: on the keys that the query's group
-    ``selected``; on as many drawn at ``random``, in expectation; on as many in a square ``window`` around the query
-    (clipped at the border and grown to the same number; None where the layer gets tokens without a grid); on the k keys
-    that hold most for all queries of a head together, the most that one group could reach, for the queries of the group
-    together, the most that any choice for groups could, and for every query alone. Where ``top_k`` reaches ``tokens``,
-    all are 1. ``perplexity`` is exp(entropy) of the group sizes of all images together,
-    G where all are of one size, or image by image; ``groups_in_use`` have a query in any image: means over heads.
+    Masses are shares of global attention, means over images, heads and queries. Where ``top_k``
+    reaches ``tokens``, all are 1.
+
+    Attributes:
+        name: of the layer in the model.
+        tokens: number of tokens, prefix tokens (class, registers) aside.
+        groups: G.
+        top_k: k.
+        selected: mass on the keys that the query's group selected.
+        random: mass on as many random keys, in expectation.
+        window: mass on as many keys in a square window around the query (clipped at the border and
+            grown to the same number); None where the layer gets tokens without a grid.
+        best_for_all: mass on the k keys that hold most for all queries of a head together.
+        best_for_group: mass on the k keys that hold most for the queries of the group together, the
+            most that any selection by group could reach.
+        best_for_query: mass on the k keys that hold most for every query alone.
+        perplexity: exp(entropy) of the group sizes of all images together, G where all are of one
+            size; mean over heads.
+        perplexity_per_image: the same, image by image.
+        groups_in_use: groups with a query in any image; mean over heads.
     """
 
     name: str
@@ -90,24 +111,41 @@ class BlockDiagnosis(NamedTuple):
 
 
 def attention_layers(model: nn.Module) -> dict[str, DGAttention]:
-    """The DG-Attention layers of a model by name, in order; TypeError for no module, ValueError where it has none."""
+    """Return the DG-Attention layers of a model by name, in order.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        UserError: it has no such layer.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, got {type(model).__name__}")
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, DGAttention)}
+    layers = {
+        name: module for name, module in model.named_modules() if isinstance(module, DGAttention)
+    }
     if not layers:
-        raise UserError(f"model must contain DGAttention layers, got a {type(model).__name__} without any")
+        kind = type(model).__name__
+        raise UserError(f"model must contain DGAttention layers, got a {kind} without any")
     return layers
 
 
 def set_attention(model: nn.Module, **settings: Any) -> int:
-    """Set attributes of every DG-Attention layer of a model, e.g. ``set_attention(model, top_k=500, backend="torch")``.
+    """Set attributes of every DG-Attention layer of a model.
 
-    ``settings`` are ``top_k`` (int >= 1), ``backend``, ``tau`` (None, or from 0 to 1) and ``tau_weighs`` ("old" or
-    "new"). Returns the number of layers set.
+    Args:
+        model: any module that contains :class:`dgt.DGAttention` layers.
+        settings: ``top_k`` (int >= 1), ``backend``, ``tau`` (None, or from 0 to 1) and
+            ``tau_weighs`` ("old" or "new").
+
+    Returns:
+        The number of layers set.
 
     Raises:
         TypeError: for an unknown setting, or a value of a wrong type.
         ValueError: for a value out of range, or a model without such a layer; nothing is set then.
+
+    Example:
+        >>> dgt.set_attention(timm.create_model("dgt_tiny"), top_k=500, backend="torch")
+        20
     """
     layers = attention_layers(model).values()
     for name, value in settings.items():
@@ -116,29 +154,34 @@ def set_attention(model: nn.Module, **settings: Any) -> int:
         CHECKS[name](value)
     if "backend" in settings:
         settings["backend"] = check_backend(settings["backend"])  # by its name of today
-    for layer, (name, value) in product(layers, settings.items()):
-        setattr(layer, name, value)
+    for layer in layers:
+        for name, value in settings.items():
+            setattr(layer, name, value)
     return len(layers)
 
 
 @torch.no_grad()
 def capture(
-    model: nn.Module, images: Tensor, look: Callable[[LayerInput], Value], mask: Tensor | None = None
+    model: nn.Module,
+    images: Tensor,
+    look: Callable[[LayerInput], Value],
+    mask: Tensor | None = None,
 ) -> tuple[list[Value], Tensor]:
-    """Run a model once, in evaluation mode, and look at every DG-Attention layer's input before the layer runs.
+    """Run a model once, in evaluation mode, and look at the input of every DG-Attention layer.
 
     Args:
         model: any module that contains :class:`dgt.DGAttention` layers; left as it was.
         images: (B, C, H, W), as the model takes them.
         look: called with each layer's input, in the order in which they run; must not change it.
-        mask: optional bool (B, H, W), True where a pixel is real; for models whose ``forward_features`` takes one.
+        mask: bool (B, H, W), True where a pixel is real, or None; for models whose
+            ``forward_features`` takes one.
 
     Returns:
         What ``look`` returned for each layer, and the model's output (its features with a mask).
 
     Raises:
         TypeError: for no module, or no tensor.
-        ValueError: for a model without such layers, and what the model itself raises for the images.
+        ValueError: for a model without such layers, and what the model raises for the images.
     """
     layers = attention_layers(model)
     if not isinstance(images, Tensor):
@@ -149,10 +192,15 @@ def capture(
         found.append(look(_layer_input(name, layer, model, images, *args, **options)))
 
     modes = [(module, module.training) for module in model.modules()]
-    hooks = [layer.register_forward_pre_hook(partial(hook, name), with_kwargs=True) for name, layer in layers.items()]
+    hooks = []
+    for name, layer in layers.items():
+        hooks.append(layer.register_forward_pre_hook(partial(hook, name), with_kwargs=True))
     try:
         model.eval()
-        output: Tensor = model(images) if mask is None else model.forward_features(images, mask)  # type: ignore[operator]
+        if mask is None:
+            output: Tensor = model(images)
+        else:
+            output = model.forward_features(images, mask)  # type: ignore[operator]
     finally:
         for module, training in modes:
             module.training = training
@@ -162,66 +210,108 @@ def capture(
 
 
 def _layer_input(
-    name: str, layer: DGAttention, model: nn.Module, images: Tensor, x: Tensor, second: Any = None, **options: Any
+    name: str,
+    layer: DGAttention,
+    model: nn.Module,
+    images: Tensor,
+    x: Tensor,
+    second: Any = None,
+    **options: Any,
 ) -> LayerInput:
-    """What a layer gets: its second argument is a mask of real tokens, or in Twins the (rows, columns) of the map."""
-    mask, size = options.get("mask", second), options.get("size", second)
+    """Put together what a layer gets.
+
+    Its second argument is a mask of real tokens, or in Twins the (rows, columns) of the map.
+    """
+    mask = options.get("mask", second)
+    size = options.get("size", second)
     seen = LayerInput(name, layer, x, mask if isinstance(mask, Tensor) else None, None)
-    sizes = [tuple(x.shape[1:3])] if x.dim() == 4 else [size] if isinstance(size, tuple) else []
-    if not sizes:  # timm's patch embeddings know the grid of their patches
-        size_of = (getattr(module, "dynamic_feat_size", None) for module in model.modules())
-        sizes = [tell(tuple(images.shape[-2:])) for tell in size_of if callable(tell)]
-    grids = [(int(rows), int(columns)) for rows, columns in sizes]
+    if x.dim() == 4:
+        sizes = [tuple(x.shape[1:3])]
+    elif isinstance(size, tuple):
+        sizes = [size]
+    else:
+        sizes = _patch_grids(model, images)
     tokens = x.shape[1:-1].numel() - seen.prefix
-    return seen._replace(grid=next((grid for grid in grids if grid[0] * grid[1] == tokens), None))
+    for rows, columns in sizes:
+        if rows * columns == tokens:
+            return seen._replace(grid=(int(rows), int(columns)))
+    return seen
 
 
-def group_records(model: nn.Module, images: Tensor, mask: Tensor | None = None) -> list[GroupRecord]:
-    """Run images through a model and return what every DG-Attention layer grouped and selected, in order.
+def _patch_grids(model: nn.Module, images: Tensor) -> list[Any]:
+    """Return the grids of a model's patches: timm's patch embeddings know them."""
+    grids = []
+    for module in model.modules():
+        tell = getattr(module, "dynamic_feat_size", None)
+        if callable(tell):
+            grids.append(tell(tuple(images.shape[-2:])))
+    return grids
 
-    Arguments and errors as in :func:`capture`; also ValueError for a layer whose tokens have no grid.
+
+def group_records(
+    model: nn.Module, images: Tensor, mask: Tensor | None = None
+) -> list[GroupRecord]:
+    """Run images through a model and return what every DG-Attention layer grouped and selected.
+
+    Arguments as in :func:`capture`.
+
+    Raises:
+        TypeError, ValueError: as :func:`capture`; also for a layer whose tokens have no grid.
     """
     return capture(model, images, _record, mask)[0]
 
 
 def _record(seen: LayerInput) -> GroupRecord:
     if seen.grid is None:
-        raise UserError(f"the tokens of layer {seen.name!r} must lie on a grid, got {tuple(seen.x.shape)}")
+        came = tuple(seen.x.shape)
+        raise UserError(f"the tokens of layer {seen.name!r} must lie on a grid, got {came}")
     return GroupRecord(seen.name, seen.grid, _of_patches(seen))
 
 
 def _of_patches(seen: LayerInput) -> DynamicGroupAttentionOutput:
-    """What a layer does without its prefix, which is of no group and always the first keys of every one."""
+    """Leave out a layer's prefix, which is in no group and always the first keys of every one."""
     output, group_ids, key_ids = seen.layer.inspect(seen.x, seen.mask)
     start = seen.prefix
-    return DynamicGroupAttentionOutput(output[:, :, start:], group_ids[:, :, start:], key_ids[..., start:] - start)
+    return DynamicGroupAttentionOutput(
+        output[:, :, start:], group_ids[:, :, start:], key_ids[..., start:] - start
+    )
 
 
 def diagnose(model: nn.Module, images: Tensor, mask: Tensor | None = None) -> list[BlockDiagnosis]:
     """Measure what every DG-Attention layer of a model grouped and selected for a batch of images.
 
-    The paper argues that a group's few keys hold most of what global attention would look at, and more than a window
-    near the query does, or the same keys for all. Memory grows with the square of the tokens, in slices of queries.
-    Arguments and errors as in :func:`capture`.
+    The paper argues that a group's few keys hold most of what global attention would look at, and
+    more than a window near the query does, or the same keys for all. Memory grows with the square
+    of the tokens, in slices of queries. Arguments and errors as in :func:`capture`.
     """
     return capture(model, images, _diagnose_layer, mask)[0]
 
 
 def _diagnose_layer(seen: LayerInput) -> BlockDiagnosis:
+    """Measure one layer."""
     layer = seen.layer
     query, key, _ = (tensor[:, :, seen.prefix :] for tensor in layer.split_heads(seen.x))
     _, group_ids, key_ids = _of_patches(seen)
     masses = attention_mass_of_choices(query, key, group_ids, key_ids, layer.scale, seen.grid)
     means = {choice: float(value[group_ids >= 0].mean()) for choice, value in masses.items()}
     groups = layer.centroids.shape[1]
-    counts = nn.functional.one_hot(group_ids + 1, groups + 1).sum(2)[..., 1:]  # (B, H, G); padding is -1
-    together = counts.sum(0)
-    sizes: dict[str, Any] = {
-        "perplexity": float(_perplexity(together).mean()),
-        "perplexity_per_image": float(_perplexity(counts).mean()),
-        "groups_in_use": float((together > 0).sum(-1).double().mean()),
-    }
-    return BlockDiagnosis(seen.name, query.shape[2], groups, layer.top_k, **{"window": None, **means, **sizes})
+    counts = nn.functional.one_hot(group_ids + 1, groups + 1).sum(2)[..., 1:]  # padding is -1
+    together = counts.sum(0)  # (H, G), from (B, H, G)
+    return BlockDiagnosis(
+        name=seen.name,
+        tokens=query.shape[2],
+        groups=groups,
+        top_k=layer.top_k,
+        selected=means["selected"],
+        random=means["random"],
+        window=means.get("window"),
+        best_for_all=means["best_for_all"],
+        best_for_group=means["best_for_group"],
+        best_for_query=means["best_for_query"],
+        perplexity=float(_perplexity(together).mean()),
+        perplexity_per_image=float(_perplexity(counts).mean()),
+        groups_in_use=float((together > 0).sum(-1).double().mean()),
+    )
 
 
 def _perplexity(counts: Tensor) -> Tensor:

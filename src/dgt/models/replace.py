@@ -1,11 +1,12 @@
-"""DG-Attention in models that exist: timm's ViT and DeiT, Swin, and Twins, with the weights they have.
+"""DG-Attention in models that exist: timm's ViT and DeiT, Swin, and Twins, keeping their weights.
 
-Projections, norms and feed-forward networks stay the very modules they were, under the same names; only what decides
-who attends to whom is new. In a ViT, class and register tokens belong to no group: they attend to all tokens, every
-token attends to them in addition to the k patches its group chose, and centroids are learnt from patches alone. So
-with k of at least the number of patches the model's outputs are what they were. In Swin the windows, their shift, mask
-and table of positions go, and each block gets a CPE at its start in the table's place, as in the paper's appendix; it
-begins at zero. Twins' windows go, its attention over a reduced map is no window and stays, as its position encoding.
+Projections, norms and feed-forward networks stay the same modules under the same names; only what
+decides who attends to whom is new. In a ViT, class and register tokens belong to no group: they
+attend to all tokens, every token attends to them in addition to the k patches of its group, and
+centroids are learned from patches alone. So with k of at least the number of patches the model's
+outputs are what they were. In Swin the windows, their shift, mask and table of positions go, and
+each block gets a CPE at its start in the table's place, as in the paper's appendix; it begins at
+zero. In Twins the windows go; its attention over a reduced map and its position encoding stay.
 """
 
 import re
@@ -25,48 +26,67 @@ from dgt.ops import DynamicGroupAttentionOutput, dynamic_group_attention
 from dgt.ops.checks import check_count, describe
 from dgt.utils.errors import UserError
 
-SUPPORTED = "timm's vision_transformer.Attention, swin_transformer.SwinTransformerBlock and twins.LocallyGroupedAttn"
-IS_ATTENTION = re.compile(r"Att(entio)?n(?!.*Pool)")  # names of classes; pooling by attention is none of ours
+SUPPORTED = (
+    "timm's vision_transformer.Attention, swin_transformer.SwinTransformerBlock "
+    "and twins.LocallyGroupedAttn"
+)
+IS_ATTENTION = re.compile(r"Att(entio)?n(?!.*Pool)")  # names of classes, but not pooling
 KEPT = ("GlobalSubSampleAttn",)
 SETTINGS = ("num_groups", "top_k", "tau", "tau_weighs", "backend", "remainder")
 
 
 @register_notrace_module
 class SwappedAttention(DGAttention):
-    """DG-Attention made of the parts of another attention: its projections, norms and dropout, and prefix tokens.
+    """DG-Attention made of the parts of another attention: its projections, norms and dropout.
 
     Args:
         old: an attention of timm with ``qkv`` and ``proj``; its modules are shared, not copied.
         num_prefix_tokens: class and register tokens before the patches; they belong to no group.
-        remainder: whether queries also attend to what the keys of their group leave out, summed up in one key; for
-            weights that were trained with global attention (:func:`dgt.dynamic_group_attention`).
-        settings: ``num_groups``, ``top_k``, ``tau``, ``tau_weighs``, ``backend``, as in :class:`dgt.DGAttention`.
+        remainder: whether queries also attend to what the keys of their group leave out, summed up
+            in one key; for weights that were trained with global attention
+            (:func:`dgt.dynamic_group_attention`).
+        settings: ``num_groups``, ``top_k``, ``tau``, ``tau_weighs``, ``backend``, as in
+            :class:`dgt.DGAttention`.
     """
 
-    def __init__(self, old: Any, num_prefix_tokens: int = 0, remainder: bool = False, **settings: Any) -> None:
+    def __init__(
+        self, old: Any, num_prefix_tokens: int = 0, remainder: bool = False, **settings: Any
+    ) -> None:
         weight = old.qkv.weight
-        super().__init__(weight.shape[1], old.num_heads, device=weight.device, dtype=weight.dtype, **settings)
-        self.qkv, self.proj, self.scale = old.qkv, old.proj, old.scale
+        factory = {"device": weight.device, "dtype": weight.dtype}
+        super().__init__(weight.shape[1], old.num_heads, **factory, **settings)
+        self.qkv = old.qkv
+        self.proj = old.proj
+        self.scale = old.scale
         self.q_norm = getattr(old, "q_norm", nn.Identity())
         self.k_norm = getattr(old, "k_norm", nn.Identity())
         self.norm = getattr(old, "norm", nn.Identity())
         self.proj_drop = old.proj_drop
         if not isinstance(remainder, bool):
             raise TypeError(f"remainder must be a bool, got {describe(remainder)}")
-        self.num_prefix_tokens, self.remainder = num_prefix_tokens, remainder
+        self.num_prefix_tokens = num_prefix_tokens
+        self.remainder = remainder
         self.train(old.training)
 
-    def forward(self, x: Tensor, attn_mask: Tensor | tuple[int, int] | None = None, is_causal: bool = False) -> Tensor:
-        """Map (B, L, C) or (B, H, W, C) to the same shape; arguments as timm's attentions have them.
+    def forward(
+        self,
+        x: Tensor,
+        attn_mask: Tensor | tuple[int, int] | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """Map (B, L, C) or (B, H, W, C) to the same shape; timm's arguments.
 
-        Twins gives the size of the map in the mask's place, which groups need not know.
+        Twins passes the size of the map in the mask's place, which groups need not know.
 
         Raises:
-            ValueError: for a mask, which groups cannot honour, or as in :class:`dgt.DGAttention`.
+            ValueError: for a mask, which groups cannot respect, or as in :class:`dgt.DGAttention`.
         """
         check_layer_input(x, self.qkv.in_features)
         if isinstance(attn_mask, Tensor) or is_causal:
-            raise UserError("attn_mask must be None and is_causal False: DG-Attention cannot honour a mask of pairs")
+            raise UserError(
+                "attn_mask must be None and is_causal False: "
+                "DG-Attention cannot honour a mask of pairs"
+            )
         query, key, value = self.split_heads(x)
         patches = query[:, :, self.num_prefix_tokens :]
         if self.training and not self.seeded:
@@ -78,27 +98,45 @@ class SwappedAttention(DGAttention):
         return self.proj_drop(self.proj(merged)).view(x.shape)
 
     def inspect(self, x: Tensor, mask: Tensor | None = None) -> DynamicGroupAttentionOutput:
-        """Return groups, -1 for prefix tokens, and the keys of every group, prefix first; ValueError for a mask."""
+        """Return groups, -1 for prefix tokens, and the keys of every group, prefix first.
+
+        Raises:
+            ValueError: for a mask.
+        """
         if mask is not None:
-            raise UserError("mask must be None: the models that attention is replaced in know no padding")
+            raise UserError(
+                "mask must be None: the models that attention is replaced in know no padding"
+            )
         return self._attend(*self.split_heads(x))
 
     def split_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Project (B, ..., C) tokens to query, key and value, each (B, H, L, D), and normalise as the model does."""
+        """Project (B, ..., C) to query, key and value (B, H, L, D), with the model's norms."""
         query, key, value = super().split_heads(x)
         return self.q_norm(query), self.k_norm(key), value
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> DynamicGroupAttentionOutput:
-        """Patches attend to the prefix and to the keys of their group, prefix tokens to everything."""
-        options = self.top_k, self.scale, None, self.backend, self.num_prefix_tokens, self.remainder
-        return dynamic_group_attention(query, key, value, self.unit_centroids(), *options)
+        """Attend: patches to the prefix and to their group's keys, prefix tokens to everything."""
+        return dynamic_group_attention(
+            query,
+            key,
+            value,
+            self.unit_centroids(),
+            self.top_k,
+            self.scale,
+            None,
+            self.backend,
+            self.num_prefix_tokens,
+            self.remainder,
+        )
 
 
 class SwappedBlock(nn.Module):
     """A block of timm's Swin with DG-Attention: (B, H, W, C) in and out, of any size.
 
-    The ``old`` block's modules are shared; ``attention`` takes the place of windows, shift, mask and position table;
-    ``cpe`` tells whether the block gets a conditional position encoding, of zeros.
+    Args:
+        old: the block; its modules are shared.
+        attention: takes the place of windows, shift, mask and position table.
+        cpe: whether the block gets a conditional position encoding, which begins at zero.
     """
 
     def __init__(self, old: Any, attention: SwappedAttention, cpe: bool) -> None:
@@ -106,11 +144,16 @@ class SwappedBlock(nn.Module):
         weight = old.norm1.weight
         self.cpe = None
         if cpe:
-            self.cpe = ConditionalPositionEncoding(len(weight), device=weight.device, dtype=weight.dtype)
+            factory = {"device": weight.device, "dtype": weight.dtype}
+            self.cpe = ConditionalPositionEncoding(len(weight), **factory)
             nn.init.zeros_(self.cpe.conv.weight)
             nn.init.zeros_(cast(Tensor, self.cpe.conv.bias))
-        self.norm1, self.attn, self.drop_path1 = old.norm1, attention, old.drop_path1
-        self.norm2, self.mlp, self.drop_path2 = old.norm2, old.mlp, old.drop_path2
+        self.norm1 = old.norm1
+        self.attn = attention
+        self.drop_path1 = old.drop_path1
+        self.norm2 = old.norm2
+        self.mlp = old.mlp
+        self.drop_path2 = old.drop_path2
         self.train(old.training)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -127,24 +170,32 @@ class SwappedBlock(nn.Module):
 def replace_attention(
     model: nn.Module, num_prefix_tokens: int | None = None, cpe: bool = True, **settings: Any
 ) -> list[str]:
-    """Put DG-Attention into a timm model in place, keeping its weights: ``replace_attention(model, top_k=98)``.
+    """Put DG-Attention into a timm model in place, keeping its weights.
 
     Args:
         model: ViT, DeiT, Swin or Twins of timm, or any module built of their attention.
-        num_prefix_tokens: class and register tokens before the patches; None asks the model (0 if it does not say).
-        cpe: whether Swin's blocks get a conditional position encoding for the table of positions they lose.
-        settings: ``num_groups``, ``top_k``, ``tau``, ``tau_weighs``, ``backend``, as in :class:`dgt.DGAttention`; and
-            ``remainder``: whether queries also attend to what the keys of their group leave out, summed up in one key,
-            which keeps what the model learnt with global attention (with :func:`calibrate`, without training).
+        num_prefix_tokens: class and register tokens before the patches; None asks the model (0 if
+            it does not say).
+        cpe: whether Swin's blocks get a conditional position encoding for the table of positions
+            that they lose.
+        settings: ``num_groups``, ``top_k``, ``tau``, ``tau_weighs``, ``backend``, as in
+            :class:`dgt.DGAttention`; and ``remainder``: whether queries also attend to what the
+            keys of their group leave out, summed up in one key, which keeps what the model learned
+            with global attention (with :func:`calibrate`, without training).
 
     Returns:
         The names of the modules replaced, in order.
 
     Raises:
         TypeError: if ``model`` is no module, or for an unknown setting or one of a wrong type.
-        ValueError: naming the module, for an attention of another kind, or one with parts that DG-Attention has not
-            (dropout of the attention, gates, heads of another width); for a model without attention; for a setting out
-            of range. The model is then as it was.
+        ValueError: naming the module, for an attention of another kind, or one with parts that
+            DG-Attention lacks (dropout of the attention, gates, heads of another width); for a
+            model without attention; for a setting out of range. The model is then as it was.
+
+    Example:
+        >>> model = timm.create_model("deit_small_patch16_224")
+        >>> len(dgt.replace_attention(model, top_k=98))
+        12
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, got {type(model).__name__}")
@@ -156,7 +207,9 @@ def replace_attention(
     found = dict(_attentions(model))
     if not found:
         kind = type(model).__name__
-        raise UserError(f"model must contain attention to replace ({SUPPORTED}), got a {kind} without any")
+        raise UserError(
+            f"model must contain attention to replace ({SUPPORTED}), got a {kind} without any"
+        )
     new: dict[int, nn.Module] = {}  # by identity: a module used in two places is replaced by one
     for name, old in found.items():
         prefix = _prefix_of(model, name) if num_prefix_tokens is None else num_prefix_tokens
@@ -169,13 +222,14 @@ def replace_attention(
 
 
 def calibrate(model: nn.Module, images: Tensor) -> list[str]:
-    """Seed the centroids of every DG-Attention of a model from images instead of from training: one forward pass.
+    """Seed the centroids of a model from images instead of from training, in one forward pass.
 
-    The layers are seeded as the images pass them, each from queries that those before it already let through.
+    Layers are seeded as the images pass through them, each after those before it.
 
     Args:
         model: after :func:`replace_attention`, or a DGT. Its mode stays.
-        images: what it is called with, (B, C, H, W); some dozen images of the kind that it will see are enough.
+        images: what it is called with, (B, C, H, W); a few dozen images of the kind that it will
+            see are enough.
 
     Returns:
         The names of the layers, in the order in which they ran.
@@ -186,7 +240,8 @@ def calibrate(model: nn.Module, images: Tensor) -> list[str]:
 
     def seed(seen: LayerInput) -> str:
         query, _, _ = seen.layer.split_heads(seen.x)
-        seen.layer.seed(query[:, :, seen.prefix :], None if seen.mask is None else seen.mask.flatten(1), anew=True)
+        real = None if seen.mask is None else seen.mask.flatten(1)
+        seen.layer.seed(query[:, :, seen.prefix :], real, anew=True)
         return seen.name
 
     return capture(model, images, seed)[0]
@@ -208,22 +263,32 @@ def _attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             inside = f"{name}."
         elif IS_ATTENTION.search(type(module).__name__):
             kind = f"{type(module).__module__}.{type(module).__name__}"
-            raise UserError(f"model must hold only attention that can be swapped ({SUPPORTED}), got {kind} at {name!r}")
+            raise UserError(
+                f"model must hold only attention that can be swapped ({SUPPORTED}), "
+                f"got {kind} at {name!r}"
+            )
 
 
 def _check_parts(name: str, old: Any) -> None:
     """Check that an attention has no part that DG-Attention lacks."""
     dim = old.qkv.in_features
-    if old.qkv.out_features != 3 * dim or old.proj.in_features != dim or old.proj.out_features != dim:
-        raise UserError(f"attention to swap must be as wide as its input, got {old.qkv} and {old.proj} at {name!r}")
+    widths = (old.qkv.out_features, old.proj.in_features, old.proj.out_features)
+    if widths != (3 * dim, dim, dim):
+        raise UserError(
+            f"attention to swap must be as wide as its input, got {old.qkv} and {old.proj} "
+            f"at {name!r}"
+        )
     if old.attn_drop.p > 0:
-        raise UserError(f"attention to swap must have no dropout (attn_drop_rate=0), got {old.attn_drop.p} at {name!r}")
+        raise UserError(
+            f"attention to swap must have no dropout (attn_drop_rate=0), got {old.attn_drop.p} "
+            f"at {name!r}"
+        )
     if getattr(old, "gate", None) is not None:
         raise UserError(f"attention to swap must have no gate, got one at {name!r}")
 
 
 def _prefix_of(model: nn.Module, name: str) -> int:
-    """Class and register tokens of the innermost part around a module that tells their number, or 0."""
+    """Return the number of class and register tokens that the innermost part around tells, or 0."""
     while name:
         name = name.rpartition(".")[0]
         count = getattr(model.get_submodule(name), "num_prefix_tokens", None)
@@ -233,6 +298,7 @@ def _prefix_of(model: nn.Module, name: str) -> int:
 
 
 def _swap(old: nn.Module, prefix: int, cpe: bool, settings: dict[str, Any]) -> nn.Module:
+    """Make what takes the place of an attention, or of a block of Swin."""
     if isinstance(old, SwinTransformerBlock):
         return SwappedBlock(old, SwappedAttention(old.attn, **settings), cpe)
     return SwappedAttention(old, prefix if isinstance(old, Attention) else 0, **settings)

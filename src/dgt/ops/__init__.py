@@ -11,6 +11,7 @@ from dgt.ops.attention import (
     dynamic_group_attention,
     merge_attention,
 )
+from dgt.ops.dense import dense_attention
 from dgt.ops.group_matmul import group_matmul
 from dgt.ops.grouping import find_centroids, group_queries, seed_centroids, update_centroids
 from dgt.ops.selection import select_keys
@@ -19,6 +20,7 @@ __all__ = [
     "DynamicGroupAttentionOutput",
     "attend",
     "attend_with_logsumexp",
+    "dense_attention",
     "dynamic_group_attention",
     "find_centroids",
     "group_matmul",

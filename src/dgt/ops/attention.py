@@ -127,6 +127,35 @@ def dynamic_group_attention(
     return DynamicGroupAttentionOutput(*found)
 
 
+@falls_back
+def attention_output(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    centroids: Tensor,
+    top_k: int,
+    scale: float | None = None,
+    key_mask: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Return the output of :func:`dynamic_group_attention` alone; some backends are quicker where nobody asks for ids.
+
+    Arguments and errors as there.
+    """
+    key, value = _repeat_heads(query, key, value)
+    _check_operands(query, key, value)
+    check_tokens("query", query, centroids)
+    check_count("top_k", top_k)
+    check_key_mask(key_mask, key.shape[0], key.shape[2], key)
+    scale = check_scale(scale, query.shape[-1])
+    backend = _resolve(backend, None, query, key, value)
+    steps = load_backend(backend, query)
+    alone = getattr(steps, "attention_output", None)
+    if alone is not None:
+        return cast(Tensor, alone(query, key, value, centroids, top_k, scale, key_mask))
+    return _group_select_attend(steps, query, key, value, centroids, top_k, scale, key_mask, 0, False)[0]
+
+
 def _group_select_attend(
     steps: ModuleType,
     query: Tensor,

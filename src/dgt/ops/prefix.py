@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dgt.ops.checks import full_precision
+from dgt.ops.dense import dense_attention
 
 
 def prepend_prefix(key_ids: Tensor, num_prefix_tokens: int, key_mask: Tensor | None) -> Tensor:
@@ -51,7 +52,7 @@ def join_prefix(
     prefix = query.shape[2] - output.shape[2]
     sees = None if key_mask is None else key_mask[:, None, None]
     with full_precision(query.device):
-        whole = F.scaled_dot_product_attention(query[:, :, :prefix], key, value, sees, scale=scale)
+        whole = dense_attention(query[:, :, :prefix], key, value, sees, scale=scale)
     if key_mask is not None:
         whole = whole.masked_fill(~key_mask[:, None, :prefix, None], 0.0)
     return torch.cat([whole, output], dim=2), F.pad(group_ids, (prefix, 0), value=-1)

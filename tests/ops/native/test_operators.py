@@ -38,12 +38,14 @@ def make_case(
 
 
 def attend(case: Case, mask: Tensor | None = None, prefix: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    return operators.attention(*case, mask, prefix)
+    found = operators.attention(*case, mask, prefix, remainder=False)
+    assert found is not None
+    return found
 
 
 def gradients(case: Case) -> tuple[Tensor, ...]:
     inputs = [tensor.detach().requires_grad_() for tensor in case[:3]]
-    output, _, _ = operators.attention(*inputs, *case[3:], None)
+    output, _, _ = operators.attention(*inputs, *case[3:], None, 0, remainder=False)
     weights = torch.linspace(-1, 1, output.numel()).view(output.shape)
     return torch.autograd.grad(output, inputs, weights)
 
@@ -106,7 +108,7 @@ def test_half_precision_errs_no_more_than_pytorch(shape, dtype):
     case = make_case(**shape)
     halves = [tensor.to(dtype).requires_grad_() for tensor in case[:3]]
     exact = [tensor.detach().double().requires_grad_() for tensor in halves]
-    output, group_ids, key_ids = operators.attention(*halves, *case[3:], None)
+    output, group_ids, key_ids = operators.attention(*halves, *case[3:], None, 0, remainder=False)
     expected = reference.attend(*exact, group_ids, key_ids, case.scale)
     own_error = (output.double() - expected).abs().max()
     dense = F.scaled_dot_product_attention(*halves, scale=case.scale)
@@ -240,7 +242,7 @@ def test_compiles_whole_and_exports():
     case = make_case()
 
     def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return operators.attention(query, key, value, *case[3:], None)[0]
+        return operators.attention_output(query, key, value, *case[3:], None)
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
     torch.testing.assert_close(compiled(*case[:3]), function(*case[:3]))

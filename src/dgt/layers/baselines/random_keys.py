@@ -1,4 +1,4 @@
-"""A control, in no paper: as many keys as the others have, chosen by nothing."""
+"""A control, in no paper: as many keys as the others have, selected at random."""
 
 from typing import Any
 
@@ -14,7 +14,9 @@ from dgt.ops.checks import check_count
 
 @register_notrace_module
 class RandomKeyAttention(GlobalAttention):
-    """Every query of every head attends to ``top_k`` tokens, drawn once for each number of tokens, in all images alike.
+    """Every query of every head attends to ``top_k`` random tokens, the same ones in all images.
+
+    They are drawn once for each number of tokens, with that number as the seed.
 
     Args:
         dim, num_heads, options: as in :class:`GlobalAttention`.
@@ -22,6 +24,10 @@ class RandomKeyAttention(GlobalAttention):
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
+
+    Example:
+        >>> RandomKeyAttention(dim=64, num_heads=2, top_k=98)(torch.randn(2, 14, 14, 64)).shape
+        torch.Size([2, 14, 14, 64])
     """
 
     def __init__(self, dim: int, num_heads: int, top_k: int, **options: Any) -> None:
@@ -30,18 +36,22 @@ class RandomKeyAttention(GlobalAttention):
         self.top_k = top_k
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Map (B, H, W, C) or (B, L, C) to the same shape; ``mask`` is bool, True where a token is real.
+        """Map (B, H, W, C) or (B, L, C) to the same shape.
 
-        Padding is no key, unless a query has drawn nothing else.
+        ``mask`` is bool, True where a token is real. Padding is never a key, unless a query has
+        drawn nothing else.
         """
         check_layer_input(x, self.qkv.in_features, mask)
         query, key, value = self.split_heads(x)
         tokens = query.shape[2]
         generator = torch.Generator().manual_seed(tokens)
         drawn = torch.rand(self.num_heads, tokens, tokens, generator=generator, device="cpu")
-        sees = (drawn >= drawn.topk(min(self.top_k, tokens)).values[..., -1:]).to(x.device)[None]
+        smallest = drawn.topk(min(self.top_k, tokens)).values[..., -1:]
+        sees = (drawn >= smallest).to(x.device)[None]
         if mask is not None:
             real = sees & mask.flatten(1)[:, None, None, :]
             sees = torch.where(real.any(-1, keepdim=True), real, sees)
-        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=sees, scale=self.scale)
+        attended = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=sees, scale=self.scale
+        )
         return self.merge_heads(attended, x)

@@ -1,1 +1,4 @@
-"""Heads on a pyramid of four maps: what a timm model needs to segment (UperNet) and to detect (Mask R-CNN)."""
+"""Heads on a pyramid of four maps, with which a timm model segments or detects.
+
+UperNet for semantic segmentation, Mask R-CNN for detection.
+"""

@@ -1,7 +1,8 @@
-"""Mask R-CNN with a feature pyramid over any timm backbone: the paper's detector, its parts torchvision's.
+"""Mask R-CNN with a feature pyramid over any timm backbone: the paper's detector.
 
-The network is torchvision's `MaskRCNN`, called and trained like it, with one difference: the true sizes of a padded
-batch reach the backbone as a mask, so that padding never becomes a key and never counts in the statistics of centroids.
+The network is torchvision's `MaskRCNN`, called and trained like it, with one difference: the true
+sizes of a padded batch reach the backbone as a mask, so that padding never becomes a key and never
+counts in the statistics of centroids.
 """
 
 import inspect
@@ -25,28 +26,48 @@ from dgt.utils.errors import UserError
 
 TOP_K = 500  # the paper's k for detection
 LONG_OVER_SHORT = 1333 / 800
-COUNTED_BOXES, COUNTED_MASKS = 1000, 100  # regions that go through the heads when FLOPs are counted
-POOLED_BOX, POOLED_MASK = 7, 14
+# Regions that go through the heads when FLOPs are counted.
+COUNTED_BOXES = 1000
+COUNTED_MASKS = 100
+# Sides of a region's map of features, after pooling.
+POOLED_BOX = 7
+POOLED_MASK = 14
 
 Target = dict[str, Tensor]
-OPTIONS = frozenset(inspect.signature(MaskRCNN.__init__).parameters) - {"self", "backbone", "num_classes", "kwargs"}
+NOT_OPTIONS = {"self", "backbone", "num_classes", "kwargs"}
+OPTIONS = frozenset(inspect.signature(MaskRCNN.__init__).parameters) - NOT_OPTIONS
 
 
 class PaddedMaskRCNN(MaskRCNN):  # type: ignore[misc]  # torchvision is not typed
-    """torchvision's Mask R-CNN, with its ``options``, whose backbone is told which pixels of a batch are real.
+    """torchvision's Mask R-CNN, whose backbone is told which pixels of a batch are real.
 
-    Its feature pyramid has five levels of ``channels``: one for each map of the backbone, and one more by pooling.
+    Its feature pyramid has five levels: one for each map of the backbone, and one more by pooling.
+
+    Args:
+        backbone: gives four maps.
+        channels: of the pyramid's levels.
+        options: of torchvision's `MaskRCNN`.
     """
 
     def __init__(self, backbone: FeatureBackbone, channels: int, **options: Any) -> None:
-        pyramid = FeaturePyramidNetwork(backbone.channels, channels, extra_blocks=LastLevelMaxPool())
-        pyramid.out_channels = channels  # as torchvision asks of a backbone
+        more = LastLevelMaxPool()
+        pyramid = FeaturePyramidNetwork(backbone.channels, channels, extra_blocks=more)
+        pyramid.out_channels = channels  # torchvision asks a backbone for it
         super().__init__(pyramid, **options)
-        self.backbone, self.pyramid = backbone, pyramid
+        self.backbone = backbone
+        self.pyramid = pyramid
 
-    def features(self, images: Tensor, image_sizes: Sequence[tuple[int, int]]) -> OrderedDict[str, Tensor]:
-        """Map a padded batch (B, 3, H, W) of images of the given (height, width) to the levels of the pyramid."""
-        mask = real_pixels(image_sizes, (images.shape[-2], images.shape[-1]), images.device)
+    def features(
+        self, images: Tensor, image_sizes: Sequence[tuple[int, int]]
+    ) -> OrderedDict[str, Tensor]:
+        """Map a padded batch to the levels of the pyramid.
+
+        Args:
+            images: (B, 3, H, W).
+            image_sizes: height and width of each image before padding.
+        """
+        padded = (images.shape[-2], images.shape[-1])
+        mask = real_pixels(image_sizes, padded, images.device)
         maps = OrderedDict((str(i), x) for i, x in enumerate(self.backbone(images, mask)))
         levels: OrderedDict[str, Tensor] = self.pyramid(maps)
         return levels
@@ -55,24 +76,27 @@ class PaddedMaskRCNN(MaskRCNN):  # type: ignore[misc]  # torchvision is not type
         """Losses of a batch in training, detections in evaluation.
 
         Args:
-            images: (3, H, W) tensors with values in [0, 1], each of its own size; they are resized and normalised here.
-            targets: for each image `boxes` (N, 4) x0 y0 x1 y1 in its pixels, `labels` int64 (N,) from 1 on, `masks`
-                uint8 (N, H, W). Needed in training.
+            images: (3, H, W) tensors with values in [0, 1], each of its own size; they are resized
+                and normalized here.
+            targets: for each image `boxes` (N, 4) x0 y0 x1 y1 in its pixels, `labels` int64 (N,)
+                from 1 on, `masks` uint8 (N, H, W). Needed in training.
 
         Returns:
-            In training a dict of scalar losses. In evaluation for each image `boxes`, `labels`, `scores` (N,) and
-            `masks` (N, 1, H, W), the probability that a pixel belongs to the object, all at the image's own size.
+            In training a dict of scalar losses. In evaluation, for each image, `boxes`, `labels`,
+            `scores` (N,) and `masks` (N, 1, H, W), the probability that a pixel belongs to the
+            object, all at the image's own size.
 
         Raises:
-            UserError: no targets in training, a box without width or height, or an image thinner than its longer side
-                can be resized with.
+            UserError: no targets in training, a box without width or height, or an image so thin
+                that resizing leaves nothing of it.
         """
         if self.training and targets is None:
             raise UserError("targets must be given in training, got None")
         _check_boxes(targets or ())
         sizes = [(int(image.shape[-2]), int(image.shape[-1])) for image in images]
         _check_sizes(sizes, min(self.transform.min_size), self.transform.max_size)
-        batch, resized = self.transform(list(images), None if targets is None else list(targets))
+        given = None if targets is None else list(targets)
+        batch, resized = self.transform(list(images), given)
         levels = self.features(batch.tensors, batch.image_sizes)
         proposals, proposal_losses = self.rpn(batch, levels, resized)
         detections, box_losses = self.roi_heads(levels, proposals, batch.image_sizes, resized)
@@ -94,53 +118,61 @@ def build_mask_rcnn(
     options: Mapping[str, Any] | None = None,
     **arguments: Any,
 ) -> PaddedMaskRCNN:
-    """Mask R-CNN with a feature pyramid over any timm backbone with maps at strides 4, 8, 16 and 32.
+    """Build Mask R-CNN over any timm backbone with maps at strides 4, 8, 16 and 32.
 
-    ``build_mask_rcnn("dgt_tiny", 91)`` is the paper's detector for COCO's 91 category numbers, ready for torchvision's
-    training and evaluation code.
+    ``build_mask_rcnn("dgt_tiny", 91)`` is the paper's detector for COCO's 91 category numbers,
+    ready for torchvision's training and evaluation code.
 
     Args:
         backbone: as in :func:`build_backbone`.
         num_classes: classes, background (class 0) among them, as torchvision counts.
         image_size: length that an image's shorter side is resized to.
-        max_size: largest length of its longer side, where that would exceed it; None for 1333 / 800 of `image_size`.
+        max_size: largest length of its longer side; None for 1333 / 800 of `image_size`.
         fpn_channels: channels of the pyramid.
         box_channels: width of the two linears of the box head.
         mask_channels: channels of the mask head's convolutions.
-        anchor_sizes: side of the anchors of each of the five levels, in pixels of the resized image.
-        options: further keyword arguments of torchvision's `MaskRCNN`, such as ``{"box_score_thresh": 0.01}``.
+        anchor_sizes: side of the anchors of each of the five levels, in pixels of the resized
+            image.
+        options: further keyword arguments of torchvision's `MaskRCNN`, such as
+            ``{"box_score_thresh": 0.01}``.
         arguments: of the backbone. For a DGT by name ``top_k`` is 500 unless given.
 
     Raises:
-        TypeError, ValueError: as :func:`build_backbone`; a number out of range; an option that torchvision lacks.
+        TypeError, ValueError: as :func:`build_backbone`; a number out of range; an option that
+            torchvision lacks.
     """
     widths = {"fpn_channels": fpn_channels, "box_channels": box_channels}
     _check_settings(num_classes, image_size, widths, mask_channels, anchor_sizes)
     unknown = sorted(set(options or ()) - OPTIONS)
     if unknown:
-        raise TypeError(f"options must be keyword arguments of torchvision's MaskRCNN, got {', '.join(unknown)}")
+        came = ", ".join(unknown)
+        raise TypeError(f"options must be keyword arguments of torchvision's MaskRCNN, got {came}")
     built = build_backbone(backbone, image_size, TOP_K, **arguments)
+    anchors = AnchorGenerator(tuple((size,) for size in anchor_sizes), ((0.5, 1.0, 2.0),) * 5)
     heads: dict[str, Any] = {
         "min_size": image_size,
         "max_size": max_size or round(image_size * LONG_OVER_SHORT),
-        "rpn_anchor_generator": AnchorGenerator(tuple((size,) for size in anchor_sizes), ((0.5, 1.0, 2.0),) * 5),
+        "rpn_anchor_generator": anchors,
         "box_head": TwoMLPHead(fpn_channels * POOLED_BOX**2, box_channels),
         "box_predictor": FastRCNNPredictor(box_channels, num_classes),
         "mask_head": MaskRCNNHeads(fpn_channels, list(mask_channels), 1),
         "mask_predictor": MaskRCNNPredictor(mask_channels[-1], mask_channels[-1], num_classes),
     }
-    return PaddedMaskRCNN(built, fpn_channels, **{**heads, **(options or {})})
+    heads.update(options or {})
+    return PaddedMaskRCNN(built, fpn_channels, **heads)
 
 
 class DenseParts(nn.Module):
-    """What of a Mask R-CNN has a fixed cost, for counting: backbone, pyramid, and the heads on so many regions.
+    """The parts of a Mask R-CNN with a fixed cost: backbone, pyramid, and heads on some regions.
 
     As in mmdetection's count, 1000 regions go through the box head and 100 through the mask head.
     """
 
     def __init__(self, model: PaddedMaskRCNN) -> None:
         super().__init__()
-        self.backbone, self.pyramid, self.rpn_head = model.backbone, model.pyramid, model.rpn.head
+        self.backbone = model.backbone
+        self.pyramid = model.pyramid
+        self.rpn_head = model.rpn.head
         heads = model.roi_heads
         self.box_head = nn.Sequential(heads.box_head, heads.box_predictor)
         self.mask_head = nn.Sequential(heads.mask_head, heads.mask_predictor)
@@ -150,14 +182,24 @@ class DenseParts(nn.Module):
         maps = OrderedDict((str(i), x) for i, x in enumerate(self.backbone(images)))
         self.rpn_head([*self.pyramid(maps).values()])
         channels = self.pyramid.out_channels
-        scores, boxes = self.box_head(images.new_zeros(COUNTED_BOXES, channels, POOLED_BOX, POOLED_BOX))
-        return scores, boxes, self.mask_head(images.new_zeros(COUNTED_MASKS, channels, POOLED_MASK, POOLED_MASK))
+        in_boxes = images.new_zeros(COUNTED_BOXES, channels, POOLED_BOX, POOLED_BOX)
+        in_masks = images.new_zeros(COUNTED_MASKS, channels, POOLED_MASK, POOLED_MASK)
+        scores, boxes = self.box_head(in_boxes)
+        return scores, boxes, self.mask_head(in_masks)
 
 
-def mask_rcnn_cost(backbone: str, image_size: tuple[int, int] = (800, 1280), num_classes: int = 81) -> Cost:
-    """Parameters and FLOPs of a Mask R-CNN by part, in the convention of :func:`dgt.cost`.
+def mask_rcnn_cost(
+    backbone: str, image_size: tuple[int, int] = (800, 1280), num_classes: int = 81
+) -> Cost:
+    """Count the parameters and FLOPs of a Mask R-CNN by part, as :func:`dgt.cost` does.
 
-    Height and width are in pixels, classes by default COCO's 80 and background; errors as :func:`build_backbone`.
+    Args:
+        backbone: name of a timm model.
+        image_size: height and width in pixels.
+        num_classes: classes, by default COCO's 80 and background.
+
+    Raises:
+        TypeError, ValueError: as :func:`build_backbone`.
     """
     with torch.device("meta"):
         model = build_mask_rcnn(backbone, num_classes)
@@ -165,38 +207,52 @@ def mask_rcnn_cost(backbone: str, image_size: tuple[int, int] = (800, 1280), num
 
 
 def _check_settings(
-    num_classes: int, image_size: int, widths: Mapping[str, int], mask_channels: Any, anchor_sizes: Any
+    num_classes: int,
+    image_size: int,
+    widths: Mapping[str, int],
+    mask_channels: Any,
+    anchor_sizes: Any,
 ) -> None:
     """Raise UserError for a number out of range."""
-    five = _positive(anchor_sizes, int, float) and len(anchor_sizes) == 5
-    for good, expected, came in (
-        (num_classes >= 2, "num_classes must be at least 2, background among them", num_classes),
-        (image_size >= 32, "image_size must be at least 32", image_size),
-        *((_positive([n], int), f"{name} must be an integer of at least 1", n) for name, n in widths.items()),
-        (_positive(mask_channels, int), "mask_channels must be integers of at least 1", mask_channels),
-        (five, "anchor_sizes must be 5 numbers of at least 1", anchor_sizes),
-    ):
-        if not good:
-            raise UserError(f"{expected}, got {came!r}")
+    if num_classes < 2:
+        raise UserError(
+            f"num_classes must be at least 2, background among them, got {num_classes!r}"
+        )
+    if image_size < 32:
+        raise UserError(f"image_size must be at least 32, got {image_size!r}")
+    for name, width in widths.items():
+        if not _positive([width], int):
+            raise UserError(f"{name} must be an integer of at least 1, got {width!r}")
+    if not _positive(mask_channels, int):
+        raise UserError(f"mask_channels must be integers of at least 1, got {mask_channels!r}")
+    if not _positive(anchor_sizes, int, float) or len(anchor_sizes) != 5:
+        raise UserError(f"anchor_sizes must be 5 numbers of at least 1, got {anchor_sizes!r}")
 
 
 def _positive(numbers: Any, *kinds: Any) -> bool:
-    """Whether this is a sequence of numbers of a kind, at least one, each at least 1."""
-    return isinstance(numbers, Sequence) and bool(numbers) and all(isinstance(n, kinds) and n >= 1 for n in numbers)
+    """Whether this is a sequence of numbers of some kinds, not empty, each at least 1."""
+    if not isinstance(numbers, Sequence) or not numbers:
+        return False
+    return all(isinstance(number, kinds) and number >= 1 for number in numbers)
 
 
 def _check_sizes(sizes: Sequence[tuple[int, int]], shorter: int, longer: int) -> None:
-    """Raise UserError for an image (height, width) so thin that, resized to fit, nothing of it would be left."""
+    """Raise UserError for an image (height, width) so thin that resizing leaves nothing of it."""
     for place, size in enumerate(sizes):
-        if int(min(size) * min(shorter / min(size), longer / max(size))) < 1:
+        scale = min(shorter / min(size), longer / max(size))
+        if int(min(size) * scale) < 1:
             came = f"{size[0]} x {size[1]} (height x width) in images[{place}]"
-            raise UserError(f"images must have a pixel left once their longer side is resized to {longer}, got {came}")
+            raise UserError(
+                "images must have a pixel left once their longer side is resized to "
+                f"{longer}, got {came}"
+            )
 
 
 def _check_boxes(targets: Sequence[Target]) -> None:
-    """Raise UserError for a box that has no area: neither torchvision nor COCO has a use for it in training."""
+    """Raise UserError for a box without area, useless in training to torchvision and COCO."""
     for place, target in enumerate(targets):
         boxes = target["boxes"]
         empty = (boxes[:, 2:] <= boxes[:, :2]).any(dim=1)
         if empty.any():
-            raise UserError(f"boxes must have width and height, got {boxes[empty][0].tolist()} in targets[{place}]")
+            came = f"{boxes[empty][0].tolist()} in targets[{place}]"
+            raise UserError(f"boxes must have width and height, got {came}")

@@ -1,10 +1,11 @@
-"""UperNet for semantic segmentation (section 4.2): any hierarchical backbone under the head of transformers.
+"""UperNet for semantic segmentation (section 4.2), over any hierarchical backbone.
 
-The head of Hugging Face is mmsegmentation's, parameter for parameter: pyramid pooling at scales 1, 2, 3 and 6 over the
-last map, a feature pyramid over all four, and an auxiliary fully convolutional head on the third map for training. In
-evaluation a ``mask`` of real pixels makes every image of a padded batch give what it gives alone: DGT leaves
-padding out, and the head, whose pooling and interpolation know nothing of padding, runs on each image's own part of the
-maps. Training pads in the same way but keeps the batch whole, for the sake of BatchNorm's statistics.
+The head of transformers is mmsegmentation's, parameter for parameter: pyramid pooling at scales 1,
+2, 3 and 6 over the last map, a feature pyramid over all four, and an auxiliary fully convolutional
+head on the third map for training. In evaluation a ``mask`` of real pixels makes every image of a
+padded batch give what it gives alone: DGT leaves padding out, and the head, whose pooling and
+interpolation know nothing of padding, runs on each image's own part of the maps. Training pads in
+the same way but keeps the batch whole, for BatchNorm's statistics.
 """
 
 from typing import Any, NamedTuple
@@ -12,16 +13,15 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dgt.models.dgt import check_images
 from dgt.models.heads.backbone import FeatureBackbone, build_backbone
-from dgt.models.padding import real_sizes
+from dgt.models.padding import check_images, real_sizes
 from dgt.utils.errors import UserError
 
 TOP_K = 512  # the paper's k for segmentation
 
 
 class UperNetLogits(NamedTuple):
-    """What training needs: logits of the main head and of the auxiliary one, both (B, num_classes, H, W)."""
+    """What training needs: logits of both heads, (B, num_classes, H, W)."""
 
     main: Tensor
     auxiliary: Tensor
@@ -40,11 +40,17 @@ class UperNet(nn.Module):
         UserError: a number out of its range.
     """
 
-    forward_methods = ("forward_both",)  # ways through the model beside `forward`, for what shards its weights
-    class_weights: list[float] | None = None  # what a pixel of each class counts in training, where they differ
+    # Ways through the model beside `forward`, for what shards its weights.
+    forward_methods = ("forward_both",)
+    # What a pixel of each class counts in training, where they differ.
+    class_weights: list[float] | None = None
 
     def __init__(
-        self, backbone: FeatureBackbone, num_classes: int, channels: int = 512, auxiliary_channels: int = 256
+        self,
+        backbone: FeatureBackbone,
+        num_classes: int,
+        channels: int = 512,
+        auxiliary_channels: int = 256,
     ) -> None:
         from transformers.models.upernet.configuration_upernet import UperNetConfig
         from transformers.models.upernet.modeling_upernet import UperNetFCNHead, UperNetHead
@@ -55,7 +61,11 @@ class UperNet(nn.Module):
         for name, value in (("channels", channels), ("auxiliary_channels", auxiliary_channels)):
             if not isinstance(value, int) or value < 1:
                 raise UserError(f"{name} must be an integer of at least 1, got {value!r}")
-        config = UperNetConfig(hidden_size=channels, auxiliary_channels=auxiliary_channels, num_labels=num_classes)  # type: ignore[call-arg]
+        config = UperNetConfig(  # type: ignore[call-arg]
+            hidden_size=channels,
+            auxiliary_channels=auxiliary_channels,
+            num_labels=num_classes,
+        )
         self.num_classes = num_classes
         self.backbone = backbone
         self.decode_head = UperNetHead(config, in_channels=backbone.channels)
@@ -63,7 +73,7 @@ class UperNet(nn.Module):
         self._init_heads()
 
     def _init_heads(self) -> None:
-        """Kaiming's normal for what a ReLU follows, a small normal for the classifiers."""
+        """Initialize the heads: Kaiming's normal before a ReLU, a small normal for classifiers."""
         for head in (self.decode_head, self.auxiliary_head):
             for module in head.modules():
                 if isinstance(module, nn.Conv2d):
@@ -77,8 +87,8 @@ class UperNet(nn.Module):
 
         Args:
             images: (B, 3, H, W), normalised, at least 32 x 32 pixels.
-            mask: optional bool (B, H, W), True where a pixel is real. Each image's real part must be a rectangle in its
-                upper left corner, and in evaluation of at least 32 x 32 pixels.
+            mask: bool (B, H, W), True where a pixel is real, or None. Each image's real part must
+                be a rectangle in its upper left corner, in evaluation of at least 32 x 32 pixels.
 
         Returns:
             (B, num_classes, H, W) logits; in evaluation they are 0 where a pixel is padding.
@@ -109,13 +119,14 @@ class UperNet(nn.Module):
     def forward_both(self, images: Tensor, mask: Tensor | None = None) -> UperNetLogits:
         """Map images to the logits of both heads, for training; arguments as in :meth:`forward`."""
         maps = self.backbone(images, mask)
-        return UperNetLogits(self._decode(maps, images), _to_size_of(images, self.auxiliary_head(maps)))
+        auxiliary = _to_size_of(images, self.auxiliary_head(maps))
+        return UperNetLogits(self._decode(maps, images), auxiliary)
 
     def _decode(self, maps: list[Tensor], images: Tensor) -> Tensor:
         return _to_size_of(images, self.decode_head(maps))
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the backbone and both heads in place, so that every way through the model is compiled."""
+        """Compile backbone and heads in place, so that every way through the model is compiled."""
         for part in (self.backbone, self.decode_head, self.auxiliary_head):
             part.compile(*args, **kwargs)
 

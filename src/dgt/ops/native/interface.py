@@ -85,6 +85,21 @@ def new_tokens(like: Tensor) -> Tensor:
     return like.new_empty((batch, count, heads, channels)).transpose(1, 2)
 
 
+def as_centroids(centroids: Tensor) -> Tensor:
+    """Return (H, G, D) centroids as the kernels read them: float32, contiguous."""
+    return centroids.to(torch.float32).contiguous()
+
+
+def as_mask(mask: Tensor | None) -> Tensor | None:
+    """Return a bool mask as the kernels read it: contiguous."""
+    return None if mask is None else mask.contiguous()
+
+
+def pointer(tensor: Tensor | None) -> int | None:
+    """Return the address of a tensor's data; None, a null pointer, for None."""
+    return None if tensor is None else tensor.data_ptr()
+
+
 def describe(query: Tensor, key: Tensor, value: Tensor | None = None, scale: float = 1.0) -> Problem:
     """Describe a call by its (B, H, L, D) queries and (B, heads, S, D) keys and values; the rest is to be set."""
     problem = Problem()

@@ -13,13 +13,24 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from dgt.ops import flops
-from dgt.ops.native.interface import describe, new_tokens, run, tokens, with_channels_together
+from dgt.ops.native.gradients import differentiate_attend, differentiate_attention
+from dgt.ops.native.interface import (
+    as_centroids,
+    as_mask,
+    describe,
+    new_tokens,
+    pointer,
+    run,
+    tokens,
+    with_channels_together,
+)
 from dgt.ops.remainder import summarize_unselected
 
 __all__ = [
     "attend",
     "attend_with_logsumexp",
     "attention",
+    "attention_output",
     "group_queries",
     "group_statistics",
     "select_keys",
@@ -32,13 +43,13 @@ __all__ = [
 @torch.library.custom_op("dgt::native_group_queries", mutates_args=())
 def _group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
     query = with_channels_together(query)
-    centroids = _as_centroids(centroids)
-    mask = _as_mask(key_mask)
+    centroids = as_centroids(centroids)
+    mask = as_mask(key_mask)
     group_ids = query.new_empty(query.shape[:3], dtype=torch.int64)
     problem = describe(query, query)
     problem.groups = centroids.shape[1]
     problem.centroids = centroids.data_ptr()
-    problem.query_mask = _pointer(mask)
+    problem.query_mask = pointer(mask)
     problem.group_ids = group_ids.data_ptr()
     run("dgt_group_queries", problem)
     return group_ids
@@ -52,14 +63,14 @@ def _(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
 @torch.library.custom_op("dgt::native_select_keys", mutates_args=())
 def _select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) -> Tensor:
     key = with_channels_together(key)
-    centroids = _as_centroids(centroids)
-    mask = _as_mask(key_mask)
+    centroids = as_centroids(centroids)
+    mask = as_mask(key_mask)
     batch, heads, count, _ = key.shape
     key_ids = key.new_empty((batch, heads, centroids.shape[1], min(top_k, count)), dtype=torch.int64)
     problem = describe(key, key)
     problem.groups, problem.list_length = key_ids.shape[2:]
     problem.centroids = centroids.data_ptr()
-    problem.key_mask = _pointer(mask)
+    problem.key_mask = pointer(mask)
     problem.key_ids = key_ids.data_ptr()
     run("dgt_select_keys", problem)
     return key_ids
@@ -91,7 +102,7 @@ def _attend(
     problem.groups, problem.list_length = key_ids.shape[2:]
     problem.group_ids = group_ids.data_ptr()
     problem.key_ids = key_ids.data_ptr()
-    problem.key_bias = _pointer(bias)
+    problem.key_bias = pointer(bias)
     problem.output = tokens(output)
     problem.logsumexp = logsumexp.data_ptr()
     run("dgt_attend", problem)
@@ -216,141 +227,21 @@ def _run_attention(
     results: _Results,
 ) -> None:
     query, key, value = (with_channels_together(tensor) for tensor in (query, key, value))
-    centroids = _as_centroids(centroids)
-    mask = _as_mask(key_mask)
+    centroids = as_centroids(centroids)
+    mask = as_mask(key_mask)
     queries, keys = query.shape[2], key.shape[2]
     problem = describe(query, key, value, scale)
     problem.groups = centroids.shape[1]
     problem.list_length = num_prefix_tokens + min(top_k, keys - num_prefix_tokens)
     problem.prefix = num_prefix_tokens
     problem.centroids = centroids.data_ptr()
-    problem.query_mask = _pointer(mask if queries == keys else None)
-    problem.key_mask = _pointer(mask)
+    problem.query_mask = pointer(mask if queries == keys else None)
+    problem.key_mask = pointer(mask)
     problem.output = tokens(results.output)
-    problem.logsumexp = _pointer(results.logsumexp)
-    problem.group_ids = _pointer(results.group_ids)
-    problem.key_ids = _pointer(results.key_ids)
+    problem.logsumexp = pointer(results.logsumexp)
+    problem.group_ids = pointer(results.group_ids)
+    problem.key_ids = pointer(results.key_ids)
     run("dgt_attention", problem)
-
-
-# ---- gradients -------------------------------------------------------------------------------------------------------
-
-
-@torch.library.custom_op("dgt::native_attend_backward", mutates_args=())
-def _attend_backward(
-    grad: Tensor,
-    grad_logsumexp: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    group_ids: Tensor,
-    key_ids: Tensor,
-    key_bias: Tensor | None,
-    key_mask: Tensor | None,
-    scale: float,
-    num_prefix_tokens: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients in query, key, value and key_bias (empty where there is none), in float32."""
-    query, key, value, output, grad = (
-        with_channels_together(tensor) for tensor in (query, key, value, output, grad.to(query.dtype))
-    )
-    group_ids = group_ids.contiguous()
-    key_ids = key_ids.contiguous()
-    bias = None if key_bias is None else key_bias.float().contiguous()
-    mask = _as_mask(key_mask)
-    grad_sums = None if grad_logsumexp is None else grad_logsumexp.float().contiguous()
-    grads = _new_gradients(query, key, key_bias)
-    problem = describe(query, key, value, scale)
-    problem.groups, problem.list_length = key_ids.shape[2:]
-    problem.prefix = num_prefix_tokens
-    problem.query_mask = _pointer(mask if query.shape[2] == key.shape[2] else None)
-    problem.key_mask = _pointer(mask)
-    problem.key_bias = _pointer(bias)
-    problem.group_ids = group_ids.data_ptr()
-    problem.key_ids = key_ids.data_ptr()
-    problem.output = tokens(output)
-    problem.logsumexp = logsumexp.data_ptr()
-    problem.grad_output = tokens(grad)
-    problem.grad_logsumexp = _pointer(grad_sums)
-    problem.grad_query = grads[0].data_ptr()
-    problem.grad_key = grads[1].data_ptr()
-    problem.grad_value = grads[2].data_ptr()
-    problem.grad_key_bias = grads[3].data_ptr() if bias is not None else None
-    run("dgt_attend_backward", problem)
-    return grads
-
-
-@_attend_backward.register_fake
-def _(
-    grad: Tensor, grad_logsumexp: Tensor | None, query: Tensor, key: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _new_gradients(query, key, rest[5])
-
-
-def _new_gradients(query: Tensor, key: Tensor, key_bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    shapes = (query.shape, key.shape, key.shape, (0,) if key_bias is None else key.shape[:3])
-    grad_query, grad_key, grad_value, grad_bias = (query.new_empty(shape, dtype=torch.float32) for shape in shapes)
-    return grad_query, grad_key, grad_value, grad_bias
-
-
-def _save_attend(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, group_ids, key_ids, ctx.scale, key_bias = inputs
-    ctx.save_for_backward(query, key, value, *output, group_ids, _small(key_ids, key), key_bias, None)
-    ctx.num_prefix_tokens = 0
-
-
-def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, value, _, _, ctx.scale, key_mask, ctx.num_prefix_tokens = inputs
-    attended, logsumexp, group_ids, key_ids = output
-    ctx.mark_non_differentiable(group_ids, key_ids)
-    ctx.save_for_backward(
-        query, key, value, attended, logsumexp, group_ids, _small(key_ids, key), None, key_mask
-    )
-
-
-def _gradients(ctx: Any, grad: Tensor | None, grad_logsumexp: Tensor | None) -> tuple[Tensor | None, ...]:
-    query, key, value, output, logsumexp, group_ids, key_ids, key_bias, key_mask = ctx.saved_tensors
-    grads = torch.ops.dgt.native_attend_backward(
-        torch.zeros_like(output) if grad is None else grad,
-        grad_logsumexp,
-        query,
-        key,
-        value,
-        output,
-        logsumexp,
-        group_ids,
-        key_ids.long(),
-        key_bias,
-        key_mask,
-        ctx.scale,
-        ctx.num_prefix_tokens,
-    )
-    grad_query, grad_key, grad_value, grad_bias = grads
-    in_query = grad_query.to(query.dtype)
-    in_key = grad_key.to(key.dtype)
-    in_value = grad_value.to(value.dtype)
-    return in_query, in_key, in_value, None if key_bias is None else grad_bias.to(key_bias.dtype)
-
-
-def _attend_gradients(ctx: Any, grad: Tensor | None, grad_logsumexp: Tensor | None) -> tuple[Tensor | None, ...]:
-    in_query, in_key, in_value, in_bias = _gradients(ctx, grad, grad_logsumexp)
-    return in_query, in_key, in_value, None, None, None, in_bias
-
-
-def _attention_gradients(ctx: Any, grad: Tensor | None, grad_logsumexp: Any, *_: Any) -> tuple[Tensor | None, ...]:
-    in_query, in_key, in_value = _gradients(ctx, grad, None)[:3]
-    return in_query, in_key, in_value, None, None, None, None, None
-
-
-_attend.register_autograd(_attend_gradients, setup_context=_save_attend)
-_attention.register_autograd(_attention_gradients, setup_context=_save_attention)
-
-
-def _small(key_ids: Tensor, key: Tensor) -> Tensor:
-    """Key ids as they are kept for the backward pass: many groups have as many of them as there are features."""
-    return key_ids.to(torch.int16 if key.shape[2] <= 1 << 15 else torch.int32)
 
 
 # ---- the backend: the functions that every backend offers --------------------------------------------------------
@@ -425,20 +316,29 @@ def attention(
     return output, group_ids, key_ids
 
 
+def attention_output(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    centroids: Tensor,
+    top_k: int,
+    scale: float,
+    key_mask: Tensor | None,
+) -> Tensor:
+    """The output alone: without gradients no ids and no sums are written."""
+    arguments = (query, key, value, centroids.detach(), top_k, scale, key_mask, 0)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)):
+        differentiable: Tensor = torch.ops.dgt.native_attention(*arguments)[0]
+        return differentiable
+    output: Tensor = torch.ops.dgt.native_attention_output(*arguments)
+    return output
+
+
+differentiate_attend(_attend)
+differentiate_attention(_attention)
+
 register_flop_formula(torch.ops.dgt.native_group_queries)(flops.group_queries)
 register_flop_formula(torch.ops.dgt.native_select_keys)(flops.select_keys)
 register_flop_formula(torch.ops.dgt.native_attend)(flops.attend)
 register_flop_formula(torch.ops.dgt.native_attention)(flops.attention)
 register_flop_formula(torch.ops.dgt.native_attention_output)(flops.attention)
-
-
-def _as_centroids(centroids: Tensor) -> Tensor:
-    return centroids.to(torch.float32).contiguous()
-
-
-def _as_mask(mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else mask.contiguous()
-
-
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

@@ -293,8 +293,9 @@ inline void write_list(const Candidates& found, const dgt_problem& x, const uint
     for (int64_t j = 0; j < x.prefix; ++j) list[j] = mask && !mask[j] ? -1 : (int32_t)j;
     int32_t* selected = list + x.prefix;
     int64_t places = x.list_length - x.prefix;
-    memcpy(selected, found.ids, (size_t)found.count * sizeof(int32_t));
-    for (int64_t j = found.count; j < places; ++j) selected[j] = -1;
+    int64_t count = min(found.count, places);  // there are more where NaN stopped the choice
+    memcpy(selected, found.ids, (size_t)count * sizeof(int32_t));
+    for (int64_t j = count; j < places; ++j) selected[j] = -1;
 }
 
 }  // namespace dgt
