@@ -1,9 +1,11 @@
-"""How near the operator comes to its bound by FLOPs, on one thread and on all, alone and beside busy processes.
+"""How near the operator comes to its bound by FLOPs, on one thread and on all, alone and beside
+busy processes.
 
-The bound is the 2 L L D multiply-adds of global attention over the 2 L G D + 2 L k D of DG-Attention. Both take turns
-in one process; the fastest turn of each counts, beside busy processes the median. Queries, keys and values are random,
-so groups are balanced; those of a trained model are less so. Rows are added to the JSON file, which keeps those of
-other labels, so that two versions of the package (PYTHONPATH) can be laid side by side.
+The bound is the 2 L L D multiply-adds of global attention over the 2 L G D + 2 L k D of
+DG-Attention. Both take turns in one process; the fastest turn of each counts, beside busy processes
+the median. Queries, keys and values are random, so groups are balanced; those of a trained model
+are less so. Rows are added to the JSON file, which keeps those of other labels, so that two
+versions of the package (PYTHONPATH) can be laid side by side.
 
     python benchmarks/attention_bound.py --label NAME --json FILE [--threads 1 2] [--busy 0 1] [--cases 1x2x3136x32:98]
 """
@@ -59,13 +61,19 @@ def check(tensors: list[torch.Tensor], centroids: torch.Tensor, top_k: int) -> N
     assert (found - truth).abs().max() < 1e-5
 
 
-def gradients(call: Callable[[], torch.Tensor], tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def gradients(
+    call: Callable[[], torch.Tensor], tensors: list[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
     """The gradients of the operands of a call."""
     return torch.autograd.grad(call().sum(), tensors)
 
 
-def compare(case: str, groups: int, dtype: torch.dtype, seconds: float, backward: bool) -> dict[str, list[float]]:
-    """Times of global attention and of DG-Attention, in turns, for so many seconds and at least three turns."""
+def compare(
+    case: str, groups: int, dtype: torch.dtype, seconds: float, backward: bool
+) -> dict[str, list[float]]:
+    """Times of global attention and of DG-Attention, in turns, for so many seconds and at least
+    three turns.
+    """
     *shape, top_k = map(int, re.split("[x:]", case))
     torch.manual_seed(0)
     tensors = [torch.randn(shape, dtype=dtype, requires_grad=backward) for _ in range(3)]
@@ -91,7 +99,9 @@ def compare(case: str, groups: int, dtype: torch.dtype, seconds: float, backward
 
 def main() -> None:
     """Measure what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--label", required=True)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--cases", nargs="+", default=CASES, metavar="BxHxLxD:k")
@@ -104,14 +114,20 @@ def main() -> None:
     args = parser.parse_args()
     info = Path("/proc/cpuinfo").read_text()
     family = re.findall(r"^(?:cpu family|model)\s*: (\d+)", info, re.MULTILINE)[:2]
-    where = {**machine(), "family and model": "/".join(family), "load before": Path("/proc/loadavg").read_text()[:14]}
+    where = {
+        **machine(),
+        "family and model": "/".join(family),
+        "load before": Path("/proc/loadavg").read_text()[:14],
+    }
     rows = json.loads(args.json.read_text()) if args.json.exists() else []
     for busy in args.busy:
         with busy_processes(busy):
             for threads in args.threads:
                 torch.set_num_threads(threads)
                 for case in args.cases:
-                    times = compare(case, args.groups, getattr(torch, args.dtype), args.seconds, args.backward)
+                    times = compare(
+                        case, args.groups, getattr(torch, args.dtype), args.seconds, args.backward
+                    )
                     sdpa, ours = (statistics.median(t) if busy else min(t) for t in times.values())
                     tokens = int(case.split("x")[2])
                     top_k = int(case.split(":")[1])

@@ -1,4 +1,5 @@
-"""Cut a COCO annotation file down to its first images with an object, to see a detector learn them by heart.
+"""Cut a COCO annotation file down to its first images with an object, to see a detector learn them
+by overfitting.
 
     python benchmarks/coco_subset.py COCO/annotations/instances_train2017.json 16 sixteen.json
     dgt train coco_mini_cpu --data.root COCO --data.train_annotations "$PWD/sixteen.json" \
@@ -16,7 +17,9 @@ from dgt.utils.atomic_write import write_json
 
 def main() -> None:
     """Write the smaller file and print what it holds."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("annotations", type=Path)
     parser.add_argument("images", type=int)
     parser.add_argument("out", type=Path)
@@ -24,7 +27,9 @@ def main() -> None:
     whole = CocoImages(options.annotations)
     images = [image for image in whole.images if whole.by_image[image["id"]]][: options.images]
     entries = [entry for image in images for entry in whole.by_image[image["id"]]]
-    write_json(options.out, {"images": images, "annotations": entries, "categories": whole.categories})
+    write_json(
+        options.out, {"images": images, "annotations": entries, "categories": whole.categories}
+    )
     print(f"{len(images)} images, {len(entries)} annotations")
 
 
