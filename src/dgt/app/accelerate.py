@@ -1,5 +1,5 @@
-"""`dgt accelerate`: choose by a folder of images how a model's attention is done in groups, and
-keep the plan.
+"""`dgt accelerate`: search with a folder of images how to do a model's attention by groups, and
+save the plan.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The demo: the whole job on the built-in scenes, from training to images of what the attention
-does.
-"""
+"""The demo: train on the built-in scenes, evaluate, predict, and draw what the attention does."""
 
 from __future__ import annotations
 

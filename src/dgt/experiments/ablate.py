@@ -8,7 +8,7 @@ OUT/table.json, .md       what is trained so far; both written anew after every 
 
 A run is finished when its `results.json` is there, or `diverged.json`, which keeps the error of a
 training whose steps were no longer finite. The same command started again, after any end of the
-first one, keeps finished runs, goes on with the unfinished one and ends with the same table.
+first one, keeps finished runs, continues the unfinished one and ends with the same table.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def ablate(
     out: str | Path | None = None,
     size: str | None = None,
 ) -> Path:
-    """Train the rows of a table, as far as that is not done yet, and write the table.
+    """Train the rows of a table that are not trained yet, and write the table.
 
     All rows are trained with the first seed before any is with the second, so that the table is
     whole early.
@@ -154,7 +154,7 @@ def _plan(table: Table, overrides: Sequence[str], seeds: int, folder: Path) -> l
 
 
 def _train(run: PlannedRun) -> None:
-    """Train one run, from where it was stopped on; a divergence is its result."""
+    """Train one run, or resume it; a divergence is its result."""
     if run.folder.exists() and not is_run(run.folder):
         shutil.rmtree(run.folder)  # stopped while its first file was written
     try:

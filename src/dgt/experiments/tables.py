@@ -6,7 +6,7 @@ recipe that trains them; every row has a name and, for each size, the recipe's k
 
 ```yaml
 title: Blocks in the skeleton of DGT
-paper: top-1 on ImageNet-1K, 300 epochs  # what the numbers beside are
+paper: top-1 on ImageNet-1K, 300 epochs  # what the paper's numbers are
 column: paper                            # whose they are: heads their column
 diagnose: false                          # true: measure groups and selection after each training, too
 sizes:

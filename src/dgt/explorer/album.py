@@ -2,8 +2,8 @@
 
 Whoever reaches the server may upload anything, so uploads are judged by their bytes alone: few
 formats, limited bytes, and limited pixels before a single one is decoded. They live in memory, the
-oldest makes room, and nothing is written. Clients name images by ids that the server made; no path
-ever comes from them.
+oldest makes room, and nothing is written. Clients name images by ids that the server made, never by
+paths.
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ SCENES = (12, 21, 37, 7, 36, 20, 25, 18)
 
 
 class RefusedError(Exception):
-    """What a request asks for is not done: a sentence for the person who sent it, and the status of
-    HTTP.
-    """
+    """A request is refused: a sentence for the person who sent it, and the HTTP status."""
 
     def __init__(self, sentence: str, status_code: int = 415) -> None:
         super().__init__(sentence)
@@ -166,7 +164,8 @@ def fit_sides(image: Image.Image, side: int, step: int) -> tuple[int, int]:
 
     Args:
         image: its shape is kept as far as possible; neither side becomes more than twice the other.
-        side: in pixels, at least 32; taken as it is for a square image if it is a multiple of `step`.
+        side: in pixels, at least 32; taken as it is for a square image if it is a multiple of
+            `step`.
         step: both sides are multiples of it, of at least 32.
     """
     wanted = min(max(image.width / image.height, 0.5), 2.0)

@@ -1,10 +1,10 @@
-"""The server of the explorer page: fixed files of the page, images by id, answers as JSON, and a
-door for uploads.
+"""The server of the explorer page: fixed files of the page, images by id, answers as JSON, and an
+endpoint for uploads.
 
 It is meant for the machine it runs on. What comes from outside is held to limits before it is
-looked at: the host that a request names (so that no other site's page can reach it by a trick with
-names), the type and bytes of an upload, the seconds it may take. No request names a file but those
-of the page, in `static`.
+looked at: the host that a request names (so that no other site's page can reach it by DNS
+rebinding), the type and bytes of an upload, the seconds it may take. No request names a file but
+those of the page, in `static`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What a training writes while it goes on, what one sees of it, and `dgt status`, which reads it
-from the run's folder.
+"""What a training writes while it runs, and what it shows: log, metrics, curves, status and
+progress bar.
 
 A full disk costs lines of the log, the metrics or the curves, not the training.
 """
@@ -36,8 +36,8 @@ SECONDS_BETWEEN = 10.0
 
 
 class Report(logging.Handler):
-    """Tells how a training goes: log lines, `metrics.jsonl`, TensorBoard, `status.json`, and a bar
-    in a terminal.
+    """Reports the progress of a training: log lines, `metrics.jsonl`, TensorBoard, `status.json`,
+    and a bar in a terminal.
 
     Inside its `with` block it prints what the package's logger gets, and adds it to the log of the
     run in `folder`; None is for a process that only trains along: it prints warnings and writes
@@ -95,7 +95,13 @@ class Report(logging.Handler):
                 log.write(f"{datetime.now().astimezone().isoformat(' ', 'seconds')}  {text}\n")
 
     def begin(self, progress: Progress, steps: int, epochs: int, images: int) -> None:
-        """Report on a training of so many steps of so many images from here on."""
+        """Start to report on a training.
+
+        Args:
+            progress: how far it is.
+            steps: how many it takes in all.
+            epochs: how many it takes in all.
+            images: of a step, over all processes."""
         self.progress, self.images = progress, images
         self.start = time.perf_counter() - progress.seconds
         self.status |= {"epochs": epochs, "steps": steps}
@@ -178,9 +184,7 @@ class Report(logging.Handler):
             self.board.add_image(name, image, self.progress.step, dataformats="HWC")
 
     def write_status(self, state: str, error: str | None = None) -> None:
-        """Say in `status.json` where the training is: at once where the state is another, else now
-        and then.
-        """
+        """Write `status.json`: at once if the state has changed, else every few seconds."""
         progress, now = self.progress, time.time()
         progress.seconds = time.perf_counter() - self.start
         if self.folder is None or (

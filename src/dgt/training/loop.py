@@ -146,7 +146,7 @@ class Training:
     def stop(self, number: int, _: Any) -> None:
         """Note that a signal asks this process to stop.
 
-        A second Ctrl-C is Python's own, at once.
+        A second Ctrl-C interrupts at once.
         """
         if number == signal.SIGINT and signal.SIGINT in self.stops:
             raise KeyboardInterrupt
@@ -169,9 +169,9 @@ class Training:
             self.between_steps(self.checkpoints.is_due(self.progress.step))
 
     def train_step(self, batches: Sequence[Batch]) -> None:
-        """Forward, backward, clip, optimizer, average.
+        """Take a step: forward, backward, clip, optimizer, average.
 
-        Or, where something is not finite, skip and count.
+        If anything is not finite, the step is undone, skipped and counted.
         """
         optimizer, network, progress = self.state.optimizer, self.state.network, self.progress
         self.annealing.progress = progress.step / self.steps
@@ -238,9 +238,10 @@ class Training:
         return {name: torch.stack([each[name] for each in found]).mean() for name in common}
 
     def skip(self, batches: Sequence[Batch], losses: Losses) -> None:
-        """Count a step that is not finite, and tell.
+        """Count a step that is not finite, and log it.
 
-        FloatingPointError for too many in a row, or a whole epoch's.
+        Raises:
+            FloatingPointError: there are too many in a row, or a whole epoch's.
         """
         progress, finite_loss = self.progress, math.isfinite(losses["loss"])
         scaler = getattr(self.fabric.strategy.precision, "scaler", None)
@@ -265,7 +266,7 @@ class Training:
             )
 
     def any_process(self, decision: bool) -> bool:
-        """Whether any process decides so; all must ask at the same place."""
+        """Whether the decision is true in any process; all processes must ask at the same place."""
         votes = torch.tensor(float(decision), device=self.fabric.device)
         return (
             bool(self.fabric.all_reduce(votes, reduce_op="sum"))
@@ -274,9 +275,8 @@ class Training:
         )
 
     def between_steps(self, due: bool) -> None:
-        """Save where it is time.
-
-        Where a signal asked any process to stop, save and raise Preempted.
+        """Save a checkpoint when one is due; if a signal asked any process to stop, save and raise
+        Preempted.
         """
         if not self.any_process(due or bool(self.stops)):
             return
@@ -326,7 +326,7 @@ class Training:
             self.between_steps(self.checkpoints.is_due(self.progress.step, epoch))
 
     def _pictures_are_due(self, epoch: int) -> bool:
-        """Whether predictions are drawn after an epoch: the first, the last, and every so many."""
+        """Whether predictions are drawn after an epoch: the first, the last, and every n-th."""
         every = self.settings.pictures_every
         return every is not None and (epoch in (1, self.epochs) or epoch % every == 0)
 
@@ -369,10 +369,7 @@ class Training:
         return metrics.compute()
 
     def show_images(self, draw: Draw) -> None:
-        """Draw the first validation images from the first process.
-
-        A failure costs a warning, not the training.
-        """
+        """Draw the first validation images in the first process; a failure is only a warning."""
         if self.report.folder is None or self.state.sharded:
             return
         try:

@@ -1,4 +1,4 @@
-"""Steps that are not finite: seen, undone, and followed to where they begin."""
+"""Steps that are not finite: detected, undone, and traced to their origin."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ def all_finite(tensors: Iterable[Any]) -> bool:
 
 
 def snapshot_state(network: nn.Module) -> Callable[[], None]:
-    """A function that undoes what a step's forward, from here on, did to buffers and centroids."""
+    """Remember buffers and centroids.
+
+    Returns a function that restores them, undoing a step's forward.
+    """
     before = [buffer.clone() for buffer in network.buffers()]
 
     def undo() -> None:

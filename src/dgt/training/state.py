@@ -28,8 +28,8 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 @dataclass
 class TrainingState:
-    """All that a training is: resumed from it, it is the same to the last bit as one that never
-    stopped.
+    """The complete state of a training; resumed from it, a training is identical to one that never
+    stopped, to the last bit.
     """
 
     fabric: Fabric
@@ -51,13 +51,12 @@ class TrainingState:
 
     @property
     def sharded(self) -> bool:
-        """Whether each process holds a share of the weights alone."""
+        """Whether each process holds only a shard of the weights."""
         return isinstance(self.network, FSDPModule)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds. All processes call this.
-
-        The first one gets weights that are shared out.
+        """The content of a checkpoint. All processes must call this; the first one gets sharded
+        weights in full.
         """
         weights, optimizer = self._weights_and_optimizer()
         stored = {
@@ -75,9 +74,8 @@ class TrainingState:
         return stored
 
     def evaluated_weights(self) -> dict[str, Any]:
-        """The weights of the final model. All processes call this.
-
-        The first one gets those that are shared out.
+        """The weights of the final model. All processes must call this; the first one gets sharded
+        weights in full.
         """
         if self.average is not None:
             return dict(self.average.module.state_dict())
@@ -92,7 +90,7 @@ class TrainingState:
         return self.network.state_dict(), self.optimizer.state_dict()
 
     def load(self, path: Path, stored: dict[str, Any]) -> None:
-        """Go to where a checkpoint was taken. All processes call this.
+        """Continue from a checkpoint. All processes must call this.
 
         Args:
             path: the checkpoint, for messages.
@@ -138,7 +136,7 @@ class Checkpoints:
     """Writes checkpoints, each with `record` (recipe and class names), when they are due, and keeps
     the newest.
 
-    A write that fails is told and kept in `failure`, not raised: a full disk costs a checkpoint,
+    A failed write is logged and kept in `failure`, not raised: a full disk costs a checkpoint,
     not the training.
     """
 
@@ -162,10 +160,7 @@ class Checkpoints:
         )
 
     def save(self, state: TrainingState) -> None:
-        """Write the newest checkpoint and remove those that are too many.
-
-        A matter of all processes.
-        """
+        """Write the newest checkpoint and remove the oldest ones; all processes must call this."""
         path = self.folder / f"step-{state.progress.step:08d}.ckpt"
         self.write(state, path)
         self.saved_at = time.monotonic()

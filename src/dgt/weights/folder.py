@@ -1,11 +1,13 @@
 """A folder of weights: what belongs into it, its checksums, and where such folders are found.
 
 ```
-NAME/model.safetensors, config.json   the model; of a classifier in timm's format: "local-dir:NAME", "hf-hub:USER/NAME"
-NAME/README.md                        the model card: data, licence, training, metrics with intervals, limits
-NAME/recipe.yaml, log.txt, metrics.jsonl, results.json    what was trained, how it went, and what came out
-NAME/plan.safetensors                 of some: how `dgt.accelerate` does the attention, for `dgt.apply_plan`
-NAME/SHA256SUMS                       the checksums of all these files, as `sha256sum --check` reads them
+NAME/model.safetensors, config.json  the model; a classifier's opens in timm: "local-dir:NAME"
+NAME/README.md                       the model card: data, licence, training, metrics, limits
+NAME/recipe.yaml                     what was trained
+NAME/log.txt, metrics.jsonl          how the training went
+NAME/results.json                    its result
+NAME/plan.safetensors                of some: a plan of `dgt.accelerate`, for `dgt.apply_plan`
+NAME/SHA256SUMS                      the checksums of all these files, for `sha256sum --check`
 ```
 
 NAME is ARCHITECTURE.TAG, as in timm. Looked for are the folders in the one that `DGT_WEIGHTS`
@@ -54,7 +56,8 @@ def check_sums(folder: Path, names: Sequence[str] | None = None) -> list[str]:
     """
     if not (folder / SUMS).is_file():
         raise UserError(
-            f"{str(folder)!r} is no folder of weights: it has no {SUMS}, which `tools/weights.py` writes"
+            f"{str(folder)!r} is no folder of weights: it has no {SUMS}, "
+            "which `tools/weights.py` writes"
         )
     lines = (folder / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()
     sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
@@ -124,7 +127,8 @@ def default_models(runs: str | Path = "runs") -> Iterator[tuple[Path, str]]:
         yield run, f"no model given: taking the newest run that fits, {run}"
     yield (
         SHIPPED,
-        f"no model given and no run in {runs}/ that fits: taking {SHIPPED.name}, trained on drawn scenes",
+        f"no model given and no run in {runs}/ that fits: taking {SHIPPED.name}, "
+        "trained on drawn scenes",
     )
 
 
