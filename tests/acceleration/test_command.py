@@ -84,7 +84,7 @@ def test_folders_of_transformers(tmp_path, caplog, monkeypatch) -> None:
     (tmp_path / "model" / "preprocessor_config.json").unlink()
     with pytest.raises(ValueError, match="model must take the images"):
         app.accelerate_model(name, tmp_path, 0.5, 4, 4)
-    assert "has no processor of images: they are normalised as ImageNet's" in caplog.text
+    assert "has no image processor: images are normalized as ImageNet's" in caplog.text
     (tmp_path / "model" / "model.safetensors").write_bytes(b"no weights")
     with pytest.raises(ValueError, match=r"model '.*model' cannot be loaded: "):
         app.accelerate_model(name, tmp_path, 0.5, None, 4)
