@@ -60,7 +60,8 @@ test-timm: $(NATIVE)
 test-kernels: $(NATIVE)
 	$(BIN)/python benchmarks/compile_kernels.py --arch 90
 
-docs: $(NATIVE) ## the pages as a site in build/site; warnings are errors, nothing is fetched
+docs: $(NATIVE) ## check every number of the pages, build the site in build/site; warnings are errors, nothing is fetched
+	$(BIN)/python benchmarks/tables.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 lint: $(NATIVE) ## ruff and mypy (strict)

@@ -1,23 +1,26 @@
-"""Write the numbers of the documentation from the raw results: `python benchmarks/tables.py`; `--check` only compares.
+"""Write the numbers of the documentation from the raw results: `python benchmarks/tables.py`.
 
-Nobody types a measured number: change the JSON in `benchmarks/results`, then run this; `tests/test_tables.py` fails
-where a page and its JSON differ. Neither GitHub nor the site shows the marks of a page, of which there are two.
+Nobody types a measured number: change the JSON in `benchmarks/results`, then run this. With `--check`
+nothing is written, and the exit status is 1 if a page and its JSON differ or a page has a number,
+setting or processor that nothing stands behind (`tables_audit.py` lists the rules). `make docs` runs
+this check. Neither GitHub nor the site shows the marks of a page, of which there are two.
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`. NAME is a function made a table by `@table`, in
-`tables_speed.py` or `tables_learning.py`, which reads JSON and returns lists of cells, the heads first.
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`. NAME is a function made a table by
+`@table` in one of the `tables_*.py`, which reads JSON and returns lists of cells, the heads first.
 
 A number of the text has its source behind it, with no blank between, in one of three forms:
 
-    91.0 ± 0.2<!-- is retrieval: global; right, % -->    TABLE: ROW; COLUMN, a cell of a table above, or, with a number
-                                                         more (`; 2`), the second number in that cell
+    91.0 ± 0.2<!-- is retrieval: global; right, % -->    TABLE: ROW; COLUMN, a cell of a table above,
+                                                         or with `; 2` the second number in it
     48<!-- is runtimes_batch8.json: rows/model=dgt_tiny&runtime=openvino/ms_per_image; 0 -->
-                                                         FILE: PATH; DECIMALS; FACTOR, a value of the JSON
+                                                         FILE: PATH; DECIMALS; FACTOR, a value of JSON
     98.5 ± 1.7<!-- is labels: key_choice_demo; groups; 4 -->
-                                                         NAME: ARGUMENT; ..., a function made one by `@number_of_text`
-                                                         in `tables_text.py`
+                                                         NAME: ARGUMENT; ..., a function made one by
+                                                         `@number_of_text` in `tables_text.py`
 
-Numbers that nobody measured are marked `<!-- paper -->` (or another publication's), `<!-- setting -->` or
-`<!-- predicted -->` (by a model, docs/kernels.md).
+Numbers that nobody measured are marked `<!-- paper -->` (or another publication's),
+`<!-- setting: FILE -->` (FILE sets it) or `<!-- predicted -->` (by a model, docs/kernels.md; in front
+of a table it covers the whole table).
 """
 
 from __future__ import annotations
@@ -26,10 +29,14 @@ import argparse
 import re
 from collections.abc import Iterator
 
-import tables_learning  # noqa: F401 (tables register themselves)
+import tables_accelerate  # noqa: F401 (tables register themselves)
+import tables_audit
+import tables_choice  # noqa: F401
+import tables_history  # noqa: F401
+import tables_learning  # noqa: F401
 import tables_speed  # noqa: F401
 import tables_text
-from tables_shared import NUMBERS, ROOT, TABLES
+from tables_shared import NUMBERS, ROOT, TABLES, USED
 
 from dgt.utils.records import markdown_table
 
@@ -39,7 +46,7 @@ PAGES = [
 ]
 MARKED = re.compile(r"<!-- table: ([\w -]+) -->\n\n(.*?)<!-- end -->", re.DOTALL)
 MARK = re.compile(r"<!-- is ([^:]+?)(?:: (.*?))? -->", re.DOTALL)
-ONE = r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
+ONE = tables_audit.ONE
 
 
 def written(text: str) -> str:
@@ -61,10 +68,12 @@ def numbers(text: str) -> Iterator[tuple[int, int, str]]:
     last = 0
     for mark in MARK.finditer(text):
         value = number_at(mark)
-        form = ONE.join(r"\s+".join(map(re.escape, part.split(" "))) for part in re.split(ONE, value))
+        parts = re.split(ONE, value)
+        form = ONE.join(r"\s+".join(map(re.escape, part.split(" "))) for part in parts)
         old = re.search(rf"(?<![\d.]){form}$", text[last : mark.start()])
         if old is None:
-            raise ValueError(f"before {mark[0]} there should be {value}, not {text[last : mark.start()][-30:]!r}")
+            came = text[last : mark.start()][-30:]
+            raise ValueError(f"before {mark[0]} there should be {value}, not {came!r}")
         yield last + old.start(), mark.start(), value
         last = mark.end()
 
@@ -84,19 +93,35 @@ def render(name: str) -> str:
     return markdown_table(heads, rows)
 
 
+def unmarked(text: str) -> str:
+    """A page without its generated tables and without the numbers that have a source."""
+    text = MARKED.sub("", text)
+    for start, end, _ in reversed(list(numbers(text))):
+        text = text[:start] + text[end:]
+    return text
+
+
 def main() -> int:
     """Write the pages, or tell which are not as they should be."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 where a page differs")
-    check, wrong = parser.parse_args().check, 0
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if something is wrong")
+    check, wrong, faults = parser.parse_args().check, 0, 0
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
+        name = page.relative_to(ROOT)
         if (new := written(text)) != text:
             wrong += 1
-            print(f"{page.relative_to(ROOT)}: {'differs' if check else 'written'}")
+            print(f"{name}: {'differs' if check else 'written'}")
             if not check:
                 page.write_text(new, encoding="utf-8")
-    return int(check and wrong > 0)
+        for problem in tables_audit.problems(unmarked(new), name.name != "CHANGELOG.md"):
+            faults += 1
+            print(f"{name}: {problem}")
+    together = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    for result in tables_audit.unused_results(together, USED):
+        faults += 1
+        print(f"benchmarks/results/{result}.json: no page shows or names it")
+    return int(faults > 0 or (check and wrong > 0))
 
 
 if __name__ == "__main__":

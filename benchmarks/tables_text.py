@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-import re
+import math
 import statistics
 from typing import Any
 
-from tables_shared import TABLES, number_of_text, read
+import torch
+from tables_shared import (
+    RESULTS,
+    TABLES,
+    UNKNOWN,
+    generation,
+    generations,
+    number_of_text,
+    numbers_in,
+    processors,
+    read,
+    span,
+)
+from tables_speed import attention_files, runs_of
 
+from dgt.training import load_recipe
 from dgt.utils.records import interval, number
 
+RETRIEVAL_RATE = 4e-3  # the largest learning rate of the retrieval task
+IMAGES = 1_281_167  # ImageNet-1K's training images
 BACKBONES = ("dgt_tiny", "dgt_small", "dgt_base")
 
 
@@ -20,36 +36,187 @@ def cell(table: str, row: str, column: str, which: str = "") -> str:
     if found is None or column not in heads:
         raise KeyError(f"{table} has no row {row!r} or no column {column!r}")
     text = _plain(found[heads.index(column)])
-    return re.findall(r"[-+]?\d[\d.,]*(?: ± [\d.]+)?", text)[int(which) - 1] if which else text
+    return numbers_in(text)[int(which) - 1] if which else text
 
 
 def value(file: str, path: str, places: str = "0", by: str = "1") -> str:
     """A number of a JSON, or several of a list, by its path."""
     found = _at(file, path)
-    return ", ".join(number(one, int(places), float(by)) for one in (found if isinstance(found, list) else [found]))
-
-
-@number_of_text
-def openvino_beside_packed(batch: str) -> str:
-    """The time of OpenVINO in parts of that of weights packed by hand."""
-    rows = f"batches/batch={batch}/rows/model={{}}/ms_per_image/quartile".format
-    openvino, packed = (
-        _at("inference_form_cpu", rows(name)) for name in ("dgt_tiny, openvino", "dgt_tiny+inference, packed by hand")
+    return ", ".join(
+        number(one, int(places), float(by))
+        for one in (found if isinstance(found, list) else [found])
     )
-    return number(openvino / packed, 2)
 
 
 @number_of_text
-def faster_than_global(pixels: str) -> str:
-    """DGT-T, eager, beside itself with global attention: how many times faster."""
-    ms = {row["model"]: row["ms_per_image"] for row in read(f"models_cpu_px{pixels}")["rows"]}
-    return number(ms["dgt_tiny+global"] / ms["dgt_tiny"], 1)
+def ran_on(*files: str) -> str:
+    """The generation of processor that all of these raw results were measured on.
+
+    Raises:
+        ValueError: where they name several, or one does not say.
+    """
+    found = {one for file in files for one in generations(file)}
+    if len(found) != 1 or UNKNOWN in found:
+        raise ValueError(
+            f"{', '.join(files)} ran on {', '.join(sorted(found)) or 'nothing recorded'}"
+        )
+    return found.pop()
 
 
 @number_of_text
-def single(name: str, places: str = "1") -> str:
-    """A measurement of `single.json`, or several."""
-    return value("single", f"rows/name={name}/value", places)
+def bound_ran_on(case: str, *labels: str) -> str:
+    """The generation of processor that all rows of `attention_bound` with this case and labels name."""
+    rows = [
+        row for row in read("attention_bound") if row["case"] == case and row["label"] in labels
+    ]
+    (found,) = {generation(processor) for processor in processors(rows)}
+    return found
+
+
+@number_of_text
+def times_as_fast(case: str, key: str) -> str:
+    """The attention beside PyTorch's: the range of a ratio over processors and runs."""
+    found = [
+        run
+        for name in attention_files()
+        for row in read(name)["rows"]
+        if row["case"].startswith(case) and key in row
+        for run in runs_of(row, key)
+    ]
+    return span(found, 1)
+
+
+@number_of_text
+def beside_swin() -> str:
+    """DGT-T's time over Swin-T's, each in its fastest runtime: the range over all recorded runs."""
+    found = []
+    for path in sorted(RESULTS.glob("runtimes_*batch*.json")):
+        best: dict[str, float] = {}
+        for row in read(path.stem)["rows"]:
+            best[row["model"]] = min(row["ms_per_image"], best.get(row["model"], math.inf))
+        found.append(best["dgt_tiny"] / best["swin_tiny_patch4_window7_224"])
+    return span(found, 2)
+
+
+@number_of_text
+def time_of_global(size: str) -> str:
+    """DGT-T's time over that of itself with global attention: the range over processors."""
+    rows = [
+        row for file in ("runtimes_global", "runtimes_zen4_global") for row in read(file)["rows"]
+    ]
+    return span([row["time_of_global"] for row in rows if row["model"] == f"dgt_tiny@{size}"], 2)
+
+
+@number_of_text
+def training_time() -> str:
+    """DGT-T's time of a training step over Swin-T's: the range over processors."""
+    rows = [
+        row
+        for file in ("models_cpu_training", "models_cpu_training_zen4")
+        for row in read(file)["rows"]
+    ]
+    return span([row["relative_time"] for row in rows if row["model"] == "dgt_tiny"], 2)
+
+
+@number_of_text
+def printed_beyond(task: str, row: str, beside: str, key: str) -> str:
+    """How many percent one row of the paper prints above another: `params` or `flops`."""
+    found = {
+        one["row"]: one[f"paper_{key}"]
+        for one in read("comparators")["rows"]
+        if one["task"] == task
+    }
+    return number(100 * (found[row] / found[beside] - 1), 0)
+
+
+@number_of_text
+def counted_off(task: str, *rows: str) -> str:
+    """By how many percent the FLOPs of some rows differ from the paper's at most, either way."""
+    found = [
+        one for one in read("comparators")["rows"] if one["task"] == task and one["row"] in rows
+    ]
+    return number(max(100 * abs(one["flops"] / one["paper_flops"] - 1) for one in found), 0)
+
+
+@number_of_text
+def sum_of_rates(where: str) -> str:
+    """The sum over all steps of tau = 0.1 lr: in the retrieval task, or in the paper's training of ImageNet."""
+    if where == "retrieval":
+        return number(sum(0.1 * rate for rate in retrieval_rates()), 2)
+    recipe = load_recipe("imagenet_dgt_tiny")
+    epochs, warm, steps = recipe.schedule.epochs, recipe.schedule.warmup_epochs, IMAGES // 1024
+    rate, low, first = recipe.optimizer.lr, recipe.schedule.min_lr, recipe.schedule.warmup_lr
+    return number(0.1 * steps * (warm * (rate + first) / 2 + (epochs - warm) * (rate + low) / 2), 1)
+
+
+def retrieval_rates() -> list[float]:
+    """The learning rate of every step of the retrieval task."""
+    steps = read("retrieval")["settings"]["steps"]
+    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], RETRIEVAL_RATE)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RETRIEVAL_RATE, steps, pct_start=0.1)
+    rates = []
+    for _ in range(steps):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+@number_of_text
+def score(file: str, choice: str, top_k: str) -> str:
+    """Other keys at fixed weights: top-1 or mIoU, %."""
+    (row,) = (
+        row for row in read(file)["rows"] if row["choice"] == choice and row["top_k"] == int(top_k)
+    )
+    return number(row["score"], 1, 100)
+
+
+@number_of_text
+def right_of(file: str, choice: str, top_k: str) -> str:
+    """Other keys at fixed weights: how many images are right, of how many."""
+    content = read(file)
+    (row,) = (
+        row for row in content["rows"] if row["choice"] == choice and row["top_k"] == int(top_k)
+    )
+    return f"{round(row['score'] * content['images'])} of {content['images']}"
+
+
+@number_of_text
+def parameters_of(file: str) -> str:
+    """The range of parameters of an ablation's rows, in M."""
+    return span([row["parameters"] / 1e6 for row in read(file)["rows"]], 1)
+
+
+@number_of_text
+def best_epoch(file: str, path: str) -> str:
+    """The largest value of a curve, %."""
+    return number(max(_at(file, path)), 1, 100)
+
+
+@number_of_text
+def core_hours(model: str, hours: str) -> str:
+    """How many hours of one core a training of `imagenette_cpu` took."""
+    rows = [row for row in read("imagenette_cpu")["rows"] if row["model"] == model]
+    (seconds,) = (row["seconds"] for row in rows if row["hours"] == int(hours))
+    return number(seconds / 3600, 1)
+
+
+@number_of_text
+def p_value(file: str, row: str, beside: str) -> str:
+    """An ablation's row beside another, in pairs of seeds: the two-sided p of Student's t."""
+    differences = _pairs(file, row, beside)
+    count = len(differences)
+    statistic = statistics.fmean(differences) / (statistics.stdev(differences) / count**0.5)
+    if count != 3:
+        raise ValueError("the closed form below is of two degrees of freedom")
+    return number(1 - abs(statistic) / (2 + statistic**2) ** 0.5, 3)
+
+
+@number_of_text
+def seconds_a_run(file: str, row: str) -> str:
+    """The mean time of an ablation's runs in seconds."""
+    (found,) = (one for one in read(file)["rows"] if one["name"] == row)
+    return number(found["seconds"], 0)
 
 
 @number_of_text
@@ -57,21 +224,22 @@ def objects(layer: str, measure: str) -> str:
     """A share, %, of COCO's queries that are no background, in one layer."""
     labels = read("like_to_like_coco")["rows"][int(layer)]["by_label"].items()
     found = [(row["share"], row[measure]) for label, row in labels if label != "background"]
-    return number(100 * sum(share * one for share, one in found) / sum(share for share, _ in found), 1)
+    return number(
+        100 * sum(share * one for share, one in found) / sum(share for share, _ in found), 1
+    )
 
 
 @number_of_text
 def bound(case: str, label: str, busy: str = "") -> str:
     """The same on two threads as in the table of bounds, or beside a busy process."""
-    rows = [row for row in read("attention_bound") if row["threads"] == 2 and bool(row["busy"]) == bool(busy)]
-    return number(next(row["ratio"] for row in rows if (row["case"], row["label"]) == (case, label)), 1)
-
-
-@number_of_text
-def parts_of(model: str, batch: str, part: str = "") -> str:
-    """Milliseconds an image of a part of a model, or of all parts."""
-    rows = [row for row in read(f"models_cpu_profile{batch}")["rows"] if row["model"] == model]
-    return number(sum(row["ms_per_image"] for row in rows if part in ("", row["part"])), 1)
+    rows = [
+        row
+        for row in read("attention_bound")
+        if row["threads"] == 2 and bool(row["busy"]) == bool(busy)
+    ]
+    return number(
+        next(row["ratio"] for row in rows if (row["case"], row["label"]) == (case, label)), 1
+    )
 
 
 @number_of_text
@@ -83,7 +251,7 @@ def right(row: str) -> str:
 
 @number_of_text
 def last_batch(row: str, maps: str) -> str:
-    """Retrieval: points won in evaluation by the means of the last batch, of so many maps; mean ± one deviation."""
+    """Retrieval: points won in evaluation by the means of the last batch, of so many maps."""
     won = [
         accuracy - run["accuracy"]
         for run in _runs(row)
@@ -91,13 +259,16 @@ def last_batch(row: str, maps: str) -> str:
         if found["maps"] == int(maps)
         for accuracy in found["accuracies"]
     ]
-    return f"{statistics.fmean(won):+.1f} ± {statistics.stdev(won):.1f}"
+    mean, half = interval(won)
+    return f"{mean:+.1f} ± {half:.1f}"
 
 
 @number_of_text
 def labels(file: str, choice: str, top_k: str) -> str:
     """Other keys at fixed weights: labels as with all keys in %, and half of the 95 % interval over images."""
-    (row,) = (row for row in read(file)["rows"] if row["choice"] == choice and row["top_k"] == int(top_k))
+    (row,) = (
+        row for row in read(file)["rows"] if row["choice"] == choice and row["top_k"] == int(top_k)
+    )
     return f"{number(row['agreement'], 1, 100)} ± {number(row['agreement_half'], 1, 100)}"
 
 
@@ -105,17 +276,25 @@ def labels(file: str, choice: str, top_k: str) -> str:
 def times_lower(file: str, key: str, low: str, high: str) -> str:
     """Other keys at fixed weights: how many times lower a measure is with a choice than with another, over all k."""
     found = {(row["choice"], row["top_k"]): row[key] for row in read(file)["rows"]}
-    ratios = [found[high, top_k] / value for (choice, top_k), value in found.items() if choice == low]
+    ratios = [
+        found[high, top_k] / value for (choice, top_k), value in found.items() if choice == low
+    ]
     return f"{min(ratios):.1f} to {max(ratios):.1f}"
 
 
 @number_of_text
 def points(file: str, row: str, beside: str) -> str:
-    """An ablation's row beside another: points of top-1 more, and half of the 95 % interval over seeds, in pairs."""
-    runs = {found["name"]: found["runs"] for found in read(file)["rows"]}
-    top1 = {name: {run["seed"]: run["metrics"]["top1"] for run in runs[name]} for name in (row, beside)}
-    mean, half = interval([100 * (top1[row][seed] - top1[beside][seed]) for seed in top1[row] if seed in top1[beside]])
+    """An ablation's row beside another, in pairs of seeds: points of top-1 more, and the 95 % interval."""
+    mean, half = interval(_pairs(file, row, beside))
     return f"{mean:+.1f} ± {half:.1f}"
+
+
+def _pairs(file: str, row: str, beside: str) -> list[float]:
+    runs = {found["name"]: found["runs"] for found in read(file)["rows"]}
+    first, second = (
+        {run["seed"]: run["metrics"]["top1"] for run in runs[name]} for name in (row, beside)
+    )
+    return [100 * (first[seed] - second[seed]) for seed in first if seed in second]
 
 
 @number_of_text
@@ -139,7 +318,8 @@ def sizes_of(task: str, key: str, places: str, *models: str) -> str:
     """Parameters in M, or FLOPs in G, of DGT-T, -S and -B, or of other models of `sizes.json`."""
     rows = {row["model"]: row for row in read("sizes")["rows"] if row["task"] == task}
     return ", ".join(
-        number(rows[name][key], int(places), 1e-9 if key == "flops" else 1e-6) for name in models or BACKBONES
+        number(rows[name][key], int(places), 1e-9 if key == "flops" else 1e-6)
+        for name in models or BACKBONES
     )
 
 
@@ -157,7 +337,11 @@ def _at(file: str, path: str) -> Any:
             found = found[int(step)]
         else:
             wanted = dict(part.split("=", 1) for part in step.split("&"))
-            rows = [row for row in found if all(str(row.get(key)) == text for key, text in wanted.items())]
+            rows = [
+                row
+                for row in found
+                if all(str(row.get(key)) == text for key, text in wanted.items())
+            ]
             if len(rows) != 1:
                 raise KeyError(f"{file}.json has {len(rows)} rows with {step}")
             found = rows[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,34 +11,6 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-TYPED = {  # how many numbers of a page are typed that look measured: may only fall
-    **{"README.md": 0, "docs/evidence.md": 0, "docs/results.md": 0, "docs/start.md": 0, "docs/accelerate.md": 0},
-    **{"docs/remainder.md": 0, "docs/training.md": 0, "docs/export.md": 0, "docs/accelerate_models.md": 0},
-    **{"CONTRIBUTING.md": 0, "CHANGELOG.md": 0},
-    **{"docs/kernels.md": 27, "docs/paper.md": 0, "docs/scaling.md": 0},
-}
-UNIT = r"(?:%|[mun]?s|seconds|minutes|hours|[KMGT]i?B|images/s|[GT]?FLOPs?(?:/s)?|times|points|[MG])(?![\w/])"
-NO_TEXT = r"^```.*?^```|(?<=\n\n)(?:    [^\n]*\n?)+|^#[^\n]*|^!\[[^\n]*|`[^`]*`|\]\([^)]*\)|<!--.*?-->"
-NO_MEASURES = "|".join(
-    [
-        *(r"tau = [\d.]+", r"\bsections? \d[\d., ]*", r"95 % interval", r"\d+ GiB, Python [\d.]+"),
-        r"(?:Python|Triton|transformers|timm|onnxruntime|[Nn]um[Pp]y(?: below)?|torch|torchvision) \d[\d.]*",
-    ]
-)
-
-
-def typed_numbers(tables: ModuleType, text: str) -> list[str]:
-    """Numbers of a page that look measured, and stand neither in a table nor before a mark."""
-    one = tables.ONE
-    text = tables.MARKED.sub("", text)
-    for start, end, _ in reversed(list(tables.numbers(text))):
-        text = text[:start] + text[end:]
-    joint = r"(?:,|;| and| to| or| /|)\s+"  # a list has one mark, behind its last number
-    text = re.sub(rf"(?<![\w.])(?:{one}{joint})*{one}<!-- (?:paper|setting|predicted) -->", "", text)
-    for pattern in (NO_TEXT, NO_MEASURES):
-        text = re.sub(pattern, "", text, flags=re.DOTALL | re.MULTILINE)
-    measured = rf"(?<![\w.-])(?:{one}\s±\s{one}|[-+]?\d[\d,]*\.\d+(?:e-?\d+)?(?![\w.]*\.\d)|\d(?:[\d,]*\d)?\s{UNIT})"
-    return [" ".join(found.split()) for found in re.findall(measured, text)]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +22,11 @@ def tables(load_script: Callable[[Path], ModuleType]) -> Iterator[ModuleType]:
 
 
 def test_pages_hold_what_the_results_hold(tables: ModuleType) -> None:
-    stale = [page.name for page in tables.PAGES if tables.written(page.read_text("utf-8")) != page.read_text("utf-8")]
+    stale = [
+        page.name
+        for page in tables.PAGES
+        if tables.written(page.read_text("utf-8")) != page.read_text("utf-8")
+    ]
     assert stale == [], "run: python benchmarks/tables.py"
 
 
@@ -62,20 +38,106 @@ def test_every_table_has_its_place_and_every_mark_its_table(tables: ModuleType) 
     assert set(named) == set(tables.TABLES)
 
 
-@pytest.mark.parametrize("page", TYPED)
-def test_measured_numbers_are_marked(tables: ModuleType, page: str) -> None:
-    """Deviations, decimal fractions and numbers with a unit come from a file, or say that nobody measured them."""
-    typed = typed_numbers(tables, (ROOT / page).read_text("utf-8"))
-    assert len(typed) <= TYPED[page], typed
+def test_nothing_is_left_without_a_source(tables: ModuleType) -> None:
+    """Every measured number, setting, fraction in words and processor of every page, and every raw file."""
+    found = [
+        f"{page.name}: {problem}"
+        for page in tables.PAGES
+        for problem in tables.tables_audit.problems(
+            tables.unmarked(page.read_text("utf-8")), page.name != "CHANGELOG.md"
+        )
+    ]
+    assert found == []
+    text = "\n".join(page.read_text("utf-8") for page in tables.PAGES)
+    for name in tables.TABLES:
+        tables.render(name)
+    assert tables.tables_audit.unused_results(text, tables.USED) == []
 
 
 def test_a_typed_number_is_found(tables: ModuleType) -> None:
-    text = "It takes 12.5 ms, 3 times, of 4 (9.1<!-- paper --> in print), tau = 0.1, Python 3.11, `0.5`, 91.0 ± 0.2 %."
-    assert typed_numbers(tables, text) == ["12.5", "3 times", "91.0 ± 0.2"]
-    marked = "Right 1.0 ± 9.9<!-- is right: global --> and\n2.0 ±\n3.0<!-- is retrieval: global; right, % --> %."
-    assert typed_numbers(tables, marked) == []
+    def typed(text: str) -> list[str]:
+        return tables.tables_audit.typed_numbers(tables.unmarked(text))
+
+    text = (
+        "It takes 12.5 ms, 3 times, of 4 (9.1<!-- paper --> in print), tau = 0.1, Python 3.11, "
+        "`0.5`, 91.0 ± 0.2 %."
+    )
+    assert typed(text) == ["12.5", "3 times", "91.0 ± 0.2"]
+    marked = (
+        "Right 1.0 ± 9.9<!-- is right: global --> and\n"
+        "2.0 ±\n3.0<!-- is retrieval: global; right, % --> %."
+    )
+    assert typed(marked) == []
     right = tables.TABLES["retrieval"]()[1][1]
-    assert tables.written(marked) == marked.replace("1.0 ± 9.9", right).replace("2.0 ±\n3.0", right)
+    expected = marked.replace("1.0 ± 9.9", right).replace("2.0 ±\n3.0", right)
+    assert tables.written(marked) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("off by 18<!-- setting --> %", "a setting without its file: 18"),
+        ("off by 18<!-- setting: Makefile --> %", "18 is no setting in Makefile"),
+        (
+            "off by 18<!-- setting: no/such.py --> %",
+            "the file of a setting is not there: no/such.py",
+        ),
+        ("it took a quarter longer", "no source for a quarter"),
+        ("measured on Zen 5, one thread", "no raw result named for Zen 5"),
+        ("it took 4.2 ms", "no source for 4.2"),
+    ],
+)
+def test_what_nothing_stands_behind_is_refused(tables: ModuleType, text: str, problem: str) -> None:
+    assert problem in list(tables.tables_audit.problems(f"Words {text} and words.\n"))
+
+
+def test_a_setting_that_its_file_has_is_accepted(tables: ModuleType) -> None:
+    text = (
+        "crops with at most 75<!-- setting: src/dgt/recipes/ade20k_dgt_tiny.yaml --> % of a class"
+    )
+    assert list(tables.tables_audit.problems(text)) == []
+
+
+def test_a_processor_is_that_of_the_raw_file(tables: ModuleType) -> None:
+    """A page that names another one is mended; files of two processors, or of none, are refused."""
+    assert tables.written("Zen 5<!-- is ran on: attention_zen4 -->").startswith("Zen 4<!--")
+    for files in ("attention_cpu; attention_zen4", "exported_cpu", "sizes"):
+        with pytest.raises(ValueError, match="ran on"):
+            tables.written(f"Zen 5<!-- is ran on: {files} -->")
+
+
+def test_files_of_the_native_kernel_become_its_table(
+    tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the README's first row and the numbers of the text are then those of the native kernel."""
+    shared, speed = sys.modules["tables_shared"], sys.modules["tables_speed"]
+    kept = shared.RESULTS
+    for path in kept.glob("*.json"):
+        (tmp_path / path.name).symlink_to(path)
+    for path in tmp_path.glob("native_*.json"):
+        path.unlink()
+    row = {
+        "case": "B1 H2 L16384 k98 G48 D32 float32",
+        "sdpa_ms": 500.0,
+        "dgt_ms": 8.0,
+        "ratio": 62.5,
+    }
+    content = {
+        "machine": {"processor": "AMD EPYC (family 25, model 17)", "threads": 2},
+        "rows": [row],
+    }
+    (tmp_path / "native_zen4.json").write_text(json.dumps(content))
+    (tmp_path / "native_other.json").write_text(json.dumps({"rows": [{"step": 1}]}))
+    for module in (shared, speed):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    shared.read.cache_clear()
+    try:
+        _, cells = tables.TABLES["native kernel"]()
+        _, first, *_ = tables.TABLES["three numbers"]()
+    finally:
+        shared.read.cache_clear()
+    assert cells == ["B1 H2 L16384 k98 G48 D32", "Zen 4, 2", "500.00", "8.00", "**62.5**", "-"]
+    assert first[1:] == ["**62**; -", "PyTorch over all keys: 1", "Zen 4, two cores, 1 run"]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +151,10 @@ def test_a_mark_that_leads_nowhere_is_refused(tables: ModuleType, mark: str) -> 
 
 
 def test_a_changed_number_is_noticed_and_mended(
-    tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tables: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     page = tmp_path / "page.md"
     good = f"Before.\n\n<!-- table: attention -->\n\n{tables.render('attention')}\n<!-- end -->\n\nAfter.\n"
@@ -97,7 +162,11 @@ def test_a_changed_number_is_noticed_and_mended(
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     monkeypatch.setattr(tables, "PAGES", [page])
     monkeypatch.setattr(tables, "TABLES", {"attention": lambda: cells})
-    cells = [row.strip("| ").split(" | ") for row in good.splitlines() if row.startswith("|") and "---" not in row]
+    cells = [
+        row.strip("| ").split(" | ")
+        for row in good.splitlines()
+        if row.startswith("|") and "---" not in row
+    ]
     monkeypatch.setattr(sys, "argv", ["tables.py", "--check"])
     assert tables.main() == 1
     assert page.read_text("utf-8") != good

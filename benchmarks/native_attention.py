@@ -1,0 +1,199 @@
+"""The native CPU kernels beside PyTorch's attention: grouped and dense, with gradients, beside a busy process.
+
+    python benchmarks/native_attention.py --json benchmarks/results/native_attention_zen4.json
+
+Candidates take turns in one process, so that they meet the same machine: `sdpa` is F.scaled_dot_product_attention,
+`dense` dgt.dense_attention, and `grouped` dgt.dynamic_group_attention with its ids. Of each the fastest turn and the
+median are kept, in milliseconds. Queries, keys and values are random, so groups are balanced; those of a trained model
+are less so. The file is written anew after every case.
+"""
+
+import argparse
+import datetime
+import json
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import dgt
+
+CASES = (  # images x heads x tokens x channels : keys of a group
+    "8x8x196x32:98",
+    "8x4x784x32:98",
+    "1x2x3136x32:98",
+    "8x2x3136x32:98",
+    "1x2x16384x32:98",
+    "1x2x25600x32:500",
+    "1x2x4096x64:98",
+)
+TRAINED_CASES = ("8x8x196x32:98", "8x4x784x32:98", "8x2x3136x32:98")
+LEAST_TURNS = 5
+
+
+class Case(NamedTuple):
+    """A size of the operator."""
+
+    images: int
+    heads: int
+    tokens: int
+    channels: int
+    top_k: int
+
+
+class Setting(NamedTuple):
+    """How a case is measured."""
+
+    threads: int
+    busy: int
+    backward: bool
+    dtype: str
+    groups: int
+    seconds: float
+
+
+def parse_case(text: str) -> Case:
+    """Read ``BxHxLxD:k``."""
+    if not re.fullmatch(r"\d+x\d+x\d+x\d+:\d+", text):
+        raise argparse.ArgumentTypeError(f"expected BxHxLxD:k such as {CASES[0]}, got {text!r}")
+    return Case(*map(int, re.split("[x:]", text)))
+
+
+def processor() -> str:
+    """Name the processor with its family and model, which tell generations of one name apart."""
+    try:
+        info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor() or platform.machine()
+    fields = dict(re.findall(r"^(model name|cpu family|model)\s*: (.+)$", info, re.MULTILINE))
+    return f"{fields.get('model name', 'unknown')}, family {fields.get('cpu family')}, model {fields.get('model')}"
+
+
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """So many processes that never wait."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def make_calls(case: Case, setting: Setting) -> dict[str, Callable[[], Any]]:
+    """The candidates on the same random tensors."""
+    torch.manual_seed(0)
+    shape = (case.images, case.heads, case.tokens, case.channels)
+    dtype = getattr(torch, setting.dtype)
+    inputs = [torch.randn(shape).to(dtype).requires_grad_(setting.backward) for _ in range(3)]
+    centroids = F.normalize(torch.randn(case.heads, setting.groups, case.channels), dim=-1)
+    grad = torch.randn(shape).to(dtype)
+
+    def grouped() -> Tensor:
+        return dgt.dynamic_group_attention(*inputs, centroids, case.top_k).output
+
+    forward: dict[str, Callable[[], Tensor]] = {
+        "sdpa": lambda: F.scaled_dot_product_attention(*inputs),
+        "dense": lambda: dgt.dense_attention(*inputs),
+        "grouped": grouped,
+    }
+    if not setting.backward:
+        return dict(forward)
+    return {
+        name: lambda attend=attend: torch.autograd.grad(attend(), inputs, grad) for name, attend in forward.items()
+    }
+
+
+def measure(case: Case, setting: Setting) -> dict[str, list[float]]:
+    """Milliseconds of the candidates, in turns."""
+    calls = make_calls(case, setting)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    with torch.inference_mode(not setting.backward):
+        for call in calls.values():
+            call()
+            call()
+        end = time.perf_counter() + setting.seconds
+        while time.perf_counter() < end or len(times["grouped"]) < LEAST_TURNS:
+            for name, call in calls.items():
+                start = time.perf_counter()
+                call()
+                times[name].append(1e3 * (time.perf_counter() - start))
+    return times
+
+
+def row_of(text: str, case: Case, setting: Setting, times: dict[str, list[float]]) -> dict[str, Any]:
+    """A row of the results: fastest turns, medians, and ratios of the fastest (beside busy processes of medians)."""
+    fastest = {name: round(min(turns), 4) for name, turns in times.items()}
+    medians = {name: round(statistics.median(turns), 4) for name, turns in times.items()}
+    compared = medians if setting.busy else fastest
+    sdpa_to_grouped = compared["sdpa"] / compared["grouped"]
+    bound = case.tokens / (setting.groups + case.top_k)
+    return {
+        "case": text,
+        "threads": setting.threads,
+        "busy": setting.busy,
+        "backward": setting.backward,
+        "dtype": setting.dtype,
+        "fastest_ms": fastest,
+        "median_ms": medians,
+        "sdpa_to_grouped": round(sdpa_to_grouped, 2),
+        "dense_to_grouped": round(compared["dense"] / compared["grouped"], 2),
+        "sdpa_to_dense": round(compared["sdpa"] / compared["dense"], 2),
+        "bound": round(bound, 1),
+        "share_of_bound": round(compared["dense"] / compared["grouped"] / bound, 2),
+        "turns": len(times["grouped"]),
+    }
+
+
+def main() -> None:
+    """Measure what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True, help="file of the results")
+    parser.add_argument("--cases", nargs="+", default=None, metavar="BxHxLxD:k")
+    parser.add_argument("--threads", type=int, nargs="+", default=[2, 1])
+    parser.add_argument("--busy", type=int, nargs="+", default=[0], help="busy processes beside it")
+    parser.add_argument("--backward", choices=("no", "yes", "both"), default="both", help="with gradients")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--groups", type=int, default=48)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of a case")
+    args = parser.parse_args()
+    status = dgt.native.status()
+    if not status.available:
+        parser.error(f"the native kernels are not in use: {status.reason}")
+    machine = {
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "processor": processor(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "level": status.level,
+        "command": f"python benchmarks/native_attention.py {' '.join(sys.argv[1:])}",
+    }
+    wanted = {"no": (False,), "yes": (True,), "both": (False, True)}[args.backward]
+    rows: list[dict[str, Any]] = []
+    for busy in args.busy:
+        with busy_processes(busy):
+            for threads in args.threads:
+                torch.set_num_threads(threads)
+                for backward in wanted:
+                    for text in args.cases or (TRAINED_CASES if backward else CASES):
+                        setting = Setting(threads, busy, backward, args.dtype, args.groups, args.seconds)
+                        case = parse_case(text)
+                        rows.append(row_of(text, case, setting, measure(case, setting)))
+                        print(rows[-1], flush=True)
+                        found = {"machine": machine, "rows": rows}
+                        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""What `benchmarks/tables.py` refuses in a page: numbers, processors and settings that nothing stands behind.
+
+- A number that looks measured (a deviation, a decimal fraction, a number with a unit) has a source: it
+  stands in a generated table, or a mark follows it.
+- A setting names the file that sets it, `<!-- setting: benchmarks/attention_bound.py -->`, and the
+  number stands in that file. So nothing measured passes for a setting.
+- A fraction in words ("a quarter") is a number, too.
+- A processor ("Zen 5") is marked with the raw results that were measured on it,
+  `<!-- is ran on: attention_cpu -->`, which is checked against what these files record.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tables_shared import RESULTS, ROOT
+
+ONE = r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
+JOINT = r"(?:,? and|,? to|,? or|,|;| /|)\s+"  # a list has one mark, behind its last number
+UNITS = (
+    r"%|[mun]?s|seconds|minutes|hours|[KMGT]i?B|images/s|[GT]?FLOPs?(?:/s)?|times|points|[MG]"
+)
+MEASURED = re.compile(
+    rf"(?<![\w.-])(?:{ONE}\s±\s{ONE}|[-+]?\d[\d,]*\.\d+(?:e-?\d+)?(?![\w.]*\.\d)"
+    rf"|\d(?:[\d,]*\d)?\s(?:{UNITS})(?![\w/]))"
+)
+NO_TEXT = re.compile(
+    r"^```.*?^```|(?<=\n\n)(?:    [^\n]*\n?)+|^#[^\n]*|^!\[[^\n]*|`[^`]*`|\]\([^)]*\)|<!--.*?-->",
+    re.DOTALL | re.MULTILINE,
+)
+NO_MEASURES = re.compile(
+    r"tau = [\d.]+|\bsections? \d[\d., ]*|95\s%\s+(?:confidence\s+)?interval|\d+ GiB, Python [\d.]+"
+    r"|(?:Python|Triton|transformers|timm|onnxruntime|[Nn]um[Pp]y|torch|torchvision|capability)"
+    r"(?: below)?\s\d[\d.]*(?:\s(?:and|to)\s\d[\d.]*)*"
+)
+PARTS = "third|quarter|fifth|sixth|seventh|eighth|ninth|tenth|twentieth|hundredth"
+FRACTION = re.compile(rf"\b(?:an?|one|two|three)\s(?:{PARTS})s?\b", re.IGNORECASE)
+MARKED_FRACTION = re.compile(rf"{FRACTION.pattern}<!-- (?:is|paper|setting)[^>]*-->", re.IGNORECASE)
+PROCESSOR = re.compile(r"\bZen\s\d\b")
+SETTING = re.compile(
+    rf"(?<![\w.])((?:{ONE}{JOINT})*{ONE})<!-- setting(?:: ([\w./-]+))? -->", re.DOTALL
+)
+UNMEASURED = re.compile(
+    rf"(?<![\w.])(?:{ONE}{JOINT})*{ONE}<!-- (?:paper|predicted|setting: [\w./-]+) -->"
+)
+PREDICTED = re.compile(r"<!-- predicted -->\n\n(?:\|[^\n]*\n)+")  # a whole table
+
+
+def problems(text: str, of_today: bool = True) -> Iterator[str]:
+    """What is wrong with a page, given without its generated tables and the numbers before marks.
+
+    A page that is not `of_today`, the changelog, may name processors and fractions in words.
+    """
+    yield from (f"no source for {found}" for found in typed_numbers(text))
+    yield from unfounded_settings(text)
+    if not of_today:
+        return
+    plain = NO_TEXT.sub("", MARKED_FRACTION.sub("", text))
+    yield from (f"no raw result named for {found}" for found in PROCESSOR.findall(plain))
+    yield from (f"no source for {' '.join(found.split())}" for found in FRACTION.findall(plain))
+
+
+def typed_numbers(text: str) -> list[str]:
+    """Numbers that look measured and that nothing stands behind."""
+    text = UNMEASURED.sub("", PREDICTED.sub("", text))
+    for pattern in (NO_TEXT, NO_MEASURES):
+        text = pattern.sub("", text)
+    return [" ".join(found.split()) for found in MEASURED.findall(text)]
+
+
+def unfounded_settings(text: str) -> Iterator[str]:
+    """Settings that name no file, or that do not stand in the file that they name."""
+    for found in SETTING.finditer(text):
+        values, file = " ".join(found[1].split()), found[2]
+        if file is None:
+            yield f"a setting without its file: {values}"
+        elif not (ROOT / file).is_file():
+            yield f"the file of a setting is not there: {file}"
+        else:
+            yield from (
+                f"{value} is no setting in {file}"
+                for value in re.findall(ONE, values)
+                if not stands_in(ROOT / file, value)
+            )
+
+
+def stands_in(path: Path, value: str) -> bool:
+    """Whether a number stands in a file: as it is, as a share (of %), or in thousands (of KB)."""
+    wanted = float(value.replace(",", ""))
+    text = path.read_text(encoding="utf-8").replace("_", "")
+    found = {float(one) for one in re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?:e[-+]?\d+)?", text)}
+    return any(abs(wanted * factor - one) < 1e-12 for factor in (1, 0.01, 1000) for one in found)
+
+
+def unused_results(text: str, read_files: set[str]) -> list[str]:
+    """Raw results that no page shows or names."""
+    names = {path.stem for path in RESULTS.glob("*.json")}
+    return sorted(name for name in names - read_files if name not in text)

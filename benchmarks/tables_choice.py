@@ -1,0 +1,253 @@
+"""Tables of what attention chooses, and of what that choice is worth."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from tables_shared import Cells, bold, read, table
+
+from dgt.utils.records import interval, number
+
+ABLATED = {  # key of the measures in a table's JSON: head, decimals and factor
+    "selected": ("mass on selected keys, %", 1, 100),
+    "random": ("random", 1, 100),
+    "window": ("window", 1, 100),
+    "best_for_all": ("best for all", 1, 100),
+    "best_for_group": ("for each group", 1, 100),
+    "best_for_query": ("for each query", 1, 100),
+    "perplexity": ("perplexity of groups", 1, 1),
+}
+
+
+def _like(name: str) -> Cells:
+    shares = {
+        "pure": "pure groups, %",
+        "random_pure": "drawn at random",
+        "patch_pure": "patches of neighbors",
+    }
+    shares |= {"like": "like keys: the group's, %"}
+    shares |= {"window": "in a window", "attention": "by global attention", "random": "at random"}
+    rows = []
+    for row in read(f"like_to_like_{name}")["rows"]:
+        layer = (
+            row["layer"]
+            .removeprefix("backbone.model.")
+            .removesuffix(".attn")
+            .replace(".blocks.", ", ")
+        )
+        cells = [layer.replace("stages.", ""), str(row["tokens"]), str(row["top_k"])]
+        cells += [number(row[key], 1, 100) for key in shares]
+        rows.append([*cells, f"{number(row['far'], 1)} ({number(row['anywhere'], 1)})"])
+    return [["stage, block", "tokens", "k", *shares.values(), "distance (to any)"], *rows]
+
+
+@table
+def like_to_like_scenes() -> Cells:
+    """Whether groups and their keys are of one kind: background and objects of the scenes."""
+    return _like("scenes")
+
+
+@table
+def like_to_like_camvid() -> Cells:
+    """The same for the eleven classes of CamVid."""
+    return _like("camvid")
+
+
+@table
+def like_to_like_coco() -> Cells:
+    """The same for COCO's masks, background and eighty categories."""
+    return _like("coco")
+
+
+def _with_interval(values: list[float], places: int, by: float) -> str:
+    """A mean and half of its 95 % interval (Student's t)."""
+    mean, half = interval(values)
+    return number(mean, places, by, half)
+
+
+def _ablated(name: str) -> Cells:
+    content = read(f"ablate_{name}")
+    measured = any(row["measures"] for row in content["rows"])
+    heads = ["", "parameters, M", "MFLOPs", "top-1, %", "seeds 0, 1, 2"]
+    measures = ABLATED if measured else {}
+    rows = []
+    for row in content["rows"]:
+        seeds = ", ".join(number(run["metrics"]["top1"], 2, 100) for run in row["runs"])
+        score = _with_interval([run["metrics"]["top1"] for run in row["runs"]], 2, 100)
+        rows.append(
+            [
+                row["name"],
+                number(row["parameters"], 3, 1e-6),
+                number(row["flops"], 1, 1e-6),
+                score,
+                seeds,
+            ]
+        )
+        found = row["measures"] or {}
+        rows[-1] += [
+            number(found.get(key), places, by) for key, (_, places, by) in measures.items()
+        ]
+        rows[-1].append(number(row["paper"], 1))
+    return [[*heads, *(head for head, _, _ in measures.values()), "paper, %"], *rows]
+
+
+@table
+def ablate_blocks() -> Cells:
+    """Blocks of other papers in DGT's skeleton."""
+    return _ablated("blocks")
+
+
+@table
+def ablate_hybrids() -> Cells:
+    """DG-Attention in Swin and CSWin."""
+    return _ablated("hybrids")
+
+
+@table
+def ablate_groups_and_keys() -> Cells:
+    """Fewer groups, fewer keys."""
+    return _ablated("groups_and_keys")
+
+
+@table
+def diagnosis() -> Cells:
+    """Share of global attention on the keys that a trained model selected, where others are left out."""
+    keys = ("selected", "random", "window", "best_for_all", "best_for_group", "best_for_query")
+    rows = []
+    for block in read("diagnosis_scenes"):
+        if block["top_k"] < block["tokens"]:
+            shares = [number(block[key], 1, 100) + " %" for key in keys]
+            cells = [
+                f"`{block['name'].removesuffix('.attn')}`",
+                str(block["tokens"]),
+                bold(shares[0]),
+                *shares[1:],
+            ]
+            rows.append(
+                [*cells, number(block["perplexity"], 1), number(block["perplexity_per_image"], 1)]
+            )
+    heads = [
+        "block",
+        "tokens",
+        "selected",
+        "random",
+        "window around the query",
+        "best for all queries",
+    ]
+    heads += [
+        "best for each group",
+        "best for each query",
+        "perplexity of 16 groups",
+        "image by image",
+    ]
+    return [heads, *rows]
+
+
+def _retrieval() -> dict[str, list[dict[str, Any]]]:
+    """The runs of each row, in the order of seeds."""
+    runs = read("retrieval")["runs"]
+    return {
+        name: [run for run in runs if run["row"] == name]
+        for name in dict.fromkeys(run["row"] for run in runs)
+    }
+
+
+@table
+def retrieval() -> Cells:
+    """Retrieval at a distance: every row, mean and 95 % interval, and each seed."""
+    rows = []
+    for name, runs in _retrieval().items():
+        mean, half = interval([run["accuracy"] for run in runs])
+        served = [run["served"] for run in runs if run.get("served") is not None]
+        seeds = ", ".join(number(run["accuracy"], 1) for run in runs)
+        rows.append([name, f"{mean:.1f}" + (f" ± {half:.1f}" if half is not None else ""), seeds])
+        rows[-1].append(number(statistics.fmean(served), 0) if served else "-")
+    return [["row", "right, %", "seeds 0, 1, 2", "served, %"], *rows]
+
+
+@table
+def retrieval_by_k() -> Cells:
+    """Retrieval measured at other k than trained at, the law in brackets; bold from k G = codes on."""
+    content, found = read("retrieval"), _retrieval()
+    codes, chance = content["settings"]["codes"], 100 / content["settings"]["values"]
+    best = statistics.fmean(run["accuracy"] for run in found["global"])
+    counts = [at["top_k"] for at in found["DG, G 1, k 16"][0]["by_top_k"]]
+    rows = []
+    for groups in (48, 16, 4, 1):
+        runs = found[f"DG, G {groups}, k 16"]
+        rows.append([f"G {groups}"])
+        for place, top_k in enumerate(counts):
+            mean = statistics.fmean(run["by_top_k"][place]["accuracy"] for run in runs)
+            law = chance + min(1, top_k * groups / codes) * (best - chance)
+            shown = number(mean, 1) if top_k * groups < codes else bold(number(mean, 1))
+            rows[-1].append(f"{shown} ({law:.0f})")
+    return [["trained at k 16", *(f"k {top_k}" for top_k in counts)], *rows]
+
+
+def _choices(name: str, cell: Callable[[dict[str, Any]], str]) -> Cells:
+    """Choices of keys by k, with the share of the keys where all layers have as many."""
+    content = read(name)
+    rows, tokens = content["rows"], set(content["tokens"].values())
+    counts = sorted({row["top_k"] for row in rows})
+    shares = [f" ({100 * k / min(tokens):.0f} %)" if len(tokens) == 1 else "" for k in counts]
+    found = {(row["choice"], row["top_k"]): cell(row) for row in rows}
+    choices = dict.fromkeys(row["choice"] for row in rows)
+    heads = ["keys by", *(f"k {k}{share}" for k, share in zip(counts, shares, strict=True))]
+    lines = [[choice, *(found[choice, k] for k in counts)] for choice in choices]
+    return [heads, *lines]
+
+
+@table
+def key_choice() -> Cells:
+    """A trained DGT with other keys: top-1, and the divergence from all keys."""
+    return _choices(
+        "key_choice_demo",
+        lambda row: f"{number(row['score'], 1, 100)} / {number(row['divergence'], 3)}",
+    )
+
+
+@table
+def key_choice_of_a_segmenter() -> Cells:
+    """The same for CamVid's segmenter: labels as before, the divergence, and mIoU."""
+    return _labels_divergence_score("key_choice_camvid")
+
+
+@table
+def key_choice_of_imagenette() -> Cells:
+    """The same for Imagenette's classifier: labels as before, the divergence, and top-1."""
+    return _labels_divergence_score("key_choice_imagenette")
+
+
+@table
+def replacement() -> Cells:
+    """A trained ViT with other attention: labels as before, the divergence, and mIoU."""
+    return _labels_divergence_score("replacement")
+
+
+def _labels_divergence_score(name: str) -> Cells:
+    keys = (("agreement", 1, 100), ("divergence", 4, 1), ("score", 1, 100))
+    return _choices(name, lambda row: " / ".join(number(row[key], *how) for key, *how in keys))
+
+
+@table
+def readings_of_eq_4() -> Cells:
+    """The two readings of Eq. 4: mean and 95 % interval over seeds."""
+    measures = {
+        "top1": ("top-1, %", 1, 100),
+        "perplexity": ("perplexity of group sizes (of 16)", 1, 1),
+    }
+    measures |= {"perplexity_per_image": ("the same, image by image", 1, 1)}
+    measures |= {"mass_selected": ("mass on selected keys", 3, 1)}
+    found = read("centroid_update")["rows"]
+    rows = []
+    for reading in dict.fromkeys(row["reading"] for row in found):
+        runs = [row for row in found if row["reading"] == reading]
+        columns = [
+            ([run[key] for run in runs], places, by) for key, (_, places, by) in measures.items()
+        ]
+        columns.append(([run["mass_selected"] / run["mass_best"] for run in runs], 1, 100))
+        cells = [_with_interval(values, places, by) for values, places, by in columns]
+        rows.append([reading, *cells[:-1], f"{cells[-1]} %"])
+    return [["reading", *(head for head, _, _ in measures.values()), "share of the best"], *rows]

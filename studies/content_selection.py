@@ -1,0 +1,330 @@
+r"""What does choosing keys by content buy on real images? Six kinds of attention in one skeleton.
+
+    python -m studies.content_selection --data IMAGENETTE --out runs/content_selection
+
+DGT-Nano is trained by the recipe `imagenette_nano`, shortened to 30 epochs at 96 pixels. Stages one
+and two attend by one of six kinds. Everything else is the same in all of them: the position
+encoding, the feed-forward network, and the global attention of stages three and four.
+
+| kind           | a query of stages one and two attends to                              |
+| -------------- | --------------------------------------------------------------------- |
+| `groups`       | the 32 keys that its group selected (DG-Attention, 16 groups)         |
+| `all keys`     | all tokens                                                            |
+| `random keys`  | 32 tokens, drawn once for each number of tokens                       |
+| `windows`      | the 36 tokens of its window of 6 x 6                                  |
+| `reduced keys` | 36 keys, learned means of 4 x 4 (stage two: 2 x 2) tokens, as in CMT  |
+| `nothing`      | nothing: only position encoding and feed-forward network remain       |
+
+Runs of one seed are paired: they see the same images in the same order. Every trained model is
+tested at several image sizes, from smaller than in training to larger. Models with groups are also
+tested with other numbers of keys, with and without the remainder; models with all keys also with a
+temperature that grows with log L. The logits of every test image are kept.
+
+    OUT/settings.json                       what must stay the same when the study is continued
+    OUT/runs/KIND/seed-N/                   a training, as `dgt train` writes it
+    OUT/logits/KIND/seed-N/SIZE-TEST.npz    `logits` (images, classes) and `labels` (images,)
+    OUT/summary.json, summary.md, summary.png
+
+The command may be stopped at any time; the same command continues where it was. Started once for
+each core, the processes share the work:
+
+    for core in 0 1; do
+        OMP_NUM_THREADS=1 taskset -c $core \
+            python -m studies.content_selection --data IMAGENETTE --out OUT &
+    done; wait
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dgt.tasks.base import LoadedRun, Metrics
+from dgt.training import evaluate, fit, load_recipe, load_run
+from dgt.utils.atomic_write import exclusive_lock, replacing, write_json
+from dgt.utils.errors import UserError
+from studies.content_selection_models import KINDS, compared_layers
+from studies.content_selection_summary import AS_TRAINED, STORED_SIZE, slug, summarize
+
+WARMUP_EPOCHS = 3
+OTHER_KEYS = (4, 16, 64, 256)  # numbers of keys that models with groups are also tested with
+WITH_REMAINDER = (4, 32)
+ANOTHER = "give another folder with --out"
+LARGE_BATCH = 16  # images a batch from 192 pixels on
+
+
+class StudyError(UserError):
+    """What is wrong with the command or its folders, in one sentence."""
+
+
+class KeepLogits(Metrics):
+    """Keeps the logits and labels of every test image."""
+
+    def __init__(self, data: Any = None) -> None:
+        self.logits: list[Tensor] = []
+        self.labels: list[Tensor] = []
+
+    def update(self, network: nn.Module, images: Tensor, targets: Tensor) -> None:
+        """Add images (B, 3, H, W) with labels (B,)."""
+        self.logits.append(network(images).float().cpu())
+        self.labels.append(targets.cpu())
+
+    def compute(self) -> dict[str, float]:
+        """Share of images whose class has the largest logit."""
+        found = torch.cat(self.logits).argmax(dim=1) == torch.cat(self.labels)
+        return {"top1": found.double().mean().item()}
+
+
+class Test(NamedTuple):
+    """One way to test a trained model at one size.
+
+    Attributes:
+        size: side of the images in pixels.
+        name: part of the file's name.
+        top_k: number of keys of the groups; None for the trained one.
+        remainder: whether groups attend to their remainder.
+        temperature: whether scores are multiplied by log L / log of the L in training.
+    """
+
+    size: int
+    name: str = AS_TRAINED
+    top_k: int | None = None
+    remainder: bool = False
+    temperature: bool = False
+
+    @property
+    def file(self) -> str:
+        """Name of the file with the logits."""
+        return f"{self.size}-{self.name}.npz"
+
+
+def tests_of(kind: str, sizes: Sequence[int]) -> Iterator[Test]:
+    """All tests of a trained model of this kind."""
+    for size in sizes:
+        yield Test(size)
+        if kind == "all keys":
+            yield Test(size, "temperature", temperature=True)
+        if kind == "groups":
+            for top_k in OTHER_KEYS:
+                yield Test(size, f"k-{top_k}", top_k=top_k)
+            for top_k in WITH_REMAINDER:
+                yield Test(size, f"k-{top_k}-remainder", top_k=top_k, remainder=True)
+            yield Test(size, "k-all", top_k=(size // 4) ** 2)
+
+
+class Study(NamedTuple):
+    """What was asked for on the command line."""
+
+    data: Path
+    out: Path
+    seeds: int
+    epochs: int
+    train_size: int
+    sizes: tuple[int, ...]
+    keys: tuple[str, ...]
+
+    def settings(self) -> dict[str, Any]:
+        """What may not change between two processes that work in the same folder."""
+        return {
+            "study": "content_selection",
+            "epochs": self.epochs,
+            "train_size": self.train_size,
+            "keys": list(self.keys),
+        }
+
+
+def check(study: Study) -> None:
+    """Raise StudyError, in one sentence, for data or a folder that this study cannot work with."""
+    for split in ("train", "val"):
+        if not (study.data / split).is_dir():
+            expected = "--data must be a folder of images with train/CLASS/ and val/CLASS/"
+            raise StudyError(f"{expected}; {study.data / split} is missing")
+    if study.out.exists() and not study.out.is_dir():
+        raise StudyError(f"--out must be a folder, {study.out} is a file")
+    settings = study.out / "settings.json"
+    if settings.is_file():
+        try:
+            found = json.loads(settings.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise StudyError(f"{settings} is damaged: {ANOTHER}") from error
+        if found != study.settings():
+            came = f"was started with {found}, now {study.settings()} is asked for"
+            raise StudyError(f"{study.out} {came}: {ANOTHER}")
+    elif study.out.is_dir() and any(study.out.glob("[!.]*")):
+        raise StudyError(f"{study.out} holds files that are not this study's: {ANOTHER}")
+
+
+def logits_file(study: Study, kind: str, seed: int, test: Test) -> Path:
+    """Where the logits of one test are kept."""
+    return study.out / "logits" / slug(kind) / f"seed-{seed}" / test.file
+
+
+def train(study: Study, kind: str, seed: int) -> Path:
+    """Train one kind with one seed, as far as that is not done; the run's folder."""
+    folder = study.out / "runs" / slug(kind) / f"seed-{seed}"
+    keys = {
+        "seed": seed,
+        "out": folder,
+        "model.name": "content_selection_nano",
+        "model.args": json.dumps({"kind": kind}),
+        "data.root": study.data,
+        "data.image_size": study.train_size,
+        "schedule.epochs": study.epochs,
+        "schedule.warmup_epochs": min(WARMUP_EPOCHS, study.epochs // 10),
+        "trainer.accelerator": "cpu",
+    }
+    words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+    fit(load_recipe("imagenette_nano", [*words, *study.keys]), resume=True)
+    return folder
+
+
+@contextmanager
+def changed(network: nn.Module, test: Test, train_size: int) -> Iterator[None]:
+    """Let the compared stages attend as the test says, and as before afterwards."""
+    changes = changes_of(network, test, train_size)
+    before = [(layer, name, getattr(layer, name)) for layer, name, _ in changes]
+    for layer, name, value in changes:
+        setattr(layer, name, value)
+    try:
+        yield
+    finally:
+        for layer, name, value in before:
+            setattr(layer, name, value)
+
+
+def changes_of(network: nn.Module, test: Test, train_size: int) -> list[tuple[Any, str, Any]]:
+    """What a test sets: layer, name of its attribute, value."""
+    changes: list[tuple[Any, str, Any]] = []
+    for stage, layer in enumerate(compared_layers(network)):
+        if test.top_k is not None:
+            changes += [(layer, "top_k", test.top_k), (layer, "remainder", test.remainder)]
+        if test.temperature:
+            stride = 4 * 2**stage
+            tokens, trained = (math.ceil(size / stride) ** 2 for size in (test.size, train_size))
+            changes.append((layer, "scale", layer.scale * math.log(tokens) / math.log(trained)))
+    return changes
+
+
+def measure(study: Study, kind: str, seed: int, run: LoadedRun, test: Test) -> None:
+    """Test a trained model once and keep the logits, unless they are there."""
+    path = logits_file(study, kind, seed, test)
+    if path.is_file():
+        return
+    keys = {
+        "data.root": study.data,
+        "data.image_size": test.size,
+        "trainer.accelerator": "cpu",
+        "trainer.precision": "32-true",
+    }
+    if test.size > STORED_SIZE:
+        keys["data.batch_size"] = LARGE_BATCH
+    words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+    kept = KeepLogits()
+    with changed(run.network, test, study.train_size):
+        evaluate(run, words, metrics=lambda data: kept)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as partial, partial.open("wb") as file:
+        np.savez(file, logits=torch.cat(kept.logits).numpy(), labels=torch.cat(kept.labels).numpy())
+
+
+def work(study: Study) -> None:
+    """Train and test all kinds and seeds that no other process is at work on, seed by seed."""
+    write_json(study.out / "settings.json", study.settings())
+    for seed, kind in itertools.product(range(study.seeds), KINDS):
+        if any(
+            not logits_file(study, kind, seed, test).is_file()
+            for test in tests_of(kind, study.sizes)
+        ):
+            work_on(study, kind, seed)
+            summarize(study.out, study.settings())
+
+
+def work_on(study: Study, kind: str, seed: int) -> None:
+    """Train and test one kind with one seed, unless another process is at it."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(exclusive_lock(study.out / "logits" / slug(kind) / f"seed-{seed}"))
+        except FileExistsError:
+            print(f"{kind}, seed {seed}: another process is at work on it", flush=True)
+            return
+        print(f"{kind}, seed {seed}", flush=True)
+        run = load_run(train(study, kind, seed))
+        for test in tests_of(kind, study.sizes):
+            measure(study, kind, seed, run, test)
+
+
+def parse(arguments: Sequence[str] | None = None) -> Study:
+    """Read the command line; further `--data.KEY VALUE` words change the recipe's data."""
+    about = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="python -m studies.content_selection",
+        description=__doc__,
+        formatter_class=about,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--data", type=Path, required=True, help="folder with train/CLASS/ and val/CLASS/"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder of the study; resumed if it is there"
+    )
+    parser.add_argument("--seeds", type=whole, default=5, help="from 0 on (default: %(default)s)")
+    parser.add_argument(
+        "--epochs", type=whole, default=30, help="of each training (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--train-size", type=whole, default=96, help="pixels (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--sizes", type=whole, nargs="+", default=[64, 96, 128, 192, 256], help="pixels to test at"
+    )
+    options, keys = parser.parse_known_args(arguments)
+    if wrong := [word for word in keys[::2] if not word.startswith("--data.")]:
+        parser.error(
+            f"unknown argument {wrong[0]!r}: besides these options only --data.KEY VALUE is accepted"
+        )
+    sizes = tuple(sorted({*options.sizes, options.train_size}))
+    return Study(
+        options.data,
+        options.out,
+        options.seeds,
+        options.epochs,
+        options.train_size,
+        sizes,
+        tuple(keys),
+    )
+
+
+def whole(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what is left of the study, and summarize it."""
+    study = parse(arguments)
+    try:
+        check(study)
+        work(study)
+        summarize(study.out, study.settings())
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,119 @@
+"""DGT-Nano whose first two stages attend by one of six kinds, for `content_selection.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from timm.models import register_model
+from torch import Tensor, nn
+
+import dgt
+from dgt.layers import Block, DGAttention, GlobalAttention
+from dgt.layers.baselines.cmt import ReducedAttention
+from dgt.layers.baselines.random_keys import RandomKeyAttention
+from dgt.layers.baselines.swin import WindowAttention
+from dgt.models.dgt import DynamicGroupTransformer
+from dgt.models.parts import Parts
+from dgt.utils.errors import UserError
+
+KINDS = ("groups", "all keys", "random keys", "windows", "reduced keys", "nothing")
+COMPARED_STAGES = 2  # the first so many stages attend by the kind; the others globally
+TOP_K = 32
+WINDOW = 6
+REDUCTION = (4, 2)  # tokens along a side that one reduced key stands for, in stages one and two
+SKELETON: dict[str, Any] = {
+    "stem_width": 16,
+    "dims": (32, 64, 128, 256),
+    "num_heads": (1, 2, 4, 8),
+    "depths": (1, 1, 4, 1),
+    "num_groups": 16,
+    "top_k": TOP_K,
+    "head_width": 512,
+}
+
+
+class NoAttention(nn.Module):
+    """Attends to nothing: adds zero to what the block carries on."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Map (B, H, W, C) to zeros of the same shape."""
+        return torch.zeros_like(x)
+
+
+class GroupAttention(DGAttention):
+    """DG-Attention that can be tested with the remainder: `remainder` is False in training."""
+
+    remainder = False
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Map (B, H, W, C) to the same shape, as :class:`dgt.DGAttention`."""
+        if self.training or not self.remainder:
+            return super().forward(x, mask)
+        query, key, value = self.split_heads(x)
+        centroids = self.unit_centroids()
+        attention = dgt.dynamic_group_attention(
+            query, key, value, centroids, self.top_k, self.scale, remainder=True
+        )
+        return self.merge_heads(attention.output, x)
+
+
+class StudyParts(Parts):
+    """DGT's parts, with another attention in the first stages.
+
+    Args:
+        kind: one of `KINDS`.
+
+    Raises:
+        UserError: for another kind.
+    """
+
+    def __init__(self, kind: str) -> None:
+        if kind not in KINDS:
+            raise UserError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+        self.kind = kind
+
+    def make_block(
+        self,
+        place: tuple[int, int],
+        last: bool,
+        groups: dict[str, Any],
+        attention: dict[str, Any],
+        **options: Any,
+    ) -> Block:
+        """The block at `place` (stage, block): of the kind in the first stages, else global."""
+        stage = place[0]
+        if stage >= COMPARED_STAGES:
+            return Block(attention=GlobalAttention(**attention), **options)
+        return Block(attention=self.make_attention(stage, groups, attention), **options)
+
+    def make_attention(
+        self, stage: int, groups: dict[str, Any], attention: dict[str, Any]
+    ) -> nn.Module:
+        """The attention of one of the compared stages."""
+        if self.kind == "groups":
+            return GroupAttention(**groups, **attention)
+        if self.kind == "all keys":
+            return GlobalAttention(**attention)
+        if self.kind == "random keys":
+            return RandomKeyAttention(top_k=TOP_K, **attention)
+        if self.kind == "windows":
+            return WindowAttention(window=WINDOW, table=False, **attention)
+        if self.kind == "reduced keys":
+            return ReducedAttention(ratio=REDUCTION[stage], **attention)
+        return NoAttention()
+
+
+@register_model
+def content_selection_nano(kind: str = "groups", **options: Any) -> DynamicGroupTransformer:
+    """DGT-Nano whose stages one and two attend by `kind`; `options` are the model's own."""
+    for name in ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"):
+        options.pop(name, None)
+    return DynamicGroupTransformer(parts=StudyParts(kind), **SKELETON, **options)
+
+
+def compared_layers(network: nn.Module) -> list[Any]:
+    """The attentions of the compared stages, each of which has one block."""
+    return [
+        network.get_submodule(f"stages.{stage}.blocks.0.attn") for stage in range(COMPARED_STAGES)
+    ]

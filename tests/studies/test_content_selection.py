@@ -1,0 +1,181 @@
+"""`python -m studies.content_selection`: run tiny, continued, and refused in a sentence."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ["--seeds", "1", "--epochs", "1", "--train-size", "32", "--sizes", "32", "64"]
+
+
+@pytest.fixture(scope="module")
+def study() -> Iterator[ModuleType]:
+    """The module, which is imported from the root of the checkout."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT))
+        yield importlib.import_module("studies.content_selection")
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two classes of flat colors, of which four images each train and two test."""
+    folder = tmp_path_factory.mktemp("images")
+    for split, count in (("train", 4), ("val", 2)):
+        for name, color in (("blue", (20, 30, 200)), ("red", (210, 20, 30))):
+            (folder / split / name).mkdir(parents=True)
+            for number in range(count):
+                shade = tuple(min(255, channel + 9 * number) for channel in color)
+                Image.new("RGB", (40, 36), shade).save(folder / split / name / f"{number}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def words(images: Path) -> list[str]:
+    return ["--data", str(images), *TINY, "--data.batch_size", "4", "--data.num_workers", "0"]
+
+
+@pytest.fixture(scope="module")
+def done(study: ModuleType, words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished study of one seed and one epoch."""
+    out = tmp_path_factory.mktemp("study") / "out"
+    assert study.main([*words, "--out", str(out)]) == 0
+    return out
+
+
+def test_every_kind_is_trained_tested_and_compared(study: ModuleType, done: Path) -> None:
+    summary = json.loads((done / "summary.json").read_text())
+    tested = {(row["kind"], row["size"], row["test"]) for row in summary["rows"]}
+    assert tested == {
+        (kind, test.size, test.name)
+        for kind in study.KINDS
+        for test in study.tests_of(kind, (32, 64))
+    }
+    beside = {
+        row["kind"]: row["beside all keys"]
+        for row in summary["rows"]
+        if row["test"] == "as-trained"
+    }
+    assert beside["all keys"]["ahead"] == 0
+    assert all(pair["seeds"] == 1 for pair in beside.values())
+    assert (done / "summary.png").stat().st_size > 1000
+    assert "random keys" in (done / "summary.md").read_text()
+
+
+def test_logits_are_kept_for_every_image(done: Path) -> None:
+    with np.load(done / "logits" / "groups" / "seed-0" / "64-k-4-remainder.npz") as content:
+        assert content["logits"].shape == (4, 2)
+        assert content["labels"].tolist() == [0, 0, 1, 1]
+
+
+@torch.no_grad()
+def test_all_keys_with_groups_are_global_attention(study: ModuleType, done: Path) -> None:
+    """With k of all tokens the remainder is empty: the same answers with and without it."""
+    run = study.load_run(done / "runs" / "groups" / "seed-0")
+    images = torch.randn(2, 3, 64, 64)
+    found = []
+    for remainder in (False, True):
+        with study.changed(run.network, study.Test(64, "", top_k=256, remainder=remainder), 32):
+            found.append(run.network(images))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
+    layers = study.compared_layers(run.network)
+    assert [(layer.top_k, layer.remainder) for layer in layers] == [(32, False)] * 2
+
+
+def test_what_is_done_is_not_done_again(
+    study: ModuleType, done: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study, "fit", lambda *_, **__: pytest.fail("trained again"))
+    monkeypatch.setattr(study, "evaluate", lambda *_, **__: pytest.fail("tested again"))
+    (done / "summary.json").unlink()
+    assert study.main([*words, "--out", str(done)]) == 0
+    assert (done / "summary.json").is_file()
+
+
+def test_a_lost_test_alone_is_repeated(
+    study: ModuleType, done: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a kill between two tests: the finished training is kept."""
+    lost = done / "logits" / "windows" / "seed-0" / "64-as-trained.npz"
+    before = lost.read_bytes()
+    lost.unlink()
+    tested = []
+    evaluate = study.evaluate
+    monkeypatch.setattr(study, "evaluate", lambda *a, **k: (tested.append(1), evaluate(*a, **k)))
+    assert study.main([*words, "--out", str(done)]) == 0
+    assert len(tested) == 1
+    assert lost.read_bytes() == before
+
+
+def test_a_kind_that_another_process_works_on_is_left_to_it(
+    study: ModuleType,
+    words: list[str],
+    tmp_path: Path,
+    at_work: Callable[[Path], int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    trained = []
+    monkeypatch.setattr(study, "train", lambda study, kind, seed: trained.append(kind))
+    monkeypatch.setattr(study, "load_run", lambda run: None)
+    monkeypatch.setattr(study, "measure", lambda *_: None)
+    at_work(tmp_path / "logits" / "all-keys" / "seed-0")
+    (tmp_path / "settings.json").write_text(
+        json.dumps(study.parse([*words, "--out", "x"]).settings())
+    )
+    assert study.main([*words, "--out", str(tmp_path)]) == 0
+    assert trained == [kind for kind in study.KINDS if kind != "all keys"]
+    assert "all keys, seed 0: another process is at work on it" in capsys.readouterr().out
+
+
+def test_bad_input_is_refused_in_a_sentence(
+    study: ModuleType,
+    done: Path,
+    words: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refused(*changed: str) -> str:
+        assert study.main([*words, *changed]) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1
+        return lines[0]
+
+    missing = refused("--data", str(tmp_path), "--out", str(tmp_path / "out"))
+    assert missing.endswith(f"{tmp_path / 'train'} is missing")
+    assert not (tmp_path / "out").exists()
+    assert "now" in refused("--out", str(done), "--epochs", "2")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("mine")
+    assert "not this study's" in refused("--out", str(tmp_path / "other"))
+    assert "is a file" in refused("--out", str(tmp_path / "other" / "notes.txt"))
+
+
+def test_an_unknown_option_is_refused(
+    study: ModuleType, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        study.parse([*words, "--out", "x", "--epoch", "2"])
+    assert "unknown argument '--epoch'" in capsys.readouterr().err
+
+
+def test_intervals_over_images_count_an_image_once(study: ModuleType) -> None:
+    """Four copies of a seed say no more about images than one."""
+    first = {seed: np.arange(100) % 4 == 0 for seed in range(4)}
+    second = {seed: np.arange(100) % 5 == 0 for seed in range(4)}
+    compare = sys.modules["studies.content_selection_summary"].compare
+    one = compare({0: first[0]}, {0: second[0]})
+    four = compare(first, second)
+    assert one["ahead"] == pytest.approx(5.0)
+    assert four["half_over_images"] == pytest.approx(one["half_over_images"])
+    assert four["half_over_seeds"] == pytest.approx(0.0)
+    assert one["half_over_seeds"] is None
