@@ -60,10 +60,11 @@ def runs_of(row: dict[str, Any], key: str) -> list[float]:
 def native_files() -> list[str]:
     """The raw files of the native kernel, `native_*.json`, by name.
 
-    They are as `python benchmarks/bench.py attention --json` prints them: `machine` with `processor` and `threads`, and
-    `rows` with `case` ("B1 H2 L16384 k98 G48 D32 float32"), `sdpa_ms`, `dgt_ms`, `ratio`, and, where
-    they were measured, `ratio_backward`, and `ratios` and `ratios_backward` of several runs. Other
-    files of that name, without such rows, are left to tables of their own.
+    They are as `python benchmarks/bench.py attention --json` prints them: `machine` with
+    `processor` and `threads`, and `rows` with `case` ("B1 H2 L16384 k98 G48 D32 float32"),
+    `sdpa_ms`, `dgt_ms`, `ratio`, and, where they were measured, `ratio_backward`, and `ratios` and
+    `ratios_backward` of several runs. Other files of that name, without such rows, are left to
+    tables of their own.
     """
     paths = sorted(RESULTS.glob("native_*.json"))
     return [path.stem for path in paths if _is_of_the_attention(read(path.stem))]
@@ -75,7 +76,9 @@ def _is_of_the_attention(content: Any) -> bool:
 
 
 def attention_files() -> list[str]:
-    """The raw files of the attention's times: the native kernel's if there are any, else the eager path's."""
+    """The raw files of the attention's times: the native kernel's if there are any, else the eager
+    path's.
+    """
     return native_files() or ["attention_cpu", "attention_zen4"]
 
 
@@ -129,7 +132,9 @@ def attention_memory() -> Cells:
 
 @table
 def attention_bound() -> Cells:
-    """The eager operator against its bound by products, on both processors, on one thread and on two."""
+    """The eager operator against its bound by products, on both processors, on one thread and on
+    two.
+    """
     found: dict[str, dict[tuple[int, str], str]] = {}
     for row in read("attention_bound"):
         where = generation(row["machine"]["processor"])
@@ -151,7 +156,9 @@ def attention_bound() -> Cells:
 
 @table
 def three_numbers() -> Cells:
-    """What the README shows: speed of the attention, what choosing keys is worth, a model accelerated."""
+    """What the README shows: speed of the attention, what choosing keys is worth, a model
+    accelerated.
+    """
     return [
         ["", "DG-Attention", "beside it", "measured on"],
         _fast_row(),
@@ -218,7 +225,10 @@ def _accelerated_row() -> list[str]:
 
 
 def _runtimes(batch: int, name: str = "runtimes") -> Cells:
-    """Every model in every runtime: milliseconds an image, and relative to Swin-T there; its best first."""
+    """Every model in every runtime: milliseconds an image, and relative to Swin-T there.
+
+    Its best first.
+    """
     models: dict[str, list[dict[str, Any]]] = {}
     for row in read(f"{name}_batch{batch}")["rows"]:
         models.setdefault(row["model"], []).append(row)
@@ -287,7 +297,9 @@ def runtimes_on_zen_4_with_eight_images() -> Cells:
 
 @table
 def beside_global_attention() -> Cells:
-    """DGT-T in parts of the time of itself with global attention in all stages, and what the products let expect."""
+    """DGT-T in parts of the time of itself with global attention in all stages, and what the
+    products let expect.
+    """
     rows = []
     for row in (
         row for row in read("runtimes_global")["rows"] if "time_of_global" in row
