@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from dgt_command.recipe_files import did_you_mean, known_keys, override_keys, unknown_key
+from dgt_command.recipe_files import known_keys, override_keys, wrong_key
 
 WITH_KEYS = {"ignore_unknown_options": True}
 """Settings of a command that takes keys of a recipe among its words, `--section.key value`."""
@@ -55,26 +55,13 @@ def existing_folder(context: click.Context, parameter: click.Parameter, value: s
     return value
 
 
-def check_words(words: Sequence[str], task: str | None = None) -> None:
-    """Refuse the words of a command line if they set a key that no recipe has.
+def check_words(words: Sequence[str]) -> None:
+    """Refuse the words of a command line if they set a key that the recipes of no task have.
 
     Args:
         words: what the command did not take for itself.
-        task: of the recipe; None where it is not known yet: then any task may have the key.
     """
-    tasks: Iterable[str] = ("classify", "segment", "detect") if task is None else (task,)
-    known: dict[str, Any] = {}
-    for name in tasks:
-        known |= known_keys(name) or {}
-    open_sections = tuple(f"{key}." for key, default in known.items() if default == {})
-    sections = {key.rpartition(".")[0] for key in known}
-    for key in sorted(override_keys(words)):
-        if known and not (key in known or key in sections or key.startswith(open_sections)):
-            raise Mistake(unknown_key(key, known))
-
-
-def refuse_name(what: str, name: str, known: Sequence[str]) -> Mistake:
-    """The error for a name that is none of those known."""
-    return Mistake(
-        f"there is no {what} {name!r}: {did_you_mean(name, known)}known are {', '.join(known)}"
-    )
+    keys: dict[str, Any] = {key: {} for key in sorted(override_keys(words))}
+    mistake = wrong_key(keys, known_keys(None) or {})
+    if mistake is not None:
+        raise Mistake(mistake)

@@ -149,10 +149,22 @@ def override_keys(words: Sequence[str]) -> set[str]:
     return {word[2:].partition("=")[0] for word in words if word.startswith("--")}
 
 
-def known_keys(task: str) -> dict[str, Any] | None:
-    """All keys of a task's recipes with their defaults; None for an unknown task."""
-    keys: dict[str, Any] | None = json.loads(KEYS.read_text(encoding="utf-8")).get(task)
-    return keys
+def known_keys(task: str | None) -> dict[str, Any] | None:
+    """All keys of a task's recipes with their defaults.
+
+    Args:
+        task: None for those of all tasks.
+
+    Returns:
+        Defaults by flat key; None for an unknown task.
+    """
+    keys_of_tasks: dict[str, dict[str, Any]] = json.loads(KEYS.read_text(encoding="utf-8"))
+    if task is not None:
+        return keys_of_tasks.get(task)
+    merged: dict[str, Any] = {}
+    for keys in keys_of_tasks.values():
+        merged |= keys
+    return merged
 
 
 def wrong_key(given: Mapping[str, Any], known: Mapping[str, Any]) -> str | None:

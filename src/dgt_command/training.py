@@ -56,6 +56,7 @@ TRAIN_USAGE = "Usage: dgt train RECIPE [--resume auto] [--data.root DIR] [--sect
 )
 def demo(out: str, epochs: int | None, seed: int) -> None:
     """Train, evaluate and draw on the built-in scenes, in a few minutes."""
+    import dgt.training  # noqa: F401  # isort: skip  (first: without the extra, it is what is named)
     from dgt.app.demo import run
 
     quiet_fabric()

@@ -209,9 +209,8 @@ def source_of_run(run: LoadedRun, features: bool = False) -> Source:
     data = run.recipe.data
     size = _only_size(run)
     about = {"model": run.recipe.model.name, "task": task.name}
-    for key in ("mean", "std", "image_size"):
-        if key in data:
-            about[key] = json.dumps(data[key])
+    for key in task.input_keys:
+        about[key] = json.dumps(data[key])
     if features:
         return _source_of_features(run, size, about)
     if not task.outputs:

@@ -135,6 +135,7 @@ class Task:
         has_backbone: whether the network is a head on a backbone, its attribute `backbone`, a
             `FeatureBackbone`; else it is timm's classifier itself, and its data has the
             classifier's `crop_ratio`.
+        input_keys: settings of its data that say how images are prepared for the network.
         has_label_maps: whether its targets are label maps, and its data scales images to fit
             `scale`.
     """
@@ -155,6 +156,7 @@ class Task:
     shares: tuple[str, ...] = ()
     has_backbone: bool = False
     has_label_maps: bool = False
+    input_keys: tuple[str, ...] = ("mean", "std", "image_size")
 
     def summary(self, metrics: Mapping[str, float]) -> str:
         """The headline metrics in percent, as far as they are there: `top-1 81.20 %  top-5 95.00

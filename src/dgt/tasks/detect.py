@@ -261,4 +261,6 @@ DETECT = Task(
     has_results=True,
     outputs=(),  # lists of objects
     has_backbone=True,
+    # torchvision's detectors normalize images themselves
+    input_keys=("image_size",),
 )
