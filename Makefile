@@ -59,6 +59,8 @@ test-timm: $(NATIVE)
 
 test-kernels: $(NATIVE)
 	$(BIN)/python benchmarks/compile_kernels.py --arch 90
+	$(BIN)/python benchmarks/compile_kernels.py --others
+	$(BIN)/python benchmarks/gpu_model/estimate.py --forward --check
 
 docs: $(NATIVE) ## check every number of the pages, build the site in build/site; warnings are errors, nothing is fetched
 	$(BIN)/python benchmarks/tables.py --check

@@ -1,30 +1,29 @@
 """Compile every kernel for a GPU that need not be there, and list what it takes of the chip.
 
-    python benchmarks/compile_kernels.py --arch 90 [--json]
+    python benchmarks/compile_kernels.py [--arch 90] [--dtype bfloat16] [--json]
+    python benchmarks/compile_kernels.py --others
 
 The operator, its gradients and the forms of the appendix are walked on meta tensors with the shapes
-of DGT-T's stages (bfloat16), and all that they would launch is compiled. Exits with 1 if a kernel
-does not compile, spills registers, or exceeds its budget of registers, shared memory, programs at
-once or instructions of a loop.
+of DGT-T's stages, and all that they would launch is compiled. Exits with 1 if a kernel does not
+compile, spills registers, or, in bfloat16 for sm_90, exceeds its budget of registers, shared
+memory, programs at once or instructions of a loop. ``--others`` compiles what a model launches for
+other GPUs and types, two shapes each, and checks that it fits their shared memory.
 """
 
 import argparse
+import collections
 import json
 import re
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import triton
-from torch import Tensor
+from gpu_model.compiling import body, source_of, tool
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-from dgt.ops.triton import operators, products
+from dgt.ops.triton import common, operators, products
 from dgt.ops.triton.launch import Launch, interpreting, recording
 from dgt.ops.triton.passes import sort_queries
 
@@ -37,6 +36,16 @@ STAGES = {
     "vision": (8, 4101, 6, 98),
     "wide": (8, 4096, 6, 98),  # the widest heads
 }  # fmt: skip
+OTHER_STAGES = ("stage 1", "stage 3")
+OTHER_TARGETS = (
+    (80, "float16"),
+    (86, "bfloat16"),
+    (90, "float32"),
+    (100, "bfloat16"),
+    (100, "float16"),
+)
+# of a program, at most
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 CHANNELS = {"vision": 64, "wide": 128}
 PREFIX = 5
 GROUPS = 48
@@ -49,8 +58,9 @@ BUDGETS = {
     "mark_candidates": (128, 49152, 400, 3),
     "pick_best": (128, 8192, 720, 4), "pick_all": (64, 4096, 120, 32), "attend_tiles": (128, 28672, 360, 4),
     "query_gradient": (128, 32768, 360, 4), "key_gradients": (224, 32768, 640, 2),
-    "attend_tiles, few": (96, 16384, 220, 5),
-    "query_gradient, few": (128, 32768, 320, 4), "key_gradients, few": (144, 16384, 500, 6),
+    "attend_densely": (96, 16384, 220, 5),
+    "query_gradient_densely": (128, 32768, 320, 4), "key_gradients_densely": (168, 16384, 500, 6),
+    "add_runs": (64, 8192, 80, 8),
     "gather_partials": (96, 8192, 200, 4), "mark_keys": (48, 8192, 0, 8), "fill_entries": (64, 8192, 140, 8),
     "sum_up_rest": (152, 49152, 704, 3), "sum_run": (128, 16384, 400, 4),
 }  # fmt: skip
@@ -65,14 +75,6 @@ WIDE = {  # what differs for D 64 and D 128
         "key_gradients": (176, 40960, 320, 2), "sum_run": (240, 32768, 720, 2),
     },
 }  # fmt: skip
-TYPES = {
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.bool: "i1",
-    torch.int16: "i16",
-}
-INTEGERS = {torch.int64: "i64", torch.int32: "i32"}
 
 
 class Report(NamedTuple):
@@ -89,8 +91,13 @@ class Report(NamedTuple):
     error: str
 
 
-def walk(name: str, channels: int = 32, dtype: torch.dtype = torch.bfloat16) -> list[Launch]:
-    """Record all launches of the operator, its gradients and the forms on the shape of a stage."""
+def walk(
+    name: str, channels: int = 32, dtype: torch.dtype = torch.bfloat16, plain: bool = False
+) -> list[Launch]:
+    """Record all launches of the operator, its gradients and the forms on the shape of a stage.
+
+    A ``plain`` walk has no masks and no steps of their own: what a model launches.
+    """
     batch, tokens, heads, top_k = STAGES[name]
     channels = CHANNELS.get(name, channels)
     like: dict[str, Any] = {"device": "meta", "dtype": dtype}
@@ -111,72 +118,25 @@ def walk(name: str, channels: int = 32, dtype: torch.dtype = torch.bfloat16) -> 
             bias = torch.empty(key.shape[:3], device="meta")
             body(operators.attend)(query, key, value, *ids[:2], 1.0, bias)
             return launches
-        for key_mask in (None, mask):
+        for key_mask in (None,) if plain else (None, mask):
             output, logsum, group_ids, key_ids, *extra = body(operators.attention)(
                 query, key, value, centroids, top_k, 1.0, key_mask
             )
+            if plain:
+                continue
             body(operators.select_keys)(centroids, key, top_k, key_mask)
             body(operators.group_queries)(query, centroids, key_mask)
-        body(operators.attend)(query, key, value, group_ids, key_ids, 1.0)
         saved = (output, query, key, value, output, logsum, group_ids, key_ids, *extra, 1.0)
         body(operators.attend_backward)(*saved)
         body(operators.group_statistics)(query, group_ids, GROUPS)
+        if plain:
+            return launches
+        body(operators.attend)(query, key, value, group_ids, key_ids, 1.0)
         segments = sort_queries(group_ids, GROUPS)
         weights = products.by_rows(1, query, key, segments, key_ids)
         products.by_rows(2, weights, value, segments, key_ids)
         products.by_columns(weights, output, segments, key_ids, tokens)
     return launches
-
-
-def body(operator: Any) -> Any:
-    """The function under ``torch.library.custom_op``, which on meta tensors itself would only tell
-    shapes.
-    """
-    return getattr(operator, "_init_fn", operator)
-
-
-def describe_argument(value: Any) -> tuple[str, bool]:
-    """Type of an argument in a signature, and whether it is known to be divisible by 16."""
-    if isinstance(value, Tensor):
-        return "*" + (TYPES | INTEGERS)[value.dtype], True
-    if isinstance(value, float):
-        return "fp32", False
-    if value is None or value == 1:
-        return "constexpr", False
-    return ("i32" if -(2**31) <= value < 2**31 else "i64"), value % 16 == 0
-
-
-def source_of(launch: Launch) -> tuple[ASTSource, dict[str, int]]:
-    """Specialise a kernel for the arguments of a launch as Triton itself would.
-
-    Source, and options of the compiler.
-    """
-    kernel = launch.kernel
-    names = kernel.arg_names
-    options = {name: value for name, value in launch.options.items() if name not in names}
-    signature: dict[str, str] = {}
-    constants: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], Any] = {}
-    for place, name in enumerate(names):
-        if place < len(launch.arguments):
-            signature[name], even = describe_argument(launch.arguments[place])
-            if signature[name] == "constexpr":
-                constants[(place,)] = launch.arguments[place]
-            elif even:
-                attributes[(place,)] = [["tt.divisibility", 16]]
-        else:
-            signature[name], constants[(place,)] = "constexpr", launch.options[name]
-    return ASTSource(kernel, signature, constants, attributes), options
-
-
-def tool(name: str, *options: str, cubin: bytes) -> str:
-    """What a CUDA tool that Triton brings says of a cubin."""
-    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(folder / name), *options, file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
@@ -214,17 +174,19 @@ def blocks_of(registers: int, shared: int, warps: int) -> int:
     return min(by_registers, (228 << 10) // (shared + 1024), 64 // warps, 32)
 
 
-def over_budget(row: Report, arch: int) -> str:
+def over_budget(row: Report, arch: int, budgets: bool = True) -> str:
     """What exceeds the budget of a kernel.
 
     Nothing where it has none, or on another architecture.
     """
     if row.error or row.spilled_bytes:
         return row.error or f"spills {row.spilled_bytes} bytes"
-    budgets = BUDGETS | WIDE.get(row.shape, {})
-    if arch != 90 or row.kernel not in budgets:
+    limits = BUDGETS | WIDE.get(row.shape, {})
+    if row.shared_bytes > SHARED_BYTES.get(arch, 227 << 10):
+        return f"shared bytes {row.shared_bytes} ({SHARED_BYTES[arch]} there are)"
+    if not budgets or arch != 90 or row.kernel not in limits:
         return ""
-    registers, shared, loop, blocks = budgets[row.kernel]
+    registers, shared, loop, blocks = limits[row.kernel]
     found = [
         f"{name} {value} ({limit} allowed)"
         for name, value, limit in (
@@ -244,10 +206,8 @@ def over_budget(row: Report, arch: int) -> str:
 def compile_launch(launch: Launch, shape: str, arch: int) -> Report:
     """Compile one launch for one architecture."""
     source, options = source_of(launch)
-    name, warps = (
-        launch.kernel.__name__ + ", few" * bool(launch.options.get("FEW")),
-        options["num_warps"],
-    )
+    name, warps = launch.kernel.__name__, options["num_warps"]
+    common.compiled_for.append(arch)
     try:
         built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
         cubin, shared = built.asm["cubin"], built.metadata.shared
@@ -267,18 +227,52 @@ def compile_launch(launch: Launch, shape: str, arch: int) -> Report:
             -1,
             f"{type(error).__name__}: {error}".splitlines()[0],
         )
+    finally:
+        common.compiled_for.pop()
 
 
-def reports(arch: int) -> Iterator[Report]:
-    """Compile every distinct launch of every stage."""
+def reports(
+    arch: int,
+    dtype: torch.dtype = torch.bfloat16,
+    shapes: Iterable[str] = tuple(STAGES),
+    plain: bool = False,
+) -> Iterator[Report]:
+    """Compile every distinct launch of some stages."""
     seen = set()
-    for shape in STAGES:
-        for launch in walk(shape):
+    for shape in shapes:
+        for launch in walk(shape, dtype=dtype, plain=plain):
             source, options = source_of(launch)
             mark = (source.hash(), tuple(sorted(options.items())))
             if mark not in seen:
                 seen.add(mark)
                 yield compile_launch(launch, shape, arch)
+
+
+def others() -> Iterator[tuple[int, str, Report]]:
+    """What a model launches, for other GPUs and types."""
+    for arch, dtype in OTHER_TARGETS:
+        for row in reports(arch, getattr(torch, dtype), OTHER_STAGES, plain=True):
+            yield arch, dtype, row
+
+
+def check_others() -> int:
+    """Compile for the others and print one line each.
+
+    1 if a kernel does not compile, spills, or does not fit.
+    """
+    failed, count = [], collections.Counter[str]()
+    for arch, dtype, row in others():
+        count[f"sm_{arch} {dtype}"] += 1
+        # Float32 is multiplied without the matrix units, which takes more registers than a thread
+        # has.
+        words = over_budget(
+            row._replace(spilled_bytes=0) if dtype == "float32" else row, arch, budgets=False
+        )
+        failed += [f"sm_{arch} {dtype} {row.kernel} on {row.shape}: {words}"] if words else []
+    for target, number in count.items():
+        print(f"{target}: {number} kernels")
+    print(*failed, sep="\n", file=sys.stderr)
+    return int(bool(failed))
 
 
 def table(rows: list[Report]) -> str:
@@ -303,12 +297,21 @@ def main(arguments: list[str] | None = None) -> int:
         default=90,
         help="compute capability times ten: 80, 90, 100 (default: 90)",
     )
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument(
+        "--others", action="store_true", help="other GPUs and types instead, two shapes each"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
     if interpreting():
         parser.error("TRITON_INTERPRET is set: nothing can be compiled; unset it")
-    found = list(reports(options.arch))
-    failed = {row: words for row in found if (words := over_budget(row, options.arch))}
+    if options.others:
+        return check_others()
+    found = list(reports(options.arch, getattr(torch, options.dtype)))
+    with_budgets = options.dtype == "bfloat16"
+    failed = {
+        row: words for row in found if (words := over_budget(row, options.arch, with_budgets))
+    }
     if options.json:
         kernels = [row._asdict() for row in found]
         versions = {"triton": triton.__version__, "torch": torch.__version__}
@@ -319,9 +322,8 @@ def main(arguments: list[str] | None = None) -> int:
             )
         )
     else:
-        print(
-            f"Triton {triton.__version__}, torch {torch.__version__}, sm_{options.arch}, bfloat16, D 32, G {GROUPS}"
-        )
+        versions_told = f"Triton {triton.__version__}, torch {torch.__version__}"
+        print(f"{versions_told}, sm_{options.arch}, {options.dtype}, D 32, G {GROUPS}")
         print(table(found))
     for row, words in failed.items():
         print(f"{row.kernel} on {row.shape}: {words}", file=sys.stderr)

@@ -1,35 +1,42 @@
 """The whole operator on a GPU against what users would pick instead, with the share of the floor it reaches.
 
-    python benchmarks/gpu_attention.py forward|backward|profile|accelerated --out FILE.json [--cases 3136,196]
+    python benchmarks/gpu_attention.py first|forward|backward|profile|accelerated --out FILE.json [--cases 3136,196]
+        [--inputs random,scenes] [--seconds 280] [--dry-run]
 
-Grouping, selection and attention in bfloat16, D 32, G 48, beside SDPA over all keys, as PyTorch picks its kernel and as
-flash attention, SDPA in windows of 49 keys (what Swin does; the windows are cut beforehand), the steps launched one by
-one, and the products of the paper's appendix with P in memory. Every case is first checked: its groups and keys against
-scores in float64, its output against dense attention under a mask. A row is on disk as soon as it is measured, and says
-what failed in it. The floor is the larger of the fewest bytes over the memory's rate and the operations over the matrix
-units' rate, both measured at the start. `profile` lists every kernel of forward and backward with its time; kernels are
-counted once. `accelerated` is forward of what `dgt.accelerate` puts into a vision transformer: D 64, a prefix of 5
-tokens, a remainder, beside SDPA.
+Grouping, selection and attention in bfloat16, D 32, G 48, on random numbers and on what DGT-T makes of images (the
+built-in scenes), beside compiled FlexAttention over gathered keys, SDPA over all keys, as PyTorch picks its kernel and
+as flash attention, SDPA in windows of 49 keys (what Swin does; the windows are cut beforehand), the steps launched one
+by one, and the products of the paper's appendix with P in memory. Every case is first checked: its groups and keys
+against scores in float64, its output against dense attention under a mask. A row is on disk as soon as it is measured,
+and says what failed in it. The floor is the larger of the fewest bytes over the memory's rate and the operations over
+the matrix units' rate, both measured at the start. `first` is for the first minutes on a new machine: times of the
+operator and of flash attention, and every kernel's time beside the model's prediction. `profile` lists every kernel of
+forward and backward with its time; kernels are counted once. `accelerated` is forward of what `dgt.accelerate` puts
+into a vision transformer: D 64, a prefix of 5 tokens, a remainder, beside SDPA. No case is begun after ``--seconds``
+(exit status 3); the same call again goes on where it stopped.
 """
 
 import argparse
-import json
+import functools
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_common import Rows, attempt, ratios, times
+from gpu_common import Rows, attempt, predicted, ratios, scene_inputs, times
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.profiler import ProfilerActivity, profile
 from triton.testing import do_bench
 
 import dgt
+from dgt.ops.backends import BACKENDS
 from dgt.ops.triton import operators as kernels
 
 CASES = ((128, 2, 3136, 98), (128, 8, 196, 98), (32, 2, 16384, 512), (8, 2, 64000, 500), (128, 4, 784, 98),
@@ -37,7 +44,6 @@ CASES = ((128, 2, 3136, 98), (128, 8, 196, 98), (32, 2, 16384, 512), (8, 2, 6400
 ACCELERATED, PREFIX = ((8, 6, 4096, 98), (8, 6, 16384, 98)), 5
 TARGETS = {3136: 5.0, 16384: 8.0, 64000: 25.0, 196: 1 / 1.5}  # times as fast as flash attention over all keys
 CHANNELS, GROUPS, WINDOW = 32, 48, 49
-MODEL = Path(__file__).parent / "results" / "gpu_model.json"
 
 Case = tuple[int, int, int, int]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -46,25 +52,51 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 def main() -> None:
     """Measure one part, case by case; 1 if anything failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["forward", "backward", "profile", "accelerated"])
+    parser.add_argument("part", choices=["first", "forward", "backward", "profile", "accelerated"])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cases", help="numbers of tokens, comma-separated (default: all)")
+    parser.add_argument("--inputs", default="random,scenes", help="random, scenes or both (default)")
+    parser.add_argument("--seconds", type=float, default=540, help="begin no case after so many (default: 540)")
+    parser.add_argument("--dry-run", action="store_true", help="only list what would be measured")
     options = parser.parse_args()
+    started, failed = time.monotonic(), False
+    planned = list(plan(options.part, options.cases, options.inputs.split(",")))
+    if options.dry_run:
+        print(*(f"{options.part}: {name_of(case)}, {inputs}" for case, inputs in planned), sep="\n")
+        return
     torch.manual_seed(0)
     rows, measured = Rows(options.out, options.part), device_rates()
     rows.document["machine"] |= {"bytes_per_second": measured[0], "operations_per_second": measured[1]}
-    failed = False
-    for case in ACCELERATED if options.part == "accelerated" else CASES:
-        if options.cases and str(case[2]) not in options.cases.split(","):
+    for case, inputs in planned:
+        named = {"case": name_of(case), "inputs": inputs}
+        if rows.has(**named):
             continue
-        row = {"case": "B{} H{} L{} k{}".format(*case) + f" G{GROUPS} bfloat16"}
-        if options.part == "accelerated":
-            row |= attempt("case", partial(accelerated, case))
-        else:
-            row |= attempt("case", partial(alone, case, options.part, measured))
+        if time.monotonic() - started > options.seconds:
+            print("out of time: call again to go on")
+            sys.exit(3)
+        step = accelerated if options.part == "accelerated" else partial(alone, part=options.part, measured=measured)
+        row = named | attempt("case", lambda step=step, case=case, inputs=inputs: step(case, inputs))
         failed |= any(name.endswith("_error") for name in row)
         rows.add(row)
     sys.exit(int(failed))
+
+
+def name_of(case: Case) -> str:
+    """A case as rows name it."""
+    batch, heads, tokens, top_k = case
+    return f"B{batch} H{heads} L{tokens} k{top_k} G{GROUPS} bfloat16"
+
+
+def plan(part: str, cases: str | None, inputs: list[str]) -> Iterator[tuple[Case, str]]:
+    """What a part measures: cases of interest first, each on all inputs."""
+    if part == "accelerated":
+        wanted, inputs = ACCELERATED, ["random"]
+    else:
+        wanted = CASES[:4] if part == "first" else CASES
+    for case in wanted:
+        if not cases or str(case[2]) in cases.split(","):
+            for name in inputs:
+                yield case, name
 
 
 def device_rates() -> tuple[float, float]:
@@ -77,25 +109,32 @@ def device_rates() -> tuple[float, float]:
     return 2e3 * source.nbytes / copy, 2e3 * 8192**3 / product
 
 
-def alone(case: Case, part: str, measured: tuple[float, float]) -> dict[str, Any]:
+def alone(case: Case, inputs: str, part: str, measured: tuple[float, float]) -> dict[str, Any]:
     """The row of a part: times of all candidates, or of kernels."""
-    *tensors, centroids = inputs(*case[:3])
+    batch, heads, tokens, top_k = case
+    *tensors, centroids = random_inputs(batch, heads, tokens) if inputs == "random" else scene_inputs(batch, tokens)
     attend = candidates(case, centroids)
-    check(*(tensor[:1] for tensor in tensors), centroids, case[3])
+    check(*(tensor[:1] for tensor in tensors), centroids, top_k)
+    backward = part == "backward"
+    model = predicted(tokens, top_k, inputs, "backward" if backward else "forward")
+    row: dict[str, Any] = {"model_us": model}
+    if part in ("profile", "first"):
+        row["kernels_us"] = kernel_times(attend["triton"], *tensors, backward=part == "profile")
     if part == "profile":
-        return {"kernels_us": kernel_times(attend["triton"], *tensors)}
-    row, backward = {"model_ms": predicted(case, part)}, part == "backward"
+        return row
     for name, function in attend.items():
+        if part == "first" and name not in ("triton", "flash"):
+            continue
         given = [windowed(tensor) for tensor in tensors] if name == "windows" else tensors
         row |= attempt(name, partial(timings, name, function, backward, *given))
         del given
-    row |= {"floor_ms": (floor := floor_ms(case, *measured, backward)), "target": TARGETS.get(case[2])}
+    row |= {"floor_ms": (floor := floor_ms(case, *measured, backward)), "target": TARGETS.get(tokens)}
     ways = [way for way in ("", "_graph") if f"triton{way}_ms" in row]
     row |= {f"share_of_floor{way}": floor / row[f"triton{way}_ms"] for way in ways}
     return row | ratios(row, list(attend)[1:])
 
 
-def accelerated(case: Case) -> dict[str, Any]:
+def accelerated(case: Case, _: str) -> dict[str, Any]:
     """The row of an accelerated call: with the layer's centroids, with the image's own, SDPA, the plain path."""
     batch, heads, tokens, top_k = case
     qkv = torch.randn(batch, PREFIX + tokens, 3, heads, 64, device="cuda", dtype=torch.bfloat16)
@@ -119,14 +158,13 @@ def accelerated(case: Case) -> dict[str, Any]:
     if not error <= 0.01:
         raise RuntimeError(f"wrong result before timing: {error:.2e} of its size from the plain path")
     row: dict[str, Any] = {"channels": 64, "prefix": PREFIX, "remainder": True, "error": error}
-    row["model_ms"] = predicted(case, "accelerated")
     with torch.no_grad():
         for name, step in steps.items():
             row |= attempt(name, partial(times, name, step, graph=name != "torch"))
     return row | ratios(row, list(steps)[1:])
 
 
-def inputs(batch: int, heads: int, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def random_inputs(batch: int, heads: int, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Query, key and value with heads interleaved, as a projection leaves them, and centroids."""
     qkv = torch.randn(batch, tokens, 3, heads, CHANNELS, device="cuda", dtype=torch.bfloat16)
     query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
@@ -140,9 +178,12 @@ def candidates(case: Case, centroids: Tensor) -> dict[str, Attend]:
         "triton": lambda q, k, v: dgt.dynamic_group_attention(q, k, v, centroids, top_k, backend="triton").output,
         "sdpa": F.scaled_dot_product_attention,
         "flash": flash,
+        "flex": partial(flex_over_gathered, centroids, top_k),
         "windows": F.scaled_dot_product_attention,
         "steps": lambda q, k, v: dgt.attend(q, k, v, *ids_of(q, k, centroids, top_k), backend="triton"),
     }
+    if "torch" in BACKENDS:
+        found["torch"] = lambda q, k, v: dgt.dynamic_group_attention(q, k, v, centroids, top_k, backend="torch").output
     if batch * heads * tokens * top_k * 2 < 16e9:  # P must fit
         found["forms"] = lambda q, k, v: forms(q, k, v, *ids_of(q, k, centroids, top_k))
     return found
@@ -157,6 +198,32 @@ def forms(query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids:
     """Attention of the products of the paper's appendix, P in memory."""
     scores = dgt.group_matmul(1, query * CHANNELS**-0.5, key, group_ids, key_ids, backend="triton")
     return dgt.group_matmul(2, scores.softmax(-1), value, group_ids, key_ids, backend="triton")
+
+
+@functools.cache
+def compiled_flex() -> Any:
+    """FlexAttention, compiled once for all shapes that are alike."""
+    return torch.compile(flex_attention)
+
+
+def flex_over_gathered(centroids: Tensor, top_k: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """What one would write with FlexAttention: queries sorted by group, keys gathered, a block mask of groups.
+
+    Groups and keys come from our operators, so that the attention alone is another.
+    """
+    group_ids, key_ids = ids_of(query, key, centroids, top_k)
+    groups, order = group_ids.sort(-1)
+    rows = order[..., None].expand(-1, -1, -1, CHANNELS)
+    chosen = key_ids.flatten(2)[..., None].expand(-1, -1, -1, CHANNELS)
+
+    def same_group(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return groups[b, h, q] == kv // top_k
+
+    batch, heads, tokens = group_ids.shape
+    mask = create_block_mask(same_group, batch, heads, tokens, GROUPS * top_k, device=query.device, _compile=True)
+    gathered = [tensor.gather(2, chosen) for tensor in (key, value)]
+    found = compiled_flex()(query.gather(2, rows), *gathered, block_mask=mask)
+    return torch.empty_like(found).scatter(2, rows, found)
 
 
 def flash(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -207,12 +274,6 @@ def timings(name: str, attend: Attend, backward: bool, *tensors: Tensor) -> dict
     return row | times(name, lambda: torch.autograd.grad(attend(*leaves), leaves, grad))
 
 
-def predicted(case: Case, part: str) -> float | None:
-    """What the cycle model says of the kernels, in milliseconds, where it has been asked."""
-    known: dict[str, float] = json.loads(MODEL.read_text())["ms"] if MODEL.exists() else {}
-    return known.get(f"{part} L{case[2]} k{case[3]}")
-
-
 def floor_ms(case: Case, bandwidth: float, rate: float, backward: bool) -> float:
     """The least time: each input read once, each output written once, every operation on the matrix units."""
     heads, tokens, top_k = case[0] * case[1], case[2], case[3]
@@ -225,13 +286,15 @@ def floor_ms(case: Case, bandwidth: float, rate: float, backward: bool) -> float
     return 1e3 * seconds
 
 
-def kernel_times(attend: Attend, *tensors: Tensor) -> dict[str, float]:
-    """Microseconds of every kernel in one forward and backward pass, the largest first."""
-    leaves = [t.detach().requires_grad_() for t in tensors]
+def kernel_times(attend: Attend, *tensors: Tensor, backward: bool) -> dict[str, float]:
+    """Microseconds of every kernel in one forward pass, or forward and backward, the largest first."""
+    leaves = [t.detach().requires_grad_(backward) for t in tensors]
     grad = torch.randn_like(attend(*leaves))
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
         for _ in range(5):
-            torch.autograd.grad(attend(*leaves), leaves, grad)
+            output = attend(*leaves)
+            if backward:
+                torch.autograd.grad(output, leaves, grad)
         torch.cuda.synchronize()
     on_device = [event for event in trace.key_averages() if event.device_type == DeviceType.CUDA]
     if not on_device:

@@ -1,9 +1,12 @@
-"""What the GPU benchmarks share: rows that are on disk as soon as they are measured, and times of the device alone.
+"""What the GPU benchmarks share: rows that are on disk as soon as they are measured, times of the device, and inputs.
 
-Imports nothing but torch, Triton and `dgt.utils`, so that no missing package of training or serving can cost a result.
+Imports nothing but torch, Triton, timm and the parts of `dgt` that need no more, so that no missing package of training
+or serving can cost a result.
 """
 
+import contextlib
 import datetime
+import json
 import platform
 import shlex
 import sys
@@ -11,11 +14,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import timm
 import torch
 import triton
+from torch import Tensor
 from triton.testing import do_bench, do_bench_cudagraph
 
+import dgt
+from dgt.data.scenes import draw_scene
 from dgt.utils.atomic_write import write_json
+
+PIXELS = {196: (224, 224), 784: (224, 224), 3136: (224, 224), 16384: (512, 512), 64000: (1000, 1024)}
+DIFFERENT = 8  # images; a larger batch has them several times
+PREDICTIONS = Path(__file__).parent / "results" / "gpu_model.json"
 
 
 def machine() -> dict[str, Any]:
@@ -34,12 +45,31 @@ def machine() -> dict[str, Any]:
     }
 
 
+SAME = ("device", "torch", "triton", "cuda")  # what must not differ between the rows of a file
+
+
 class Rows:
-    """A JSON file of measured rows, whole after every row; an earlier file of that name is replaced."""
+    """A JSON file of measured rows, whole after every row.
+
+    An earlier file of the same part on the same device and versions is gone on with; another is replaced.
+    """
 
     def __init__(self, path: Path, part: str) -> None:
         self.path, self.part = path, part
         self.document: dict[str, Any] = {"machine": machine(), "rows": []}
+        with contextlib.suppress(OSError, ValueError):
+            earlier = json.loads(path.read_text(encoding="utf-8"))
+            alike = all(earlier["machine"].get(name) == self.document["machine"][name] for name in SAME)
+            if alike and all(row["part"] == part for row in earlier["rows"]):
+                self.document["rows"] = earlier["rows"]
+
+    def has(self, **named: Any) -> bool:
+        """Tell whether there is a row with these values and without an error."""
+        return any(
+            all(row.get(name) == value for name, value in named.items())
+            and not any(name.endswith("_error") for name in row)
+            for row in self.document["rows"]
+        )
 
     def add(self, row: dict[str, Any]) -> None:
         """Keep a row on disk, then print it."""
@@ -79,3 +109,52 @@ def ratios(row: dict[str, Any], names: list[str]) -> dict[str, float]:
             if f"triton{way}" in row and f"{name}{way}" in row:
                 found[f"times_as_fast_as_{name}{way.removesuffix('_ms')}"] = row[f"{name}{way}"] / row[f"triton{way}"]
     return found
+
+
+class EnoughError(Exception):
+    """Raised to end a forward pass whose later layers nobody needs."""
+
+
+def scene_inputs(batch: int, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Query, key, value and centroids of DGT-T's first layer of so many tokens, on the built-in scenes.
+
+    Its weights are random and its centroids seeded on these images. Neighbouring tokens are alike and groups unequal,
+    as on photographs: what random numbers never show.
+    """
+    rows, columns = PIXELS[tokens]
+    side = max(rows, columns)
+    images = [draw_scene(number, image_size=side).image[:, :rows, :columns] for number in range(min(batch, DIFFERENT))]
+    torch.manual_seed(0)
+    model = timm.create_model("dgt_tiny").cuda().eval()
+    found: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+
+    def keep(layer: Any, arguments: tuple[Tensor, ...]) -> None:
+        query, key, value = layer.split_heads(arguments[0])
+        layer.seed(query, None, True)
+        if query.shape[2] == tokens:
+            found.append((query, key, value, layer.unit_centroids()))
+            raise EnoughError
+
+    for layer in model.modules():
+        if isinstance(layer, dgt.DGAttention):
+            layer.register_forward_pre_hook(keep)
+            layer.backend = "torch"
+    with torch.no_grad(), contextlib.suppress(EnoughError):
+        pixels = torch.stack([image.float() / 255 for image in images]).cuda()
+        model((pixels - 0.45) / 0.225)
+    *heads, centroids = found[0]
+    turns = -(-batch // len(heads[0]))
+    # As a projection leaves them: heads interleaved.
+    query, key, value = (
+        head.bfloat16().transpose(1, 2).contiguous().repeat(turns, 1, 1, 1)[:batch].transpose(1, 2) for head in heads
+    )
+    return query, key, value, centroids
+
+
+def predicted(tokens: int, top_k: int, inputs: str, name: str) -> dict[str, float]:
+    """Microseconds of every step by the cycle model, where it has been asked; "all" is their sum."""
+    if not PREDICTIONS.exists():
+        return {}
+    rows = json.loads(PREDICTIONS.read_text(encoding="utf-8"))["rows"]
+    wanted = (f"L{tokens} k{top_k}", "random" if inputs == "random" else "photographs", name)
+    return {row["step"]: row["us"] for row in rows if (row["shape"], row["inputs"], row["pass"]) == wanted}

@@ -32,11 +32,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--size", type=int, choices=list(BATCHES), required=True)
     parser.add_argument("--mode", help="of torch.compile, as reduce-overhead (CUDA graphs), for inference")
+    parser.add_argument("--dry-run", action="store_true", help="only list what would be measured")
     options = parser.parse_args()
+    if options.dry_run:
+        for mode in ("inference", "training"):
+            print(f"{' beside '.join(MODELS)}, {options.size} px, {mode}")
+        return
     torch.backends.cudnn.benchmark = True
     rows = Rows(options.out, f"models {options.size}")
     failed = False
     for training in (False, True):
+        if rows.has(size=options.size, training=training):
+            continue
         row = attempt("compare", partial(compare, options.size, training, None if training else options.mode))
         failed |= "compare_error" in row
         rows.add({"size": options.size, "training": training, **row})

@@ -24,6 +24,7 @@ PACKAGE = ROOT / "src" / "dgt"
 TASK_NAMES = {"classify", "segment", "detect"}
 BACKENDS = ("reference", "native", "torch", "triton")
 PUBLIC_UNDERSCORES = {"_asdict", "_replace", "_fields", "_make", "_exit"}  # of named tuples and `os`, documented
+PUBLIC_UNDERSCORES |= {"_version"}  # of tensors: how often they were written to in place, in the notes on autograd
 
 # What is not met yet. Nothing may be added; what is no longer needed has to go.
 EXCEPTIONS: dict[str, set[str]] = {

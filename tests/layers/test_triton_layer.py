@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
 
 import pytest
 import torch
+
+import dgt
 
 pytest.importorskip("triton", reason="needs Triton")
 
@@ -52,3 +55,29 @@ def test_a_training_forward_groups_and_sorts_once(layer, tokens, height, monkeyp
     counts = torch.nn.functional.one_hot(found.group_ids, 5).sum((0, 2))
     assert torch.equal(attention.group_counts, counts.float())
     assert not counts[:, 4].any()
+
+
+@pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs Triton's interpreter or a GPU")
+@pytest.mark.parametrize(("tau_weighs", "rate"), [("old", 0.01), ("new", 0.3), ("new", torch.tensor(0.3))], ids=str)
+def test_the_step_of_eq_4_in_one_launch(
+    monkeypatch: pytest.MonkeyPatch, tau_weighs: str, rate: float | torch.Tensor
+) -> None:
+    """The same centroids, counts and sums as by PyTorch's operators, also of empty groups and diverged statistics."""
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    plain = dgt.DGAttention(80, num_heads=2, num_groups=37, top_k=3, tau_weighs=tau_weighs, backend="torch").to(device)
+    plain.centroids.mul_(1 + torch.rand(2, 37, 1, device=device))  # as something that averages leaves them
+    plain.group_counts.copy_(torch.randint(0, 3, (2, 37)))
+    plain.group_sums.copy_(torch.randn(2, 37, 40) * plain.group_counts[..., None].cpu())
+    plain.group_sums[0, 5], plain.group_counts[0, 5] = torch.inf, 1.0
+    fused = copy.deepcopy(plain)
+    fused.backend = "triton"
+    before = fused.centroids._version
+    for layer in (plain, fused):
+        layer.update(rate)
+        layer.update(rate)  # nothing observed: nothing moves, and no update is counted
+    torch.testing.assert_close(fused.centroids, plain.centroids, rtol=0, atol=1e-6)
+    assert int(fused.num_updates) == int(plain.num_updates) == 1
+    assert not fused.group_sums.any()
+    assert not fused.group_counts.any()
+    assert fused.centroids._version > before

@@ -24,8 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from dgt.layers.scripting import scripting
+from dgt.ops.backends import load_triton, resolve_backend
 from dgt.ops.checks import check_share
 from dgt.ops.grouping import blend_centroids, group_statistics, seed_centroids
+from dgt.ops.triton.fallback import KernelError, give_up
 from dgt.utils.distributed import world_size
 
 SEED_TOKENS_PER_GROUP = 32  # size of the sample that seeding clusters
@@ -66,6 +69,7 @@ class CentroidState(nn.Module):
         # Statistics of the current step. No buffers: DDP would overwrite every rank's with those of the first.
         self.group_sums = torch.zeros(shape, **exact)
         self.group_counts = torch.zeros(shape[:2], **exact)
+        self.kept: tuple[Tensor, int, Tensor] | None = None  # the buffer, its version, and it at unit norm
         self.seeded = False  # num_updates > 0, known to the host so that no forward has to wait for a device
         self.reset_centroids()
         self._enlist()
@@ -85,7 +89,31 @@ class CentroidState(nn.Module):
 
     def unit_centroids(self) -> Tensor:
         """Return the (H, G, D) centroids at unit norm, also after something has averaged them."""
+        if not scripting() and self.may_keep_unit_centroids():
+            return self.kept_unit_centroids()
         return F.normalize(self.centroids, dim=-1)
+
+    @torch.jit.ignore
+    def may_keep_unit_centroids(self) -> bool:
+        """Tell whether nothing but an evaluation is going on, which asks for the same centroids time and again."""
+        found = self.centroids
+        graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        if self.training or graph or type(found) is not Tensor or found.is_inference():
+            return False
+        return not (found.is_cuda and torch.cuda.is_current_stream_capturing())  # memory of a graph is its own
+
+    @torch.jit.ignore
+    def kept_unit_centroids(self) -> Tensor:
+        """Normalise once for as long as the buffer is the same tensor and nothing has written to it.
+
+        PyTorch counts what is written in place, also by ``load_state_dict``; only writing to ``.data`` goes unseen.
+        """
+        found = self.centroids
+        version = found._version
+        if self.kept is None or self.kept[0] is not found or self.kept[1] != version:
+            with torch.inference_mode(False), torch.no_grad():  # gradients may pass by it later
+                self.kept = (found, version, F.normalize(found, dim=-1))
+        return self.kept[2]
 
     @torch.jit.unused
     def seed(self, query: Tensor, key_mask: Tensor | None, anew: bool = False) -> None:
@@ -112,10 +140,30 @@ class CentroidState(nn.Module):
         tau = 0.1 * learning_rate if self.tau is None else self.tau
         rate = tau if self.tau_weighs == "new" else 1 - tau
         with torch.no_grad():
+            if self.update_at_once(rate):
+                return
             self.centroids.copy_(blend_centroids(self.unit_centroids(), self.group_sums, self.group_counts, rate))
             self.num_updates += self.group_counts.any()
             self.group_sums.zero_()
             self.group_counts.zero_()
+
+    def update_at_once(self, rate: float | Tensor) -> bool:
+        """Do all of :meth:`update` by one Triton kernel, where kernels are taken; tell whether that was done."""
+        backend = getattr(self, "backend", "auto")
+        tensors = (self.centroids, self.group_sums, self.group_counts)
+        if isinstance(rate, Tensor) and rate.device != self.centroids.device:
+            rate = float(rate)
+        if resolve_backend(backend, self.centroids[None]) != "triton" or not all(t.is_contiguous() for t in tensors):
+            return False
+        try:
+            load_triton().move_centroids(*tensors, self.num_updates, rate)
+        except KernelError as error:
+            if backend != "auto":
+                raise
+            give_up(error)
+            return False
+        torch.autograd.graph.increment_version(self.centroids)  # a kernel writes behind PyTorch's back
+        return True
 
     def train(self, mode: bool = True) -> "CentroidState":
         """Set the mode; what something set in the buffers' place (an average, transformers) is known from here on."""
@@ -146,6 +194,7 @@ class CentroidState(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.kept = None
         self._enlist()  # a copy (deepcopy, pickle) is a layer of its own
 
     def _enlist(self) -> None:

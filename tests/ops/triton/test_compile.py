@@ -63,7 +63,7 @@ def test_exit_status(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     row = offline.Report("attend_tiles", "stage 1", 4, registers, 2048, spilled, 300, 4, error)
-    monkeypatch.setattr(offline, "reports", lambda arch: iter([row]))
+    monkeypatch.setattr(offline, "reports", lambda *_: iter([row]))
     monkeypatch.setattr(offline, "interpreting", lambda: False)
     assert offline.main(["--arch", "90", "--json"]) == status
     out, err = capsys.readouterr()

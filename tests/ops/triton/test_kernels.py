@@ -149,6 +149,32 @@ def test_all_queries_in_one_group(make_case: Any, tokens: int) -> None:
     check_operator(case)
 
 
+def test_a_group_with_most_queries_is_split(make_case: Any) -> None:
+    """Several programs share the gradients of its keys; the others are of one run, or empty."""
+    case = make_case(1, 2, 700, 16, 5, 70)
+    query = case.query.detach().clone()
+    query[:, :, 100:] = case.centroids[:, 2, None] + query[:, :, 100:] / 16
+    case = case._replace(query=(query * 64).round() / 64)
+    share = (case.ids()[0] == 2).float().mean()
+    assert 0.5 < share < 0.95
+    check_operator(case)
+
+
+@pytest.mark.parametrize(("tokens", "scale"), [(97, None), (97, -0.3), (299, None)])
+def test_a_value_of_infinity_reaches_those_who_see_it(make_case: Any, tokens: int, scale: float | None) -> None:
+    """And nobody else, few tokens or many: zero times infinity would be NaN."""
+    case = make_case(1, 2, tokens, 16, 5, 20)
+    value = case.value.detach().clone()
+    value[0, 0, 7], value[0, 1, 30:33, 3] = torch.inf, -torch.inf
+    found = dgt.dynamic_group_attention(case.query, case.key, value, case.centroids, 20, scale, backend="triton")
+    plain = dgt.attend(case.query, case.key, value, *case.ids(), scale, backend="torch")
+    assert not found.output.isnan().any()
+    assert 0 < int(plain.isinf().any(-1).sum()) < plain[..., 0].numel()
+    assert torch.equal(found.output.isinf(), plain.isinf())
+    finite = plain.isfinite()
+    torch.testing.assert_close(found.output[finite], plain[finite], rtol=1e-5, atol=1e-5)
+
+
 def test_nothing_is_real(make_case: Any) -> None:
     """An image of padding alone yields zeros, -1 and no gradient, whatever its size."""
     for tokens in (40, 300):

@@ -9,6 +9,7 @@ from dgt.ops.checks import check_no_nan
 from dgt.ops.prefix import join_prefix, prepend_prefix
 from dgt.ops.remainder import summarize_unselected
 from dgt.ops.triton import operators
+from dgt.ops.triton.statistics import move_centroids
 
 __all__ = [
     "attend",
@@ -17,6 +18,7 @@ __all__ = [
     "group_matmul",
     "group_queries",
     "group_statistics",
+    "move_centroids",
     "select_keys",
     "summarize_unselected",
 ]

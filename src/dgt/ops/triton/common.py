@@ -1,15 +1,38 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Pieces that several kernels share: rows by index, exact products, numbers of set bits.
+"""Pieces that several kernels share: rows by index, exact products, the running softmax, numbers of set bits.
 
 Letters as in :mod:`dgt.ops`; a *head* is one of B * H. Addresses are 64-bit, sums are float32. Kernels take tensors as
 pointer and strides (batch, head, token); channels lie one after the other. ``D`` channels are padded to ``DP``, the
 next power of two of at least 16.
 """
 
+import math
+
 import triton
 import triton.language as tl
 
 LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)  # the least finite number
+BLACKWELL = 100
+compiled_for: list[int] = []  # the architecture of an offline compiler, e.g. 90; empty on a GPU
+
+
+def target_architecture() -> int:
+    """Return ten times the compute capability that kernels are compiled for; 90 where there is no GPU."""
+    if compiled_for:
+        return compiled_for[-1]
+    try:
+        return int(triton.runtime.driver.active.get_current_target().arch)
+    except (RuntimeError, ValueError):  # no driver, or none of CUDA
+        return 90
+
+
+target_architecture.__triton_builtin__ = True  # type: ignore[attr-defined]  # Python that a kernel may ask
+
+
+@triton.constexpr_function
+def chains_products() -> bool:
+    """Whether products may be chained into one accumulator: Triton 3.6 to 3.8 are said to fail there on Blackwell."""
+    return target_architecture() < BLACKWELL
 
 
 @triton.jit
@@ -67,7 +90,9 @@ def exact(left, right):
         return multiply(left[0], right[0])
     shrink: tl.constexpr = 1 / 2048.0 if narrow == tl.float16 else 1.0
     low = tl.dot(left[2], right[2]) * shrink
-    return tl.dot(left[0], right[0], tl.dot(left[1], right[1], low) * shrink)
+    if chains_products():
+        return tl.dot(left[0], right[0], tl.dot(left[1], right[1], low) * shrink)
+    return tl.dot(left[0], right[0]) + (tl.dot(left[1], right[1]) + low) * shrink
 
 
 @triton.jit
@@ -88,10 +113,34 @@ def expand(word, first, target, place, room, W: tl.constexpr):
     count = popcount(word)
     where = place + tl.cumsum(count, 0) - count
     base = (first + tl.arange(0, W)) * 32
-    while tl.max((word != 0).to(tl.int32), 0) > 0:
+    for _ in range(tl.max(count, 0)):  # counted beforehand: no turn waits for the other threads
         lowest = (word & (0 - word)).to(tl.uint32, bitcast=True)
         bit = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
         tl.store(target + where, base + bit, mask=(word != 0) & (where < room))
         word = word & (word - 1)
         where += 1
     return place + tl.sum(count, 0)
+
+
+@triton.jit
+def running_softmax(score, scale, top, total):
+    """One step of the running softmax, base 2: weights, the factor on what came before, new maximum and sum.
+
+    ``scale`` is positive, and ``top`` begins with LOWEST, which keeps rows that have seen no key yet apart from NaN.
+    """
+    new_top = tl.maximum(top, tl.max(score, 1) * scale)
+    weight = tl.exp2(score * scale - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    return weight, shrink, new_top, total * shrink + tl.sum(weight, 1)
+
+
+@triton.jit
+def finish_softmax(result, top, total):
+    """The weighted mean and the log-sum-exp; zero and minus infinity where a row has seen no key."""
+    safe = tl.where(total > 0, total, 1.0)
+    return result * (1.0 / safe)[:, None], tl.where(total > 0, top + tl.log2(safe), float("-inf"))
+
+
+def base_two(scale: float) -> float:
+    """Return the factor that makes scores exponents of two; never zero, which minus infinity must survive."""
+    return (scale or 1e-30) * math.log2(math.e)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dgt.ops.triton.common import exact, expand, head_base, load_rows, multiply, split, split_centers
-from dgt.ops.triton.launch import Launch, block_of, launch, power_of_two, rows_of, strides_of
+from dgt.ops.triton.launch import block_of, launch, power_of_two, rows_of, strides_of
 
 MOST_AT_ONCE = 64  # groups whose scores a program holds
 FAR = tl.constexpr(1 << 30)  # above every group
@@ -155,48 +155,86 @@ def find_segment(ends, head, group, groups):
     return start, tl.load(row + group)
 
 
+class QueryPlan(NamedTuple):
+    """How queries are grouped, by runs of each head, and what is left of it."""
+
+    query: Tensor
+    """(B, H, L, D), channels one after the other."""
+    centroids: Tensor
+    """(H, G, D) float32."""
+    key_mask: Tensor | None
+    """(B, L) bool."""
+    group_ids: Tensor
+    """(B, H, L) int64: written, or read where they were given."""
+    words: Tensor
+    """(B H, G + 1, W) int32: bit ``i % 32`` of ``words[:, g, i // 32]`` tells whether query i is in group g."""
+    counts: Tensor
+    """(B H, runs, G + 1) int32: how many queries of every run are in a group."""
+    run: int
+    """Queries of a program."""
+    runs: int
+    """Programs of a head."""
+    tile: int
+    """Queries that a program takes at a time."""
+    groups_at_once: int
+    """Groups whose scores a program holds."""
+    given: bool
+    """Whether groups are only read."""
+    sort: bool
+    """Whether ``words`` and ``counts`` are written; they have some other shape where not."""
+    heads: int
+    """Heads of all images that are grouped: B H, or none."""
+
+    @property
+    def programs(self) -> int:
+        """Programs of all heads."""
+        return self.heads * self.runs
+
+
+class OrderPlan(NamedTuple):
+    """How queries whose groups are known as bits are put in order."""
+
+    words: Tensor
+    counts: Tensor
+    segments: Segments
+    tokens: int
+
+    @property
+    def programs(self) -> int:
+        """One for each group of a head, and for the queries of none."""
+        return self.words.shape[0] * self.words.shape[1]
+
+
 def plan_groups(
     query: Tensor, centroids: Tensor, key_mask: Tensor | None, sort: bool, group_ids: Tensor | None = None
-) -> Launch:
-    """Prepare the grouping of (B, H, L, D) queries, by runs of each head; ``(group_ids, words, counts)``.
-
-    The second and third argument are centroids and mask as kernels read them. Given ``group_ids`` are only read. To
-    ``sort``, bit ``i % 32`` of ``words[:, g, i // 32]`` tells whether query i is in group g, and ``counts`` how many of
-    every run are: int32 (B H, G + 1, W) and (B H, runs, G + 1), of any shape otherwise.
-    """
+) -> QueryPlan:
+    """Prepare the grouping of (B, H, L, D) queries, whose groups are only read where they are given."""
     query, centroids = rows_of(query), centroids.float().contiguous()
     key_mask = key_mask if key_mask is None else key_mask.contiguous()
-    batch, heads, tokens, channels = query.shape
+    batch, heads, tokens, _ = query.shape
     groups, given = centroids.shape[1], group_ids is not None
     size = min(power_of_two(tokens, 32), TILE if block_of(query) == 64 else 32)
     at_once = min(power_of_two(groups + sort, 16), MOST_AT_ONCE if block_of(query) == 64 else 16)
-    one = groups + sort <= at_once
-    run = max(size, min(512, power_of_two(tokens) // 8)) if one else size
+    run = size
+    if groups + sort <= at_once:
+        run = max(size, min(512, power_of_two(tokens) // 8))
     runs, pitch = triton.cdiv(tokens, run), triton.cdiv(tokens, 32)
     if group_ids is None:
         group_ids = torch.empty((batch, heads, tokens), dtype=torch.int64, device=query.device)
-    words = group_ids.new_empty((batch * heads, groups + 1, pitch) if sort else (1, 1, 1), dtype=torch.int32)
+    words = group_ids.new_empty((batch * heads, groups + 1, pitch) if sort else (1, 1, pitch), dtype=torch.int32)
     counts = words.new_empty((batch * heads, runs, groups + 1) if sort else 1)
-    arguments = (
-        query, centroids, key_mask, group_ids, words.view(torch.int16), counts, *strides_of(query), heads, tokens,
-        groups, runs, run, 2 * pitch,
-    )  # fmt: skip
-    options = {"D": channels, "DP": power_of_two(channels), "T": size, "GP": at_once, "ONE": one}
-    options |= {"MASKED": key_mask is not None, "GIVEN": given, "SORT": sort}
-    return Launch(None, batch * heads * runs, arguments, options, (group_ids, words, counts))
+    return QueryPlan(
+        query, centroids, key_mask, group_ids, words, counts, run, runs, size, at_once, given, sort, batch * heads
+    )
 
 
-def plan_order(words: Tensor, counts: Tensor, tokens: int) -> Launch:
-    """Prepare the :class:`Segments` of queries whose groups are known as bits."""
-    heads, groups, pitch = words.shape[0], words.shape[1] - 1, words.shape[2]
-    size = tile_size(tokens, groups)
-    slots = count_slots(tokens, groups, size)
+def plan_order(queries: QueryPlan) -> OrderPlan:
+    """Prepare the :class:`Segments` of queries that were planned to be sorted."""
+    heads, groups, tokens = queries.words.shape[0], queries.words.shape[1] - 1, queries.query.shape[2]
+    slots = count_slots(tokens, groups, tile_size(tokens, groups))
     shapes = ((heads, tokens), (heads, groups + 1), (heads, slots, 4))
-    segments = Segments(*(words.new_empty(shape) for shape in shapes))
-    arguments = (words, counts, *segments, tokens, groups, counts.shape[1], pitch, slots)
-    columns = power_of_two(groups + 1)
-    options = {"T": size, "GC": columns, "RC": max(1, min(8, 512 // columns)), "WP": min(power_of_two(pitch), 512)}
-    return Launch(None, heads * (groups + 1), arguments, options, segments)
+    segments = Segments(*(queries.words.new_empty(shape) for shape in shapes))
+    return OrderPlan(queries.words, queries.counts, segments, tokens)
 
 
 def tile_size(queries: int, groups: int) -> int:

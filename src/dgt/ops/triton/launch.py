@@ -20,13 +20,17 @@ WORKSPACE = 48 << 20  # bytes of the largest temporary buffer, about the L2 cach
 
 
 class Launch(NamedTuple):
-    """Programs of a kernel: those of one launch, or part of one that others share; and what they will have made."""
+    """One launch of a kernel, as :func:`recording` keeps it."""
 
     kernel: Any
     programs: int
     arguments: tuple[Any, ...]
     options: dict[str, Any]
-    result: Any = None
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """All arguments and constants by the names that the kernel gives them."""
+        return dict(zip(self.kernel.arg_names, self.arguments, strict=False)) | self.options
 
 
 _recorded: list[Launch] | None = None

@@ -4,6 +4,7 @@ Operators are opaque to ``torch.compile``, so they never break a graph. They wor
 under autocast, whose casts happen in the layers before them.
 """
 
+import importlib
 import math
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from dgt.ops import flops
-from dgt.ops.triton import grouping, passes, products, tiled
+from dgt.ops.triton import dense, fallback, gathered, grouping, passes, products, rest
 from dgt.ops.triton.grouping import Segments, count_slots, no_segments, tile_size
 from dgt.ops.triton.inverse import PAD, Lists, lists_of, with_prefix
 from dgt.ops.triton.launch import check_runnable, new_rows, power_of_two
@@ -47,7 +48,7 @@ group_statistics.register_fake(lambda q, _, groups: q.new_empty((q.shape[1], gro
 def select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) -> Tensor:
     """Keys of every group; contract as in :func:`dgt.select_keys`."""
     check_runnable("key", key)
-    return passes.group_and_select(None, key, centroids, top_k, key_mask, many=True)[2]
+    return passes.select(centroids, key, top_k, key_mask)
 
 
 @select_keys.register_fake
@@ -68,7 +69,7 @@ def attend(
     """
     check_runnable("query", query)
     segments, lists = sort_queries(group_ids, key_ids.shape[2]), lists_of(key_ids, key.shape[2])
-    found = tiled.attend(query, key, value, group_ids, segments, lists, scale, key_bias)
+    found = gathered.attend(query, key, value, segments, lists, scale, key_bias)
     return (*found, *segments, *lists)
 
 
@@ -92,8 +93,10 @@ def attend_backward(
 ) -> Grads:  # fmt: skip
     """Gradients of query, key and value; the same bits in every run."""
     check_runnable("query", query)
+    if not len(order):  # few tokens: the bits of groups stand in the place of the lists
+        return dense.backward(grad, query, key, value, output, logsum, group_ids, ids, scale)
     segments, lists = Segments(order, ends, tiles), Lists(ids, counts)
-    return tiled.backward(grad, query, key, value, output, logsum, group_ids, segments, lists, scale)
+    return gathered.backward(grad, query, key, value, output, logsum, segments, lists, scale)
 
 
 attend_backward.register_fake(lambda grad, query, key, value, *_: (new_rows(query), new_rows(key), new_rows(value)))
@@ -112,11 +115,14 @@ def attention(
     check_runnable("query", query)
     prefix = key.shape[2] - query.shape[2]
     keys, values = key[:, :, prefix:], value[:, :, prefix:]
-    many = remainder or not tiled.are_few(query, key)
+    many = remainder or not dense.are_few(query, key)
     group_ids, segments, key_ids, lists = passes.group_and_select(query, keys, centroids, top_k, key_mask, many)
-    rest = tiled.summarize(query, keys, values, group_ids, lists, scale, key_mask) if remainder else None
+    if not many:
+        found = dense.attend(query, key, value, group_ids, lists.ids, scale)
+        return (*found, group_ids, key_ids, *segments, *lists)
+    rest_of = rest.summarize(query, keys, values, group_ids, lists, scale, key_mask) if remainder else None
     lists = with_prefix(lists, key_ids.shape[3], prefix) if prefix else lists
-    found = tiled.attend(query, key, value, group_ids, segments, lists, scale, None, rest)
+    found = gathered.attend(query, key, value, segments, lists, scale, None, rest_of)
     return (*found, group_ids, key_ids, *segments, *lists)
 
 
@@ -129,8 +135,8 @@ def _(
     group_ids = query.new_empty(query.shape[:3], dtype=torch.int64)
     key_ids = key.new_empty((*key.shape[:2], groups, width), dtype=torch.int64)
     output, logsum, *extra = _like_attend(query, key, groups, width + key.shape[2] - query.shape[2])
-    if not remainder and tiled.are_few(query, key):
-        words = extra[0].new_empty((len(extra[0]), groups, power_of_two(key.shape[2], 32) // 32))
+    if not remainder and dense.are_few(query, key):
+        words = extra[0].new_empty((query.shape[0] * query.shape[1], groups, power_of_two(key.shape[2], 32) // 32))
         extra = [*no_segments(words), words, words.new_empty(0)]
     return (output, logsum, group_ids, key_ids, *extra)  # type: ignore[return-value]
 
@@ -151,16 +157,40 @@ def group_matmul(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """For :func:`attend` and :func:`attention`, whose arguments, but for the third to fifth, have the same places."""
-    ids = inputs[3:5] if len(output) == 7 else output[2:4]
-    ctx.save_for_backward(*inputs[:3], *output[:2], *ids, *output[-5:])
+    whole = len(output) == 9
+    query, key, value = inputs[:3]
+    group_ids, key_ids = output[2:4] if whole else inputs[3:5]
+    ctx.save_for_backward(query, key, value, *output[:2], group_ids, key_ids, *output[-5:])
     ctx.scale, ctx.forward_only = inputs[5], isinstance(inputs[-1], Tensor) or inputs[-1] is True
+    ctx.prefix = key.shape[2] - query.shape[2] if whole else 0  # which ``key_ids`` leave out
+    ctx.automatic = fallback.chosen_automatically()
 
 
 def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     if ctx.forward_only:
         raise NotImplementedError('backend="triton" has no gradients of a remainder or key_bias; use backend="torch"')
-    grads: Grads = torch.ops.dgt.triton_attend_backward(grad, *ctx.saved_tensors, ctx.scale)
+    try:
+        grads: Grads = torch.ops.dgt.triton_attend_backward(grad, *ctx.saved_tensors, ctx.scale)
+    except fallback.KernelError as error:
+        if not ctx.automatic:
+            raise
+        fallback.give_up(error)
+        grads = _plain_gradients(grad, ctx)
     return (*grads, *[None] * (len(ctx.needs_input_grad) - 3))
+
+
+def _plain_gradients(grad: Tensor, ctx: Any) -> Grads:
+    """Gradients where a kernel failed: attention again, by the same groups and keys, in plain PyTorch."""
+    query, key, value, _, _, group_ids, key_ids, *_ = ctx.saved_tensors
+    if ctx.prefix:
+        always = torch.arange(ctx.prefix, device=key_ids.device).expand(*key_ids.shape[:3], ctx.prefix)
+        key_ids = torch.cat([always, torch.where(key_ids >= 0, key_ids + ctx.prefix, -1)], dim=-1)
+    plain = importlib.import_module("dgt.ops.torch_ops")  # of another backend, which only a failure needs
+    with torch.enable_grad():
+        leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
+        output = plain.attend(*leaves, group_ids, key_ids, ctx.scale)
+    one, two, three = torch.autograd.grad(output, leaves, grad)
+    return one, two, three
 
 
 def _refuse_backward(ctx: Any, *grads: Any) -> None:

@@ -7,9 +7,10 @@ import triton.language as tl
 from torch import Tensor
 
 from dgt.ops.triton import grouping, selection
-from dgt.ops.triton.grouping import Segments, no_segments
+from dgt.ops.triton.grouping import OrderPlan, QueryPlan, Segments, no_segments, tile_size
 from dgt.ops.triton.inverse import Lists
-from dgt.ops.triton.launch import Launch, at_most, launch, power_of_two, rows_of
+from dgt.ops.triton.launch import at_most, launch, power_of_two, rows_of, strides_of
+from dgt.ops.triton.selection import KeyPlan
 
 
 @triton.jit
@@ -18,7 +19,7 @@ def score_tokens(
     key, best, kb, kh, kl, parts, slices, first,
     D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, GP: tl.constexpr,
     ONE: tl.constexpr, MASKED: tl.constexpr, GIVEN: tl.constexpr, SORT: tl.constexpr,
-    KT: tl.constexpr, KG: tl.constexpr, N: tl.constexpr,
+    KT: tl.constexpr, KG: tl.constexpr, N: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
     """Groups of queries and, from program ``first`` on, block maxima of keys."""
     pid = tl.program_id(0)
@@ -30,7 +31,7 @@ def score_tokens(
     else:
         selection.best_of_blocks(
             key, centroids, key_mask, best, pid - first, kb, kh, kl, heads, tokens, groups, parts, slices,
-            D, DP, KT, KG, N, MASKED,
+            D, DP, KT, KG, N, TURN, MASKED,
         )  # fmt: skip
 
 
@@ -47,69 +48,109 @@ def bound_and_place(
         selection.bound_row(best, bound, pid - first, width, N)
 
 
-def score(queries: Launch, keys: Launch) -> None:
-    """Group queries and find block maxima of keys; programs of one tile have nothing to prefetch."""
-    given = queries.options | keys.options
-    few = {} if given["MASKED"] or given["SORT"] or given["KT"] > 64 else at_most(keys.arguments[0], 128)
-    options = {"num_stages": 1, **few} if queries.options["T"] >= queries.arguments[13] else {}
+def score(queries: QueryPlan, keys: KeyPlan) -> None:
+    """Group queries and find block maxima of keys, in one launch."""
+    channels, masked = queries.query.shape[3], queries.key_mask is not None
+    options: dict[str, int] = {"num_warps": 4, **at_most(keys.key, 168)}  # three programs on a multiprocessor
+    if channels > 64:
+        options["maxnreg"] = 240  # spills if left to ptxas
+    if queries.tile >= queries.run:  # one tile: there is nothing to prefetch
+        options["num_stages"] = 1
+        if not (masked or queries.sort or keys.blocks_at_once > 64):
+            options |= at_most(keys.key, 128)
+    heads, tokens, groups = queries.query.shape[1], queries.query.shape[2], queries.centroids.shape[1]
     launch(
-        score_tokens, queries.programs + keys.programs, *queries.arguments, *keys.arguments, queries.programs,
-        **given, num_warps=4, **options, **({"maxnreg": 240} if given["D"] > 64 else {}),  # spills if left to ptxas
+        score_tokens, queries.programs + keys.programs,
+        queries.query, queries.centroids, queries.key_mask, queries.group_ids, queries.words.view(torch.int16),
+        queries.counts, *strides_of(queries.query), heads, tokens, groups, queries.runs, queries.run,
+        2 * queries.words.shape[2], keys.key, keys.best, *strides_of(keys.key), keys.parts, keys.slices,
+        queries.programs, D=channels, DP=power_of_two(channels), T=queries.tile, GP=queries.groups_at_once,
+        ONE=groups + queries.sort <= queries.groups_at_once, MASKED=masked, GIVEN=queries.given, SORT=queries.sort,
+        KT=keys.blocks_at_once, KG=keys.groups_at_once, N=keys.blocks, TURN=selection.block_turn(keys.blocks),
+        **options,
     )  # fmt: skip
 
 
-def bound(places: Launch | None, best: Tensor | None, width: int, device: torch.device) -> Tensor:
-    """Place queries and find the bounds of the selection, float32 (B H G); either may be missing."""
-    best = torch.empty((0, 1, 16), dtype=torch.float32, device=device) if best is None else best
-    if places is None:
-        integers = torch.empty(1, dtype=torch.int32, device=device)
-        places = Launch(None, 0, (integers,) * 5 + (1,) * 5, {"T": 16, "GC": 16, "RC": 1, "WP": 32}, None)
-    rows, groups, blocks = best.shape
-    warps = min(4, selection.warps_for(power_of_two(places.arguments[5]) // 16))
-    found = torch.empty(rows * groups, dtype=torch.float32, device=device)
+def bound_and_order(places: OrderPlan, best: Tensor, width: int) -> Tensor:
+    """Place queries, and find the bounds of the selection of (B H, G, N) block maxima: float32 (B H G)."""
+    groups, pitch = places.words.shape[1] - 1, places.words.shape[2]
+    rows, blocks = best.shape[0] * best.shape[1], best.shape[2]
+    columns, found = power_of_two(groups + 1), torch.empty(rows, dtype=torch.float32, device=best.device)
+    warps = max(min(4, selection.warps_for(power_of_two(places.tokens) // 16)), selection.warps_for(blocks))
     launch(
-        bound_and_place, places.programs + rows * groups, *places.arguments, best, found, width, places.programs,
-        **places.options, N=blocks, num_warps=max(warps, selection.warps_for(blocks)),
+        bound_and_place, places.programs + rows, places.words, places.counts, *places.segments, places.tokens, groups,
+        places.counts.shape[1], pitch, places.segments.tiles.shape[1], best, found, width, places.programs,
+        T=tile_size(places.tokens, groups), GC=columns, RC=max(1, min(8, 512 // columns)),
+        WP=min(power_of_two(pitch), 512), N=blocks, num_warps=warps,
     )  # fmt: skip
     return found
+
+
+def bound(best: Tensor, width: int) -> Tensor:
+    """Find the bounds of the selection of (B H, G, N) block maxima: float32 (B H G)."""
+    integers = torch.empty((1, 2, 1), dtype=torch.int32, device=best.device)
+    nothing = OrderPlan(integers[:0], integers, Segments(integers, integers, integers), 1)
+    return bound_and_order(nothing, best, width)
+
+
+def order(places: OrderPlan) -> None:
+    """Place queries."""
+    bound_and_order(places, torch.empty((0, 1, 16), dtype=torch.float32, device=places.words.device), 1)
 
 
 def sort_queries(group_ids: Tensor, groups: int) -> Segments:
     """Sort (B, H, L) queries by group; ids outside 0 to G - 1 belong to none."""
     like = torch.empty((), dtype=torch.float16, device=group_ids.device).expand(*group_ids.shape, 1)
     queries = grouping.plan_groups(like, like.new_empty((1, groups, 1)), None, True, group_ids.contiguous())
-    score(queries, selection.plan(like[:, :, :1], 1, 1)._replace(programs=0))
-    _, words, counts = queries.result
-    places = grouping.plan_order(words, counts, group_ids.shape[2])
-    bound(places, None, 1, group_ids.device)
-    segments: Segments = places.result
-    return segments
+    score(queries, no_keys(like))
+    places = grouping.plan_order(queries)
+    order(places)
+    return places.segments
 
 
 def group(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
     """Group of every query; shapes and contract as in :func:`dgt.group_queries`."""
     queries = grouping.plan_groups(query, centroids, key_mask, sort=False)
-    score(queries, selection.plan(queries.arguments[0][:, :, :1], 1, 1)._replace(programs=0))
-    group_ids: Tensor = queries.result[0]
-    return group_ids
+    score(queries, no_keys(queries.query))
+    return queries.group_ids
+
+
+def no_keys(like: Tensor) -> KeyPlan:
+    """No programs at all for keys."""
+    plan = selection.plan(like[:, :, :1], 1, 1)
+    return plan._replace(parts=0)
+
+
+def select(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) -> Tensor:
+    """Keys of every group; shapes and contract as in :func:`dgt.select_keys`."""
+    key, width = rows_of(key), min(top_k, key.shape[2])
+    queries = grouping.plan_groups(key, centroids, key_mask, sort=False)._replace(heads=0)
+    keys = selection.plan(key, centroids.shape[1], top_k)
+    score(queries, keys)
+    if key.shape[2] <= keys.blocks:
+        return selection.choose_from_all(keys, width, listed=True)[0]
+    return selection.choose_by_bounds(keys, queries.centroids, queries.key_mask, width, bound(keys.best, width))[0]
 
 
 def group_and_select(
-    query: Tensor | None, key: Tensor, centroids: Tensor, top_k: int, key_mask: Tensor | None, many: bool
+    query: Tensor, key: Tensor, centroids: Tensor, top_k: int, key_mask: Tensor | None, many: bool
 ) -> tuple[Tensor, Segments, Tensor, Lists]:
-    """Group queries, if there are any, and select in at most four launches: ``(group_ids, segments, key_ids, lists)``.
+    """Group queries and select keys in at most four launches: ``(group_ids, segments, key_ids, lists)``.
 
-    Without queries there are no segments; unless there are ``many`` neither, and bits take the place of the lists' ids.
+    Unless there are ``many`` tokens there are no segments, and bits take the place of the lists' ids.
     """
-    sort = many and query is not None
     key, width = rows_of(key), min(top_k, key.shape[2])
-    queries = grouping.plan_groups(key if query is None else query, centroids, key_mask, sort)
-    _, centroids, mask, *_ = queries.arguments
+    queries = grouping.plan_groups(query, centroids, key_mask, sort=many)
     keys = selection.plan(key, centroids.shape[1], top_k)
-    score(queries._replace(programs=0) if query is None else queries, keys)
-    group_ids, words, counts = queries.result
-    places = grouping.plan_order(words, counts, key.shape[2]) if sort else None
-    best = keys.result if key.shape[2] > keys.result.shape[2] else None
-    least = bound(places, best, width, key.device) if places or best is not None else None
-    chosen = selection.finish(key, centroids, mask, width, keys, None if best is None else least, many)
-    return group_ids, places.result if places else no_segments(words), *chosen
+    score(queries, keys)
+    if not many:
+        chosen = selection.choose_from_all(keys, width, listed=False)
+        return queries.group_ids, no_segments(queries.words), *chosen
+    places = grouping.plan_order(queries)
+    if key.shape[2] <= keys.blocks:
+        order(places)
+        chosen = selection.choose_from_all(keys, width, listed=True)
+    else:
+        bounds = bound_and_order(places, keys.best, width)
+        chosen = selection.choose_by_bounds(keys, queries.centroids, queries.key_mask, width, bounds)
+    return queries.group_ids, places.segments, *chosen

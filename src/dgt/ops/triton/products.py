@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from dgt.ops.triton.common import head_base, load_rows, multiply, store_rows
+from dgt.ops.triton.gathered import load_tile, tiling
 from dgt.ops.triton.grouping import Segments, find_segment
 from dgt.ops.triton.inverse import Lists, gather, invert
-from dgt.ops.triton.launch import launch, rows_of, strides_of, turns
-from dgt.ops.triton.tiled import load_tile, tiling
+from dgt.ops.triton.launch import launch, power_of_two, rows_of, strides_of, turns
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def product_of_tile(
     ``ids`` are those of the group of query i; a tile holds queries of one group.
     """
     head, slot = tl.program_id(0) // slots, tl.program_id(0) % slots
-    group, some, row, present = load_tile(tiles, None, order, head, slot, slots, queries, count, groups, T, 0)
+    group, some, row, present = load_tile(tiles, None, order, head, slot, slots, queries, groups, T)
     if group < 0:
         return
     row_base, key_base = head_base(rows, head, heads, rb, rh), head_base(keys, head, heads, kb, kh)
@@ -85,11 +85,11 @@ def by_rows(form: int, left: Tensor, keys: Tensor, segments: Segments, key_ids: 
     groups, width = key_ids.shape[2:]
     result = left.new_empty(batch, heads, queries, width if form == 1 else keys.shape[3])
     rows, weights = (rows_of(left), result) if form == 1 else (result, left.contiguous())
-    slots = segments.tiles.shape[1]
+    slots, channels, sizes = segments.tiles.shape[1], rows.shape[3], tiling(rows, groups)
     launch(
         product_of_tile, batch * heads * slots, rows, weights, keys, key_ids, segments.order, segments.tiles,
         *strides_of(rows, keys), heads, queries, keys.shape[2], groups, width, slots, float(fill),
-        **tiling(rows, groups), FORM=form,
+        D=channels, DP=power_of_two(channels), T=sizes.queries, N=sizes.keys, FORM=form, num_warps=4,
     )  # fmt: skip
     return result
 
@@ -100,8 +100,8 @@ def by_columns(weights: Tensor, rows: Tensor, segments: Segments, key_ids: Tenso
     batch, heads, queries, channels = rows.shape
     groups, width = key_ids.shape[2:]
     result = rows.new_empty(batch, heads, tokens, channels)
-    options = tiling(rows, groups)
-    blocks = triton.cdiv(width, options["N"])
+    sizes = tiling(rows, groups)
+    blocks = triton.cdiv(width, sizes.keys)
     lists = Lists(key_ids.flatten(0, 1), segments.ends.new_full((batch * heads, groups), width))
     inverse = invert(lists, tokens)
     for first, number in turns(batch * heads, 4 * groups * width * channels):
@@ -109,7 +109,8 @@ def by_columns(weights: Tensor, rows: Tensor, segments: Segments, key_ids: Tenso
         launch(
             columns_times_rows, number * groups * blocks,
             weights, rows, segments.order, segments.ends, partial, *strides_of(rows),
-            heads, queries, groups, width, first, blocks, **options,
+            heads, queries, groups, width, first, blocks, D=channels, DP=power_of_two(channels), T=sizes.queries,
+            N=sizes.keys, num_warps=4,
         )  # fmt: skip
         gather(inverse, partial, [result], first)
     return result

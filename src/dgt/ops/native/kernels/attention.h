@@ -284,6 +284,7 @@ inline void attend_part(const dgt_problem& x, const Head& h, const Part& part, A
         first_key = cursor;
     }
     for (int64_t r = 0; r < part.count; ++r) {
+        if (r + NEAR < part.count) prefetch_to_write(h.output, part.query(r + NEAR), x.channels);
         if (is_first_block) write_blind_row(x, h, part.query(r));
         else write_row(x, h, part.query(r), b.outputs + r * width, b.largest[r], sum_of_lanes(b.sums[r]));
     }

@@ -147,6 +147,13 @@ DGT_INLINE void prefetch(const Rows& rows, int64_t token, int64_t channels, bool
     }
 }
 
+// Bring a token near that will be written.
+DGT_INLINE void prefetch_to_write(const Rows& rows, int64_t token, int64_t channels) {
+    char* row = rows.at(token);
+    int64_t bytes = channels * bytes_of(rows.type);
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 1, 3);
+}
+
 // Panels: W tokens beside each other, transposed, so that a vector holds one channel of W tokens: (count / W, D, W).
 // Tokens ids[0..count), or first..first + count without ids; the last one fills the places left over.
 // `rows_buffer` holds W rows of float32 where they must be converted.

@@ -1,0 +1,62 @@
+"""Compiling the kernels of a launch for a GPU that need not be there."""
+
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.compiler import ASTSource
+
+from dgt.ops.triton.launch import Launch
+
+TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.bool: "i1", torch.int16: "i16"}
+INTEGERS = {torch.int64: "i64", torch.int32: "i32"}
+
+
+def body(operator: Any) -> Any:
+    """The function under ``torch.library.custom_op``, which on meta tensors itself would only tell shapes."""
+    return getattr(operator, "_init_fn", operator)
+
+
+def describe_argument(value: Any) -> tuple[str, bool]:
+    """Type of an argument in a signature, and whether it is known to be divisible by 16."""
+    if isinstance(value, Tensor):
+        return "*" + (TYPES | INTEGERS)[value.dtype], True
+    if isinstance(value, float):
+        return "fp32", False
+    if value is None or value == 1:
+        return "constexpr", False
+    return ("i32" if -(2**31) <= value < 2**31 else "i64"), value % 16 == 0
+
+
+def source_of(launch: Launch) -> tuple[ASTSource, dict[str, int]]:
+    """Specialise a kernel for the arguments of a launch as Triton itself would; source, and options of the compiler."""
+    kernel = launch.kernel
+    names = kernel.arg_names
+    options = {name: value for name, value in launch.options.items() if name not in names}
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+    for place, name in enumerate(names):
+        if place < len(launch.arguments):
+            signature[name], even = describe_argument(launch.arguments[place])
+            if signature[name] == "constexpr":
+                constants[(place,)] = launch.arguments[place]
+            elif even:
+                attributes[(place,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name], constants[(place,)] = "constexpr", launch.options[name]
+    return ASTSource(kernel, signature, constants, attributes), options
+
+
+def tool(name: str, *options: str, cubin: bytes) -> str:
+    """What a CUDA tool that Triton brings says of a cubin."""
+    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(folder / name), *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout

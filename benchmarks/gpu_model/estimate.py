@@ -1,0 +1,184 @@
+"""How long every kernel takes by the cycle model: a table, or rows of JSON; no GPU is needed.
+
+    python benchmarks/gpu_model/estimate.py [--json FILE] [--shapes "L3136 k98,L196 k98"] [--check]
+
+bfloat16, D 32, G 48, sm_90, on random scores and on photographs, whose numbers `benchmarks/results/gpu_inputs.json`
+holds (written by `inputs.py`). Each row has the shape, the inputs, the pass, the step (a kernel, or "all"), and
+microseconds. With ``--check`` exits with 1 where a forward pass is over its budget.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from compiling import body, source_of
+from sass import Code, Needs, disassemble, needs_of
+from simulate import CLOCK, PROCESSORS, cycles_of, microseconds, side_by_side
+from trips import TRIPS, MissingRuleError, Statistics, path
+from triton.backends.compiler import GPUTarget
+
+from dgt.ops.triton import operators
+from dgt.ops.triton.launch import Launch, interpreting, recording
+
+INPUTS = Path(__file__).resolve().parents[1] / "results" / "gpu_inputs.json"
+GROUPS, CHANNELS = 48, 32
+SHAPES = {  # images, heads, tokens, k
+    "L196 k98": (128, 8, 196, 98),
+    "L784 k98": (128, 4, 784, 98),
+    "L3136 k98": (128, 2, 3136, 98),
+    "L16384 k512": (32, 2, 16384, 512),
+    "L16384 k513": (32, 2, 16384, 513),
+    "L64000 k500": (8, 2, 64000, 500),
+}
+BACKWARD = ("L196 k98", "L3136 k98")
+BUDGETS = {  # microseconds of a forward pass: on random scores as measured by the model, with 5 % to spare
+    "random": {},
+    "photographs": {"L3136 k98": 400, "L16384 k512": 900, "L64000 k500": 900},
+}
+
+
+class Built(NamedTuple):
+    """A compiled kernel."""
+
+    code: Code
+    needs: Needs
+
+
+_built: dict[tuple[Any, ...], Built] = {}
+
+
+def build(launch: Launch) -> Built:
+    """Compile the kernel of a launch for sm_90, once for all launches alike."""
+    source, options = source_of(launch)
+    mark = (source.hash(), *sorted(options.items()))
+    if mark not in _built:
+        found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        cubin = found.asm["cubin"]
+        needs = needs_of(cubin, options["num_warps"], found.metadata.shared)
+        _built[mark] = Built(disassemble(cubin), needs)
+    return _built[mark]
+
+
+def launches(shape: str, backward: bool) -> list[Launch]:
+    """What the operator launches for a shape, on meta tensors."""
+    batch, heads, tokens, top_k = SHAPES[shape]
+    like: dict[str, Any] = {"device": "meta", "dtype": torch.bfloat16}
+    query, key, value = torch.empty(batch, tokens, 3, heads, CHANNELS, **like).permute(2, 0, 3, 1, 4).unbind(0)
+    centroids = torch.empty(heads, GROUPS, CHANNELS, device="meta")
+    with recording() as forward:
+        found = body(operators.attention)(query, key, value, centroids, top_k, 1.0, None)
+    if not backward:
+        return forward
+    output, logsum, group_ids, key_ids, *extra = found
+    with recording() as after:
+        saved = (output, query, key, value, output, logsum, group_ids, key_ids)
+        body(operators.attend_backward)(*saved, *extra, 1.0)
+    return after
+
+
+def statistics_of(shape: str, inputs: str) -> Statistics:
+    """The row of the inputs; of photographs every number as in that of the two models that makes it larger."""
+    rows = [row for row in json.loads(INPUTS.read_text(encoding="utf-8"))["rows"] if row["shape"] == shape]
+    if inputs == "random":
+        return next(row for row in rows if row["inputs"] == "random")
+    rows = [row for row in rows if row["inputs"] != "random"]
+    unequal = max(rows, key=lambda row: float(row["largest_group_share"]))
+    worst = {name: max(row[name] for row in rows) for name in rows[0] if isinstance(rows[0][name], int | float)}
+    sizes = unequal["groups_by_size"]
+    return unequal | worst | {"groups_by_size": sizes + [0.0] * (GROUPS - len(sizes))}
+
+
+def time_of(launch: Launch, statistics: Statistics) -> float:
+    """Microseconds of one launch: its parts one after the other, but no less than the longest program takes."""
+    built = build(launch)
+    facts = SimpleNamespace(**launch.named, programs=launch.programs)
+    parts = [part for part in TRIPS[launch.kernel.__name__](facts, statistics) if part.programs > 0]
+    if len(parts) <= 2:
+        return sum(microseconds(built.code, path(built.code, part), built.needs, part.programs) for part in parts)
+    together = sum(part.programs for part in parts)
+    blocks = side_by_side(built.needs, together)
+    total = longest = 0.0
+    for part in parts:
+        cycles = cycles_of(built.code, path(built.code, part), built.needs, blocks)
+        total += part.programs / (PROCESSORS * blocks) * cycles
+        longest = max(longest, cycles)
+    return max(total, longest) / CLOCK * 1e6
+
+
+def rows_of(shape: str, inputs: str, backward: bool) -> list[dict[str, Any]]:
+    """A row for every kernel of a pass, and one for all of them."""
+    statistics = statistics_of(shape, inputs)
+    name = "backward" if backward else "forward"
+    common = {"shape": shape, "inputs": inputs, "pass": name}
+    times: dict[str, float] = {}
+    needs: dict[str, Needs] = {}
+    for launch in launches(shape, backward):
+        kernel = launch.kernel.__name__
+        times[kernel] = times.get(kernel, 0.0) + time_of(launch, statistics)
+        needs[kernel] = build(launch).needs
+    rows = [
+        {
+            **common,
+            "step": kernel,
+            "us": round(us, 1),
+            "registers": needs[kernel].registers,
+            "programs_at_once": needs[kernel].programs_at_once,
+        }
+        for kernel, us in times.items()
+    ]
+    return [*rows, {**common, "step": "all", "us": round(sum(times.values()), 1)}]
+
+
+def over_budget(rows: list[dict[str, Any]]) -> list[str]:
+    """Forward passes that take longer than they may."""
+    found = []
+    for row in rows:
+        limit = BUDGETS[row["inputs"]].get(row["shape"])
+        if row["step"] == "all" and row["pass"] == "forward" and limit is not None and row["us"] > limit:
+            found.append(f"{row['shape']} on {row['inputs']}: {row['us']} us ({limit} allowed)")
+    return found
+
+
+def main() -> int:
+    """Print, write and check."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="also write the rows there")
+    parser.add_argument("--shapes", default=",".join(SHAPES), help="comma-separated (default: all)")
+    parser.add_argument("--forward", action="store_true", help="forward passes alone")
+    parser.add_argument("--check", action="store_true", help="fail where a budget is exceeded")
+    options = parser.parse_args()
+    if interpreting():
+        parser.error("TRITON_INTERPRET is set: nothing can be compiled; unset it")
+    started, rows = time.time(), []
+    print(f"Triton {triton.__version__}, torch {torch.__version__}, sm_90, bfloat16, D {CHANNELS}, G {GROUPS}")
+    for shape in options.shapes.split(","):
+        for inputs in BUDGETS:
+            for backward in (False, True):
+                if backward and (options.forward or shape not in BACKWARD):
+                    continue
+                try:
+                    found = rows_of(shape, inputs, backward)
+                except MissingRuleError as error:
+                    print(f"error: {shape}: no rule in trips.py for the loop {error}", file=sys.stderr)
+                    return 1
+                rows += found
+                steps = ", ".join(f"{row['step']} {row['us']:.0f}" for row in found[:-1])
+                print(f"{shape:12} {inputs:12} {found[-1]['pass']:9}{found[-1]['us']:7.0f} us: {steps}", flush=True)
+    print(f"{time.time() - started:.0f} s")
+    if options.json:
+        document = {"triton": triton.__version__, "torch": torch.__version__, "rows": rows}
+        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    failed = over_budget(rows) if options.check else []
+    for line in failed:
+        print(line, file=sys.stderr)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""A rough cycle model of one multiprocessor of an H100 or H200 that runs the machine code of a kernel.
+
+It issues the real instructions with the compiler's own stall counts and scoreboards, knows the widths of the pipes of
+compute capability 9.0 and the barriers of a program, and assumes the latencies below. It knows no bandwidth of the L2
+cache or of memory. Trust it to 40 %, and ratios more than times.
+"""
+
+import re
+from dataclasses import dataclass, field
+
+from sass import Code, Instruction, Needs
+
+CLOCK, PROCESSORS = 1.85e9, 132
+QUARTERS, START = 4, 300  # parts of a multiprocessor; cycles until a program's successor starts
+
+# The pipe of an instruction, and for how many cycles it takes one of a quarter's; anything else is dispatched in one.
+PIPES = {
+    "alu": (2, "ISETP SEL LOP3 IADD3 VIADD VIMNMX LEA SHF PRMT FSETP FSEL FMNMX P2R R2P PLOP3 LOP IABS FLO SGXT BMSK "
+               "IMNMX FCHK F2FP PSETP VOTE VOTEU"),
+    "fma": (1, "FADD FMUL FFMA"),
+    "imad": (2, "IMAD"),
+    "special": (8, "MUFU POPC F2F I2F F2I BREV I2FP F2IP"),
+    "memory": (2, "LDS STS SHFL LDSM STSM LDG STG LDGSTS ATOM ATOMG ATOMS RED LDL STL REDUX"),
+    "tensor": (8, "HMMA HGMMA"),
+}  # fmt: skip
+PIPE_OF = {name: (pipe, cycles) for pipe, (cycles, names) in PIPES.items() for name in names.split()}
+LATENCIES = {
+    "LDS": 26, "STS": 20, "SHFL": 24, "LDSM": 30, "LDG": 450, "STG": 20, "LDGSTS": 450, "ATOM": 600, "ATOMG": 600,
+    "ATOMS": 40, "RED": 20, "MUFU": 22, "POPC": 22, "F2F": 22, "I2F": 22, "REDUX": 26, "HMMA": 33, "S2R": 40,
+    "S2UR": 40, "R2UR": 12, "LDC": 60, "ULDC": 30, "CS2R": 20, "LDL": 40, "STL": 20, "VOTE": 12, "BAR": 22,
+}  # fmt: skip
+WIDE = ("LDS", "STS", "LDSM", "LDGSTS")
+NEVER = 1 << 60
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an instruction takes: a pipe for some cycles, until its result is there, and of the shared memory unit."""
+
+    pipe: str
+    cycles: int
+    latency: int
+    memory_cycles: int
+    waits_for_products: bool
+    copies_left: int  # groups of copies that a wait leaves in flight, -1 for no such wait
+
+
+def cost_of(instruction: Instruction) -> Cost:
+    """Look an instruction up."""
+    name, text = instruction.name, instruction.text
+    pipe, cycles = PIPE_OF.get(name, ("dispatch", 1))
+    if name == "HGMMA":
+        found = re.search(r"64x(\d+)x\d+", text)
+        cycles = max(8, int(found[1] if found else 64) // 2)
+    wide = 1
+    if name == "ATOMS":
+        wide = 4  # lanes that hit random banks
+    elif name in WIDE:
+        wide = 4 if ".128" in text or ".4" in text else 2 if ".64" in text or ".2" in text else 1
+    waits = re.search(r"SB0, 0x([0-9a-f]+)", text) if name == "DEPBAR" else None
+    products = name == "WARPGROUP" and "DEPBAR" in text
+    return Cost(pipe, cycles, LATENCIES.get(name, 20), wide, products, int(waits[1], 16) if waits else -1)
+
+
+@dataclass
+class Warp:
+    """Where a warp is, and when what it waits for is there."""
+
+    block: int
+    place: int = 0
+    ready: int = 0
+    boards: list[int] = field(default_factory=lambda: [0] * 6)
+    product: int = 0
+    copy: int = 0
+    copies: list[int] = field(default_factory=list)
+    blocked: bool = False
+
+    def restart(self, now: int) -> None:
+        """Begin the next program."""
+        self.place, self.ready, self.boards = 0, now + START, [0] * 6
+        self.product, self.copy, self.copies = 0, 0, []
+
+
+class Multiprocessor:
+    """Some programs side by side, each ``turns`` times over."""
+
+    def __init__(self, code: Code, path: list[int], warps: int, blocks: int, turns: int = 2) -> None:
+        self.steps = [code.instructions[place] for place in path]
+        costs = {place: cost_of(code.instructions[place]) for place in set(path)}
+        self.costs = [costs[place] for place in path]
+        self.warps_each = warps
+        self.warps = [Warp(number // warps) for number in range(warps * blocks)]
+        self.quarters = [self.warps[quarter::QUARTERS] for quarter in range(QUARTERS)]
+        self.pipes = [dict.fromkeys([*PIPES, "dispatch"], 0) for _ in range(QUARTERS)]
+        self.left, self.arrived, self.finished = [turns] * blocks, [0] * blocks, [0] * blocks
+        self.memory_unit = 0
+        self.issued = 0
+        self.active = len(self.warps)
+
+    def run(self) -> tuple[int, int]:
+        """Cycles until all are done, and instructions issued."""
+        now = 0
+        while self.active > 0:
+            soonest, any_issued = NEVER, False
+            for quarter, pipes in zip(self.quarters, self.pipes, strict=True):
+                chosen = None
+                for warp in quarter:
+                    if warp.blocked or warp.place >= len(self.steps):
+                        continue
+                    when = self.earliest(warp, pipes)
+                    if when <= now:
+                        chosen = warp
+                        break
+                    soonest = min(soonest, when)
+                if chosen is not None:
+                    any_issued = True
+                    self.issue(chosen, pipes, now)
+            now = now + 1 if any_issued or soonest == NEVER else max(now + 1, soonest)
+        return now, self.issued
+
+    def earliest(self, warp: Warp, pipes: dict[str, int]) -> int:
+        """The cycle in which the next instruction of a warp can be issued."""
+        step, cost = self.steps[warp.place], self.costs[warp.place]
+        when = max(warp.ready, pipes[cost.pipe])
+        waits = step.waits
+        if waits:
+            for number, board in enumerate(warp.boards):
+                if waits >> number & 1 and board > when:
+                    when = board
+        if cost.waits_for_products:
+            when = max(when, warp.product)
+        if cost.copies_left >= 0:
+            groups = warp.copies[: len(warp.copies) - cost.copies_left]
+            when = max([when, *groups])
+        if cost.pipe == "memory":
+            when = max(when, self.memory_unit)
+        return when
+
+    def issue(self, warp: Warp, pipes: dict[str, int], now: int) -> None:
+        """Issue the next instruction of a warp."""
+        step, cost = self.steps[warp.place], self.costs[warp.place]
+        self.issued += 1
+        pipes[cost.pipe] = now + cost.cycles
+        if cost.pipe == "memory":
+            self.memory_unit = max(self.memory_unit, now) + cost.memory_cycles
+        warp.ready = now + max(1, step.stall)
+        latency = cost.latency
+        if step.name == "LDGSTS":
+            warp.copy = max(warp.copy, now + latency)
+        elif step.name == "LDGDEPBAR":
+            warp.copies = [*warp.copies, max(warp.copy, now)][-4:]
+        elif step.name == "HGMMA":
+            warp.product = max(warp.product, now) + cost.cycles + (30 if warp.product <= now else 0)
+            latency += warp.product - now
+        if step.writes < 6:
+            warp.boards[step.writes] = max(warp.boards[step.writes], now + latency)
+        if step.reads < 6:
+            warp.boards[step.reads] = max(warp.boards[step.reads], now + 12)
+        warp.place += 1
+        if step.name == "BAR":
+            self.arrive(warp, now + latency)
+        if warp.place >= len(self.steps):
+            self.finish(warp, now)
+
+    def members(self, block: int) -> list[Warp]:
+        """The warps of a program."""
+        return self.warps[block * self.warps_each : (block + 1) * self.warps_each]
+
+    def arrive(self, warp: Warp, when: int) -> None:
+        """Wait at a barrier for the other warps of the program."""
+        warp.blocked = True
+        self.arrived[warp.block] += 1
+        if self.arrived[warp.block] == self.warps_each:
+            self.arrived[warp.block] = 0
+            for other in self.members(warp.block):
+                other.blocked, other.ready = False, when
+
+    def finish(self, warp: Warp, now: int) -> None:
+        """Start the next program once all warps of this one are done."""
+        self.finished[warp.block] += 1
+        if self.finished[warp.block] < self.warps_each:
+            return
+        self.finished[warp.block] = 0
+        self.left[warp.block] -= 1
+        if self.left[warp.block] == 0:
+            self.active -= self.warps_each
+            return
+        for other in self.members(warp.block):
+            other.restart(now)
+
+
+def cycles_of(code: Code, path: list[int], needs: Needs, blocks: int) -> float:
+    """Cycles that ``blocks`` programs side by side take, once started."""
+    return Multiprocessor(code, path, needs.warps, blocks).run()[0] / 2
+
+
+def side_by_side(needs: Needs, programs: float) -> int:
+    """Programs of a launch that a multiprocessor runs at once."""
+    return min(needs.programs_at_once, max(1, round(programs / PROCESSORS)))
+
+
+def microseconds(code: Code, path: list[int], needs: Needs, programs: float) -> float:
+    """Time of a launch all of whose programs go the same way."""
+    blocks = side_by_side(needs, programs)
+    rounds = programs / (PROCESSORS * blocks)
+    return max(1.0, rounds) * cycles_of(code, path, needs, blocks) / CLOCK * 1e6

@@ -1,0 +1,220 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Attention inside each group for few tokens: dense, under a mask of bits, which gathers nothing; and gradients.
+
+Up to 256 tokens would lose more by gathering than they save. All are read in their order, and query i sees key j if
+bit ``j % 32`` of word ``j // 32`` of its group is set. The formulas are in docs/kernels.md.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dgt.ops.triton.common import (
+    LOWEST,
+    base_two,
+    finish_softmax,
+    head_base,
+    load_rows,
+    multiply,
+    running_softmax,
+    store_rows,
+)
+from dgt.ops.triton.launch import at_most, block_of, launch, new_rows, power_of_two, rows_of, strides_of
+
+MOST_TOKENS = 256
+
+
+def are_few(query: Tensor, key: Tensor) -> bool:
+    """Tell whether (B, H, L, D) tensors have so few tokens that dense attention under a mask is the way."""
+    return query.shape[2] == key.shape[2] <= MOST_TOKENS
+
+
+@triton.jit
+def find_words(words, group_ids, head, rows, tokens, groups, pitch):
+    """Where the bits of the groups of some queries are, and which queries have any group."""
+    group = tl.load(group_ids + head.to(tl.int64) * tokens + rows, mask=rows < tokens, other=-1)
+    return words + (head.to(tl.int64) * groups + group) * pitch, (group >= 0) & (group < groups)
+
+
+@triton.jit
+def sees(row, real, start, N: tl.constexpr):
+    """Whether queries see keys ``start`` and on, a multiple of N, which is at most 32: (T, N)."""
+    word = tl.load(row + start // 32, mask=real, other=0) >> (start % 32)
+    return (word[:, None] & (1 << tl.arange(0, N))[None, :]) != 0
+
+
+@triton.jit
+def attend_densely(
+    query, key, value, words, group_ids, output, logsum,
+    qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, heads, tokens, groups, pitch, tiles, scale,
+    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """T queries of a head; ``scale`` contains log2(e)."""
+    head, rows = tl.program_id(0) // tiles, tl.program_id(0) % tiles * T + tl.arange(0, T)
+    present = rows < tokens
+    q = load_rows(head_base(query, head, heads, qb, qh), rows, ql, present, D, DP)
+    given = scale
+    if scale < 0:
+        q, scale = -q, -scale
+    key_rows, value_rows = head_base(key, head, heads, kb, kh), head_base(value, head, heads, vb, vh)
+    row, real = find_words(words, group_ids, head, rows, tokens, groups, pitch)
+    top = tl.full([T], LOWEST, tl.float32)
+    total = tl.zeros([T], tl.float32)
+    result = tl.zeros([T, DP], tl.float32)
+    for start in tl.range(0, tokens, N, num_stages=1):
+        ids = start + tl.arange(0, N)
+        k = load_rows(key_rows, ids, kl, ids < tokens, D, DP)
+        v = load_rows(value_rows, ids, vl, ids < tokens, D, DP)
+        score = tl.where(sees(row, real, start, N), multiply(q, tl.trans(k)), float("-inf"))
+        weight, shrink, top, total = running_softmax(score, scale, top, total)
+        result = result * shrink[:, None] + multiply(weight.to(v.dtype), v)
+    result, logs = finish_softmax(result, top, total)
+    store_rows(head_base(output, head, heads, ob, oh), rows, ol, present, result, D, DP)
+    tl.store(logsum + head.to(tl.int64) * tokens + rows, logs, mask=present)
+    if tl.max(tl.max((result != result).to(tl.int32), 1), 0) > 0:  # zero times a value that is not finite
+        tl.debug_barrier()  # what some threads wrote, others read and write
+        attend_key_by_key(
+            query, key, value, words, group_ids, output, logsum, qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, heads,
+            tokens, groups, pitch, tiles, given, D, DP, T,
+        )  # fmt: skip
+
+
+@triton.jit
+def attend_key_by_key(
+    query, key, value, words, group_ids, output, logsum, qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, heads, tokens,
+    groups, pitch, tiles, scale, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """The same sum, slowly, in which values that a query does not see are not even multiplied by zero.
+
+    All is read again, so that :func:`attend_densely` holds nothing for a case that hardly ever comes.
+    """
+    head, rows = tl.program_id(0) // tiles, tl.program_id(0) % tiles * T + tl.arange(0, T)
+    q = load_rows(head_base(query, head, heads, qb, qh), rows, ql, rows < tokens, D, DP).to(tl.float32)
+    key_rows, value_rows = head_base(key, head, heads, kb, kh), head_base(value, head, heads, vb, vh)
+    row, real = find_words(words, group_ids, head, rows, tokens, groups, pitch)
+    channel = tl.arange(0, DP)
+    logs = tl.load(logsum + head.to(tl.int64) * tokens + rows, mask=rows < tokens, other=0.0)
+    result = tl.zeros([T, DP], tl.float32)
+    for nth in range(tokens):
+        k = tl.load(key_rows + channel, mask=channel < D, other=0.0)
+        v = tl.load(value_rows + channel, mask=channel < D, other=0.0)
+        score = tl.sum(q * k.to(tl.float32)[None, :], 1)
+        seen = real & (((tl.load(row + nth // 32, mask=real, other=0) >> (nth % 32)) & 1) == 1)
+        weight = tl.exp2(score * scale - logs).to(v.dtype).to(tl.float32)
+        result += tl.where(seen[:, None], weight[:, None] * v.to(tl.float32)[None, :], 0.0)
+        key_rows += kl
+        value_rows += vl
+    store_rows(head_base(output, head, heads, ob, oh), rows, ol, rows < tokens, result, D, DP)
+
+
+@triton.jit
+def query_gradient_densely(
+    grad, query, key, value, output, words, group_ids, logsum, delta, grad_query,
+    gb, gh, gl, qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, rb, rh, rl,
+    heads, tokens, groups, pitch, tiles, scale_log2, scale,
+    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """dQ of T queries, and their delta for the other kernel."""
+    head, rows = tl.program_id(0) // tiles, tl.program_id(0) % tiles * T + tl.arange(0, T)
+    present = rows < tokens
+    q = load_rows(head_base(query, head, heads, qb, qh), rows, ql, present, D, DP)
+    dy = load_rows(head_base(grad, head, heads, gb, gh), rows, gl, present, D, DP)
+    y = load_rows(head_base(output, head, heads, ob, oh), rows, ol, present, D, DP)
+    mean = tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1)
+    tl.store(delta + head.to(tl.int64) * tokens + rows, mean, mask=present)
+    logs = tl.load(logsum + head.to(tl.int64) * tokens + rows, mask=present, other=0.0)
+    key_rows, value_rows = head_base(key, head, heads, kb, kh), head_base(value, head, heads, vb, vh)
+    row, real = find_words(words, group_ids, head, rows, tokens, groups, pitch)
+    result = tl.zeros([T, DP], tl.float32)
+    for start in range(0, tokens, N):
+        ids = start + tl.arange(0, N)
+        k = load_rows(key_rows, ids, kl, ids < tokens, D, DP)
+        v = load_rows(value_rows, ids, vl, ids < tokens, D, DP)
+        score = multiply(q, tl.trans(k)) * scale_log2 - logs[:, None]
+        weight = tl.where(sees(row, real, start, N), tl.exp2(score), 0.0)
+        slope = weight * (multiply(dy, tl.trans(v)) - mean[:, None])
+        result += multiply(slope.to(k.dtype), k)
+    store_rows(head_base(grad_query, head, heads, rb, rh), rows, rl, present, result * scale, D, DP)
+
+
+@triton.jit
+def key_gradients_densely(
+    grad, query, key, value, words, group_ids, logsum, delta, grad_key, grad_value,
+    gb, gh, gl, qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, heads, tokens, groups, pitch, blocks, scale_log2, scale,
+    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """All of dK and dV of one block of keys; absent queries are zero, and so is what they add."""
+    block, head = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    ids = block * N + tl.arange(0, N)
+    k = load_rows(head_base(key, head, heads, kb, kh), ids, kl, ids < tokens, D, DP)
+    v = load_rows(head_base(value, head, heads, vb, vh), ids, vl, ids < tokens, D, DP)
+    query_rows, grad_rows = head_base(query, head, heads, qb, qh), head_base(grad, head, heads, gb, gh)
+    dk = tl.zeros([N, DP], tl.float32)
+    dv = tl.zeros([N, DP], tl.float32)
+    for start in range(0, tokens, T):
+        rows = start + tl.arange(0, T)
+        present = rows < tokens
+        row, real = find_words(words, group_ids, head, rows, tokens, groups, pitch)
+        q = load_rows(query_rows, rows, ql, present, D, DP)
+        dy = load_rows(grad_rows, rows, gl, present, D, DP)
+        logs = tl.load(logsum + head.to(tl.int64) * tokens + rows, mask=present, other=0.0)
+        mean = tl.load(delta + head.to(tl.int64) * tokens + rows, mask=present, other=0.0)
+        score = multiply(k, tl.trans(q)) * scale_log2 - logs[None, :]
+        weight = tl.exp2(tl.where(tl.trans(sees(row, real, block * N, N)), score, float("-inf")))
+        dv += multiply(weight.to(dy.dtype), dy)
+        slope = weight * (multiply(v, tl.trans(dy)) - mean[None, :])
+        dk += multiply(slope.to(q.dtype), q)
+    store_rows(head_base(grad_key, head, heads, ob, oh), ids, ol, ids < tokens, dk * scale, D, DP)
+    store_rows(head_base(grad_value, head, heads, ob, oh), ids, ol, ids < tokens, dv, D, DP)
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, words: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend under the bits of each group, int32 (B H, G, W): ``(output, logsum)``.
+
+    The first is (B, H, L, D) of the query's type, the second float32 (B, H, L).
+    """
+    query, key, value = rows_of(query), rows_of(key), rows_of(value)
+    batch, heads, tokens, channels = query.shape
+    groups, pitch = words.shape[1:]
+    output = new_rows(query)
+    logsum = torch.empty((batch, heads, tokens), dtype=torch.float32, device=query.device)
+    tile = min(block_of(query), power_of_two(tokens))
+    tiles = triton.cdiv(tokens, tile)
+    launch(
+        attend_densely, batch * heads * tiles, query, key, value, words, group_ids.contiguous(), output, logsum,
+        *strides_of(query, key, value, output), heads, tokens, groups, pitch, tiles, base_two(scale), D=channels,
+        DP=power_of_two(channels), T=tile, N=min(block_of(query), 32), num_warps=4, num_stages=1,
+        **at_most(query, 96),
+    )  # fmt: skip
+    return output, logsum
+
+
+def backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsum: Tensor,
+    group_ids: Tensor, words: Tensor, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return dQ, dK and dV; arguments as in :func:`attend` and what it returned."""
+    grad, query, key, value, output = (rows_of(t) for t in (grad, query, key, value, output))
+    group_ids, logsum = group_ids.contiguous(), logsum.contiguous()
+    batch, heads, tokens, channels = query.shape
+    groups, pitch = words.shape[1:]
+    grad_query, grad_key, grad_value = new_rows(query), new_rows(key), new_rows(value)
+    delta, size = torch.empty_like(logsum), min(block_of(query), 32)
+    tile = min(block_of(query), power_of_two(tokens))
+    tiles, blocks = triton.cdiv(tokens, tile), triton.cdiv(tokens, size)
+    launch(
+        query_gradient_densely, batch * heads * tiles, grad, query, key, value, output, words, group_ids, logsum,
+        delta, grad_query, *strides_of(grad, query, key, value, output, grad_query), heads, tokens, groups, pitch,
+        tiles, base_two(scale), scale, D=channels, DP=power_of_two(channels), T=tile, N=size, num_warps=4,
+        num_stages=3,
+    )  # fmt: skip
+    launch(
+        key_gradients_densely, batch * heads * blocks, grad, query, key, value, words, group_ids, logsum, delta,
+        grad_key, grad_value, *strides_of(grad, query, key, value, grad_key), heads, tokens, groups, pitch, blocks,
+        base_two(scale), scale, D=channels, DP=power_of_two(channels), T=min(tile, size), N=size, num_warps=2,
+        num_stages=1,
+    )  # fmt: skip
+    return grad_query, grad_key, grad_value

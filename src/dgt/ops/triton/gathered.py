@@ -1,0 +1,315 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Attention inside each group for many tokens: forward (Eq. 2), with or without a remainder, and gradients.
+
+A program takes a tile of queries of one group and its keys block by block, gathered by the group's list, which is
+padded with an id that exists; for dK and dV a block of keys and a run of the queries that see them. A key sums the
+partial gradients of the groups that chose it through the inverse index. The formulas are in docs/kernels.md.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dgt.ops.triton.common import (
+    LOWEST,
+    base_two,
+    finish_softmax,
+    head_base,
+    load_rows,
+    multiply,
+    running_softmax,
+    store_rows,
+)
+from dgt.ops.triton.grouping import Segments, find_segment, tile_size
+from dgt.ops.triton.inverse import PAD, Lists, gather, invert
+from dgt.ops.triton.launch import block_of, launch, new_rows, power_of_two, rows_of, strides_of, turns
+
+MOST_RUNS = 16  # into which the queries of a head would be cut if they all were of one group
+
+
+@triton.jit
+def load_tile(tiles, counts, order, head, slot, slots, queries, groups, T: tl.constexpr):
+    """Group of a tile (-1 if it is unused), how many keys it sees, its queries, and which of T there are."""
+    row = tiles + (head.to(tl.int64) * slots + slot) * 4
+    group, first, end = tl.load(row), tl.load(row + 1), tl.load(row + 2)
+    listed = tl.minimum(tl.maximum(group, 0), groups - 1)  # the queries of no group see nothing
+    count = tl.where(group == listed, tl.load(counts + head * groups + listed) if counts is not None else 1, 0)
+    place = first + tl.arange(0, T)
+    present = place < end
+    rows = tl.load(order + head.to(tl.int64) * queries + place, mask=present, other=0)
+    return group, count, rows, present
+
+
+@triton.jit
+def load_listed(base, ids, stride, D: tl.constexpr, DP: tl.constexpr):
+    """(N, DP) rows by ids that all exist: unmasked, but for padded channels."""
+    channel = tl.arange(0, DP)[None, :]
+    address = base + ids.to(tl.int64)[:, None] * stride + channel
+    return tl.load(address) if D == DP else tl.load(address, mask=(ids >= 0)[:, None] & (channel < D), other=0.0)
+
+
+@triton.jit
+def attend_tiles(
+    query, key, value, lists, counts, order, tiles, output, logsum, biases, rest_key, rest_value, rest_bias,
+    qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, heads, queries, groups, keys, padded, slots, scale,
+    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries, ``scale`` contains log2(e); with a remainder, the running softmax starts from that key."""
+    head, slot = tl.program_id(0) // slots, tl.program_id(0) % slots
+    group, count, rows, present = load_tile(tiles, counts, order, head, slot, slots, queries, groups, T)
+    if group < 0:
+        return
+    q = load_rows(head_base(query, head, heads, qb, qh), rows, ql, present, D, DP)
+    if scale < 0:
+        q, scale = -q, -scale
+    key_rows, value_rows = head_base(key, head, heads, kb, kh), head_base(value, head, heads, vb, vh)
+    listed = lists + (head * groups + group).to(tl.int64) * padded
+    top = tl.full([T], LOWEST, tl.float32)
+    total = tl.zeros([T], tl.float32)
+    result = tl.zeros([T, DP], tl.float32)
+    if biases is not None:
+        biases += head.to(tl.int64) * keys
+    if rest_key is not None:
+        own = (head * groups + tl.minimum(group, groups - 1)).to(tl.int64)
+        bias = tl.where(group < groups, tl.load(rest_bias + own), float("-inf"))
+        channel = tl.arange(0, DP)
+        rest = tl.load(rest_key + own * D + channel, mask=channel < D, other=0.0)
+        top = tl.maximum(top, tl.sum(q.to(tl.float32) * rest[None, :], 1) * scale + bias)
+        total += tl.where(bias > float("-inf"), 1.0, 0.0)
+        rest = tl.load(rest_value + own * D + channel, mask=channel < D, other=0.0)
+        result += tl.where(bias > float("-inf"), rest, 0.0)[None, :]
+    full = count // N * N
+    for LAST in tl.static_range(2):  # the last block is masked, and apart
+        for start in tl.range(full * LAST, full + (count - full) * LAST, N, num_stages=1 if LAST else None):
+            ids = tl.load(listed + start + tl.arange(0, N))
+            score = multiply(q, tl.trans(load_listed(key_rows, ids, kl, D, DP)))
+            if biases is not None:
+                score += tl.load(biases + ids)[None, :]
+            if LAST:
+                score = tl.where((start + tl.arange(0, N) < count)[None, :], score, float("-inf"))
+            weight, shrink, top, total = running_softmax(score, scale, top, total)
+            v = load_listed(value_rows, ids, vl, D, DP)
+            result = result * shrink[:, None] + multiply(weight.to(v.dtype), v)
+    result, logs = finish_softmax(result, top, total)
+    store_rows(head_base(output, head, heads, ob, oh), rows, ol, present, result, D, DP)
+    tl.store(logsum + head.to(tl.int64) * queries + rows, logs, mask=present)
+
+
+@triton.jit
+def query_gradient(
+    grad, query, key, value, output, lists, counts, order, tiles, logsum, delta, grad_query,
+    gb, gh, gl, qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, rb, rh, rl,
+    heads, queries, groups, padded, slots, scale_log2, scale,
+    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """dQ of one tile of queries, and its delta for the other kernel."""
+    head, slot = tl.program_id(0) // slots, tl.program_id(0) % slots
+    group, count, rows, present = load_tile(tiles, counts, order, head, slot, slots, queries, groups, T)
+    if group < 0:
+        return
+    q = load_rows(head_base(query, head, heads, qb, qh), rows, ql, present, D, DP)
+    dy = load_rows(head_base(grad, head, heads, gb, gh), rows, gl, present, D, DP)
+    y = load_rows(head_base(output, head, heads, ob, oh), rows, ol, present, D, DP)
+    mean = tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1)
+    tl.store(delta + head.to(tl.int64) * queries + rows, mean, mask=present)
+    logs = tl.load(logsum + head.to(tl.int64) * queries + rows, mask=present, other=0.0)
+    key_rows, value_rows = head_base(key, head, heads, kb, kh), head_base(value, head, heads, vb, vh)
+    listed = lists + (head * groups + group).to(tl.int64) * padded
+    result = tl.zeros([T, DP], tl.float32)
+    for start in range(0, count, N):
+        place = start + tl.arange(0, N)
+        ids = tl.load(listed + place)
+        k, v = load_listed(key_rows, ids, kl, D, DP), load_listed(value_rows, ids, vl, D, DP)
+        score = multiply(q, tl.trans(k)) * scale_log2 - logs[:, None]
+        weight = tl.where((place < count)[None, :], tl.exp2(score), 0.0)
+        slope = weight * (multiply(dy, tl.trans(v)) - mean[:, None])
+        result += multiply(slope.to(k.dtype), k)
+    store_rows(head_base(grad_query, head, heads, rb, rh), rows, rl, present, result * scale, D, DP)
+
+
+@triton.jit
+def further_runs(ends, head, groups, run, GC: tl.constexpr):
+    """Of every group, how many runs of queries it has after its first; numbers of the groups."""
+    ids = tl.arange(0, GC)
+    row = ends + head.to(tl.int64) * (groups + 1) + ids
+    end = tl.load(row, mask=ids < groups, other=0)
+    start = tl.load(row - 1, mask=(ids > 0) & (ids < groups), other=0)
+    return tl.maximum(end - start - 1, 0) // run, ids
+
+
+@triton.jit
+def key_gradients(
+    grad, query, key, value, lists, counts, order, ends, logsum, delta, partial_key, partial_value, further_key,
+    further_value, gb, gh, gl, qb, qh, ql, kb, kh, kl, vb, vh, vl,
+    heads, queries, groups, padded, run, further, first_head, blocks, scale_log2, scale,
+    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr, GC: tl.constexpr,
+):  # fmt: skip
+    """Partial dK and dV of one block of the selected keys of a group, from one run of its queries.
+
+    The first ``groups`` programs of a block take the first run of each group, ``further`` more those that are left of
+    heavy groups. Rows beyond the group's keys are filled with what nobody reads; absent queries are zero, and so is
+    what they add.
+    """
+    pid = tl.program_id(0)
+    block, unit, nth = pid % blocks, pid // blocks % (groups + further), pid // blocks // (groups + further)
+    head = first_head + nth
+    group, which = unit, 0
+    if unit >= groups:
+        runs, ids = further_runs(ends, head, groups, run, GC)
+        group = tl.sum((tl.cumsum(runs, 0) <= unit - groups).to(tl.int32), 0)
+        if group >= groups:
+            return
+        which = unit - groups - tl.sum(tl.where(ids < group, runs, 0), 0) + 1
+    if block * N >= tl.load(counts + head * groups + group):
+        return
+    begin, end = find_segment(ends, head, group, groups)
+    begin += which * run
+    end = tl.minimum(end, begin + run)
+    place = block * N + tl.arange(0, N)
+    ids = tl.load(lists + (head * groups + group).to(tl.int64) * padded + place)
+    k = load_listed(head_base(key, head, heads, kb, kh), ids, kl, D, DP)
+    v = load_listed(head_base(value, head, heads, vb, vh), ids, vl, D, DP)
+    query_rows, grad_rows = head_base(query, head, heads, qb, qh), head_base(grad, head, heads, gb, gh)
+    dk = tl.zeros([N, DP], tl.float32)
+    dv = tl.zeros([N, DP], tl.float32)
+    for start in range(begin, end, T):
+        at = start + tl.arange(0, T)
+        present = at < end
+        rows = tl.load(order + head.to(tl.int64) * queries + at, mask=present, other=0)
+        q = load_rows(query_rows, rows, ql, present, D, DP)
+        dy = load_rows(grad_rows, rows, gl, present, D, DP)
+        logs = tl.load(logsum + head.to(tl.int64) * queries + rows, mask=present, other=0.0)
+        mean = tl.load(delta + head.to(tl.int64) * queries + rows, mask=present, other=0.0)
+        weight = tl.exp2(multiply(k, tl.trans(q)) * scale_log2 - logs[None, :])
+        dv += multiply(weight.to(dy.dtype), dy)
+        slope = weight * (multiply(v, tl.trans(dy)) - mean[None, :])
+        dk += multiply(slope.to(q.dtype), q)
+    base = (nth.to(tl.int64) * groups + unit) * padded * D
+    one, two = partial_key + base, partial_value + base
+    if unit >= groups:
+        base = (nth.to(tl.int64) * further + unit - groups) * padded * D
+        one, two = further_key + base, further_value + base
+    store_rows(one, place, D, place >= 0, dk * scale, D, DP)
+    store_rows(two, place, D, place >= 0, dv, D, DP)
+
+
+@triton.jit
+def add_runs(
+    partial, further_partial, counts, ends, heads_at_once, groups, padded, run, further, first_head, blocks,
+    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, GC: tl.constexpr,
+):  # fmt: skip
+    """Add the further runs of a heavy group to its first, in their order, for one block of keys."""
+    pid = tl.program_id(0)
+    block, group, nth = pid % blocks, pid // blocks % groups, pid // blocks // groups
+    head = first_head + nth % heads_at_once
+    runs, ids = further_runs(ends, head, groups, run, GC)
+    own = tl.sum(tl.where(ids == group, runs, 0), 0)
+    if (own == 0) | (block * N >= tl.load(counts + head * groups + group)):
+        return
+    first = tl.sum(tl.where(ids < group, runs, 0), 0)
+    place = block * N + tl.arange(0, N)
+    inside = place < padded
+    target = partial + (nth.to(tl.int64) * groups + group) * padded * D
+    total = load_rows(target, place, D, inside, D, DP)
+    for which in range(own):
+        source = further_partial + (nth.to(tl.int64) * further + first + which) * padded * D
+        total += load_rows(source, place, D, inside, D, DP)
+    store_rows(target, place, D, inside, total, D, DP)
+
+
+class Tiling(NamedTuple):
+    """Sizes of the tiles of queries and blocks of keys."""
+
+    queries: int
+    keys: int
+
+
+def tiling(query: Tensor, groups: int) -> Tiling:
+    """Return the sizes for (B, H, L, D) queries."""
+    return Tiling(tile_size(query.shape[2], groups), min(block_of(query), PAD))
+
+
+def run_length(queries: int, tile: int) -> int:
+    """Return how many queries of a group a program of dK and dV takes: whole tiles, at least two."""
+    return max(2, triton.cdiv(triton.cdiv(queries, MOST_RUNS), tile)) * tile
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, lists: Lists, scale: float,
+    key_bias: Tensor | None = None, rest: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attend inside each group; ``(output, logsum)``: (B, H, L, D) of the query's type, float32 (B, H, L).
+
+    ``key_bias``, (B, H, M), is added to the scores of a key; ``rest`` is a key more of every group, of
+    :func:`dgt.ops.triton.rest.summarize`. Neither has a gradient.
+    """
+    query, key, value = rows_of(query), rows_of(key), rows_of(value)
+    batch, heads, queries, channels = query.shape
+    groups, padded = lists.ids.shape[1:]
+    output = new_rows(query)
+    logsum = torch.empty((batch, heads, queries), dtype=torch.float32, device=query.device)
+    biases = None if key_bias is None else (key_bias.float() / abs(scale or 1e-30)).contiguous()  # of scores unscaled
+    rest_key, rest_value, rest_bias = rest or (None, None, None)
+    sizes, slots = tiling(query, groups), segments.tiles.shape[1]
+    launch(
+        attend_tiles, batch * heads * slots, query, key, value, *lists, segments.order, segments.tiles, output, logsum,
+        biases, rest_key, rest_value, rest_bias, *strides_of(query, key, value, output), heads, queries, groups,
+        key.shape[2], padded, slots, base_two(scale), D=channels, DP=power_of_two(channels), T=sizes.queries,
+        N=sizes.keys, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return output, logsum
+
+
+def backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsum: Tensor,
+    segments: Segments, lists: Lists, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return dQ, dK and dV; arguments as in :func:`attend` and what it returned."""
+    grad, query, key, value, output = (rows_of(t) for t in (grad, query, key, value, output))
+    logsum = logsum.contiguous()
+    batch, heads, queries, channels = query.shape
+    groups, padded = lists.ids.shape[1:]
+    grad_query, delta = new_rows(query), torch.empty_like(logsum)
+    sizes, slots = tiling(query, groups), segments.tiles.shape[1]
+    launch(
+        query_gradient, batch * heads * slots,
+        grad, query, key, value, output, *lists, segments.order, segments.tiles, logsum, delta, grad_query,
+        *strides_of(grad, query, key, value, output, grad_query), heads, queries, groups, padded, slots,
+        base_two(scale), scale, D=channels, DP=power_of_two(channels), T=sizes.queries, N=sizes.keys,
+        num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return grad_query, *key_and_value_gradients(grad, query, key, value, logsum, delta, segments, lists, scale)
+
+
+def key_and_value_gradients(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, logsum: Tensor, delta: Tensor,
+    segments: Segments, lists: Lists, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return dK and dV, by partial sums of each group, in float32, for some heads at a time."""
+    batch, heads, queries, channels = query.shape
+    groups, padded = lists.ids.shape[1:]
+    grad_key, grad_value = new_rows(key), new_rows(value)
+    size, tile = tiling(query, groups).keys, min(tile_size(queries, groups), block_of(query))
+    run = run_length(queries, tile)
+    further, blocks = queries // run, triton.cdiv(padded, size)
+    columns = {"D": channels, "DP": power_of_two(channels), "N": size, "GC": power_of_two(groups)}
+    inverse = invert(lists, key.shape[2])
+    for first, count in turns(batch * heads, 8 * (groups + further) * padded * channels):
+        partial = delta.new_empty((2, count, groups * padded, channels))
+        more = delta.new_empty((2, count, further * padded, channels))
+        launch(
+            key_gradients, count * blocks * (groups + further), grad, query, key, value, *lists, segments.order,
+            segments.ends, logsum, delta, *partial, *more, *strides_of(grad, query, key, value), heads, queries,
+            groups, padded, run, further, first, blocks, base_two(scale), scale, T=tile, **columns,
+            num_warps=4, num_stages=2,
+        )  # fmt: skip
+        if further:
+            launch(
+                add_runs, 2 * count * groups * blocks, partial, more, lists.counts, segments.ends, count, groups,
+                padded, run, further, first, blocks, **columns, num_warps=4, num_stages=1,
+            )  # fmt: skip
+        gather(inverse, partial, [grad_key, grad_value], first)
+    return grad_key, grad_value
