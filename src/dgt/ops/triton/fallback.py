@@ -96,7 +96,8 @@ def falls_back(step: Callable[P, R]) -> Callable[P, R]:
 
     The gradients of what was computed by ``backend="auto"`` then come from the plain path, too.
     """
-    place = list(inspect.signature(step).parameters).index("backend")
+    names = list(inspect.signature(step).parameters)
+    place = names.index("backend") if "backend" in names else len(names)  # without one it is always chosen by itself
 
     def attempt(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
