@@ -140,6 +140,7 @@ def alone(case: Case, inputs: str, part: str, measured: tuple[float, float]) -> 
         random_inputs(batch, heads, tokens) if inputs == "random" else scene_inputs(batch, tokens)
     )
     attend = candidates(case, centroids)
+    names = list(attend)
     check(*(tensor[:1] for tensor in tensors), centroids, top_k)
     backward = part == "backward"
     model = predicted(tokens, top_k, inputs, "backward" if backward else "forward")
@@ -148,19 +149,21 @@ def alone(case: Case, inputs: str, part: str, measured: tuple[float, float]) -> 
         row["kernels_us"] = kernel_times(attend["triton"], *tensors, backward=part == "profile")
     if part == "profile":
         return row
+    if part == "first":
+        attend = {name: attend[name] for name in attend if name in ("triton", "flash")}
     for name, function in attend.items():
-        if part == "first" and name not in ("triton", "flash"):
-            continue
         given = [windowed(tensor) for tensor in tensors] if name == "windows" else tensors
         row |= attempt(name, partial(timings, name, function, backward, *given))
         del given
-    row |= {
-        "floor_ms": (floor := floor_ms(case, *measured, backward)),
-        "target": TARGETS.get(tokens),
-    }
+    floor = floor_ms(case, *measured, backward)
+    row |= {"floor_ms": floor, "target": TARGETS.get(tokens), **shares_of_floor(row, floor)}
+    return row | ratios(row, names[1:])
+
+
+def shares_of_floor(row: dict[str, Any], floor: float) -> dict[str, float]:
+    """The floor over the kernels' times, with and without a graph, where there are any."""
     ways = [way for way in ("", "_graph") if f"triton{way}_ms" in row]
-    row |= {f"share_of_floor{way}": floor / row[f"triton{way}_ms"] for way in ways}
-    return row | ratios(row, list(attend)[1:])
+    return {f"share_of_floor{way}": floor / row[f"triton{way}_ms"] for way in ways}
 
 
 def accelerated(case: Case, _: str) -> dict[str, Any]:

@@ -59,18 +59,21 @@ def cost_of(instruction: Instruction) -> Cost:
     if name == "HGMMA":
         found = re.search(r"64x(\d+)x\d+", text)
         cycles = max(8, int(found[1] if found else 64) // 2)
-    wide = 1
-    if name == "ATOMS":
-        wide = 4  # lanes that hit random banks
-    elif name in WIDE and (".128" in text or ".4" in text):
-        wide = 4
-    elif name in WIDE and (".64" in text or ".2" in text):
-        wide = 2
     waits = re.search(r"SB0, 0x([0-9a-f]+)", text) if name == "DEPBAR" else None
     products = name == "WARPGROUP" and "DEPBAR" in text
-    return Cost(
-        pipe, cycles, LATENCIES.get(name, 20), wide, products, int(waits[1], 16) if waits else -1
-    )
+    left = int(waits[1], 16) if waits else -1
+    return Cost(pipe, cycles, LATENCIES.get(name, 20), memory_cycles(name, text), products, left)
+
+
+def memory_cycles(name: str, text: str) -> int:
+    """How long an instruction keeps the pipe of memory."""
+    if name == "ATOMS":
+        return 4  # lanes that hit random banks
+    if name in WIDE and (".128" in text or ".4" in text):
+        return 4
+    if name in WIDE and (".64" in text or ".2" in text):
+        return 2
+    return 1
 
 
 @dataclass
