@@ -39,7 +39,7 @@ CASES = (  # images x heads x tokens x channels : keys of a group
     "1x2x25600x32:500",
     "1x2x4096x64:98",
 )
-TRAINED_CASES = ("8x8x196x32:98", "8x4x784x32:98", "8x2x3136x32:98")
+TRAINED_CASES = ("8x8x196x32:98", "8x4x784x32:98", "8x2x3136x32:98", "1x2x16384x32:98")
 LEAST_TURNS = 5
 
 

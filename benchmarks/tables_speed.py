@@ -58,48 +58,91 @@ def runs_of(row: dict[str, Any], key: str) -> list[float]:
 
 
 def native_files() -> list[str]:
-    """The raw files of the native kernel, `native_*.json`, by name.
-
-    They are as `python benchmarks/bench.py attention --json` prints them: `machine` with
-    `processor` and `threads`, and `rows` with `case` ("B1 H2 L16384 k98 G48 D32 float32"),
-    `sdpa_ms`, `dgt_ms`, `ratio`, and, where they were measured, `ratio_backward`, and `ratios` and
-    `ratios_backward` of several runs. Other files of that name, without such rows, are left to
-    tables of their own.
-    """
-    paths = sorted(RESULTS.glob("native_*.json"))
-    return [path.stem for path in paths if _is_of_the_attention(read(path.stem))]
+    """The raw files of `benchmarks/native_attention.py`, one a processor, by name."""
+    return [path.stem for path in sorted(RESULTS.glob("native_attention_*.json"))]
 
 
-def _is_of_the_attention(content: Any) -> bool:
-    rows = content.get("rows", []) if isinstance(content, dict) else []
-    return bool(rows) and all({"case", "sdpa_ms", "dgt_ms", "ratio"} <= set(row) for row in rows)
+def native_rows(name: str, threads: int, backward: bool) -> list[dict[str, Any]]:
+    """Rows of one of these files."""
+    rows: list[dict[str, Any]] = read(name)["rows"]
+    return [row for row in rows if row["threads"] == threads and row["backward"] == backward]
 
 
-def attention_files() -> list[str]:
-    """The raw files of the attention's times: the native kernel's if there are any, else the eager
-    path's.
-    """
-    return native_files() or ["attention_cpu", "attention_zen4"]
+def case_in_words(case: str) -> str:
+    """`8x4x784x32:98` as B8 H4 L784 D32 k98."""
+    images, heads, tokens, channels, top_k = re.split("[x:]", case)
+    return f"B{images} H{heads} L{tokens} D{channels} k{top_k}"
 
 
 @table
 def native_kernel() -> Cells:
-    """The native kernel beside PyTorch's attention, one row for each case and file."""
-    heads = ["attention", "processor, threads", "SDPA ms", "DG-Attention ms", "times as fast"]
+    """The native kernels beside PyTorch's attention, on two threads and on one, one row a case."""
+    heads = ["attention, processor", "PyTorch's, ours dense, grouped: ms", "grouped to PyTorch's"]
+    heads += ["ours dense to PyTorch's", "grouped to ours dense (share of the bound)", "one thread"]
     rows = []
     for name in native_files():
-        content = read(name)
-        where = f"{' and '.join(generations(name))}, {content['machine']['threads']}"
-        for row in content["rows"]:
-            cells = [row["case"].removesuffix(" float32"), where]
-            cells += [number(row[key], 2) for key in ("sdpa_ms", "dgt_ms")]
-            cells.append(bold(span(runs_of(row, "ratio"), 1)))
-            backward = "ratio_backward" in row
+        (where,) = generations(name)
+        singles = {row["case"]: row for row in native_rows(name, 1, False)}
+        for row in native_rows(name, 2, False):
+            times = row["fastest_ms"]
             rows.append(
-                [*cells, bold(span(runs_of(row, "ratio_backward"), 1)) if backward else "-"]
+                [
+                    f"{case_in_words(row['case'])}, {where}",
+                    ", ".join(number(times[kind], 2) for kind in ("sdpa", "dense", "grouped")),
+                    bold(number(row["sdpa_to_grouped"], 1)),
+                    number(row["sdpa_to_dense"], 1),
+                    f"{number(row['dense_to_grouped'], 1)} ({number(row['share_of_bound'], 0, 100)} %)",
+                    number(singles[row["case"]]["sdpa_to_grouped"], 1),
+                ]
             )
-    missing = ["not measured yet", "-", "-", "-", "-", "-"]
-    return [[*heads, "with backward"], *(rows or [missing])]
+    return [heads, *rows]
+
+
+@table
+def native_kernel_training() -> Cells:
+    """Forward and backward of the native kernels beside PyTorch's attention, on two threads."""
+    heads = ["forward and backward, processor", "PyTorch's, ours dense, grouped: ms"]
+    heads += ["grouped to PyTorch's", "ours dense to PyTorch's"]
+    rows = []
+    for name in native_files():
+        (where,) = generations(name)
+        for row in native_rows(name, 2, True):
+            times = row["fastest_ms"]
+            rows.append(
+                [
+                    f"{case_in_words(row['case'])}, {where}",
+                    ", ".join(number(times[kind], 1) for kind in ("sdpa", "dense", "grouped")),
+                    bold(number(row["sdpa_to_grouped"], 1)),
+                    number(row["sdpa_to_dense"], 1),
+                ]
+            )
+    return [heads, *rows]
+
+
+@table
+def native_kernel_busy() -> Cells:
+    """Medians alone and beside one busy process: what each loses."""
+    rows = []
+    for path in sorted(RESULTS.glob("native_busy_*.json")):
+        (where,) = generations(path.stem)
+        found = read(path.stem)["rows"]
+        beside = {row["case"]: row["median_ms"] for row in found if row["busy"]}
+        for row in found:
+            if row["busy"]:
+                continue
+            cells = [f"{case_in_words(row['case'])}, {where}"]
+            for kind in ("sdpa", "dense", "grouped"):
+                alone = number(row["median_ms"][kind], 1)
+                cells.append(f"{alone} to {number(beside[row['case']][kind], 1)}")
+            rows.append(cells)
+    return [
+        ["median ms alone, beside one busy process", "PyTorch's", "ours dense", "grouped"],
+        *rows,
+    ]
+
+
+# of the path in Python, before the native kernels
+EAGER_FILES = ("attention_cpu", "attention_zen4")
 
 
 @table
@@ -168,30 +211,20 @@ def three_numbers() -> Cells:
 
 
 def _fast_row() -> list[str]:
-    found = [
-        (name, row)
-        for name in attention_files()
-        for row in read(name)["rows"]
-        if "L16384 k98" in row["case"]
-    ]
-    rows = [row for _, row in found]
-    ratios = [_range_of(rows, key) for key in ("ratio", "ratio_backward")]
-    count = sum(len(runs_of(row, "ratio")) for row in rows)
-    where = " and ".join(sorted({one for name, _ in found for one in generations(name)}))
-    path = "by the native kernel" if native_files() else "by the previous version, in Python"
+    forward = [row for name in native_files() for row in native_rows(name, 2, False)]
+    trained = [row for name in native_files() for row in native_rows(name, 2, True)]
+    ratios = []
+    for rows in (forward, trained):
+        found = [row["sdpa_to_grouped"] for row in rows if "x16384x32:98" in row["case"]]
+        ratios.append(bold(span(found, 0)))
+    where = " and ".join(sorted({one for name in native_files() for one in generations(name)}))
+    runs = len(native_files())
     return [
-        f"attention over 128 x 128 tokens of random numbers, k 98, {path}: times as fast, forward; "
-        "with backward",
+        "attention over 128 x 128 tokens of random numbers, k 98: times as fast, forward; with backward",
         "; ".join(ratios),
         "PyTorch over all keys: 1",
-        f"{where}, two cores, {count} run{'s' if count > 1 else ''}",
+        f"{where}, two cores, {runs} run{'s' if runs > 1 else ''}",
     ]
-
-
-def _range_of(rows: list[dict[str, Any]], key: str) -> str:
-    """The range of a ratio over all runs of some rows; a dash where it was not measured."""
-    runs = [run for row in rows if key in row for run in runs_of(row, key)]
-    return bold(span(runs, 0)) if runs else "-"
 
 
 def _retrieval_row() -> list[str]:

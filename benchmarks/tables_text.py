@@ -19,7 +19,7 @@ from tables_shared import (
     read,
     span,
 )
-from tables_speed import attention_files, runs_of
+from tables_speed import EAGER_FILES, runs_of
 
 from dgt.training import load_recipe
 from dgt.utils.records import interval, number
@@ -78,7 +78,7 @@ def times_as_fast(case: str, key: str) -> str:
     """The attention beside PyTorch's: the range of a ratio over processors and runs."""
     found = [
         run
-        for name in attention_files()
+        for name in EAGER_FILES
         for row in read(name)["rows"]
         if row["case"].startswith(case) and key in row
         for run in runs_of(row, key)
