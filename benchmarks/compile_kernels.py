@@ -132,6 +132,9 @@ def walk(
         if plain:
             return launches
         body(operators.attend)(query, key, value, group_ids, key_ids, 1.0)
+        counts = torch.empty(heads, GROUPS, device="meta")
+        updates = torch.empty((), dtype=torch.int64, device="meta")
+        operators.move_centroids(centroids, torch.empty_like(centroids), counts, updates, 0.5)
         segments = sort_queries(group_ids, GROUPS)
         weights = products.by_rows(1, query, key, segments, key_ids)
         products.by_rows(2, weights, value, segments, key_ids)

@@ -116,18 +116,24 @@ def test_files_of_the_native_kernel_become_its_table(
         (tmp_path / path.name).symlink_to(path)
     for path in tmp_path.glob("native_*.json"):
         path.unlink()
+    times = {"sdpa": 500.0, "dense": 400.0, "grouped": 8.0}
     row = {
-        "case": "B1 H2 L16384 k98 G48 D32 float32",
-        "sdpa_ms": 500.0,
-        "dgt_ms": 8.0,
-        "ratio": 62.5,
+        "case": "1x2x16384x32:98",
+        "threads": 2,
+        "backward": False,
+        "fastest_ms": times,
+        "sdpa_to_grouped": 62.5,
+        "dense_to_grouped": 50.0,
+        "sdpa_to_dense": 1.25,
+        "share_of_bound": 0.45,
     }
+    single = {**row, "threads": 1, "sdpa_to_grouped": 60.0}
+    trained = {**row, "backward": True, "sdpa_to_grouped": 70.0}
     content = {
-        "machine": {"processor": "AMD EPYC (family 25, model 17)", "threads": 2},
-        "rows": [row],
+        "machine": {"processor": "AMD EPYC (family 25, model 17)"},
+        "rows": [row, single, trained],
     }
-    (tmp_path / "native_zen4.json").write_text(json.dumps(content))
-    (tmp_path / "native_other.json").write_text(json.dumps({"rows": [{"step": 1}]}))
+    (tmp_path / "native_attention_zen4.json").write_text(json.dumps(content))
     for module in (shared, speed):
         monkeypatch.setattr(module, "RESULTS", tmp_path)
     shared.read.cache_clear()
@@ -136,8 +142,9 @@ def test_files_of_the_native_kernel_become_its_table(
         _, first, *_ = tables.TABLES["three numbers"]()
     finally:
         shared.read.cache_clear()
-    assert cells == ["B1 H2 L16384 k98 G48 D32", "Zen 4, 2", "500.00", "8.00", "**62.5**", "-"]
-    assert first[1:] == ["**62**; -", "PyTorch over all keys: 1", "Zen 4, two cores, 1 run"]
+    assert cells[0] == "B1 H2 L16384 D32 k98, Zen 4"
+    assert cells[1:] == ["500.00, 400.00, 8.00", "**62.5**", "1.2", "50.0 (45 %)", "60.0"]
+    assert first[1:] == ["**62**; **70**", "PyTorch over all keys: 1", "Zen 4, two cores, 1 run"]
 
 
 @pytest.mark.parametrize(

@@ -205,9 +205,18 @@ class Multiprocessor:
             other.restart(now)
 
 
+_simulated: dict[tuple[int, tuple[int, ...], int], float] = {}
+
+
 def cycles_of(code: Code, path: list[int], needs: Needs, blocks: int) -> float:
-    """Cycles that ``blocks`` programs side by side take, once started."""
-    return Multiprocessor(code, path, needs.warps, blocks).run()[0] / 2
+    """Cycles that ``blocks`` programs side by side take, once started.
+
+    The same is simulated once.
+    """
+    mark = (id(code), tuple(path), blocks)
+    if mark not in _simulated:
+        _simulated[mark] = Multiprocessor(code, path, needs.warps, blocks).run()[0] / 2
+    return _simulated[mark]
 
 
 def side_by_side(needs: Needs, programs: float) -> int:

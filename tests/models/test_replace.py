@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import re
 
 import pytest
@@ -13,6 +12,7 @@ from torch import nn
 
 import dgt
 from dgt.models.replace import SwappedAttention, SwappedBlock
+from dgt.ops import reference, torch_ops
 
 PLAIN = {"num_classes": 5, "embed_dim": 32, "depth": 3, "num_heads": 2}
 SWIN = {"num_classes": 5, "img_size": 64, "window_size": 4, "embed_dim": 16, "depths": (1, 2, 1, 1)}
@@ -272,25 +272,29 @@ def test_a_module_used_twice_is_replaced_by_one() -> None:
 
 @pytest.mark.parametrize("kind", ["vit", "averaged"])
 def test_every_step_goes_through_the_chosen_backend(kind, monkeypatch) -> None:
-    """Grouping and selection too, with prefix tokens as without: nothing stays eager in silence."""
-    model, images, seen = make(kind), torch.randn(2, 3, 64, 64), []
-    module = inspect.getmodule(dgt.dynamic_group_attention)
-    for name in ("group_queries", "select_keys", "_attend"):
-        step = getattr(module, name)
+    """Grouping and selection too, with prefix tokens as without: nothing stays with another in silence."""
+    model, images, taken = make(kind), torch.randn(2, 3, 64, 64), []
+    steps = ("group_queries", "select_keys", "attend")
+    for name in steps:
+        step = getattr(reference, name)
 
-        def recording(*args, step=step, **kwargs):
-            bound = inspect.signature(step).bind(*args, **kwargs)
-            seen.append((step.__name__, bound.arguments.get("backend")))
-            return step(*args, **kwargs)
+        def recording(*arguments, name=name, step=step):
+            taken.append(name)
+            return step(*arguments)
 
-        monkeypatch.setattr(module, name, recording)
+        def refuse(*_):
+            raise AssertionError("a step was taken on another backend")
+
+        monkeypatch.setattr(reference, name, recording)
+        monkeypatch.setattr(torch_ops, name, refuse)
     with torch.no_grad():
         dgt.replace_attention(model, num_groups=3, top_k=4, backend="torch")
-        eager = model(images)
+        with pytest.raises(AssertionError, match="another backend"):
+            model(images)
+        assert taken == []
         dgt.set_attention(model, backend="reference")
-        seen.clear()
-        torch.testing.assert_close(model(images), eager, rtol=1e-5, atol=1e-5)
-    assert seen == [(step, "reference") for step in ("group_queries", "select_keys", "_attend")] * 3
+        model(images)
+    assert taken == list(steps) * 3
 
 
 @pytest.mark.parametrize("kind", ["registers", "norms", "swin"])

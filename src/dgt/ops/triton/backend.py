@@ -9,7 +9,6 @@ from dgt.ops.checks import check_no_nan
 from dgt.ops.prefix import join_prefix, prepend_prefix
 from dgt.ops.remainder import summarize_unselected
 from dgt.ops.triton import operators
-from dgt.ops.triton.statistics import move_centroids
 
 __all__ = [
     "attend",
@@ -24,6 +23,7 @@ __all__ = [
 ]
 
 group_matmul = operators.group_matmul
+move_centroids = operators.move_centroids
 
 
 def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:

@@ -13,11 +13,13 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from dgt.ops import flops
-from dgt.ops.triton import dense, fallback, gathered, grouping, passes, products, rest
+from dgt.ops.triton import dense, fallback, gathered, grouping, passes, products, rest, statistics
 from dgt.ops.triton.grouping import Segments, count_slots, no_segments, tile_size
 from dgt.ops.triton.inverse import PAD, Lists, lists_of, with_prefix
 from dgt.ops.triton.launch import check_runnable, new_rows, power_of_two
 from dgt.ops.triton.passes import sort_queries
+
+move_centroids = statistics.move_centroids
 
 Grads = tuple[Tensor, Tensor, Tensor]
 Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
