@@ -74,8 +74,8 @@ format: $(NATIVE) ## let ruff sort the imports and repair what it can
 	$(BIN)/ruff check --fix .
 
 bench: $(NATIVE) ## speed and memory, beside the alternatives
-	$(BIN)/dgt bench attention
-	$(BIN)/dgt bench models
+	$(BIN)/python benchmarks/bench.py attention
+	$(BIN)/python benchmarks/bench.py models
 
 release: $(NATIVE) ## build sdist and wheel, try them in a fresh environment without a network; dist/ gets both
 	$(BIN)/python tools/release.py $(RELEASE)

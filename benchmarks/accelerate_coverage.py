@@ -1,8 +1,10 @@
-"""Which of timm's pretrained vision transformers `dgt.accelerate` can have done in groups: JSON and a page.
+"""Which of timm's pretrained vision transformers `dgt.accelerate` can have done in groups: JSON and
+a page.
 
-Every architecture that has pretrained weights is built without values (the "meta" device) and called once at its own
-size; no weights are downloaded, nothing is measured. An attention counts as one that can be grouped however few
-tokens it has there: whether groups are faster is a matter of the size, and of the machine.
+Every architecture that has pretrained weights is built without values (the "meta" device) and
+called once at its own size; no weights are downloaded, nothing is measured. An attention counts as
+one that can be grouped however few tokens it has there: whether groups are faster is a matter of
+the size, and of the machine.
 
     python benchmarks/accelerate_coverage.py [--only 'vit_small*'] [--out FILE]     (minutes of one core)
     python benchmarks/accelerate_coverage.py --page                                 (docs/accelerate_models.md again)
@@ -37,7 +39,9 @@ FAMILIES = {  # files of timm in which attention is global or in windows, and wh
 
 
 def look(name: str) -> dict[str, Any]:
-    """What is found in one architecture: its attentions, those that can be grouped, and why the others cannot."""
+    """What is found in one architecture: its attentions, those that can be grouped, and why the
+    others cannot.
+    """
     import timm
     import torch
 
@@ -49,14 +53,20 @@ def look(name: str) -> dict[str, Any]:
         try:
             rows = inspect_model(model, images, least_tokens=0)
         except ValueError as refused:
-            return {"attentions": 0, "grouped": 0, "reasons": {str(refused).partition(", got")[0]: 1}}
+            return {
+                "attentions": 0,
+                "grouped": 0,
+                "reasons": {str(refused).partition(", got")[0]: 1},
+            }
     return {
         "pixels": images.shape[-1],
         "attentions": len(rows),
         "grouped": sum(row.choice == "groups" for row in rows),
         "tokens": max(row.tokens for row in rows),
         "prefix": max(row.prefix for row in rows),
-        "reasons": dict(collections.Counter(row.reason.partition(",")[0] for row in rows if row.reason)),
+        "reasons": dict(
+            collections.Counter(row.reason.partition(",")[0] for row in rows if row.reason)
+        ),
     }
 
 
@@ -72,8 +82,13 @@ def look_at_all(only: str) -> dict[str, Any]:
             if tags[name]:
                 try:
                     result = look(name)
-                except Exception as error:  # what cannot be built without values: the table goes on, and says so
-                    result = {"attentions": 0, "grouped": 0, "reasons": {f"not tried: {type(error).__name__}": 1}}
+                except Exception as error:
+                    # what cannot be built without values: the table goes on, and says so
+                    result = {
+                        "attentions": 0,
+                        "grouped": 0,
+                        "reasons": {f"not tried: {type(error).__name__}": 1},
+                    }
                 found[name] = {"family": family, "tags": tags[name], **result}
                 print(name, found[name], flush=True)
     return {"timm": timm.__version__, "torch": torch.__version__, "architectures": found}
@@ -88,7 +103,10 @@ def verdict(row: dict[str, Any]) -> str:
 
 
 def share(row: dict[str, Any]) -> str:
-    """How much of an architecture's attention can be grouped; a pooling head is one attention at the end."""
+    """How much of an architecture's attention can be grouped.
+
+    A pooling head is one attention at the end.
+    """
     if not row["grouped"]:
         return "none"
     return "all" if row["attentions"] - row["grouped"] <= 1 else "some"
@@ -111,41 +129,63 @@ def page(results: dict[str, Any]) -> str:
     totals = [0, 0, 0, 0, 0]
     for family, words in FAMILIES.items():
         own = [row for row in rows.values() if row["family"] == family]
+        if not own:
+            continue
         tags = collections.Counter(share(row) for row in own for _ in range(row["tags"]))
         counts = [len(own), tags.total(), tags["all"], tags["some"], tags["none"]]
         totals = [total + count for total, count in zip(totals, counts, strict=True)]
-        lines += [f"| {words} | " + " | ".join(map(str, counts)) + " |"] if own else []
-    lines += ["| all | " + " | ".join(f"**{total}**" for total in totals) + " |"]
+        lines.append(f"| {words} | " + " | ".join(map(str, counts)) + " |")
+    lines.append("| all | " + " | ".join(f"**{total}**" for total in totals) + " |")
     for family, words in FAMILIES.items():
-        verdicts = collections.defaultdict(list)
-        for name, row in rows.items():
-            if row["family"] == family:
-                verdicts[verdict(row)].append((name, row))
-        lines += ["", f"## {words}"] if verdicts else []
-        for words_of, own_rows in sorted(verdicts.items()):
-            names = ", ".join(
-                (name if name.startswith("test_") else f"`{name}`")  # those are timm's own, for its tests
-                + (f" ({row['grouped']} of {row['attentions']})" if 0 < row["grouped"] < row["attentions"] else "")
-                for name, row in own_rows
-            )
-            text = f"**{words_of[0].upper()}{words_of[1:]}** ({sum(row['tags'] for _, row in own_rows)} tags): {names}."
-            lines += ["", *textwrap.wrap(text, 118, break_long_words=False, break_on_hyphens=False)]
+        members = {name: row for name, row in rows.items() if row["family"] == family}
+        if members:
+            lines += ["", f"## {words}", *names_by_verdict(members)]
     return "\n".join(lines) + "\n"
+
+
+def names_by_verdict(members: dict[str, dict[str, Any]]) -> list[str]:
+    """A paragraph for each verdict on the architectures of a family, with their names."""
+    by_verdict = collections.defaultdict(list)
+    for name, row in members.items():
+        by_verdict[verdict(row)].append(name)
+    lines = []
+    for words, names in sorted(by_verdict.items()):
+        tags = sum(members[name]["tags"] for name in names)
+        listed = ", ".join(listed_name(name, members[name]) for name in names)
+        text = f"**{words[0].upper()}{words[1:]}** ({tags} tags): {listed}."
+        lines += ["", *textwrap.wrap(text, 118, break_long_words=False, break_on_hyphens=False)]
+    return lines
+
+
+def listed_name(name: str, row: dict[str, Any]) -> str:
+    """A name in the page, with how much of its attention can be grouped if that is a part."""
+    shown = name if name.startswith("test_") else f"`{name}`"  # those are timm's own, for its tests
+    if 0 < row["grouped"] < row["attentions"]:
+        shown += f" ({row['grouped']} of {row['attentions']})"
+    return shown
 
 
 def main() -> None:
     """Look at everything, or only write the page again."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="*", help="names of architectures")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--page", action="store_true", help="write the page from the results that are there")
+    parser.add_argument(
+        "--page", action="store_true", help="write the page from the results that are there"
+    )
     options = parser.parse_args()
     if not options.page:
         results = look_at_all(options.only)
         rows = ",\n".join(
-            f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in results.pop("architectures").items()
+            f"  {json.dumps(name)}: {json.dumps(row)}"
+            for name, row in results.pop("architectures").items()
         )
-        text = json.dumps(results, indent=1).removesuffix("\n}") + f',\n "architectures": {{\n{rows}\n }}\n}}\n'
+        text = (
+            json.dumps(results, indent=1).removesuffix("\n}")
+            + f',\n "architectures": {{\n{rows}\n }}\n}}\n'
+        )
         options.out.write_text(text, encoding="utf-8")
     if options.out == RESULTS:
         PAGE.write_text(page(json.loads(RESULTS.read_text(encoding="utf-8"))), encoding="utf-8")

@@ -1,24 +1,27 @@
-"""What `dgt.accelerate` costs a classifier: answers of a trained run with its own attention and accelerated.
+"""What `dgt.accelerate` costs a classifier: answers of a trained run with its own attention and
+accelerated.
 
     tools/make_weights.sh DATA OUT vit
     python benchmarks/accelerate_imagenette.py --run OUT/runs/vit256 --data.root DATA/imagenette128 --threads 1 \
         --errors 0.001 0.01 0.02 0.05 0.1 --out accelerate_imagenette.json
 
-Settings are chosen, without training, by `--calibrate` validation images, drawn by seed: the model was trained on none
-of them. Then in one pass over `--images` others, each is answered by the model's own attention and by every plan; times
-are those of the reports. What there is stands beside the JSON, in a folder of its name: plans, and the logits of every
-image. Run it again to go on; nothing is measured twice, and more errors or images may be asked for then.
+Settings are chosen, without training, by `--calibrate` validation images, drawn by seed: the model
+was trained on none of them. Then in one pass over `--images` others, each is answered by the
+model's own attention and by every plan; times are those of the reports. What there is stands beside
+the JSON, in a folder of its name: plans, and the logits of every image. Run it again to go on;
+nothing is measured twice, and more errors or images may be asked for then.
 
     python benchmarks/accelerate_imagenette.py --run OUT/runs/vit256 --data.root DATA/imagenette128 \
         --spread plan.safetensors --images 48 --out accelerate_spread.json
 
-The other way: errors of single images under one plan, of training images as they are augmented and of validation.
+The other way: errors of single images under one plan, of training images as they are augmented and
+of validation.
 
     python benchmarks/accelerate_imagenette.py --run OUT/runs/vit256 --data.root DATA/imagenette128 --calibrate 96 \
         --neighbours accelerate_imagenette/plan-0.01.safetensors --images 160 --out accelerate_neighbours.json
 
-And whether choosing makes the predicted error too low: errors of a plan, and of others that nobody chose, with more and
-fewer keys, on the images that chose it, on those kept aside, and on others.
+And whether choosing makes the predicted error too low: errors of a plan, and of others that nobody
+chose, with more and fewer keys, on the images that chose it, on those held out, and on others.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -39,21 +43,28 @@ from dgt.acceleration.report import Report
 from dgt.acceleration.sdpa import grouped_calls
 from dgt.acceleration.search import half_interval, relative_error, roles
 from dgt.bench.measures import machine
+from dgt.runs.recipe import build_data, parse_recipe
 from dgt.training import load_run
-from dgt.training.recipe import build_data, parse_recipe
 from dgt.utils.atomic_write import replacing, write_json
 
 OWN = "own"  # the model's attention, among the plans
 KEPT = 50  # images between two writes
-TIMES = (0.25, 1.0, 3.0)  # keys of a plan's neighbours by those of the plan
+TIMES = (0.25, 1.0, 3.0)  # keys of a plan's neighbors by those of the plan
 DRAWS = 4000  # of images, for how often an error is far off
 
 
 class Images:
-    """The run's validation images in an order drawn by seed: one at a time, (1, 3, H, W) and its label."""
+    """The run's validation images in an order drawn by seed: one at a time, (1, 3, H, W) and its
+    label.
+    """
 
     def __init__(self, run: Any, root: str) -> None:
-        keys = [f"--data.root={root}", "--data.batch_size=1", "--data.num_workers=0", "--data.val_size=null"]
+        keys = [
+            f"--data.root={root}",
+            "--data.batch_size=1",
+            "--data.num_workers=0",
+            "--data.val_size=null",
+        ]
         self.data = build_data(parse_recipe(run.recipe.to_dict(), keys))
         self.data.setup("validate")
         self.places = torch.randperm(
@@ -68,12 +79,18 @@ class Images:
         return ((image, int(label)) for image, label in loader)
 
 
-def plan(error: float, options: argparse.Namespace, images: Images, folder: Path) -> tuple[nn.Module, Report]:
-    """The run accelerated within an error, and its report: by the plan of an earlier time, if there is one."""
+def plan(
+    error: float, options: argparse.Namespace, images: Images, folder: Path
+) -> tuple[nn.Module, Report]:
+    """The run accelerated within an error, and its report: by the plan of an earlier time, if there
+    is one.
+    """
     network, path = load_run(options.run).network.eval(), folder / f"plan-{error:g}.safetensors"
     if path.exists():
         return network, dgt.apply_plan(network, path)
-    report = dgt.accelerate(network, torch.cat([image for image, _ in images.part(0, options.calibrate)]), error)
+    report = dgt.accelerate(
+        network, torch.cat([image for image, _ in images.part(0, options.calibrate)]), error
+    )
     report.save(path)
     print(report, flush=True)
     return network, report
@@ -88,7 +105,10 @@ def answer(
     found: dict[str, Any],
     go_on: Callable[[], bool],
 ) -> Iterator[None]:
-    """Have every image answered that is not yet; yields now and then, when there is something to be kept."""
+    """Have every image answered that is not yet.
+
+    Yields now and then, when there is something to be kept.
+    """
     names = [name for name in networks if len(found["logits"].setdefault(name, [])) < last - first]
     done = min((len(found["logits"][name]) for name in names), default=last - first)
     for place, (image, label) in enumerate(images.part(first + done, last), done):
@@ -112,12 +132,16 @@ def drawn(squares: Tensor, count: int) -> Tensor:
 
 def missed(squares: Tensor, count: int) -> float:
     """The share of draws of so many images whose error is more than 20 % off that of all."""
-    return float(((drawn(squares, count) / relative_error(squares) - 1).abs() > 0.2).double().mean())
+    return float(
+        ((drawn(squares, count) / relative_error(squares) - 1).abs() > 0.2).double().mean()
+    )
 
 
 @torch.inference_mode()
 def neighbours(options: argparse.Namespace, images: Images) -> None:
-    """Write the errors of a plan and of those with other numbers of keys, by what the images were to the plan."""
+    """Write the errors of a plan and of those with other numbers of keys, by what the images were
+    to the plan.
+    """
     own, network = (load_run(options.run).network.eval() for _ in range(2))
     dgt.apply_plan(network, options.neighbours)
     keys, pairs = {call: call.top_k for call in grouped_calls(network).values()}, list[Tensor]()
@@ -127,35 +151,51 @@ def neighbours(options: argparse.Namespace, images: Images) -> None:
             for call, count in keys.items():
                 call.top_k = max(1, round(times * count))
             after.append(network(image)[0].double())
-        pairs.append(torch.tensor([[(one - before).square().sum(), before.square().sum()] for one in after]))
+        pairs.append(
+            torch.tensor([[(one - before).square().sum(), before.square().sum()] for one in after])
+        )
     write_json(options.out, machine() | by_role(torch.stack(pairs), options.calibrate))
 
 
 def by_role(squares: Tensor, calibrate: int) -> dict[str, Any]:
-    """Errors of images that chose, were kept aside, and of others, of (images, plans, 2)."""
+    """Errors of images that chose, were held out, and of others, of (images, plans, 2)."""
     chose, aside = roles(calibrate)[1:]
     parts = {"chose": chose, "aside": aside, "others": range(calibrate, len(squares))}
     images, rows = {name: len(places) for name, places in parts.items()}, []
     for place, times in enumerate(TIMES):
         of_parts = {name: squares[list(places), place] for name, places in parts.items()}
-        errors = {name: {"error": relative_error(part), "half": half_interval(part)} for name, part in of_parts.items()}
+        errors = {
+            name: {"error": relative_error(part), "half": half_interval(part)}
+            for name, part in of_parts.items()
+        }
         ratio = errors["chose"]["error"] / errors["others"]["error"]
         rows.append({"times": times, **errors, "chose_by_others": ratio})
     alike = torch.corrcoef(squares[:, :, 0].T)
-    return {"calibrate": calibrate, "images": images, "correlation": float(alike.min()), "rows": rows}
+    return {
+        "calibrate": calibrate,
+        "images": images,
+        "correlation": float(alike.min()),
+        "rows": rows,
+    }
 
 
 def row(report: Report, name: str, found: dict[str, Any]) -> dict[str, Any]:
     """What a plan does to the images that it and the model's own attention have answered."""
     count = min(len(found["logits"][OWN]), len(found["logits"][name]))
-    own, after = (torch.tensor(found["logits"][key][:count], dtype=torch.float64) for key in (OWN, name))
+    own, after = (
+        torch.tensor(found["logits"][key][:count], dtype=torch.float64) for key in (OWN, name)
+    )
     squares = torch.stack([(after - own).square().sum(1), own.square().sum(1)], dim=1)
     labels = torch.tensor(found["labels"][:count])
     right = [(logits.argmax(1) == labels).double() for logits in (own, after)]
     error, chose = relative_error(squares), len(roles(found["calibrate"])[1])
     return report.to_json() | {
         "choosing_images": chose,
-        "missed": {str(images): missed(squares, images) for images in sorted({32, 64, 128, 256, chose}) if error},
+        "missed": {
+            str(images): missed(squares, images)
+            for images in sorted({32, 64, 128, 256, chose})
+            if error
+        },
         "as_low": float((drawn(squares, chose) <= report.predicted_error).double().mean()),
         "varies": told(squares)["varies"] if error else None,
         "unseen_images": count,
@@ -182,19 +222,38 @@ def spread(options: argparse.Namespace) -> None:
     content = machine()
     for part, loader in (("train", data.train_dataloader()), ("val", data.val_dataloader())):
         loader.device = torch.device("cpu")
-        pairs = [(run.network(image)[0].double(), plan_of(image)[0].double()) for image, _ in loader]
-        squares = torch.stack([torch.stack([(after - own).square().sum(), own.square().sum()]) for own, after in pairs])
+        pairs = [
+            (run.network(image)[0].double(), plan_of(image)[0].double()) for image, _ in loader
+        ]
+        squares = torch.stack(
+            [
+                torch.stack([(after - own).square().sum(), own.square().sum()])
+                for own, after in pairs
+            ]
+        )
         content[part] = told(squares)
     write_json(options.out, content)
 
 
 def told(squares: Tensor) -> dict[str, Any]:
-    """The error of some images, how much squared errors of single ones vary, and how many tell it to 20 %."""
+    """The error of some images, how much squared errors of single ones vary, and how many tell it
+    to 20 %.
+    """
     error, each = relative_error(squares), (squares[:, 0] / squares[:, 1]).sqrt()
     varies = float((squares[:, 0] - error**2 * squares[:, 1]).std() / squares[:, 0].mean())
     images = math.ceil((1.96 * varies / 2 / 0.2) ** 2)  # whose mean squared error is within 40 %
-    found = {"images": len(squares), "error": error, "half": half_interval(squares), "varies": varies}
-    return found | {"needed": images, "least": float(each.min()), "most": float(each.max()), "each": each.tolist()}
+    found = {
+        "images": len(squares),
+        "error": error,
+        "half": half_interval(squares),
+        "varies": varies,
+    }
+    return found | {
+        "needed": images,
+        "least": float(each.min()),
+        "most": float(each.max()),
+        "each": each.tolist(),
+    }
 
 
 def main() -> None:
@@ -202,43 +261,79 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--data.root", dest="root", required=True)
-    parser.add_argument("--calibrate", type=int, default=96, help="validation images to choose by (default: 96)")
-    parser.add_argument("--images", type=int, help="other validation images to measure on (default: all)")
+    parser.add_argument(
+        "--calibrate", type=int, default=96, help="validation images to choose by (default: 96)"
+    )
+    parser.add_argument(
+        "--images", type=int, help="other validation images to measure on (default: all)"
+    )
     parser.add_argument("--errors", type=float, nargs="+", default=[0.001, 0.01, 0.02, 0.05, 0.1])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=1e9, help="no plan or image is begun later (default: no end)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=1e9,
+        help="no plan or image is begun later (default: no end)",
+    )
     parser.add_argument("--out", type=Path, default=Path("accelerate_imagenette.json"))
-    parser.add_argument("--spread", type=Path, metavar="PLAN", help="errors of single images under a plan instead")
-    parser.add_argument("--neighbours", type=Path, metavar="PLAN", help="errors of a plan and others like it instead")
+    parser.add_argument(
+        "--spread", type=Path, metavar="PLAN", help="errors of single images under a plan instead"
+    )
+    parser.add_argument(
+        "--neighbours",
+        type=Path,
+        metavar="PLAN",
+        help="errors of a plan and others like it instead",
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.spread:
         return spread(options)
     if options.neighbours:
         return neighbours(options, Images(load_run(options.run), options.root))
-    start, folder = time.monotonic(), options.out.with_suffix("")
+    measure(parser, options)
+
+
+def measure(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Choose a plan for each error, let all networks answer, and write the rows as images are done."""
+    start = time.monotonic()
+
+    def has_time() -> bool:
+        return time.monotonic() - start < options.seconds
+
+    folder = options.out.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
-    kept, images = folder / "answers.json", Images(load_run(options.run), options.root)
+    kept = folder / "answers.json"
+    images = Images(load_run(options.run), options.root)
     found = json.loads(kept.read_text()) if kept.exists() else {"labels": [], "logits": {}}
     if found.setdefault("calibrate", options.calibrate) != options.calibrate:
         parser.error(f"--calibrate: {folder} has plans by {found['calibrate']} images")
-    networks, reports = {OWN: load_run(options.run).network.eval()}, dict[str, Report]()
-    for error in options.errors:
-        if time.monotonic() - start < options.seconds:
-            network, reports[f"{error:g}"] = plan(error, options, images, folder)
-            if reports[f"{error:g}"].centroids:
-                networks[f"{error:g}"] = network
-    last = min(len(images.places), options.calibrate + options.images if options.images else len(images.places))
-    for _ in answer(
-        networks, images, options.calibrate, last, found, lambda: time.monotonic() - start < options.seconds
-    ):
+    networks = {OWN: load_run(options.run).network.eval()}
+    reports: dict[str, Report] = {}
+    for error in takewhile(lambda _: has_time(), options.errors):
+        name = f"{error:g}"
+        network, reports[name] = plan(error, options, images, folder)
+        if reports[name].centroids:
+            networks[name] = network
+    last = len(images.places)
+    if options.images:
+        last = min(last, options.calibrate + options.images)
+    rows: list[dict[str, Any]] = []
+    for _ in answer(networks, images, options.calibrate, last, found, has_time):
         with replacing(kept) as partial:
             partial.write_text(json.dumps(found))
         if found["logits"][OWN]:
-            rows = [row(report, name if name in networks else OWN, found) for name, report in reports.items()]
-            content = {**machine(), "calibrate": options.calibrate, "images": len(found["logits"][OWN])}
+            rows = [
+                row(report, name if name in networks else OWN, found)
+                for name, report in reports.items()
+            ]
             most = max(rows, key=lambda one: one["unseen_images"])
-            write_json(options.out, content | {"top1": most["top1_before"], "rows": rows})
+            about = {
+                **machine(),
+                "calibrate": options.calibrate,
+                "images": len(found["logits"][OWN]),
+            }
+            write_json(options.out, {**about, "top1": most["top1_before"], "rows": rows})
     for one in rows:
         print({name: value for name, value in one.items() if name != "layers"}, flush=True)
 

@@ -1,15 +1,18 @@
-"""What `dgt.accelerate` is worth in large models, and that it never costs: whole models, and shapes of all kinds.
+"""What `dgt.accelerate` is worth in large models, and that it never costs: whole models, and shapes
+of all kinds.
 
     python benchmarks/accelerate_models.py --part dinov3 --out accelerate_models.json
     python benchmarks/accelerate_models.py --part vit_l --out accelerate_models.json
     python benchmarks/accelerate_models.py --part shapes --out accelerate_models.json
 
-`dinov3` is timm's DINOv3-S/16 on 2048 x 2048 pixels, `vit_l` ViT-L/16 on 1024 x 2048, both with random weights, as
-whole models: all attention by groups and keys that trained models were given (docs/results.md), beside the model's own
-in the same run, and the bound, attention that takes no time. `shapes`: a seeded sample of single attentions, each
-handed to `dgt.accelerate` with one setting, as a user would; what it decides is then timed again beside PyTorch's.
+`dinov3` is timm's DINOv3-S/16 on 2048 x 2048 pixels, `vit_l` ViT-L/16 on 1024 x 2048, both with
+random weights, as whole models: all attention by groups and keys that trained models were given
+(docs/results.md), beside the model's own in the same run, and the bound, attention that takes no
+time. `shapes`: a seeded sample of single attentions, each handed to `dgt.accelerate` with one
+setting, as a user would; what it decides is then timed again beside PyTorch's.
 
-Rows are in the file as they are done and not measured again; no row is begun after `--seconds`: run it once more.
+Rows are in the file as they are done and not measured again; no row is begun after `--seconds`: run
+it once more.
 """
 
 from __future__ import annotations
@@ -46,12 +49,18 @@ HEADS = 2  # of the single attentions
 
 
 @torch.no_grad()
-def whole_model(part: str, options: argparse.Namespace, todo: Callable[[dict[str, Any]], bool], save: Any) -> None:
-    """A row for each setting: the model's milliseconds for an image, its own attention and groups in turns."""
+def whole_model(
+    part: str, options: argparse.Namespace, todo: Callable[[dict[str, Any]], bool], save: Any
+) -> None:
+    """A row for each setting: the model's milliseconds for an image, its own attention and groups
+    in turns.
+    """
     name, size = MODELS[part]
     size = tuple(side // options.shrink for side in size)
     torch.manual_seed(0)
-    model = timm.create_model(name, img_size=size, depth=options.depth or None, num_classes=0).eval()
+    model = timm.create_model(
+        name, img_size=size, depth=options.depth or None, num_classes=0
+    ).eval()
     image = torch.randn(1, 3, *size)
     with torch.device("meta"):  # whose forward is free
         twin = timm.create_model(name, img_size=size, depth=options.depth or None, num_classes=0)
@@ -71,8 +80,22 @@ def whole_model(part: str, options: argparse.Namespace, todo: Callable[[dict[str
                 install(module, GroupedCall(centroids, keys, layer.prefix, 0).eval())
         (own, inside), (grouped, _) = in_turns(model, lambda: model(image), options.rounds)
         bound = own / (own - sum(inside.values()))
-        tokens = {"model": name, "tokens": layers[0].tokens, "depth": len(layers), "rounds": options.rounds}
-        save({**key, **tokens, "before_ms": own, "after_ms": grouped, "speedup": own / grouped, "bound": bound})
+        tokens = {
+            "model": name,
+            "tokens": layers[0].tokens,
+            "depth": len(layers),
+            "rounds": options.rounds,
+        }
+        save(
+            {
+                **key,
+                **tokens,
+                "before_ms": own,
+                "after_ms": grouped,
+                "speedup": own / grouped,
+                "bound": bound,
+            }
+        )
 
 
 class One(nn.Module):
@@ -96,17 +119,28 @@ def sample(count: int, most: int) -> list[tuple[int, int, int, int]]:
         return round(math.exp(draws.uniform(math.log(low), math.log(high))))
 
     tokens = [even(64, most) for _ in range(count)]
-    return [(length, draws.choice((32, 64, 96, 128)), even(1, 256), even(1, length)) for length in tokens]
+    return [
+        (length, draws.choice((32, 64, 96, 128)), even(1, 256), even(1, length))
+        for length in tokens
+    ]
 
 
 @torch.no_grad()
 def shapes(options: argparse.Namespace, todo: Callable[[dict[str, Any]], bool], save: Any) -> None:
-    """A row for each shape: what `dgt.accelerate` decides; of groups the time beside PyTorch's, medians of turns.
+    """A row for each shape: what `dgt.accelerate` decides; of groups the time beside PyTorch's,
+    medians of turns.
 
-    Where it decides against groups, the call is PyTorch's own: the ratio is 1 without being measured.
+    Where it decides against groups, the call is PyTorch's own: the ratio is 1 without being
+    measured.
     """
     for tokens, channels, groups, keys in sample(options.shapes, 16384 // options.shrink):
-        key = {"part": "shapes", "tokens": tokens, "channels": channels, "groups": groups, "keys": keys}
+        key = {
+            "part": "shapes",
+            "tokens": tokens,
+            "channels": channels,
+            "groups": groups,
+            "keys": keys,
+        }
         if not todo(key):
             continue
         torch.manual_seed(0)
@@ -115,8 +149,15 @@ def shapes(options: argparse.Namespace, todo: Callable[[dict[str, Any]], bool], 
             (layer,) = dgt.accelerate(model, x, 0.999).layers
         found = {"choice": layer.choice, "reason": layer.reason, "ratio": 1.0}
         if layer.choice == "groups":
-            times = medians(options.rounds, {exact: partial(once, model, x[:1], exact) for exact in (True, False)})
-            found |= {"sdpa_ms": times[True], "groups_ms": times[False], "ratio": times[False] / times[True]}
+            times = medians(
+                options.rounds,
+                {exact: partial(once, model, x[:1], exact) for exact in (True, False)},
+            )
+            found |= {
+                "sdpa_ms": times[True],
+                "groups_ms": times[False],
+                "ratio": times[False] / times[True],
+            }
         save({**key, **found})
 
 
@@ -129,19 +170,33 @@ def once(model: nn.Module, x: Tensor, exact: bool) -> float:
 
 def main() -> None:
     """Read the arguments."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--part", choices=(*MODELS, "shapes"), required=True)
     parser.add_argument("--out", type=Path, default=Path("accelerate_models.json"))
-    parser.add_argument("--seconds", type=float, default=120, help="no row is begun later (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=0, help="turns of each row (default: 1 of models, 5 of shapes)")
+    parser.add_argument(
+        "--seconds", type=float, default=120, help="no row is begun later (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=0,
+        help="turns of each row (default: 1 of models, 5 of shapes)",
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--shapes", type=int, default=100, help="how many")
-    parser.add_argument("--shrink", type=int, default=1, help="to try it: divide sides and the most tokens by this")
+    parser.add_argument(
+        "--shrink", type=int, default=1, help="to try it: divide sides and the most tokens by this"
+    )
     parser.add_argument("--depth", type=int, default=0, help="to try it: blocks of the model")
     options = parser.parse_args()
     options.rounds = options.rounds or (5 if options.part == "shapes" else 1)
     torch.set_num_threads(options.threads)
-    start, content = timer(), json.loads(options.out.read_text()) if options.out.exists() else {"rows": []}
+    start, content = (
+        timer(),
+        json.loads(options.out.read_text()) if options.out.exists() else {"rows": []},
+    )
     rows = content["rows"]
 
     def todo(key: dict[str, Any]) -> bool:
@@ -157,7 +212,9 @@ def main() -> None:
         shapes(options, todo, save)
         found = [row for row in rows if row["part"] == "shapes"]
         worst = max((row["ratio"] for row in found), default=0.0)
-        print(f"{len(found)} of {options.shapes} shapes, {sum(row['choice'] == 'groups' for row in found)} in groups")
+        print(
+            f"{len(found)} of {options.shapes} shapes, {sum(row['choice'] == 'groups' for row in found)} in groups"
+        )
         print(f"worst: {worst:.3f} times SDPA's time")
     else:
         whole_model(options.part, options, todo, save)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from dgt.data.detection import CocoImages
+from dgt.data.coco import CocoImages
 from dgt.utils.atomic_write import write_json
 
 

@@ -3,10 +3,11 @@
     python benchmarks/compile_kernels.py [--arch 90] [--dtype bfloat16] [--json]
     python benchmarks/compile_kernels.py --others
 
-The operator, its gradients and the forms of the appendix are walked on meta tensors with the shapes of DGT-T's stages,
-and all that they would launch is compiled. Exits with 1 if a kernel does not compile, spills registers, or, in bfloat16
-for sm_90, exceeds its budget of registers, shared memory, programs at once or instructions of a loop. ``--others``
-compiles what a model launches for other GPUs and types, two shapes each, and checks that it fits their shared memory.
+The operator, its gradients and the forms of the appendix are walked on meta tensors with the shapes
+of DGT-T's stages, and all that they would launch is compiled. Exits with 1 if a kernel does not
+compile, spills registers, or, in bfloat16 for sm_90, exceeds its budget of registers, shared
+memory, programs at once or instructions of a loop. ``--others`` compiles what a model launches for
+other GPUs and types, two shapes each, and checks that it fits their shared memory.
 """
 
 import argparse
@@ -26,21 +27,32 @@ from dgt.ops.triton import common, operators, products
 from dgt.ops.triton.launch import Launch, interpreting, recording
 from dgt.ops.triton.passes import sort_queries
 
-# Images, tokens, heads and k of DGT-T's stages at 224 px and of dense prediction; G is 48, and D 32 but for CHANNELS.
+# Images, tokens, heads and k of DGT-T's stages at 224 px and of dense prediction; G is 48, and D 32
+# but for CHANNELS.
 STAGES = {
     "stage 1": (128, 3136, 2, 98), "stage 2": (128, 784, 4, 98), "stage 3": (128, 196, 8, 98),
     "dense": (32, 16384, 2, 512), "k 513": (32, 16384, 2, 513), "large": (8, 64000, 2, 500),
-    "vision": (8, 4101, 6, 98),  # forward of an accelerated model: D 64, a prefix of 5 tokens, a remainder
+    # forward of an accelerated model: D 64, a prefix of 5 tokens, a remainder
+    "vision": (8, 4101, 6, 98),
     "wide": (8, 4096, 6, 98),  # the widest heads
 }  # fmt: skip
 OTHER_STAGES = ("stage 1", "stage 3")
-OTHER_TARGETS = ((80, "float16"), (86, "bfloat16"), (90, "float32"), (100, "bfloat16"), (100, "float16"))
-SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # of a program, at most
+OTHER_TARGETS = (
+    (80, "float16"),
+    (86, "bfloat16"),
+    (90, "float32"),
+    (100, "bfloat16"),
+    (100, "float16"),
+)
+# of a program, at most
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 CHANNELS = {"vision": 64, "wide": 128}
 PREFIX = 5
 GROUPS = 48
-# At most so many registers a thread, bytes of shared memory, and instructions of an innermost loop; at least so many
-# programs at once on a multiprocessor of sm_90. Raise one only for a kernel that the cycle model finds faster.
+# At most so many registers a thread, bytes of shared memory, and instructions of an innermost loop;
+# at least so many
+# programs at once on a multiprocessor of sm_90. Raise one only for a kernel that the cycle model
+# finds faster.
 BUDGETS = {
     "score_tokens": (240, 49152, 1000, 2), "bound_and_place": (96, 8192, 480, 4),
     "mark_candidates": (128, 49152, 400, 3),
@@ -63,6 +75,8 @@ WIDE = {  # what differs for D 64 and D 128
         "key_gradients": (176, 40960, 320, 2), "sum_run": (240, 32768, 720, 2),
     },
 }  # fmt: skip
+
+
 class Report(NamedTuple):
     """What one kernel takes on one shape; -1 where it did not compile."""
 
@@ -77,7 +91,9 @@ class Report(NamedTuple):
     error: str
 
 
-def walk(name: str, channels: int = 32, dtype: torch.dtype = torch.bfloat16, plain: bool = False) -> list[Launch]:
+def walk(
+    name: str, channels: int = 32, dtype: torch.dtype = torch.bfloat16, plain: bool = False
+) -> list[Launch]:
     """Record all launches of the operator, its gradients and the forms on the shape of a stage.
 
     A ``plain`` walk has no masks and no steps of their own: what a model launches.
@@ -86,13 +102,19 @@ def walk(name: str, channels: int = 32, dtype: torch.dtype = torch.bfloat16, pla
     channels = CHANNELS.get(name, channels)
     like: dict[str, Any] = {"device": "meta", "dtype": dtype}
     # Heads interleaved, as a layer's projection leaves them.
-    query, key, value = torch.empty(batch, tokens, 3, heads, channels, **like).permute(2, 0, 3, 1, 4).unbind(0)
+    query, key, value = (
+        torch.empty(batch, tokens, 3, heads, channels, **like).permute(2, 0, 3, 1, 4).unbind(0)
+    )
     centroids = torch.empty(heads, GROUPS, channels, device="meta")
     mask = torch.empty(batch, tokens, device="meta", dtype=torch.bool)
     with recording() as launches:
         if name == "vision":
-            body(operators.attention)(query[:, :, PREFIX:], key, value, centroids, top_k, 1.0, None, True)
-            _, _, *ids = body(operators.attention)(query, key, value, centroids, top_k, 1.0, mask, True)
+            body(operators.attention)(
+                query[:, :, PREFIX:], key, value, centroids, top_k, 1.0, None, True
+            )
+            _, _, *ids = body(operators.attention)(
+                query, key, value, centroids, top_k, 1.0, mask, True
+            )
             bias = torch.empty(key.shape[:3], device="meta")
             body(operators.attend)(query, key, value, *ids[:2], 1.0, bias)
             return launches
@@ -121,7 +143,9 @@ def walk(name: str, channels: int = 32, dtype: torch.dtype = torch.bfloat16, pla
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and bytes of its stack, which in these kernels holds nothing but spilled registers."""
+    """Registers of a thread, and bytes of its stack, which in these kernels holds nothing but
+    spilled registers.
+    """
     found = tool("cuobjdump", "--dump-resource-usage", cubin=cubin)
     registers, stack = re.findall(r"REG:(\d+)", found), re.findall(r"STACK:(\d+)", found)
     return max(map(int, registers)), max(map(int, stack))
@@ -139,18 +163,25 @@ def longest_loop(cubin: bytes) -> int:
             found = re.search(r"\bBRA\b.*?`\((\.L_x_\d+)\)", row)
             if found and labels.get(found[1], count) < count - 1:
                 loops.append((labels[found[1]], count))
-    inner = [b - a for a, b in loops if not any((c, d) != (a, b) and a <= c and d <= b for c, d in loops)]
+    inner = [
+        b - a for a, b in loops if not any((c, d) != (a, b) and a <= c and d <= b for c, d in loops)
+    ]
     return max(inner, default=0)
 
 
 def blocks_of(registers: int, shared: int, warps: int) -> int:
-    """Programs at once on a multiprocessor of sm_90: 64 K registers, 228 KB of shared memory, 64 warps."""
+    """Programs at once on a multiprocessor of sm_90: 64 K registers, 228 KB of shared memory, 64
+    warps.
+    """
     by_registers = 4 * (16384 // (-(-registers // 8) * 256)) // warps
     return min(by_registers, (228 << 10) // (shared + 1024), 64 // warps, 32)
 
 
 def over_budget(row: Report, arch: int, budgets: bool = True) -> str:
-    """What exceeds the budget of a kernel; nothing where it has none, or on another architecture."""
+    """What exceeds the budget of a kernel.
+
+    Nothing where it has none, or on another architecture.
+    """
     if row.error or row.spilled_bytes:
         return row.error or f"spills {row.spilled_bytes} bytes"
     limits = BUDGETS | WIDE.get(row.shape, {})
@@ -167,7 +198,11 @@ def over_budget(row: Report, arch: int, budgets: bool = True) -> str:
         )
         if value > limit
     ]  # fmt: skip
-    found += [f"{row.blocks} programs on a multiprocessor ({blocks} needed)"] if row.blocks < blocks else []
+    found += (
+        [f"{row.blocks} programs on a multiprocessor ({blocks} needed)"]
+        if row.blocks < blocks
+        else []
+    )
     return ", ".join(found)
 
 
@@ -182,14 +217,28 @@ def compile_launch(launch: Launch, shape: str, arch: int) -> Report:
         registers, spilled = resources(cubin)
         loop, blocks = longest_loop(cubin), blocks_of(registers, shared, warps)
         return Report(name, shape, warps, registers, shared, spilled, loop, blocks, "")
-    except Exception as error:  # whatever the compiler trips over is what this command is here to report
-        return Report(name, shape, warps, -1, -1, -1, -1, -1, f"{type(error).__name__}: {error}".splitlines()[0])
+    except Exception as error:
+        # whatever the compiler trips over is what this command is here to report
+        return Report(
+            name,
+            shape,
+            warps,
+            -1,
+            -1,
+            -1,
+            -1,
+            -1,
+            f"{type(error).__name__}: {error}".splitlines()[0],
+        )
     finally:
         common.compiled_for.pop()
 
 
 def reports(
-    arch: int, dtype: torch.dtype = torch.bfloat16, shapes: Iterable[str] = tuple(STAGES), plain: bool = False
+    arch: int,
+    dtype: torch.dtype = torch.bfloat16,
+    shapes: Iterable[str] = tuple(STAGES),
+    plain: bool = False,
 ) -> Iterator[Report]:
     """Compile every distinct launch of some stages."""
     seen = set()
@@ -210,12 +259,18 @@ def others() -> Iterator[tuple[int, str, Report]]:
 
 
 def check_others() -> int:
-    """Compile for the others and print one line each; 1 if a kernel does not compile, spills, or does not fit."""
+    """Compile for the others and print one line each.
+
+    1 if a kernel does not compile, spills, or does not fit.
+    """
     failed, count = [], collections.Counter[str]()
     for arch, dtype, row in others():
         count[f"sm_{arch} {dtype}"] += 1
-        # Float32 is multiplied without the matrix units, which takes more registers than a thread has.
-        words = over_budget(row._replace(spilled_bytes=0) if dtype == "float32" else row, arch, budgets=False)
+        # Float32 is multiplied without the matrix units, which takes more registers than a thread
+        # has.
+        words = over_budget(
+            row._replace(spilled_bytes=0) if dtype == "float32" else row, arch, budgets=False
+        )
         failed += [f"sm_{arch} {dtype} {row.kernel} on {row.shape}: {words}"] if words else []
     for target, number in count.items():
         print(f"{target}: {number} kernels")
@@ -234,11 +289,21 @@ def table(rows: list[Report]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compile everything and print what it takes; 1 if a kernel spills or does not compile, otherwise 0."""
+    """Compile everything and print what it takes.
+
+    1 if a kernel spills or does not compile, otherwise 0.
+    """
     parser = argparse.ArgumentParser(prog="compile_kernels.py", description="Compile every kernel.")
-    parser.add_argument("--arch", type=int, default=90, help="compute capability times ten: 80, 90, 100 (default: 90)")
+    parser.add_argument(
+        "--arch",
+        type=int,
+        default=90,
+        help="compute capability times ten: 80, 90, 100 (default: 90)",
+    )
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
-    parser.add_argument("--others", action="store_true", help="other GPUs and types instead, two shapes each")
+    parser.add_argument(
+        "--others", action="store_true", help="other GPUs and types instead, two shapes each"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
     if interpreting():
@@ -247,11 +312,18 @@ def main(arguments: list[str] | None = None) -> int:
         return check_others()
     found = list(reports(options.arch, getattr(torch, options.dtype)))
     with_budgets = options.dtype == "bfloat16"
-    failed = {row: words for row in found if (words := over_budget(row, options.arch, with_budgets))}
+    failed = {
+        row: words for row in found if (words := over_budget(row, options.arch, with_budgets))
+    }
     if options.json:
         kernels = [row._asdict() for row in found]
         versions = {"triton": triton.__version__, "torch": torch.__version__}
-        print(json.dumps({"arch": options.arch, **versions, "failed": len(failed), "kernels": kernels}, indent=1))
+        print(
+            json.dumps(
+                {"arch": options.arch, **versions, "failed": len(failed), "kernels": kernels},
+                indent=1,
+            )
+        )
     else:
         versions_told = f"Triton {triton.__version__}, torch {torch.__version__}"
         print(f"{versions_told}, sm_{options.arch}, {options.dtype}, D 32, G {GROUPS}")

@@ -1,8 +1,10 @@
-"""Peak memory and seconds of one training step of Mask R-CNN on one image, in this process, which does nothing else.
+"""Peak memory and seconds of one training step of Mask R-CNN on one image, in this process, which
+does nothing else.
 
     python benchmarks/detection_step.py [--model dgt_tiny] [--size 800 1280] [--checkpointing]
 
-On a CPU: peak resident memory, of which Python and its libraries took the share that is printed first.
+On a CPU: peak resident memory, of which Python and its libraries took the share that is printed
+first.
 """
 
 from __future__ import annotations
@@ -35,11 +37,15 @@ def objects(count: int, height: int, width: int) -> dict[str, torch.Tensor]:
 
 def main() -> None:
     """Run one step of AdamW and print what it took."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="dgt_tiny")
     parser.add_argument("--size", type=int, nargs=2, default=(800, 1280))
     parser.add_argument("--objects", type=int, default=8)
-    parser.add_argument("--checkpointing", action="store_true", help="compute activations of blocks twice")
+    parser.add_argument(
+        "--checkpointing", action="store_true", help="compute activations of blocks twice"
+    )
     options = parser.parse_args()
     torch.manual_seed(0)
     before = peak_gib()
@@ -50,10 +56,28 @@ def main() -> None:
     losses = network([torch.rand(3, *options.size)], [objects(options.objects, *options.size)])
     torch.stack(list(losses.values())).sum().backward()
     optimizer.step()
-    told = {"model": options.model, "size": list(options.size), "objects": options.objects, "version": dgt.__version__}
-    told |= {"checkpointing": options.checkpointing, "threads": torch.get_num_threads(), "torch": torch.__version__}
+    told = {
+        "model": options.model,
+        "size": list(options.size),
+        "objects": options.objects,
+        "version": dgt.__version__,
+    }
+    told |= {
+        "checkpointing": options.checkpointing,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
     seconds = round(time.perf_counter() - start, 1)
-    print(json.dumps({**told, "before_gib": round(before, 2), "peak_gib": round(peak_gib(), 2), "seconds": seconds}))
+    print(
+        json.dumps(
+            {
+                **told,
+                "before_gib": round(before, 2),
+                "peak_gib": round(peak_gib(), 2),
+                "seconds": seconds,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,19 +1,22 @@
-"""The whole operator on a GPU against what users would pick instead, with the share of the floor it reaches.
+"""The whole operator on a GPU against what users would pick instead, with the share of the floor it
+reaches.
 
     python benchmarks/gpu_attention.py first|forward|backward|profile|accelerated --out FILE.json [--cases 3136,196]
         [--inputs random,scenes] [--seconds 280] [--dry-run]
 
-Grouping, selection and attention in bfloat16, D 32, G 48, on random numbers and on what DGT-T makes of images (the
-built-in scenes), beside compiled FlexAttention over gathered keys, SDPA over all keys, as PyTorch picks its kernel and
-as flash attention, SDPA in windows of 49 keys (what Swin does; the windows are cut beforehand), the steps launched one
-by one, and the products of the paper's appendix with P in memory. Every case is first checked: its groups and keys
-against scores in float64, its output against dense attention under a mask. A row is on disk as soon as it is measured,
-and says what failed in it. The floor is the larger of the fewest bytes over the memory's rate and the operations over
-the matrix units' rate, both measured at the start. `first` is for the first minutes on a new machine: times of the
-operator and of flash attention, and every kernel's time beside the model's prediction. `profile` lists every kernel of
-forward and backward with its time; kernels are counted once. `accelerated` is forward of what `dgt.accelerate` puts
-into a vision transformer: D 64, a prefix of 5 tokens, a remainder, beside SDPA. No case is begun after ``--seconds``
-(exit status 3); the same call again goes on where it stopped.
+Grouping, selection and attention in bfloat16, D 32, G 48, on random numbers and on what DGT-T makes
+of images (the built-in scenes), beside compiled FlexAttention over gathered keys, SDPA over all
+keys, as PyTorch picks its kernel and as flash attention, SDPA in windows of 49 keys (what Swin
+does; the windows are cut beforehand), the steps launched one by one, and the products of the
+paper's appendix with P in memory. Every case is first checked: its groups and keys against scores
+in float64, its output against dense attention under a mask. A row is on disk as soon as it is
+measured, and says what failed in it. The floor is the larger of the fewest bytes over the memory's
+rate and the operations over the matrix units' rate, both measured at the start. `first` is for the
+first minutes on a new machine: times of the operator and of flash attention, and every kernel's
+time beside the model's prediction. `profile` lists every kernel of forward and backward with its
+time; kernels are counted once. `accelerated` is forward of what `dgt.accelerate` puts into a vision
+transformer: D 64, a prefix of 5 tokens, a remainder, beside SDPA. No case is begun after
+``--seconds`` (exit status 3); the same call again goes on where it stopped.
 """
 
 import argparse
@@ -42,7 +45,8 @@ from dgt.ops.triton import operators as kernels
 CASES = ((128, 2, 3136, 98), (128, 8, 196, 98), (32, 2, 16384, 512), (8, 2, 64000, 500), (128, 4, 784, 98),
          (32, 2, 16384, 513))  # fmt: skip
 ACCELERATED, PREFIX = ((8, 6, 4096, 98), (8, 6, 16384, 98)), 5
-TARGETS = {3136: 5.0, 16384: 8.0, 64000: 25.0, 196: 1 / 1.5}  # times as fast as flash attention over all keys
+# times as fast as flash attention over all keys
+TARGETS = {3136: 5.0, 16384: 8.0, 64000: 25.0, 196: 1 / 1.5}
 CHANNELS, GROUPS, WINDOW = 32, 48, 49
 
 Case = tuple[int, int, int, int]
@@ -51,12 +55,18 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def main() -> None:
     """Measure one part, case by case; 1 if anything failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("part", choices=["first", "forward", "backward", "profile", "accelerated"])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cases", help="numbers of tokens, comma-separated (default: all)")
-    parser.add_argument("--inputs", default="random,scenes", help="random, scenes or both (default)")
-    parser.add_argument("--seconds", type=float, default=540, help="begin no case after so many (default: 540)")
+    parser.add_argument(
+        "--inputs", default="random,scenes", help="random, scenes or both (default)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=540, help="begin no case after so many (default: 540)"
+    )
     parser.add_argument("--dry-run", action="store_true", help="only list what would be measured")
     options = parser.parse_args()
     started, failed = time.monotonic(), False
@@ -66,7 +76,10 @@ def main() -> None:
         return
     torch.manual_seed(0)
     rows, measured = Rows(options.out, options.part), device_rates()
-    rows.document["machine"] |= {"bytes_per_second": measured[0], "operations_per_second": measured[1]}
+    rows.document["machine"] |= {
+        "bytes_per_second": measured[0],
+        "operations_per_second": measured[1],
+    }
     for case, inputs in planned:
         named = {"case": name_of(case), "inputs": inputs}
         if rows.has(**named):
@@ -74,8 +87,14 @@ def main() -> None:
         if time.monotonic() - started > options.seconds:
             print("out of time: call again to go on")
             sys.exit(3)
-        step = accelerated if options.part == "accelerated" else partial(alone, part=options.part, measured=measured)
-        row = named | attempt("case", lambda step=step, case=case, inputs=inputs: step(case, inputs))
+        step = (
+            accelerated
+            if options.part == "accelerated"
+            else partial(alone, part=options.part, measured=measured)
+        )
+        row = named | attempt(
+            "case", lambda step=step, case=case, inputs=inputs: step(case, inputs)
+        )
         failed |= any(name.endswith("_error") for name in row)
         rows.add(row)
     sys.exit(int(failed))
@@ -100,8 +119,13 @@ def plan(part: str, cases: str | None, inputs: list[str]) -> Iterator[tuple[Case
 
 
 def device_rates() -> tuple[float, float]:
-    """Bytes a second, read and written, of a large copy, and bfloat16 operations a second of a large product."""
-    source, matrix = torch.empty(2**30, dtype=torch.int8), torch.randn(8192, 8192, dtype=torch.bfloat16)
+    """Bytes a second, read and written, of a large copy, and bfloat16 operations a second of a
+    large product.
+    """
+    source, matrix = (
+        torch.empty(2**30, dtype=torch.int8),
+        torch.randn(8192, 8192, dtype=torch.bfloat16),
+    )
     source, matrix = source.cuda(), matrix.cuda()
     target = torch.empty_like(source)
     copy = do_bench(lambda: target.copy_(source), return_mode="median")
@@ -112,8 +136,11 @@ def device_rates() -> tuple[float, float]:
 def alone(case: Case, inputs: str, part: str, measured: tuple[float, float]) -> dict[str, Any]:
     """The row of a part: times of all candidates, or of kernels."""
     batch, heads, tokens, top_k = case
-    *tensors, centroids = random_inputs(batch, heads, tokens) if inputs == "random" else scene_inputs(batch, tokens)
+    *tensors, centroids = (
+        random_inputs(batch, heads, tokens) if inputs == "random" else scene_inputs(batch, tokens)
+    )
     attend = candidates(case, centroids)
+    names = list(attend)
     check(*(tensor[:1] for tensor in tensors), centroids, top_k)
     backward = part == "backward"
     model = predicted(tokens, top_k, inputs, "backward" if backward else "forward")
@@ -122,20 +149,27 @@ def alone(case: Case, inputs: str, part: str, measured: tuple[float, float]) -> 
         row["kernels_us"] = kernel_times(attend["triton"], *tensors, backward=part == "profile")
     if part == "profile":
         return row
+    if part == "first":
+        attend = {name: attend[name] for name in attend if name in ("triton", "flash")}
     for name, function in attend.items():
-        if part == "first" and name not in ("triton", "flash"):
-            continue
         given = [windowed(tensor) for tensor in tensors] if name == "windows" else tensors
         row |= attempt(name, partial(timings, name, function, backward, *given))
         del given
-    row |= {"floor_ms": (floor := floor_ms(case, *measured, backward)), "target": TARGETS.get(tokens)}
+    floor = floor_ms(case, *measured, backward)
+    row |= {"floor_ms": floor, "target": TARGETS.get(tokens), **shares_of_floor(row, floor)}
+    return row | ratios(row, names[1:])
+
+
+def shares_of_floor(row: dict[str, Any], floor: float) -> dict[str, float]:
+    """The floor over the kernels' times, with and without a graph, where there are any."""
     ways = [way for way in ("", "_graph") if f"triton{way}_ms" in row]
-    row |= {f"share_of_floor{way}": floor / row[f"triton{way}_ms"] for way in ways}
-    return row | ratios(row, list(attend)[1:])
+    return {f"share_of_floor{way}": floor / row[f"triton{way}_ms"] for way in ways}
 
 
 def accelerated(case: Case, _: str) -> dict[str, Any]:
-    """The row of an accelerated call: with the layer's centroids, with the image's own, SDPA, the plain path."""
+    """The row of an accelerated call: with the layer's centroids, with the image's own, SDPA, the
+    plain path.
+    """
     batch, heads, tokens, top_k = case
     qkv = torch.randn(batch, PREFIX + tokens, 3, heads, 64, device="cuda", dtype=torch.bfloat16)
     query, key, value = tensors = qkv.permute(2, 0, 3, 1, 4).unbind(0)
@@ -147,16 +181,24 @@ def accelerated(case: Case, _: str) -> dict[str, Any]:
 
     steps = {
         "triton": lambda: groups(centroids, "triton"),
-        "own_centroids": lambda: groups(dgt.find_centroids(query[:, :, PREFIX:], centroids, 1), "triton"),
+        "own_centroids": lambda: groups(
+            dgt.find_centroids(query[:, :, PREFIX:], centroids, 1), "triton"
+        ),
         "sdpa": lambda: F.scaled_dot_product_attention(query, key, value),
         "flash": lambda: flash(query, key, value),
         "torch": lambda: groups(centroids, "torch"),
     }
-    # In float32: in bfloat16 the plain path rounds the remainder's constant, 1 % of its result at 16,384 tokens.
-    found, plain = steps["triton"]().float(), groups(centroids, "torch", *(tensor.float() for tensor in tensors))
+    # In float32: in bfloat16 the plain path rounds the remainder's constant, 1 % of its result at
+    # 16,384 tokens.
+    found, plain = (
+        steps["triton"]().float(),
+        groups(centroids, "torch", *(tensor.float() for tensor in tensors)),
+    )
     error = float((found - plain).square().mean().sqrt() / plain.square().mean().sqrt())
     if not error <= 0.01:
-        raise RuntimeError(f"wrong result before timing: {error:.2e} of its size from the plain path")
+        raise RuntimeError(
+            f"wrong result before timing: {error:.2e} of its size from the plain path"
+        )
     row: dict[str, Any] = {"channels": 64, "prefix": PREFIX, "remainder": True, "error": error}
     with torch.no_grad():
         for name, step in steps.items():
@@ -168,22 +210,33 @@ def random_inputs(batch: int, heads: int, tokens: int) -> tuple[Tensor, Tensor, 
     """Query, key and value with heads interleaved, as a projection leaves them, and centroids."""
     qkv = torch.randn(batch, tokens, 3, heads, CHANNELS, device="cuda", dtype=torch.bfloat16)
     query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-    return query, key, value, F.normalize(torch.randn(heads, GROUPS, CHANNELS, device="cuda"), dim=-1)
+    return (
+        query,
+        key,
+        value,
+        F.normalize(torch.randn(heads, GROUPS, CHANNELS, device="cuda"), dim=-1),
+    )
 
 
 def candidates(case: Case, centroids: Tensor) -> dict[str, Attend]:
     """Ours, and what it is set against."""
     batch, heads, tokens, top_k = case
     found: dict[str, Attend] = {
-        "triton": lambda q, k, v: dgt.dynamic_group_attention(q, k, v, centroids, top_k, backend="triton").output,
+        "triton": lambda q, k, v: (
+            dgt.dynamic_group_attention(q, k, v, centroids, top_k, backend="triton").output
+        ),
         "sdpa": F.scaled_dot_product_attention,
         "flash": flash,
         "flex": partial(flex_over_gathered, centroids, top_k),
         "windows": F.scaled_dot_product_attention,
-        "steps": lambda q, k, v: dgt.attend(q, k, v, *ids_of(q, k, centroids, top_k), backend="triton"),
+        "steps": lambda q, k, v: dgt.attend(
+            q, k, v, *ids_of(q, k, centroids, top_k), backend="triton"
+        ),
     }
     if "torch" in BACKENDS:
-        found["torch"] = lambda q, k, v: dgt.dynamic_group_attention(q, k, v, centroids, top_k, backend="torch").output
+        found["torch"] = lambda q, k, v: (
+            dgt.dynamic_group_attention(q, k, v, centroids, top_k, backend="torch").output
+        )
     if batch * heads * tokens * top_k * 2 < 16e9:  # P must fit
         found["forms"] = lambda q, k, v: forms(q, k, v, *ids_of(q, k, centroids, top_k))
     return found
@@ -191,7 +244,9 @@ def candidates(case: Case, centroids: Tensor) -> dict[str, Attend]:
 
 def ids_of(query: Tensor, key: Tensor, centroids: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Groups and keys, by operators of their own."""
-    return kernels.group_queries(query, centroids, None), kernels.select_keys(centroids, key, top_k, None)
+    return kernels.group_queries(query, centroids, None), kernels.select_keys(
+        centroids, key, top_k, None
+    )
 
 
 def forms(query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor) -> Tensor:
@@ -206,8 +261,11 @@ def compiled_flex() -> Any:
     return torch.compile(flex_attention)
 
 
-def flex_over_gathered(centroids: Tensor, top_k: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """What one would write with FlexAttention: queries sorted by group, keys gathered, a block mask of groups.
+def flex_over_gathered(
+    centroids: Tensor, top_k: int, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """What one would write with FlexAttention: queries sorted by group, keys gathered, a block mask
+    of groups.
 
     Groups and keys come from our operators, so that the attention alone is another.
     """
@@ -220,7 +278,9 @@ def flex_over_gathered(centroids: Tensor, top_k: int, query: Tensor, key: Tensor
         return groups[b, h, q] == kv // top_k
 
     batch, heads, tokens = group_ids.shape
-    mask = create_block_mask(same_group, batch, heads, tokens, GROUPS * top_k, device=query.device, _compile=True)
+    mask = create_block_mask(
+        same_group, batch, heads, tokens, GROUPS * top_k, device=query.device, _compile=True
+    )
     gathered = [tensor.gather(2, chosen) for tensor in (key, value)]
     found = compiled_flex()(query.gather(2, rows), *gathered, block_mask=mask)
     return torch.empty_like(found).scatter(2, rows, found)
@@ -233,13 +293,18 @@ def flash(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def windowed(tensor: Tensor) -> Tensor:
-    """Cut into windows of 49 tokens, (B H windows, 1, 49, D); tokens that fill no window are left out."""
+    """Cut into windows of 49 tokens, (B H windows, 1, 49, D).
+
+    Tokens that fill no window are left out.
+    """
     whole = tensor.shape[2] // WINDOW * WINDOW
     return tensor[:, :, :whole].unflatten(2, (-1, WINDOW)).flatten(0, 2)[:, None].contiguous()
 
 
 def check(query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, top_k: int) -> None:
-    """Compare the ids of one image with scores in float64, and 512 of its queries with dense attention in float32."""
+    """Compare the ids of one image with scores in float64, and 512 of its queries with dense
+    attention in float32.
+    """
     result = dgt.dynamic_group_attention(query, key, value, centroids, top_k, backend="triton")
     group_ids, key_ids = result.group_ids, result.key_ids
     in_range = 0 <= int(group_ids.min()) <= int(group_ids.max()) < GROUPS
@@ -249,14 +314,24 @@ def check(query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, top_k: i
     score = torch.einsum("bhld,hgd->bhlg", query.double(), centroids.double())
     lost = (score.amax(-1) - score.gather(-1, group_ids[..., None])[..., 0]).amax()
     score = torch.einsum("hgd,bhld->bhgl", centroids.double(), key.double())
-    lost = torch.maximum(lost, (score.topk(top_k).values[..., -1] - score.gather(-1, key_ids).amin(-1)).amax())
+    lost = torch.maximum(
+        lost, (score.topk(top_k).values[..., -1] - score.gather(-1, key_ids).amin(-1)).amax()
+    )
     if not lost <= 1e-5:
-        raise RuntimeError(f"wrong result before timing: a group or key whose score is {float(lost):.2e} too low")
+        raise RuntimeError(
+            f"wrong result before timing: a group or key whose score is {float(lost):.2e} too low"
+        )
     some = torch.randperm(query.shape[2], device=query.device)[:512]
     ids = torch.take_along_dim(key_ids, group_ids[:, :, some, None], dim=2)
-    mask = torch.zeros(*ids.shape[:3], key.shape[2], dtype=torch.bool, device=ids.device).scatter_(-1, ids, True)
-    exact = F.scaled_dot_product_attention(query[:, :, some].float(), key.float(), value.float(), attn_mask=mask)
-    ratio = (result.output[:, :, some].float() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+    mask = torch.zeros(*ids.shape[:3], key.shape[2], dtype=torch.bool, device=ids.device).scatter_(
+        -1, ids, True
+    )
+    exact = F.scaled_dot_product_attention(
+        query[:, :, some].float(), key.float(), value.float(), attn_mask=mask
+    )
+    ratio = (
+        result.output[:, :, some].float() - exact
+    ).square().mean().sqrt() / exact.square().mean().sqrt()
     if not ratio <= 0.005:
         raise RuntimeError(f"wrong result before timing: error {ratio:.2e} of its size")
 
@@ -275,7 +350,9 @@ def timings(name: str, attend: Attend, backward: bool, *tensors: Tensor) -> dict
 
 
 def floor_ms(case: Case, bandwidth: float, rate: float, backward: bool) -> float:
-    """The least time: each input read once, each output written once, every operation on the matrix units."""
+    """The least time: each input read once, each output written once, every operation on the matrix
+    units.
+    """
     heads, tokens, top_k = case[0] * case[1], case[2], case[3]
     rows, ids = heads * tokens * CHANNELS * 2, heads * (tokens + GROUPS * top_k) * 8
     attend, scores = 4 * heads * tokens * top_k * CHANNELS, 4 * heads * tokens * GROUPS * CHANNELS
@@ -300,7 +377,11 @@ def kernel_times(attend: Attend, *tensors: Tensor, backward: bool) -> dict[str, 
     if not on_device:
         raise RuntimeError("the profiler saw no kernel")
     found = {event.key: event.self_device_time_total / 5 for event in on_device}
-    return {name: time for name, time in sorted(found.items(), key=lambda item: -item[1])[:25] if time > 0}
+    return {
+        name: time
+        for name, time in sorted(found.items(), key=lambda item: -item[1])[:25]
+        if time > 0
+    }
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""What the GPU benchmarks share: rows that are on disk as soon as they are measured, times of the device, and inputs.
+"""What the GPU benchmarks share: rows that are on disk as soon as they are measured, times of the
+device, and inputs.
 
-Imports nothing but torch, Triton, timm and the parts of `dgt` that need no more, so that no missing package of training
-or serving can cost a result.
+Imports nothing but torch, Triton, timm and the parts of `dgt` that need no more, so that no missing
+package of training or serving can cost a result.
 """
 
 import contextlib
@@ -24,7 +25,13 @@ import dgt
 from dgt.data.scenes import draw_scene
 from dgt.utils.atomic_write import write_json
 
-PIXELS = {196: (224, 224), 784: (224, 224), 3136: (224, 224), 16384: (512, 512), 64000: (1000, 1024)}
+PIXELS = {
+    196: (224, 224),
+    784: (224, 224),
+    3136: (224, 224),
+    16384: (512, 512),
+    64000: (1000, 1024),
+}
 DIFFERENT = 8  # images; a larger batch has them several times
 PREDICTIONS = Path(__file__).parent / "results" / "gpu_model.json"
 
@@ -51,7 +58,8 @@ SAME = ("device", "torch", "triton", "cuda")  # what must not differ between the
 class Rows:
     """A JSON file of measured rows, whole after every row.
 
-    An earlier file of the same part on the same device and versions is gone on with; another is replaced.
+    An earlier file of the same part on the same device and versions is gone on with; another is
+    replaced.
     """
 
     def __init__(self, path: Path, part: str) -> None:
@@ -59,7 +67,9 @@ class Rows:
         self.document: dict[str, Any] = {"machine": machine(), "rows": []}
         with contextlib.suppress(OSError, ValueError):
             earlier = json.loads(path.read_text(encoding="utf-8"))
-            alike = all(earlier["machine"].get(name) == self.document["machine"][name] for name in SAME)
+            alike = all(
+                earlier["machine"].get(name) == self.document["machine"][name] for name in SAME
+            )
             if alike and all(row["part"] == part for row in earlier["rows"]):
                 self.document["rows"] = earlier["rows"]
 
@@ -75,20 +85,24 @@ class Rows:
         """Keep a row on disk, then print it."""
         self.document["rows"].append({"part": self.part, **row})
         write_json(self.path, self.document)
-        print(*(f"{name}={value}" for name, value in row.items() if not isinstance(value, dict)), flush=True)
+        print(
+            *(f"{name}={value}" for name, value in row.items() if not isinstance(value, dict)),
+            flush=True,
+        )
 
 
 def times(name: str, step: Callable[[], object], graph: bool = True) -> dict[str, Any]:
-    """Median milliseconds of a step: launched by the host, after the L2 cache was cleared, and replayed one after the
-    other as a CUDA graph, without host time and with what is in the cache.
+    """Median milliseconds of a step: launched by the host, after the L2 cache was cleared, and
+    replayed one after the other as a CUDA graph, without host time and with what is in the cache.
 
-    A step that synchronises cannot be captured, and torch 2.11 captures nothing more after one that failed: `graph`
-    is False for it.
+    A step that synchronises cannot be captured, and torch 2.11 captures nothing more after one that
+    failed: `graph` is False for it.
     """
     row: dict[str, Any] = {f"{name}_ms": do_bench(step, warmup=25, rep=200, return_mode="median")}
     if graph:
         row |= attempt(
-            f"{name}_graph", lambda: {f"{name}_graph_ms": do_bench_cudagraph(step, rep=50, return_mode="median")}
+            f"{name}_graph",
+            lambda: {f"{name}_graph_ms": do_bench_cudagraph(step, rep=50, return_mode="median")},
         )
     return row
 
@@ -102,12 +116,16 @@ def attempt(name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def ratios(row: dict[str, Any], names: list[str]) -> dict[str, float]:
-    """How many times as fast the kernels are as others, by either way of launching, where both were measured."""
+    """How many times as fast the kernels are as others, by either way of launching, where both were
+    measured.
+    """
     found = {}
     for name in names:
         for way in ("_ms", "_graph_ms"):
             if f"triton{way}" in row and f"{name}{way}" in row:
-                found[f"times_as_fast_as_{name}{way.removesuffix('_ms')}"] = row[f"{name}{way}"] / row[f"triton{way}"]
+                found[f"times_as_fast_as_{name}{way.removesuffix('_ms')}"] = (
+                    row[f"{name}{way}"] / row[f"triton{way}"]
+                )
     return found
 
 
@@ -118,12 +136,15 @@ class EnoughError(Exception):
 def scene_inputs(batch: int, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Query, key, value and centroids of DGT-T's first layer of so many tokens, on the built-in scenes.
 
-    Its weights are random and its centroids seeded on these images. Neighbouring tokens are alike and groups unequal,
-    as on photographs: what random numbers never show.
+    Its weights are random and its centroids seeded on these images. Neighbouring tokens are alike
+    and groups unequal, as on photographs: what random numbers never show.
     """
     rows, columns = PIXELS[tokens]
     side = max(rows, columns)
-    images = [draw_scene(number, image_size=side).image[:, :rows, :columns] for number in range(min(batch, DIFFERENT))]
+    images = [
+        draw_scene(number, image_size=side).image[:, :rows, :columns]
+        for number in range(min(batch, DIFFERENT))
+    ]
     torch.manual_seed(0)
     model = timm.create_model("dgt_tiny").cuda().eval()
     found: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
@@ -146,15 +167,23 @@ def scene_inputs(batch: int, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tenso
     turns = -(-batch // len(heads[0]))
     # As a projection leaves them: heads interleaved.
     query, key, value = (
-        head.bfloat16().transpose(1, 2).contiguous().repeat(turns, 1, 1, 1)[:batch].transpose(1, 2) for head in heads
+        head.bfloat16().transpose(1, 2).contiguous().repeat(turns, 1, 1, 1)[:batch].transpose(1, 2)
+        for head in heads
     )
     return query, key, value, centroids
 
 
 def predicted(tokens: int, top_k: int, inputs: str, name: str) -> dict[str, float]:
-    """Microseconds of every step by the cycle model, where it has been asked; "all" is their sum."""
+    """Microseconds of every step by the cycle model, where it has been asked.
+
+    "all" is their sum.
+    """
     if not PREDICTIONS.exists():
         return {}
     rows = json.loads(PREDICTIONS.read_text(encoding="utf-8"))["rows"]
     wanted = (f"L{tokens} k{top_k}", "random" if inputs == "random" else "photographs", name)
-    return {row["step"]: row["us"] for row in rows if (row["shape"], row["inputs"], row["pass"]) == wanted}
+    return {
+        row["step"]: row["us"]
+        for row in rows
+        if (row["shape"], row["inputs"], row["pass"]) == wanted
+    }

@@ -12,13 +12,23 @@ import torch.nn.functional as F
 import dgt
 from dgt.ops.triton import operators as kernels
 
-SHAPES = ((1, 2, 97, 32, 5, 7), (2, 1, 196, 32, 48, 98), (1, 1, 799, 24, 70, 49), (1, 1, 5000, 128, 5, 60))
+SHAPES = (
+    (1, 2, 97, 32, 5, 7),
+    (2, 1, 196, 32, 48, 98),
+    (1, 1, 799, 24, 70, 49),
+    (1, 1, 5000, 128, 5, 60),
+)
 TYPES = ("bfloat16", "float16", "float32")
 
 
 def main() -> None:
-    """Run all, or one shape or type, which the tool makes many times slower; fail on a result that is not finite."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run all, or one shape or type, which the tool makes many times slower.
+
+    Fail on a result that is not finite.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", type=int, choices=range(len(SHAPES)))
     parser.add_argument("--dtype", choices=TYPES)
     options = parser.parse_args()
@@ -45,8 +55,12 @@ def run(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     kernels.group_statistics(leaves[0], result.group_ids, groups)
     kernels.select_keys(centroids, leaves[1], tokens // 2, mask)
     with torch.no_grad():
-        whole = dgt.dynamic_group_attention(*leaves, centroids, top_k, None, mask, "triton", 0, True).output
-        part = dgt.dynamic_group_attention(*leaves, centroids, top_k, None, None, "triton", 3, True).output
+        whole = dgt.dynamic_group_attention(
+            *leaves, centroids, top_k, None, mask, "triton", 0, True
+        ).output
+        part = dgt.dynamic_group_attention(
+            *leaves, centroids, top_k, None, None, "triton", 3, True
+        ).output
     if not (whole.isfinite().all() and part.isfinite().all()):
         raise RuntimeError(f"a result with a remainder that is not finite on {shape} {dtype}")
     if not all(leaf.grad is not None and leaf.grad.isfinite().all() for leaf in leaves):

@@ -1,9 +1,11 @@
-"""DGT-T beside timm's swin_tiny on a GPU: images per second, inference and training, at one size a run.
+"""DGT-T beside timm's swin_tiny on a GPU: images per second, inference and training, at one size a
+run.
 
     python benchmarks/gpu_models.py --size 224 --out benchmarks/results/gpu_models_224.json
 
-bfloat16 autocast, channels-last, `torch.compile`. Candidates take turns, and medians are compared; the seconds that
-compiling took are told. DGT is seeded before it is compiled: groups are those of queries, and training compiles once.
+bfloat16 autocast, channels-last, `torch.compile`. Candidates take turns, and medians are compared;
+the seconds that compiling took are told. DGT is seeded before it is compiled: groups are those of
+queries, and training compiles once.
 """
 
 import argparse
@@ -28,10 +30,14 @@ ROUNDS, STEPS = 5, 10
 
 def main() -> None:
     """Measure both modes at one size."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--size", type=int, choices=list(BATCHES), required=True)
-    parser.add_argument("--mode", help="of torch.compile, as reduce-overhead (CUDA graphs), for inference")
+    parser.add_argument(
+        "--mode", help="of torch.compile, as reduce-overhead (CUDA graphs), for inference"
+    )
     parser.add_argument("--dry-run", action="store_true", help="only list what would be measured")
     options = parser.parse_args()
     if options.dry_run:
@@ -44,7 +50,9 @@ def main() -> None:
     for training in (False, True):
         if rows.has(size=options.size, training=training):
             continue
-        row = attempt("compare", partial(compare, options.size, training, None if training else options.mode))
+        row = attempt(
+            "compare", partial(compare, options.size, training, None if training else options.mode)
+        )
         failed |= "compare_error" in row
         rows.add({"size": options.size, "training": training, **row})
     sys.exit(int(failed))
@@ -55,7 +63,11 @@ def compare(size: int, training: bool, mode: str | None) -> dict[str, Any]:
     batch = BATCHES[size][training]
     steps = {name: build(name, size, batch, training, mode) for name in MODELS}
     times: dict[str, list[float]] = {name: [] for name in MODELS}
-    row: dict[str, Any] = {"mode": "training" if training else "inference", "size": size, "batch": batch}
+    row: dict[str, Any] = {
+        "mode": "training" if training else "inference",
+        "size": size,
+        "batch": batch,
+    }
     for name, step in steps.items():
         start = time.perf_counter()
         for _ in range(5):
@@ -74,7 +86,11 @@ def compare(size: int, training: bool, mode: str | None) -> dict[str, Any]:
 def build(name: str, size: int, batch: int, training: bool, mode: str | None) -> Callable[[], None]:
     """One step of a compiled model."""
     extra = dict.fromkeys(MODELS[name], size)
-    model = timm.create_model(name, num_classes=1000, **extra).cuda().to(memory_format=torch.channels_last)
+    model = (
+        timm.create_model(name, num_classes=1000, **extra)
+        .cuda()
+        .to(memory_format=torch.channels_last)
+    )
     images = torch.randn(batch, 3, size, size, device="cuda").to(memory_format=torch.channels_last)
     labels = torch.randint(1000, (batch,), device="cuda")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)

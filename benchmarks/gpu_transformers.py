@@ -1,11 +1,13 @@
-"""Vision transformers on a GPU with their attention by groups: DINOv3-L accelerated, and a ViT trained.
+"""Vision transformers on a GPU with their attention by groups: DINOv3-L accelerated, and a ViT
+trained.
 
     python benchmarks/gpu_transformers.py accelerate|train --out FILE.json [--seconds 400] [--dry-run]
 
-`accelerate`: timm's DINOv3-L/16 at 2048 and 4096 px (16,384 and 65,536 tokens), forward in bfloat16, its attention as
-it is (SDPA) and by the groups and keys that `dgt.accelerate` gave trained models. **The weights are random**: times are
-those of trained ones, outputs mean nothing. `train`: a ViT-S/16 of 1024 px (4,096 tokens, no class token) for one
-step, forward and backward, with SDPA and with DG-Attention in every block. A row is on disk as soon as it is measured.
+`accelerate`: timm's DINOv3-L/16 at 2048 and 4096 px (16,384 and 65,536 tokens), forward in
+bfloat16, its attention as it is (SDPA) and by the groups and keys that `dgt.accelerate` gave
+trained models. **The weights are random**: times are those of trained ones, outputs mean nothing.
+`train`: a ViT-S/16 of 1024 px (4,096 tokens, no class token) for one step, forward and backward,
+with SDPA and with DG-Attention in every block. A row is on disk as soon as it is measured.
 """
 
 import argparse
@@ -66,9 +68,19 @@ def accelerate(plan: Plan) -> dict[str, Any]:
         twin = timm.create_model(DINO, img_size=plan.size, num_classes=0)
         layers = inspect_model(twin, torch.empty(1, 3, plan.size, plan.size), least_tokens=1)
     for layer in layers:
-        centroids = F.normalize(torch.randn(layer.heads, plan.groups, layer.channels, device="cuda"), dim=-1)
-        install(model.get_submodule(layer.name), GroupedCall(centroids, plan.keys, layer.prefix, 0).eval())
-    row: dict[str, Any] = {"model": DINO, "weights": "random", "tokens": layers[0].tokens, "layers": len(layers)}
+        centroids = F.normalize(
+            torch.randn(layer.heads, plan.groups, layer.channels, device="cuda"), dim=-1
+        )
+        install(
+            model.get_submodule(layer.name),
+            GroupedCall(centroids, plan.keys, layer.prefix, 0).eval(),
+        )
+    row: dict[str, Any] = {
+        "model": DINO,
+        "weights": "random",
+        "tokens": layers[0].tokens,
+        "layers": len(layers),
+    }
     with exact_attention(model):
         row |= attempt("sdpa", partial(times, "sdpa", lambda: model(image), graph=False))
     row |= attempt("groups", partial(times, "groups", lambda: model(image), graph=False))
@@ -99,7 +111,9 @@ def train(plan: Plan) -> dict[str, Any]:
 def train_one(name: str, plan: Plan) -> dict[str, Any]:
     """The same for one of the two."""
     torch.manual_seed(0)
-    model = timm.create_model(VIT, img_size=plan.size, class_token=False, global_pool="avg", num_classes=100)
+    model = timm.create_model(
+        VIT, img_size=plan.size, class_token=False, global_pool="avg", num_classes=100
+    )
     if name == "groups":
         for block in model.blocks:
             block.attn = Grouped(block.attn.qkv.in_features, block.attn.num_heads, plan)
@@ -128,10 +142,14 @@ def training_step(model: nn.Module, size: int) -> Callable[[], None]:
 
 def main() -> None:
     """Measure one part; 1 if anything failed, 3 where time ran out: call again to go on."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("part", choices=["accelerate", "train"])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=400, help="begin no row after so many (default: 400)")
+    parser.add_argument(
+        "--seconds", type=float, default=400, help="begin no row after so many (default: 400)"
+    )
     parser.add_argument("--dry-run", action="store_true", help="only list what would be measured")
     options = parser.parse_args()
     if options.dry_run:

@@ -2,9 +2,10 @@
 
     python benchmarks/imagenette_cpu.py IMAGENETTE [--hours 1] [--out runs/imagenette_cpu]
 
-Both train by the recipe `imagenette_nano` at the same time, each on a core of its own, for as many epochs as twice the
-hours are enough for; `EPOCHS` was set by the images a second of a minute of each. The same call again goes on where it
-stopped. Rows go to benchmarks/results/imagenette_cpu.json.
+Both train by the recipe `imagenette_nano` at the same time, each on a core of its own, for as many
+epochs as twice the hours are enough for; `EPOCHS` was set by the images a second of a minute of
+each. The same call again goes on where it stopped. Rows go to
+benchmarks/results/imagenette_cpu.json.
 """
 
 from __future__ import annotations
@@ -29,10 +30,24 @@ RESULTS = Path(__file__).parent / "results" / "imagenette_cpu.json"
 
 
 def train(core: int, model: str, epochs: int, data: str, run: Path) -> subprocess.Popen[bytes]:
-    """Begin a training, or go on with it, on one core."""
-    settings = {"data.root": data, "out": str(run), "model.name": model, "schedule.epochs": str(epochs)}
+    """Begin a training, or continue with it, on one core."""
+    settings = {
+        "data.root": data,
+        "out": str(run),
+        "model.name": model,
+        "schedule.epochs": str(epochs),
+    }
     options = [word for key, value in settings.items() for word in (f"--{key}", value)]
-    command = [sys.executable, "-m", "dgt", "train", "imagenette_nano", "--resume", "auto", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "dgt",
+        "train",
+        "imagenette_nano",
+        "--resume",
+        "auto",
+        *options,
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     training = subprocess.Popen([*command, "--trainer.accelerator", "cpu"], env=environment)
     os.sched_setaffinity(training.pid, {core})
@@ -45,19 +60,29 @@ def unfinished(runs: dict[str, Path]) -> list[str]:
 
 
 def measure(run: Path, data: str) -> dict[str, Any]:
-    """What a finished run reached: its own curve, and the evaluation of its last weights at both sizes."""
+    """What a finished run reached: its own curve, and the evaluation of its last weights at both
+    sizes.
+    """
     found = json.loads((run / "results.json").read_text(encoding="utf-8"))
-    row = {key: found[key] for key in ("model", "seed", "parameters", "epochs", "seconds", "versions", "device")}
+    row = {
+        key: found[key]
+        for key in ("model", "seed", "parameters", "epochs", "seconds", "versions", "device")
+    }
     row["validated"], row["curve"] = read_curve(str(run), "val/top1")
     for size in (96, 128):
-        told = evaluate(run, ["--data.root", data, "--data.image_size", str(size), "--trainer.accelerator", "cpu"])
+        told = evaluate(
+            run,
+            ["--data.root", data, "--data.image_size", str(size), "--trainer.accelerator", "cpu"],
+        )
         row[f"at_{size}"] = {key: told[key] for key in ("top1", "top5", "images")}
     return row
 
 
 def main() -> None:
     """Train both where they are not trained, evaluate, and add the rows to what is there."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("data", help="folder with train/CLASS and val/CLASS")
     parser.add_argument("--hours", type=int, default=1, help="of two cores, for each model")
     parser.add_argument("--out", type=Path, default=Path("runs/imagenette_cpu"))
@@ -68,13 +93,17 @@ def main() -> None:
     missing = unfinished(runs)
     cores = sorted(os.sched_getaffinity(0))
     begun = [
-        train(cores[i % len(cores)], model, options.hours * EPOCHS[model], options.data, runs[model])
+        train(
+            cores[i % len(cores)], model, options.hours * EPOCHS[model], options.data, runs[model]
+        )
         for i, model in enumerate(missing)
     ]
     if sum(training.wait() != 0 for training in begun):
         sys.exit(1)  # the training said why
     if stopped := unfinished(runs):
-        sys.exit(f"error: {' and '.join(stopped)} stopped before the end; the same call again goes on")
+        sys.exit(
+            f"error: {' and '.join(stopped)} stopped before the end; the same call again goes on"
+        )
     torch.set_num_threads(1)
     rows = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if RESULTS.is_file() else []
     rows = [row for row in rows if row["hours"] != options.hours]

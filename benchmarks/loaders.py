@@ -1,12 +1,14 @@
-"""Images per second of the training loader: from folders, from `datasets`, and timm's own loader on the same images.
+"""Images per second of the training loader: from folders, from `datasets`, and timm's own loader on
+the same images.
 
     python benchmarks/loaders.py --data-root IMAGENETTE --out benchmarks/results/loaders.json
 
-All take turns in one process, with the paper's augmentation for ImageNet (random resized crop, flip, rand-augment,
-random erasing, mixup and cutmix) at 224 px and as many workers. timm's loader runs as its own training script sets it
-up on a CPU: with its prefetcher, which normalises and erases whole batches in the main process and mixes 8-bit images
-(`FastCollateMixup`), and without, where workers do all but mixing. A copy of the images may be enlarged first
-(`--enlarge 375`: the shorter side, about ImageNet's), since decoding is most of the work.
+All take turns in one process, with the paper's augmentation for ImageNet (random resized crop,
+flip, rand-augment, random erasing, mixup and cutmix) at 224 px and as many workers. timm's loader
+runs as its own training script sets it up on a CPU: with its prefetcher, which normalizes and
+erases whole batches in the main process and mixes 8-bit images (`FastCollateMixup`), and without,
+where workers do all but mixing. A copy of the images may be enlarged first (`--enlarge 375`: the
+shorter side, about ImageNet's), since decoding is most of the work.
 """
 
 import argparse
@@ -34,12 +36,22 @@ Batches = Callable[[], Iterable[Any]]
 
 def main() -> None:
     """Prepare the images, time every loader in turns, print and write the medians."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-root", type=Path, required=True, help="folder with train/CLASS/ folders of images")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data-root", type=Path, required=True, help="folder with train/CLASS/ folders of images"
+    )
     parser.add_argument("--out", type=Path, help="JSON file to write")
-    parser.add_argument("--images", type=int, default=512, help="images of a turn, evenly over the set")
-    parser.add_argument("--enlarge", type=int, help="shorter side of the images in pixels; their own if left out")
-    parser.add_argument("--size", type=int, default=224, help="side of the training crops in pixels")
+    parser.add_argument(
+        "--images", type=int, default=512, help="images of a turn, evenly over the set"
+    )
+    parser.add_argument(
+        "--enlarge", type=int, help="shorter side of the images in pixels; their own if left out"
+    )
+    parser.add_argument(
+        "--size", type=int, default=224, help="side of the training crops in pixels"
+    )
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
@@ -65,13 +77,19 @@ def main() -> None:
     for row in rows:
         print(f"{row['loader']:<28}{row['images_per_second']:>8} images/s   {row['turns']}")
     if options.out:
-        settings = {key: value for key, value in vars(options).items() if key not in ("data_root", "out")}
+        settings = {
+            key: value for key, value in vars(options).items() if key not in ("data_root", "out")
+        }
         where = {**machine(), "command": "python benchmarks/loaders.py"}
-        options.out.write_text(json.dumps({"machine": where, "options": settings, "rows": rows}, indent=1) + "\n")
+        options.out.write_text(
+            json.dumps({"machine": where, "options": settings, "rows": rows}, indent=1) + "\n"
+        )
 
 
 def prepare(options: argparse.Namespace, folder: Path) -> Path:
-    """Some of the images as class folders, enlarged where wanted, in `folder`/images, and as a data set beside them."""
+    """Some of the images as class folders, enlarged where wanted, in `folder`/images, and as a data
+    set beside them.
+    """
     found = ImageFolder(options.data_root, "train")
     for number in range(options.images):
         index = number * len(found) // options.images
@@ -83,7 +101,9 @@ def prepare(options: argparse.Namespace, folder: Path) -> Path:
             continue
         image = Image.open(path).convert("RGB")
         scale = options.enlarge / min(image.size)
-        larger = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
+        larger = image.resize(
+            (round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC
+        )
         larger.save(target, "JPEG", quality=90)
     load_dataset("imagefolder", data_dir=str(folder / "images")).save_to_disk(folder / "datasets")
     return folder
@@ -103,7 +123,8 @@ def candidates(folder: Path, options: argparse.Namespace) -> dict[str, Batches]:
         )
         data.setup()
         found[f"dgt, {'folders' if kind == 'images' else kind}"] = data.train_dataloader().__iter__
-    for name in ("images", "datasets"):  # without transforms and workers, where their difference shows
+    # without transforms and workers, where their difference shows
+    for name in ("images", "datasets"):
         reader = open_images(folder / name, "train")
         found[f"reading alone, {'folders' if name == 'images' else name}"] = reading(reader)
     for prefetcher in (True, False):
@@ -149,7 +170,11 @@ def timm_loader(root: Path, prefetcher: bool, options: argparse.Namespace) -> Ba
     )
     allow_zero_bits(loader.dataset.transform)  # else timm's rand-augment fails with Pillow 13
     mixer = Mixup(**mixing)
-    return loader.__iter__ if prefetcher else lambda: (mixer(images, labels) for images, labels in loader)
+    return (
+        loader.__iter__
+        if prefetcher
+        else lambda: (mixer(images, labels) for images, labels in loader)
+    )
 
 
 def rate(batches: Iterable[Any]) -> float:

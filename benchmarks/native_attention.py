@@ -1,10 +1,12 @@
-"""The native CPU kernels beside PyTorch's attention: grouped and dense, with gradients, beside a busy process.
+"""The native CPU kernels beside PyTorch's attention: grouped and dense, with gradients, beside a
+busy process.
 
     python benchmarks/native_attention.py --json benchmarks/results/native_attention_zen4.json
 
-Candidates take turns in one process, so that they meet the same machine: `sdpa` is F.scaled_dot_product_attention,
-`dense` dgt.dense_attention, and `grouped` dgt.dynamic_group_attention with its ids. Of each the fastest turn and the
-median are kept, in milliseconds. Queries, keys and values are random, so groups are balanced; those of a trained model
+Candidates take turns in one process, so that they meet the same machine: `sdpa` is
+F.scaled_dot_product_attention, `dense` dgt.dense_attention, and `grouped`
+dgt.dynamic_group_attention with its ids. Of each the fastest turn and the median are kept, in
+milliseconds. Queries, keys and values are random, so groups are balanced; those of a trained model
 are less so. The file is written anew after every case.
 """
 
@@ -111,7 +113,8 @@ def make_calls(case: Case, setting: Setting) -> dict[str, Callable[[], Any]]:
     if not setting.backward:
         return dict(forward)
     return {
-        name: lambda attend=attend: torch.autograd.grad(attend(), inputs, grad) for name, attend in forward.items()
+        name: lambda attend=attend: torch.autograd.grad(attend(), inputs, grad)
+        for name, attend in forward.items()
     }
 
 
@@ -132,8 +135,12 @@ def measure(case: Case, setting: Setting) -> dict[str, list[float]]:
     return times
 
 
-def row_of(text: str, case: Case, setting: Setting, times: dict[str, list[float]]) -> dict[str, Any]:
-    """A row of the results: fastest turns, medians, and ratios of the fastest (beside busy processes of medians)."""
+def row_of(
+    text: str, case: Case, setting: Setting, times: dict[str, list[float]]
+) -> dict[str, Any]:
+    """A row of the results: fastest turns, medians, and ratios of the fastest (beside busy
+    processes of medians).
+    """
     fastest = {name: round(min(turns), 4) for name, turns in times.items()}
     medians = {name: round(statistics.median(turns), 4) for name, turns in times.items()}
     compared = medians if setting.busy else fastest
@@ -158,12 +165,16 @@ def row_of(text: str, case: Case, setting: Setting, times: dict[str, list[float]
 
 def main() -> None:
     """Measure what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, required=True, help="file of the results")
     parser.add_argument("--cases", nargs="+", default=None, metavar="BxHxLxD:k")
     parser.add_argument("--threads", type=int, nargs="+", default=[2, 1])
     parser.add_argument("--busy", type=int, nargs="+", default=[0], help="busy processes beside it")
-    parser.add_argument("--backward", choices=("no", "yes", "both"), default="both", help="with gradients")
+    parser.add_argument(
+        "--backward", choices=("no", "yes", "both"), default="both", help="with gradients"
+    )
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--groups", type=int, default=48)
     parser.add_argument("--seconds", type=float, default=2.0, help="of a case")
@@ -187,7 +198,9 @@ def main() -> None:
                 torch.set_num_threads(threads)
                 for backward in wanted:
                     for text in args.cases or (TRAINED_CASES if backward else CASES):
-                        setting = Setting(threads, busy, backward, args.dtype, args.groups, args.seconds)
+                        setting = Setting(
+                            threads, busy, backward, args.dtype, args.groups, args.seconds
+                        )
                         case = parse_case(text)
                         rows.append(row_of(text, case, setting, measure(case, setting)))
                         print(rows[-1], flush=True)

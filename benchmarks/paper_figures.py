@@ -1,8 +1,10 @@
-"""Figures 1 and 2 of the paper, redrawn from the modules of this package: `python benchmarks/paper_figures.py RUN`.
+"""Figures 1 and 2 of the paper, redrawn from the modules of this package: `python
+benchmarks/paper_figures.py RUN`.
 
-RUN is a classifier of the scenes (`dgt demo`). What a query sees is not drawn by hand but found by running the layer:
-the tokens that its output depends on have a gradient. Groups and keys are those of the trained model; numbers in the
-drawing of the architecture are counted on DGT-T. Writes docs/images/attention-patterns.png and architecture.png.
+RUN is a classifier of the scenes (`dgt demo`). What a query sees is not drawn by hand but found by
+running the layer: the tokens that its output depends on have a gradient. Groups and keys are those
+of the trained model; numbers in the drawing of the architecture are counted on DGT-T. Writes
+docs/images/attention-patterns.png and architecture.png.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ def figure_patterns(panel: GroupPanel, queries: tuple[tuple[int, int], tuple[int
         "(d) shuffled windows (Shuffle)": shuffled(WindowAttention(8, 2, window=4)),
         "(e) 4 x 4 tokens a key (PVT, CMT)": ReducedAttention(8, 2, ratio=4),
     }
-    seen = {name: [sees(attention, query) for query in queries] for name, attention in patterns.items()}
+    seen = {
+        name: [sees(attention, query) for query in queries] for name, attention in patterns.items()
+    }
     groups = [int(panel.group_ids[row * SIDE + column]) for row, column in queries]
     keys = [(lights(panel, group)[1] > 0).astype(float) for group in groups]
     seen[f"(f) dynamic groups, k = {panel.key_ids.shape[1]} (DGT)"] = keys
@@ -78,7 +82,15 @@ def figure_patterns(panel: GroupPanel, queries: tuple[tuple[int, int], tuple[int
         show(axes, np.clip(shown + amount[0] * RED * 0.8 + amount[1] * BLUE * 0.8, 0, 1), name)
         grid(axes, 4 if name.startswith("(e)") else 1)
         for (row, column), colour in zip(queries, (RED, BLUE), strict=True):
-            axes.plot(column, row, "o", color=colour, markersize=8, markeredgecolor="white", markeredgewidth=1.5)
+            axes.plot(
+                column,
+                row,
+                "o",
+                color=colour,
+                markersize=8,
+                markeredgecolor="white",
+                markeredgewidth=1.5,
+            )
     return figure
 
 
@@ -96,16 +108,27 @@ def grid(axes: Axes, step: int) -> None:
         axes.axvline(place, color="white", linewidth=0.3, alpha=0.35)
 
 
-def box(axes: Axes, x: float, y: float, width: float, height: float, text: str, colour: str) -> None:
+def box(
+    axes: Axes, x: float, y: float, width: float, height: float, text: str, colour: str
+) -> None:
     """A rounded box with centred text."""
-    axes.add_patch(FancyBboxPatch((x, y), width, height, "round,pad=0,rounding_size=0.06", fc=colour, ec="#555555"))
-    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=8, linespacing=1.35)
+    axes.add_patch(
+        FancyBboxPatch(
+            (x, y), width, height, "round,pad=0,rounding_size=0.06", fc=colour, ec="#555555"
+        )
+    )
+    axes.text(
+        x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=8, linespacing=1.35
+    )
 
 
 def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
     """An arrow between two points."""
     axes.annotate(
-        "", end, start, arrowprops={"arrowstyle": "-|>", "color": "#333333", "lw": 1, "shrinkA": 0, "shrinkB": 0}
+        "",
+        end,
+        start,
+        arrowprops={"arrowstyle": "-|>", "color": "#333333", "lw": 1, "shrinkA": 0, "shrinkB": 0},
     )
 
 
@@ -123,7 +146,10 @@ def figure_architecture(panel: GroupPanel) -> Figure:
 def _draw_stages(axes: Axes) -> None:
     model: Any = timm.create_model("dgt_tiny", device="meta").eval()
     shapes: list[tuple[int, ...]] = []
-    hooks = [m.register_forward_hook(lambda *a: shapes.append(tuple(a[2].shape))) for m in (model.stem, *model.stages)]
+    hooks = [
+        m.register_forward_hook(lambda *a: shapes.append(tuple(a[2].shape)))
+        for m in (model.stem, *model.stages)
+    ]
     model(torch.empty(1, 3, 224, 224, device="meta"))
     for hook in hooks:
         hook.remove()
@@ -131,30 +157,47 @@ def _draw_stages(axes: Axes) -> None:
     texts = ["stem\n3 convolutions 3 x 3"]
     for i, stage in enumerate(model.stages):
         attention = stage.blocks[0].attn
-        kind = f"G {attention.centroids.shape[1]}, k {attention.top_k}" if hasattr(attention, "top_k") else "global"
+        kind = (
+            f"G {attention.centroids.shape[1]}, k {attention.top_k}"
+            if hasattr(attention, "top_k")
+            else "global"
+        )
         name = "DGT" if hasattr(attention, "top_k") else "GSA"
         count = f"{len(stage.blocks)} {name} block{'s' if len(stage.blocks) > 1 else ''}"
-        texts.append(f"stage {i + 1}\nmerging 3 x 3, stride 2\n{count}\n{attention.num_heads} heads, {kind}")
+        texts.append(
+            f"stage {i + 1}\nmerging 3 x 3, stride 2\n{count}\n{attention.num_heads} heads, {kind}"
+        )
     texts.append(f"head\n1 x 1, {model.head.num_features}\nclassifier, {model.num_classes}")
     colours = ["#dce9f5", *["#fde6cf"] * 3, "#e3f0dc", "#eeeeee"]
     for i, (text, part) in enumerate(zip(texts, parts, strict=True)):
         box(axes, 1.75 * i, 0, 1.45, 1, text, colours[i])
         arrow(axes, (1.75 * i - 0.3, 0.5), (1.75 * i - 0.02, 0.5))
         axes.text(
-            1.75 * i + 0.72, -0.14, f"{part.params / 1e6:.2f} M, {part.flops / 1e9:.2f} G", ha="center", fontsize=8
+            1.75 * i + 0.72,
+            -0.14,
+            f"{part.params / 1e6:.2f} M, {part.flops / 1e9:.2f} G",
+            ha="center",
+            fontsize=8,
         )
         if i < len(shapes):
             size = " x ".join(map(str, shapes[i][1:]))
             axes.text(1.75 * i + 0.72, 1.1, size, ha="center", fontsize=8, color="#c2410c")
     total = cost(model)
     title = "(a) DGT-T at 224 x 224 pixels: map after each part (red), parameters and multiply-adds (below); together "
-    axes.set_title(f"{title}{total.params / 1e6:.2f} M, {total.flops / 1e9:.2f} G", loc="left", fontsize=9.5)
+    axes.set_title(
+        f"{title}{total.params / 1e6:.2f} M, {total.flops / 1e9:.2f} G", loc="left", fontsize=9.5
+    )
     axes.set(xlim=(-0.35, 10.35), ylim=(-0.3, 1.3))
     axes.set_axis_off()
 
 
 def _draw_block(axes: Axes) -> None:
-    steps = [("CPE", "#dce9f5"), ("LayerNorm", "#eeeeee"), ("DG-Attention", "#fde6cf"), ("LayerNorm", "#eeeeee")]
+    steps = [
+        ("CPE", "#dce9f5"),
+        ("LayerNorm", "#eeeeee"),
+        ("DG-Attention", "#fde6cf"),
+        ("LayerNorm", "#eeeeee"),
+    ]
     steps.append(("IRFFN", "#e3f0dc"))
     y, places = 0.0, []
     for i, (name, colour) in enumerate(steps):
@@ -167,9 +210,17 @@ def _draw_block(axes: Axes) -> None:
         axes.plot([0.5, 1.2, 1.2], [low, low, high], color="#333333", linewidth=1)
         arrow(axes, (1.2, high), (0.58, high))
         axes.text(
-            0.5, high, "+", ha="center", va="center", fontsize=9, bbox={"boxstyle": "circle,pad=0.1", "fc": "white"}
+            0.5,
+            high,
+            "+",
+            ha="center",
+            va="center",
+            fontsize=9,
+            bbox={"boxstyle": "circle,pad=0.1", "fc": "white"},
         )
-        axes.plot([0.5, 0.5], [places[last] + 0.5, high - 0.1], color="#333333", linewidth=1, zorder=0)
+        axes.plot(
+            [0.5, 0.5], [places[last] + 0.5, high - 0.1], color="#333333", linewidth=1, zorder=0
+        )
     arrow(axes, (0.5, places[-1] + 0.8), (0.5, places[-1] + 1.05))
     axes.set_title("(b) a block: Eqs. 8 to 10", loc="left", fontsize=9.5)
     axes.set(xlim=(-0.2, 1.4), ylim=(-0.4, places[-1] + 1.1))
@@ -191,14 +242,24 @@ def _draw_attention(place: Any, panel: GroupPanel) -> None:
         if row == 0:
             show(axes[0, 0], image, "the image")
         else:
-            show(axes[1, 0], group_colours(image, panel), f"its queries in {len(panel.key_ids)} groups")
-        show(axes[row, 1], lit(image, queries, colour), f"group {group}: {int(queries.sum())} queries")
+            show(
+                axes[1, 0],
+                group_colours(image, panel),
+                f"its queries in {len(panel.key_ids)} groups",
+            )
+        show(
+            axes[row, 1],
+            lit(image, queries, colour),
+            f"group {group}: {int(queries.sum())} queries",
+        )
         show(axes[row, 2], lit(image, keys, colour), f"its {int((keys > 0).sum())} keys")
 
 
 def main() -> None:
     """Draw both figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", help="folder of a classification run on the scenes")
     parser.add_argument("--scene", type=int, default=7, help="number of the scene")
     parser.add_argument("--out", type=Path, default=IMAGES, help="folder")
@@ -207,7 +268,9 @@ def main() -> None:
     data = run.recipe.data
     scene = draw_scene(args.scene, "val", data["image_size"])
     images = Normalize(data["mean"], data["std"])(scene.image)[None]
-    (panel,) = panels_of(group_records(run.network, images), scene.image.permute(1, 2, 0).numpy(), block=0)
+    (panel,) = panels_of(
+        group_records(run.network, images), scene.image.permute(1, 2, 0).numpy(), block=0
+    )
     step = data["image_size"] // SIDE
     share = (scene.label_map > 0).float().view(SIDE, step, SIDE, step).mean((1, 3))
     inside = (share > 0.9).nonzero()

@@ -3,10 +3,10 @@
     python benchmarks/scaling.py                                        # rates of a GPU derived from FLOPs
     python benchmarks/scaling.py --gpu-rate dgt_tiny=2500 --loader-rate 260   # measured ones in their place
 
-The time of a step is that of its slowest part, plus what cannot overlap; every number that is not computed from the
-model is an option with its default told by `--help`. Parameters, FLOPs and the bytes of centroid statistics are the
-models' own; the rate of the loader is that of `benchmarks/results/loaders_cpu.json`. Prints the tables of
-docs/scaling.md.
+The time of a step is that of its slowest part, plus what cannot overlap; every number that is not
+computed from the model is an option with its default told by `--help`. Parameters, FLOPs and the
+bytes of centroid statistics are the models' own; the rate of the loader is that of
+`benchmarks/results/loaders_cpu.json`. Prints the tables of docs/scaling.md.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import timm
 import torch
@@ -25,13 +26,16 @@ from dgt.utils.records import markdown_table
 
 IMAGES, VAL_IMAGES, PIXELS = 1_281_167, 50_000, 3 * 224 * 224
 MODELS = ("dgt_tiny", "dgt_small", "dgt_base")
-SETUPS = ((8, 128), (64, 16), (64, 128), (512, 16))  # GPUs, images on each: batch 1024, 1024, 8192, 8192
+# GPUs, images on each: batch 1024, 1024, 8192, 8192
+SETUPS = ((8, 128), (64, 16), (64, 128), (512, 16))
 LOADERS = Path(__file__).parent / "results" / "loaders_cpu.json"
 
 
 @dataclass(frozen=True)
 class Model:
-    """What a training moves and computes: multiply-adds of one image forward, parameters, blocks, statistics."""
+    """What a training moves and computes: multiply-adds of one image forward, parameters, blocks,
+    statistics.
+    """
 
     name: str
     macs: float
@@ -46,34 +50,65 @@ def describe(name: str) -> Model:
     with torch.device("meta"):
         network = timm.create_model(name)
     layers = [layer for layer in network.modules() if isinstance(layer, CentroidState)]
-    statistics = sum(4 * (layer.group_sums.numel() + layer.group_counts.numel()) for layer in layers)
+    statistics = sum(
+        4 * (layer.group_sums.numel() + layer.group_counts.numel()) for layer in layers
+    )
     blocks = sum(type(module).__name__ == "Block" for module in network.modules())
     return Model(name, cost.flops, cost.params, blocks, statistics)
 
 
+class Assumption(NamedTuple):
+    """A number that is assumed where the command line gives no other."""
+
+    default: float
+    help: str
+
+
+ASSUMPTIONS = {
+    "--peak": Assumption(989, "TFLOP/s of a GPU in bfloat16, dense (H100 SXM)"),
+    "--utilisation": Assumption(0.05, "share of it that a training reaches"),
+    "--block-floor": Assumption(1.5, "ms a step takes at least for each block"),
+    "--inside": Assumption(200, "GB/s of a GPU's links in a node"),
+    "--between": Assumption(25, "GB/s of a GPU between nodes"),
+    "--latency": Assumption(30, "microseconds of a hop of a small collective"),
+    "--image-bytes": Assumption(110e3, "of one file of ImageNet, mean"),
+    "--price": Assumption(2.5, "of a GPU for an hour, dollars"),
+}
+
+
 def arguments() -> argparse.Namespace:
     """Every assumption, as an option."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--peak", type=float, default=989, help="TFLOP/s of a GPU in bfloat16, dense (H100 SXM: %(default)s)")
-    add("--utilisation", type=float, default=0.05, help="share of it that a training reaches (assumed %(default)s)")
-    add("--gpu-rate", nargs="*", default=[], metavar="MODEL=N", help="measured training images/s of one GPU instead")
-    add("--block-floor", type=float, default=1.5, help="ms a step takes at least for each block (assumed %(default)s)")
-    add("--inside", type=float, default=200, help="GB/s of a GPU's links in a node (assumed %(default)s)")
-    add("--between", type=float, default=25, help="GB/s of a GPU between nodes (assumed %(default)s)")
-    add("--latency", type=float, default=30, help="microseconds of a hop of a small collective (assumed %(default)s)")
-    add("--loader-rate", type=float, help="images/s of one core (default: measured, in results/loaders_cpu.json)")
-    add("--cores", type=int, default=112, help="cores of a node of 8 GPUs (assumed %(default)s)")
-    add("--image-bytes", type=float, default=110e3, help="of one file of ImageNet, mean (%(default)s)")
-    add("--price", type=float, default=2.5, help="of a GPU for an hour, dollars (assumed %(default)s)")
-    add("--json", type=Path, help="file to write the tables to")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, assumed in ASSUMPTIONS.items():
+        text = f"{assumed.help} (assumed %(default)s)"
+        parser.add_argument(name, type=float, default=assumed.default, help=text)
+    parser.add_argument(
+        "--gpu-rate",
+        nargs="*",
+        default=[],
+        metavar="MODEL=N",
+        help="measured training images/s of one GPU instead",
+    )
+    parser.add_argument(
+        "--loader-rate",
+        type=float,
+        help="images/s of one core (default: measured, in results/loaders_cpu.json)",
+    )
+    parser.add_argument(
+        "--cores", type=int, default=112, help="cores of a node of 8 GPUs (assumed %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, help="file to write the tables to")
     return parser.parse_args()
 
 
 def core_rate() -> float:
     """Images per second that one core prepares: from folders, by as many cores as workers."""
     stored = json.loads(LOADERS.read_text())
-    rate = next(row["images_per_second"] for row in stored["rows"] if row["loader"] == "dgt, folders")
+    rate = next(
+        row["images_per_second"] for row in stored["rows"] if row["loader"] == "dgt, folders"
+    )
     return float(rate) / stored["options"]["workers"]
 
 
@@ -96,16 +131,25 @@ class Step:
     def bottleneck(self) -> str:
         """What a faster step would need first."""
         parts = {"GPU": self.compute, "gradients": self.exposed, "centroids": self.centroids}
-        return "loader" if self.loader >= sum(parts.values()) else max(parts, key=lambda part: parts[part])
+        return (
+            "loader"
+            if self.loader >= sum(parts.values())
+            else max(parts, key=lambda part: parts[part])
+        )
 
 
-def step(model: Model, gpus: int, batch: int, options: argparse.Namespace, rate_of_core: float) -> Step:
+def step(
+    model: Model, gpus: int, batch: int, options: argparse.Namespace, rate_of_core: float
+) -> Step:
     """The parts of one optimizer step under DDP.
 
-    Forward and backward take 6 FLOPs for a multiply-add of the forward; gradients (float32) go round a ring, two thirds
-    of the computing beside it; centroid statistics go round afterwards, alone, in one collective.
+    Forward and backward take 6 FLOPs for a multiply-add of the forward; gradients (float32) go
+    round a ring, two thirds of the computing beside it; centroid statistics go round afterwards,
+    alone, in one collective.
     """
-    measured = {name: float(rate) for name, _, rate in (word.partition("=") for word in options.gpu_rate)}
+    measured = {
+        name: float(rate) for name, _, rate in (word.partition("=") for word in options.gpu_rate)
+    }
     rate = measured.get(model.name, options.utilisation * options.peak * 1e12 / (6 * model.macs))
     compute = max(1e3 * batch / rate, options.block_floor * model.blocks)
     speed = (options.inside if gpus <= 8 else options.between) * 1e6  # bytes in a millisecond
@@ -113,7 +157,13 @@ def step(model: Model, gpus: int, batch: int, options: argparse.Namespace, rate_
     exchange = 4 * model.parameters * ring
     hops = 2 * math.ceil(math.log2(gpus)) * options.latency / 1e3
     loader = 1e3 * batch * min(gpus, 8) / (options.cores * rate_of_core)
-    return Step(compute, exchange, max(0.0, exchange - compute * 2 / 3), model.statistics * ring + hops, loader)
+    return Step(
+        compute,
+        exchange,
+        max(0.0, exchange - compute * 2 / 3),
+        model.statistics * ring + hops,
+        loader,
+    )
 
 
 def main() -> None:
@@ -121,17 +171,49 @@ def main() -> None:
     options = arguments()
     rate_of_core = options.loader_rate or core_rate()
     models = [describe(name) for name in MODELS]
-    heads = ["model", "training FLOPs an image", "images/s of a GPU", "gradients", "centroid statistics", "images"]
+    heads = [
+        "model",
+        "training FLOPs an image",
+        "images/s of a GPU",
+        "gradients",
+        "centroid statistics",
+        "images",
+    ]
     needs = [heads, *(need(model, options, rate_of_core) for model in models)]
-    heads = ["model", "GPUs", "images on each", "GPU ms", "gradients ms (not hidden)", "centroids ms", "loader ms"]
-    heads += ["step ms", "bottleneck", "cores a node needs", "disk GB/s a node", "hours", "GPU hours", "dollars"]
-    steps = [heads, *(row(model, *setup, options, rate_of_core) for model in models for setup in SETUPS)]
+    heads = [
+        "model",
+        "GPUs",
+        "images on each",
+        "GPU ms",
+        "gradients ms (not hidden)",
+        "centroids ms",
+        "loader ms",
+    ]
+    heads += [
+        "step ms",
+        "bottleneck",
+        "cores a node needs",
+        "disk GB/s a node",
+        "hours",
+        "GPU hours",
+        "dollars",
+    ]
+    steps = [
+        heads,
+        *(row(model, *setup, options, rate_of_core) for model in models for setup in SETUPS),
+    ]
     print(
-        f"one core prepares {rate_of_core:.0f} images/s", *(markdown_table(*_split(cells)) for cells in (needs, steps))
+        f"one core prepares {rate_of_core:.0f} images/s",
+        *(markdown_table(*_split(cells)) for cells in (needs, steps)),
     )
     if options.json:
         command = " ".join(["python benchmarks/scaling.py", *sys.argv[1:]])
-        content = {"command": command, "images_per_second_of_a_core": rate_of_core, "needs": needs, "steps": steps}
+        content = {
+            "command": command,
+            "images_per_second_of_a_core": rate_of_core,
+            "needs": needs,
+            "steps": steps,
+        }
         options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
@@ -142,22 +224,39 @@ def _split(cells: list[list[str]]) -> tuple[list[str], list[list[str]]]:
 def need(model: Model, options: argparse.Namespace, rate_of_core: float) -> list[str]:
     """One line of the first table."""
     alone = step(model, 8, 128, options, rate_of_core)
-    moved = [f"{4 * model.parameters / 1e6:.0f} MB", f"{model.statistics / 1e6:.2f} MB", f"{PIXELS * 512 / 1e6:.0f} MB"]
+    moved = [
+        f"{4 * model.parameters / 1e6:.0f} MB",
+        f"{model.statistics / 1e6:.2f} MB",
+        f"{PIXELS * 512 / 1e6:.0f} MB",
+    ]
     return [model.name, f"{6 * model.macs / 1e9:.1f} G", f"{128e3 / alone.compute:.0f}", *moved]
 
 
-def row(model: Model, gpus: int, batch: int, options: argparse.Namespace, rate_of_core: float) -> list[str]:
+def row(
+    model: Model, gpus: int, batch: int, options: argparse.Namespace, rate_of_core: float
+) -> list[str]:
     """One line of the second table."""
     parts = step(model, gpus, batch, options, rate_of_core)
     steps = 300 * (IMAGES // (gpus * batch))
     validation = 300 * VAL_IMAGES / (gpus * batch) / 3  # a forward is a third of a step
     hours = (steps + validation) * parts.total / 3.6e6
-    demand = 8 * batch / (parts.compute + parts.exposed + parts.centroids) * 1e3  # images/s that a node could train on
+    # images/s that a node could train on
+    demand = 8 * batch / (parts.compute + parts.exposed + parts.centroids) * 1e3
     return [
-        *(model.name, f"{gpus}", f"{batch}", f"{parts.compute:.1f}", f"{parts.exchange:.1f} ({parts.exposed:.1f})"),
-        *(f"{parts.centroids:.2f}", f"{parts.loader:.1f}", f"{parts.total:.1f}", parts.bottleneck),
-        *(f"{demand / rate_of_core:.0f}", f"{demand * options.image_bytes / 1e9:.1f}", f"{hours:.1f}"),
-        *(f"{gpus * hours:.0f}", f"{gpus * hours * options.price:,.0f}"),
+        model.name,
+        f"{gpus}",
+        f"{batch}",
+        f"{parts.compute:.1f}",
+        f"{parts.exchange:.1f} ({parts.exposed:.1f})",
+        f"{parts.centroids:.2f}",
+        f"{parts.loader:.1f}",
+        f"{parts.total:.1f}",
+        parts.bottleneck,
+        f"{demand / rate_of_core:.0f}",
+        f"{demand * options.image_bytes / 1e9:.1f}",
+        f"{hours:.1f}",
+        f"{gpus * hours:.0f}",
+        f"{gpus * hours * options.price:,.0f}",
     ]
 
 

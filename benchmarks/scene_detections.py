@@ -22,7 +22,9 @@ SIDE, GAP = 400, 6
 
 def main() -> None:
     """Draw two rows and write them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--scenes", type=int, default=4)
@@ -33,7 +35,9 @@ def main() -> None:
     sheet = Image.new("RGB", (options.scenes * (SIDE + GAP) - GAP, 2 * SIDE + GAP), "white")
     for column in range(options.scenes):
         image = scenes[options.first + column][0]
-        boxes, labels, masks = (part.numpy() for part in scenes.objects(options.first + column).values())
+        boxes, labels, masks = (
+            part.numpy() for part in scenes.objects(options.first + column).values()
+        )
         pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
         there = Detections(boxes, labels - 1, np.ones(len(labels)), masks.astype(bool))
         for row, found in enumerate((there, predict(run, pixels, 0).found)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tables_shared import Cells, bold, off, read, relative, table
 
-from dgt.experiments.report import number
+from dgt.utils.records import number
 
 SETS = {"chose": "searched with", "aside": "held out", "others": "others, unseen"}
 

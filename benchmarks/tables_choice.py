@@ -8,7 +8,7 @@ from typing import Any
 
 from tables_shared import Cells, bold, read, table
 
-from dgt.experiments.report import interval, number
+from dgt.utils.records import interval, number
 
 ABLATED = {  # key of the measures in a table's JSON: head, decimals and factor
     "selected": ("mass on selected keys, %", 1, 100),

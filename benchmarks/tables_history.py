@@ -7,7 +7,7 @@ from typing import Any
 
 from tables_shared import ROOT, Cells, bold, read, table
 
-from dgt.experiments.report import number
+from dgt.utils.records import number
 
 
 def _models(*names: str) -> dict[str, list[dict[str, Any]]]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from tables_shared import NAMES, Cells, bold, read, table
 
-from dgt.experiments.report import number
-from dgt.weights.card import wilson
+from dgt.utils.records import number, wilson
 
 
 def _sizes(task: str) -> Cells:

@@ -20,8 +20,8 @@ from tables_shared import (
     table,
 )
 
-from dgt.experiments.report import number
 from dgt.models.cost import attention_share
+from dgt.utils.records import number
 
 
 def _models(*names: str) -> dict[str, list[dict[str, Any]]]:
@@ -135,10 +135,14 @@ def native_kernel_busy() -> Cells:
                 alone = number(row["median_ms"][kind], 1)
                 cells.append(f"{alone} to {number(beside[row['case']][kind], 1)}")
             rows.append(cells)
-    return [["median ms alone, beside one busy process", "PyTorch's", "ours dense", "grouped"], *rows]
+    return [
+        ["median ms alone, beside one busy process", "PyTorch's", "ours dense", "grouped"],
+        *rows,
+    ]
 
 
-EAGER_FILES = ("attention_cpu", "attention_zen4")  # of the path in Python, before the native kernels
+# of the path in Python, before the native kernels
+EAGER_FILES = ("attention_cpu", "attention_zen4")
 
 
 @table
@@ -171,7 +175,9 @@ def attention_memory() -> Cells:
 
 @table
 def attention_bound() -> Cells:
-    """The eager operator against its bound by products, on both processors, on one thread and on two."""
+    """The eager operator against its bound by products, on both processors, on one thread and on
+    two.
+    """
     found: dict[str, dict[tuple[int, str], str]] = {}
     for row in read("attention_bound"):
         where = generation(row["machine"]["processor"])
@@ -193,7 +199,9 @@ def attention_bound() -> Cells:
 
 @table
 def three_numbers() -> Cells:
-    """What the README shows: speed of the attention, what choosing keys is worth, a model accelerated."""
+    """What the README shows: speed of the attention, what choosing keys is worth, a model
+    accelerated.
+    """
     return [
         ["", "DG-Attention", "beside it", "measured on"],
         _fast_row(),
@@ -250,7 +258,10 @@ def _accelerated_row() -> list[str]:
 
 
 def _runtimes(batch: int, name: str = "runtimes") -> Cells:
-    """Every model in every runtime: milliseconds an image, and relative to Swin-T there; its best first."""
+    """Every model in every runtime: milliseconds an image, and relative to Swin-T there.
+
+    Its best first.
+    """
     models: dict[str, list[dict[str, Any]]] = {}
     for row in read(f"{name}_batch{batch}")["rows"]:
         models.setdefault(row["model"], []).append(row)
@@ -319,7 +330,9 @@ def runtimes_on_zen_4_with_eight_images() -> Cells:
 
 @table
 def beside_global_attention() -> Cells:
-    """DGT-T in parts of the time of itself with global attention in all stages, and what the products let expect."""
+    """DGT-T in parts of the time of itself with global attention in all stages, and what the
+    products let expect.
+    """
     rows = []
     for row in (
         row for row in read("runtimes_global")["rows"] if "time_of_global" in row

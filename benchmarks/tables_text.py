@@ -21,8 +21,8 @@ from tables_shared import (
 )
 from tables_speed import EAGER_FILES, runs_of
 
-from dgt.experiments.report import interval, number
 from dgt.training import load_recipe
+from dgt.utils.records import interval, number
 
 RETRIEVAL_RATE = 4e-3  # the largest learning rate of the retrieval task
 IMAGES = 1_281_167  # ImageNet-1K's training images

@@ -1,9 +1,11 @@
-"""Figures of trainings: a segmenter's validation images with truth and prediction, and learning curves of any runs.
+"""Figures of trainings: a segmenter's validation images with truth and prediction, and learning
+curves of any runs.
 
     python benchmarks/training_figures.py images RUN OUT.png [--items 0 1 2 3] [--data.root DIR ...]
     python benchmarks/training_figures.py curves OUT.png NAME=RUN NAME=RUN [--measure top1]
 
-Images are drawn as the run's recipe tests them; keys of the recipe's data can be changed as for `dgt evaluate`.
+Images are drawn as the run's recipe tests them; keys of the recipe's data can be changed as for
+`dgt evaluate`.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from matplotlib.figure import Figure
 from dgt.data.image_io import BrokenImage
 from dgt.figures import save_figure
 from dgt.figures.label_map import figure_comparison
+from dgt.runs.recipe import build_data, parse_recipe
 from dgt.tasks.segment import predict
 from dgt.training import load_run
-from dgt.training.recipe import build_data, parse_recipe
 
 MEASURES = {"miou": "mIoU", "top1": "top-1"}
 
@@ -59,7 +61,9 @@ def draw_curves(out: str, runs: list[str], measure: str) -> None:
         epochs, losses = read_curve(run, "train/loss_epoch")
         loss.plot(epochs, losses, color=colour, label=name)
         epochs, shares = read_curve(run, f"val/{measure}")
-        measured.plot(epochs, [100 * share for share in shares], "o-", color=colour, markersize=3, label=name)
+        measured.plot(
+            epochs, [100 * share for share in shares], "o-", color=colour, markersize=3, label=name
+        )
     for axes, title in ((loss, "training loss"), (measured, f"validation {MEASURES[measure]}, %")):
         axes.set_title(title, fontsize=9)
         axes.set_xlabel("epoch", fontsize=8)
@@ -73,7 +77,9 @@ def draw_curves(out: str, runs: list[str], measure: str) -> None:
 
 def main() -> None:
     """Parse and draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="what", required=True)
     images = commands.add_parser("images")
     images.add_argument("run")

@@ -48,14 +48,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from studies.content_selection_models import KINDS, compared_layers
-from studies.content_selection_summary import AS_TRAINED, STORED_SIZE, slug, summarize
 from torch import Tensor, nn
 
 from dgt.tasks.base import LoadedRun, Metrics
 from dgt.training import evaluate, fit, load_recipe, load_run
-from dgt.utils.atomic_write import alone, replacing, write_json
+from dgt.utils.atomic_write import exclusive_lock, replacing, write_json
 from dgt.utils.errors import UserError
+from studies.content_selection_models import KINDS, compared_layers
+from studies.content_selection_summary import AS_TRAINED, STORED_SIZE, slug, summarize
 
 WARMUP_EPOCHS = 3
 OTHER_KEYS = (4, 16, 64, 256)  # numbers of keys that models with groups are also tested with
@@ -254,7 +254,7 @@ def work_on(study: Study, kind: str, seed: int) -> None:
     """Train and test one kind with one seed, unless another process is at it."""
     with ExitStack() as stack:
         try:
-            stack.enter_context(alone(study.out / "logits" / slug(kind) / f"seed-{seed}"))
+            stack.enter_context(exclusive_lock(study.out / "logits" / slug(kind) / f"seed-{seed}"))
         except FileExistsError:
             print(f"{kind}, seed {seed}: another process is at work on it", flush=True)
             return

@@ -13,7 +13,8 @@ from dgt.layers import Block, DGAttention, GlobalAttention
 from dgt.layers.baselines.cmt import ReducedAttention
 from dgt.layers.baselines.random_keys import RandomKeyAttention
 from dgt.layers.baselines.swin import WindowAttention
-from dgt.models.dgt import DynamicGroupTransformer, Parts
+from dgt.models.dgt import DynamicGroupTransformer
+from dgt.models.parts import Parts
 from dgt.utils.errors import UserError
 
 KINDS = ("groups", "all keys", "random keys", "windows", "reduced keys", "nothing")

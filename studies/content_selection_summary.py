@@ -13,12 +13,11 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
-from studies.content_selection_models import KINDS
 
-from dgt.experiments.report import interval
 from dgt.figures import save_figure
 from dgt.utils.atomic_write import atomic_write, write_json
-from dgt.utils.records import command_line, markdown_table, processor
+from dgt.utils.records import command_line, interval, markdown_table, processor
+from studies.content_selection_models import KINDS
 
 AS_TRAINED = "as-trained"
 STORED_SIZE = 128  # pixels: the shorter side of the stored images; larger tests enlarge them

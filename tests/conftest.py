@@ -38,7 +38,7 @@ LONGEST = (
     *("training/test_parallel.py", "inference/test_export.py", "ops/triton/test_kernels.py", "models/test_training.py"),
     *("training/test_resume.py", "experiments/test_ablate.py", "ops/triton/test_products.py", "test_cli.py"),
     *("acceleration/test_accelerate.py", "ops/triton/test_operators.py", "training/test_fit.py"),
-    *("data/test_loading.py", "experiments/test_fixed_weights.py", "ops/test_reference.py", "explorer/test_launch.py"),
+    *("data/test_loading.py", "studies/test_fixed_weights.py", "ops/test_reference.py", "explorer/test_launch.py"),
     *("layers/test_data_parallel.py", "ops/test_operators.py", "inference/test_fixed_size.py"),
     *("figures/test_visualize.py", "examples/test_attention_tour.py", "test_architecture.py"),
 )
@@ -157,14 +157,14 @@ def at_work() -> Iterator[Callable[[Path], int]]:
     begun: list[int] = []
 
     def begin(folder: Path) -> int:
-        from dgt.utils.atomic_write import alone
+        from dgt.utils.atomic_write import exclusive_lock
 
         told, tell = os.pipe()
         begun.append(os.fork())
         if begun[-1] == 0:
             try:
                 os.setpgid(0, 0)
-                with alone(folder):
+                with exclusive_lock(folder):
                     os.fork()
                     os.write(tell, b"x")
                     signal.pause()

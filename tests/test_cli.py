@@ -12,21 +12,22 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from PIL import Image
 
+from dgt.runs.recipe import Recipe
 from dgt.tasks import TASKS
-from dgt.training.recipe import Recipe
-from dgt_command import SECTIONS, main
+from dgt_command import main
+from dgt_command.cli import COMMANDS
+from dgt_command.recipe_files import KEYS
+from dgt_command.training import SECTIONS
 
 TRAIN = ["train", "scenes", "--data.train_size=64", "--data.val_size=24", "--data.batch_size=16"]
 TRAIN += ["--schedule.epochs=2", "--schedule.warmup_epochs=0.5", "--trainer.accelerator=cpu", "--trainer.devices=1"]
-COMMANDS = (
-    *("demo", "train", "status", "ablate", "evaluate", "predict", "accelerate", "weights", "export"),
-    *("visualize", "diagnose", "explore", "info", "bench", "profile"),
-)
+NAMES = [str(command.name) for command in COMMANDS if not command.hidden]
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +55,10 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", NAMES)
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        status = main([command, "--help"])
-    except SystemExit as finished:
-        status = int(finished.code or 0)
-    assert status == 0
-    assert f"usage: dgt {command}" in capsys.readouterr().out
+    assert main([command, "--help"]) == 0
+    assert f"Usage: dgt {command}" in capsys.readouterr().out
 
 
 def test_the_package_answers_as_the_command_does(
@@ -73,7 +70,7 @@ def test_the_package_answers_as_the_command_does(
         runpy.run_module("dgt", run_name="__main__", alter_sys=True)
     assert not ended.value.code
     told = capsys.readouterr().out
-    assert all(command in told for command in COMMANDS)
+    assert all(command in told for command in NAMES)
 
 
 @pytest.mark.parametrize(
@@ -81,20 +78,15 @@ def test_the_package_answers_as_the_command_does(
     [
         *("--help", "train --help", "predict --help", "", "fly", "predict", "demo --loud", "demo --epochs many"),
         *("train", "train scene", "train missing.yaml", "train scenes --optimiser.lr 1", "ablate block"),
-        "ablate retrieval --size tiny",
-        *(
-            "evaluate nowhere",
-            "status nowhere",
-            "predict nowhere image.png",
-            "bench weights",
-            "bench models --rounds 0",
-        ),
+        *("train scenes --data.image_sise 64", "train README.md", "ablate blocks --shedule.epochs 1"),
+        *("evaluate nowhere", "status nowhere", "predict nowhere image.png", "profile --shape 1,2", "profile"),
+        *("bench models", "ablate retrieval --size tiny", "weights make runs/demo", "weights publish x", "weights fly"),
     ],
 )
 def test_help_and_mistakes_are_answered_without_loading_the_package(words: str) -> None:
     """The command loads neither PyTorch nor anything else of weight to say what is wrong: that would take seconds."""
     code = "import sys, dgt_command\ntry: dgt_command.main()\n"
-    code += "finally: assert not {'dgt', 'torch', 'numpy', 'yaml'} & set(sys.modules)"
+    code += "finally: assert not {'dgt', 'torch', 'numpy', 'jsonargparse'} & set(sys.modules)"
     result = subprocess.run([sys.executable, "-c", code, *words.split()], capture_output=True, text=True, check=False)
     assert "Traceback" not in result.stderr
     assert ("error: " in result.stderr) != ("--help" in words)
@@ -105,21 +97,34 @@ def test_the_command_knows_what_a_recipe_consists_of() -> None:
     assert all(name in SECTIONS["task"] for name in TASKS)
 
 
-def test_the_usage_of_predict_names_all_its_options(capsys: pytest.CaptureFixture[str]) -> None:
-    """It is written by hand: argparse would have a checkpoint before every image."""
-    with pytest.raises(SystemExit):
-        main(["predict", "--help"])
-    usage, _, rest = capsys.readouterr().out.partition("options:")
-    options = {word.strip(",") for word in rest.split() if word.startswith("--")} - {"--help"}
-    assert options == {word.strip("[]") for word in usage.split() if word.startswith("[--")}
+def test_the_command_knows_all_keys_of_recipes(load_script: Callable[[Path], ModuleType]) -> None:
+    """`python tools/recipe_keys.py` writes the file anew."""
+    tool = load_script(Path(__file__).parents[1] / "tools" / "recipe_keys.py")
+    assert json.loads(KEYS.read_text(encoding="utf-8")) == tool.keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "now"),
+    [
+        ("bench attention --rounds 3", "python benchmarks/bench.py attention"),
+        ("ablate like_to_like --run runs/demo", "python -m studies.like_to_like"),
+        ("weights make runs/demo --out x", "python -m tools.weights make RUN --out DIR"),
+        ("weights publish x --repo a/b", "python -m tools.weights publish FOLDER --repo USER/NAME"),
+    ],
+)
+def test_commands_that_moved_say_where(words: str, now: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sentence = fails(capsys, *words.split())
+    command = words.split()[: 1 if words.startswith("bench") else 2]
+    assert sentence.startswith(f"dgt: error: `dgt {' '.join(command)}` has moved: ")
+    assert now in sentence
 
 
 @pytest.mark.parametrize("arguments", [[], ["fly"], ["predict"], ["demo", "--loud"], ["demo", "--epochs", "0"]])
 def test_bad_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as raised:
-        main(arguments)
-    assert raised.value.code == 2
-    assert "dgt" in capsys.readouterr().err
+    assert main(arguments) == 2
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage.startswith("Usage: dgt ")
+    assert error.startswith("dgt: error: ")
 
 
 def test_an_interruption_is_a_word(
@@ -128,7 +133,7 @@ def test_an_interruption_is_a_word(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dgt.training.log.run_status", interrupted)
+    monkeypatch.setattr("dgt.runs.status.run_status", interrupted)
     (tmp_path / "recipe.yaml").touch()
     assert main(["status", str(tmp_path)]) == 130
     assert capsys.readouterr().err == "dgt: interrupted\n"
@@ -154,7 +159,7 @@ def test_another_broken_pipe_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None
     def lose_a_worker(*_: object) -> None:
         raise BrokenPipeError
 
-    monkeypatch.setattr("dgt.app.cli.run_weights", lose_a_worker)
+    monkeypatch.setattr("dgt.weights.list_weights", lose_a_worker)
     with pytest.raises(BrokenPipeError):
         main(["weights", "list"])
 
@@ -236,17 +241,6 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     assert "64 x 96" in table
     assert table.splitlines()[-1].startswith("native CPU kernels: ")
     fails(capsys, "info", "dgt_huge")
-
-
-def test_bench_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from dgt import bench
-
-    asked: list[dict[str, object]] = []
-    monkeypatch.setattr(bench, "bench_models", lambda **options: asked.append(options) or ([], []))
-    assert main(["bench", "models", "--models", "dgt_nano", "--size", "64", "--rounds", "3", "--memory", "--json"]) == 0
-    expected = {"names": ("dgt_nano",), "image_size": 64, "batch_size": 8, "device": "cpu", "rounds": 3}
-    assert asked == [{**expected, "runtimes": ("eager",), "training": False, "memory": True}]
-    assert json.loads(capsys.readouterr().out)["rows"] == []
 
 
 def test_a_model_without_groups_cannot_be_drawn(tmp_path: Path, image: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import importlib
 import re
@@ -13,9 +12,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import click
 import pytest
 
-from dgt_command import EXPERIMENTS, SECTIONS, build_parser
+from dgt_command.cli import dgt as command_line
+from dgt_command.training import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "dgt"
@@ -24,7 +25,8 @@ PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"
 )
 NAMED = [page for page in PAGES if page.name != "CHANGELOG.md"]  # a changelog names what is gone, too
 PACKAGES = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
-SOURCES = "\n".join(path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py"))
+CODE = [path for folder in (PACKAGE, ROOT / "studies", ROOT / "tools") for path in folder.rglob("*.py")]
+SOURCES = "\n".join(path.read_text(encoding="utf-8") for path in CODE)
 TESTS = {
     node.name
     for path in (ROOT / "tests").rglob("*.py")
@@ -82,7 +84,7 @@ def test_every_file_and_test_named_exists(page: Path) -> None:
         elif re.fullmatch(r"test_\w+", span):
             found = span in TESTS
         elif re.fullmatch(r"[\w./*-]+(\.py|\.json|\.sh|/)", span) and "/" in span:
-            known = ("src", "tests", "docs", "benchmarks", "studies", "examples", *PACKAGES)
+            known = ("src", "tests", "docs", "benchmarks", "studies", "tools", "examples", *PACKAGES)
             found = span.split("/")[0] not in known or any(any(root.glob(span)) for root in (ROOT, PACKAGE))
         else:
             continue
@@ -118,25 +120,25 @@ def anchors(page: Path) -> set[str]:
 
 @pages(NAMED)
 def test_every_command_and_flag_named_exists(page: Path) -> None:
-    actions = [action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction)]
-    commands = actions[0].choices
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     lines = [span for span in code_spans(page) if span.startswith("dgt ")]
     lines += [line.strip() for line in text.splitlines() if re.match(r" {4}dgt \w", line)]
     wrong = []
     for line in lines:
         words = re.split(r"\s{2,}|[#;|&]", line)[0].split()[1:]
-        if words and re.fullmatch("[a-z]+", words[0]):
-            command = commands.get(words[0])
-            known = command._option_string_actions if command else {}
-            keys = command is not None and command.get_default("takes_keys")
-            flags = {word.strip("[],").partition("=")[0] for word in words if word.strip("[").startswith("--")}
-            flags = {flag for flag in flags if not (keys and flag[2:].split(".")[0] in SECTIONS)}
-            if len(words) > 1 and words[1] in EXPERIMENTS:  # which read words of their own
-                calls = " ".join(re.findall(r"read_words\(words, ([^)]*)\)", SOURCES))
-                flags -= {f"--{name}" for name in re.findall(r"(\w+)=", calls)}
-            if not flags <= set(known) or command is None:
-                wrong.append(line)
+        if not words or not re.fullmatch("[a-z]+", words[0]):
+            continue
+        command: Any = command_line.commands.get(words[0])
+        if isinstance(command, click.Group) and len(words) > 1:
+            command = command.commands.get(words[1])
+        if command is None or command.hidden:
+            wrong.append(line)
+            continue
+        known = {flag for option in command.params for flag in option.opts}
+        takes_keys = command.context_settings.get("ignore_unknown_options", False)
+        flags = {word.strip("[],").partition("=")[0] for word in words if word.strip("[").startswith("--")}
+        flags -= {flag for flag in flags if takes_keys and flag[2:].split(".")[0] in SECTIONS}
+        wrong += [] if flags <= {*known, "--help"} else [line]
     assert wrong == []
 
 

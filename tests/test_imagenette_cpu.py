@@ -16,9 +16,9 @@ import timm
 import torch
 from PIL import Image
 
+from dgt.runs.model import export_model, make_record
 from dgt.tasks import TASKS
 from dgt.training import load_recipe
-from dgt.training.run import export_model, make_record
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 KEPT = {"model": "any", "seed": 0, "parameters": 5, "epochs": 2, "seconds": 1.5, "versions": {}, "device": "a core"}

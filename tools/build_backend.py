@@ -1,7 +1,8 @@
 """The build backend: scikit-build-core, with two additions.
 
-Where there is no C++ compiler, the one of the PyPI package `ziglang` is asked for and used. An editable
-install is a `.pth` file, which `PYTHONPATH` overrides, and the libraries are written beside their loader.
+Where there is no C++ compiler, the one of the PyPI package `ziglang` is asked for and used. An
+editable install is a `.pth` file, which `PYTHONPATH` overrides, and the libraries are written
+beside their loader.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ def _compiler() -> Iterator[None]:
     if package is None or package.origin is None:
         yield
         return
-    # C++'s own library would be compiled first, for a minute, and is not used. The compiler's default
+    # C++'s own library would be compiled first, for a minute, and is not used. The compiler's
+    # default
     # processor is the one it runs on; what is built here has to run on others, too.
     command = f'"{Path(package.origin).with_name("zig")}" c++ -nostdlib++ -mcpu=baseline'
     with (

@@ -12,8 +12,9 @@ cd "$(dirname "$0")/.."
 data=$(realpath "${1:?usage: tools/make_weights.sh DATA OUT [scenes] [imagenette] [camvid] [detector] [vit]}")
 out=$(realpath -m "${2:?name the folder that the weights go to}")
 shift 2
-export PYTHONPATH=src${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-dgt=${DGT:-"${PYTHON:-python3} -m dgt"}
+export PYTHONPATH=src:.${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+python=${PYTHON:-python3}
+dgt=${DGT:-"$python -m dgt"}
 
 train() { # run, recipe, settings
     local run=$1 recipe=$2
@@ -24,7 +25,7 @@ train() { # run, recipe, settings
 pack() { # folder of weights, run, options
     local name=$1 run=$2
     shift 2
-    [ -d "$out/$name" ] || $dgt weights make "$out/runs/$run" --out "$out/$name" "$@"
+    [ -d "$out/$name" ] || $python -m tools.weights make "$out/runs/$run" --out "$out/$name" "$@"
 }
 
 imagenette=(imagenette128 --data.root "$data/imagenette128" --data.num_workers 0 --data.augmentation.erasing 0

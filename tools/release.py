@@ -1,10 +1,12 @@
-"""`make release`: build the sdist and the wheel, and try them as a user would, outside the checkout, without a network.
+"""`make release`: build the sdist and the wheel, and try them as a user would, outside the
+checkout, without a network.
 
     python tools/release.py [--reuse] [--photo FILE]
 
-The wheel is installed into a fresh environment with everything it depends on (some 5 GB); `--reuse` takes what it
-depends on from the environment of this interpreter instead. What is tried there may open connections to this machine
-alone. At the end a table tells what passed; `dist/` holds the two files and their SHA-256 sums where everything did.
+The wheel is installed into a fresh environment with everything it depends on (some 5 GB); `--reuse`
+takes what it depends on from the environment of this interpreter instead. What is tried there may
+open connections to this machine alone. At the end a table tells what passed; `dist/` holds the two
+files and their SHA-256 sums where everything did.
 """
 
 from __future__ import annotations
@@ -30,8 +32,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LEFT_OUT = (".ci/*", ".github/*", ".gitignore", ".pre-commit-config.yaml")  # tracked, and of no use without git
-TESTED = ("tests/test_architecture.py", "tests/test_docs.py", "tests/weights")  # of the sdist: they read most files
+# tracked, and of no use without git
+LEFT_OUT = (".ci/*", ".github/*", ".gitignore", ".pre-commit-config.yaml")
+# of the sdist: they read most files
+TESTED = ("tests/test_architecture.py", "tests/test_docs.py", "tests/weights")
 NATIVE = {**os.environ, "DGT_REQUIRE_NATIVE": "1"}  # a compiler that fails fails the release
 GUARD = """
 import socket
@@ -46,7 +50,9 @@ socket.socket.connect = connect
 
 @dataclass(frozen=True)
 class Passed:
-    """One row of the table: what was done, in seconds, whether it passed, and what is to be said of it."""
+    """One row of the table: what was done, in seconds, whether it passed, and what is to be said of
+    it.
+    """
 
     what: str
     seconds: float
@@ -57,7 +63,8 @@ class Passed:
 def table(rows: Iterable[Passed]) -> str:
     """The rows as text."""
     lines = [
-        f"{'passed' if row.passed else 'FAILED'}  {row.seconds:7.1f} s  {row.what:<40}  {row.told}" for row in rows
+        f"{'passed' if row.passed else 'FAILED'}  {row.seconds:7.1f} s  {row.what:<40}  {row.told}"
+        for row in rows
     ]
     return "\n".join(lines)
 
@@ -74,14 +81,20 @@ def check_versions(root: Path) -> str:
         match = re.search(pattern, (root / name).read_text(encoding="utf-8"), flags=re.M)
         found[name] = match[1] if match else "none"
     if len(set(found.values())) != 1:
-        raise RuntimeError("versions differ: " + ", ".join(f"{name} {version}" for name, version in found.items()))
+        raise RuntimeError(
+            "versions differ: " + ", ".join(f"{name} {version}" for name, version in found.items())
+        )
     return found["CITATION.cff"]
 
 
 def sdist_mistakes(tracked: Iterable[str], members: Iterable[str]) -> list[str]:
-    """What an sdist, whose members begin with its folder, lacks of the tracked files, and holds besides."""
+    """What an sdist, whose members begin with its folder, lacks of the tracked files, and holds
+    besides.
+    """
     held, known = {name.partition("/")[2] for name in members}, set(tracked)
-    lacking = sorted(name for name in known - held if not any(fnmatch(name, each) for each in LEFT_OUT))
+    lacking = sorted(
+        name for name in known - held if not any(fnmatch(name, each) for each in LEFT_OUT)
+    )
     return [f"lacks {name}" for name in lacking] + [
         f"holds {name}, which git does not know" for name in sorted(held - known - {"PKG-INFO"})
     ]
@@ -103,21 +116,32 @@ def lines_of_notebook(path: Path) -> str:
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     head = "import matplotlib\nmatplotlib.use('Agg')\ndisplay = print\n"
-    return head + "\n".join(line for cell in code for line in cell.splitlines() if not line.startswith("%"))
+    return head + "\n".join(
+        line for cell in code for line in cell.splitlines() if not line.startswith("%")
+    )
 
 
 def lines_of_readme(path: Path) -> str:
     """The program of the README's section "Ten lines"."""
-    match = re.search(r"^## Ten lines\n+```python\n(.*?)^```", path.read_text(encoding="utf-8"), flags=re.S | re.M)
+    match = re.search(
+        r"^## Ten lines\n+```python\n(.*?)^```", path.read_text(encoding="utf-8"), flags=re.S | re.M
+    )
     if match is None:
         raise RuntimeError(f"{path.name} has no section 'Ten lines' with a block of Python")
     return match[1]
 
 
-def run(*command: str | Path, cwd: Path | None = None, env: dict[str, str] | None = None, limit: float = 1800) -> str:
+def run(
+    *command: str | Path,
+    cwd: Path | None = None,
+    env: dict[str, str] | None = None,
+    limit: float = 1800,
+) -> str:
     """What a command prints; RuntimeError with its last lines where it fails."""
     words = [str(word) for word in command]
-    done = subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, check=False, timeout=limit)
+    done = subprocess.run(
+        words, cwd=cwd, env=env, capture_output=True, text=True, check=False, timeout=limit
+    )
     if done.returncode:
         told = "\n".join([*done.stdout.splitlines()[-15:], *done.stderr.splitlines()[-15:]])
         raise RuntimeError(f"{' '.join(words)} exited with {done.returncode}:\n{told}")
@@ -125,7 +149,10 @@ def run(*command: str | Path, cwd: Path | None = None, env: dict[str, str] | Non
 
 
 class Release:
-    """The steps of a release, in `scratch`, a folder outside the checkout; each returns a line about what it found."""
+    """The steps of a release, in `scratch`, a folder outside the checkout.
+
+    Each returns a line about what it found.
+    """
 
     def __init__(self, scratch: Path, reuse: bool, photo: Path | None) -> None:
         self.scratch, self.reuse, self.photo = scratch, reuse, photo
@@ -134,18 +161,31 @@ class Release:
         (scratch / "guard").mkdir()
         (scratch / "guard" / "sitecustomize.py").write_text(GUARD, encoding="utf-8")
         self.outside.mkdir()
-        kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "DGT_WEIGHTS")}
-        self.env = {**kept, "PYTHONPATH": str(scratch / "guard"), "HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg"}
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("PYTHONPATH", "DGT_WEIGHTS")
+        }
+        self.env = {
+            **kept,
+            "PYTHONPATH": str(scratch / "guard"),
+            "HF_HUB_OFFLINE": "1",
+            "MPLBACKEND": "Agg",
+        }
 
     def build(self) -> str:
-        """The sdist from the checkout and the wheel from that, by tools in environments of their own."""
+        """The sdist from the checkout and the wheel from that, by tools in environments of their
+        own.
+        """
         run(sys.executable, "-m", "venv", self.scratch / "build")
         python = self.scratch / "build" / self.bin.name / "python"
         run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "build")
         self.builder = (python, "-m", "build")
         run(*self.builder, "--outdir", self.dist, ROOT, env=NATIVE)
         (self.sdist,), (self.wheel,) = self.dist.glob("*.tar.gz"), self.dist.glob("*.whl")
-        return ", ".join(f"{path.name} {path.stat().st_size / 1e6:.1f} MB" for path in (self.sdist, self.wheel))
+        return ", ".join(
+            f"{path.name} {path.stat().st_size / 1e6:.1f} MB" for path in (self.sdist, self.wheel)
+        )
 
     def unpack(self) -> str:
         """Whether the sdist holds every tracked file, and the checkout builds the same wheel."""
@@ -168,18 +208,33 @@ class Release:
         return run(*command, cwd=self.source, env=env).splitlines()[-1]
 
     def install(self) -> str:
-        """The wheel in an environment that holds nothing else, or, to reuse one, nothing else of ours."""
+        """The wheel in an environment that holds nothing else, or, to reuse one, nothing else of
+        ours.
+        """
         run(sys.executable, "-m", "venv", self.scratch / "installed")
-        pip = (self.bin / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-        run(*pip, *(["--no-deps", self.wheel] if self.reuse else [f"{self.wheel}[export]"]))
-        own = run(self.bin / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
+        pip = (
+            self.bin / "python",
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+        )
+        run(*pip, *(["--no-deps", self.wheel] if self.reuse else [f"{self.wheel}[all]"]))
+        own = run(
+            self.bin / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"
+        )
         if self.reuse:
-            (Path(own) / "reused.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+            (Path(own) / "reused.pth").write_text(
+                sysconfig.get_path("purelib") + "\n", encoding="utf-8"
+            )
         code = "import dgt; print(dgt.__version__, dgt.__file__)"
         version, place = self.python(code).splitlines()[-1].split(maxsplit=1)
         if not Path(place).is_relative_to(own):
             raise RuntimeError(f"dgt was imported from {place}, not from the wheel")
-        return f"{version}, {'its dependencies reused' if self.reuse else 'with all its dependencies'}"
+        return (
+            f"{version}, {'its dependencies reused' if self.reuse else 'with all its dependencies'}"
+        )
 
     def dgt(self, *words: str | Path) -> str:
         """The installed command, outside the checkout and without a network."""
@@ -209,10 +264,14 @@ class Release:
     def explore(self) -> str:
         """The page: it starts, answers, and stops in order."""
         command = [str(self.bin / "dgt"), "explore", "--port", "0"]
-        with subprocess.Popen(command, cwd=self.outside, env=self.env, stdout=subprocess.PIPE, text=True) as server:
+        with subprocess.Popen(
+            command, cwd=self.outside, env=self.env, stdout=subprocess.PIPE, text=True
+        ) as server:
             try:
                 lines = iter(server.stdout or ())
-                address = next(match[0] for line in lines if (match := re.search(r"http://\S+/", line)))
+                address = next(
+                    match[0] for line in lines if (match := re.search(r"http://\S+/", line))
+                )
                 with urllib.request.urlopen(f"{address}api/model", timeout=60) as answer:
                     model = json.load(answer)
                 server.send_signal(signal.SIGINT)
@@ -230,8 +289,12 @@ class Release:
         """What was built, and its checksums, in dist/."""
         shutil.rmtree(ROOT / "dist", ignore_errors=True)
         shutil.copytree(self.dist, ROOT / "dist")
-        files = [path for path in sorted((ROOT / "dist").iterdir()) if path.suffix in (".gz", ".whl")]
-        lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files]
+        files = [
+            path for path in sorted((ROOT / "dist").iterdir()) if path.suffix in (".gz", ".whl")
+        ]
+        lines = [
+            f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files
+        ]
         (ROOT / "dist" / "SHA256SUMS").write_text("".join(lines), encoding="utf-8")
         return "dist/SHA256SUMS"
 
@@ -260,9 +323,13 @@ def main() -> int:
     """Go through the steps, print the table, and return 1 where one failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
-        "--reuse", action="store_true", help="take the dependencies from this interpreter's environment"
+        "--reuse",
+        action="store_true",
+        help="take the dependencies from this interpreter's environment",
     )
-    parser.add_argument("--photo", type=Path, help="image for dgt predict (default: one of the documentation's)")
+    parser.add_argument(
+        "--photo", type=Path, help="image for dgt predict (default: one of the documentation's)"
+    )
     options = parser.parse_args()
     rows: list[Passed] = []
     with tempfile.TemporaryDirectory(prefix="dgt-release-") as scratch:
@@ -279,7 +346,9 @@ def main() -> int:
             rows.append(Passed(what, time.perf_counter() - start, passed, told))
             print(table(rows[-1:]), flush=True)
     failed = [row.what for row in rows if not row.passed]
-    short = [Passed(row.what, row.seconds, row.passed, row.told.partition("\n")[0][:100]) for row in rows]
+    short = [
+        Passed(row.what, row.seconds, row.passed, row.told.partition("\n")[0][:100]) for row in rows
+    ]
     print(f"\n{table(short)}\n{'FAILED: ' + ', '.join(failed) if failed else 'everything passed'}")
     return int(bool(failed))
 

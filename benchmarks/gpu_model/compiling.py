@@ -12,12 +12,20 @@ from triton.compiler import ASTSource
 
 from dgt.ops.triton.launch import Launch
 
-TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.bool: "i1", torch.int16: "i16"}
+TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.bool: "i1",
+    torch.int16: "i16",
+}
 INTEGERS = {torch.int64: "i64", torch.int32: "i32"}
 
 
 def body(operator: Any) -> Any:
-    """The function under ``torch.library.custom_op``, which on meta tensors itself would only tell shapes."""
+    """The function under ``torch.library.custom_op``, which on meta tensors itself would only tell
+    shapes.
+    """
     return getattr(operator, "_init_fn", operator)
 
 
@@ -33,7 +41,10 @@ def describe_argument(value: Any) -> tuple[str, bool]:
 
 
 def source_of(launch: Launch) -> tuple[ASTSource, dict[str, int]]:
-    """Specialise a kernel for the arguments of a launch as Triton itself would; source, and options of the compiler."""
+    """Specialise a kernel for the arguments of a launch as Triton itself would.
+
+    Source, and options of the compiler.
+    """
     kernel = launch.kernel
     names = kernel.arg_names
     options = {name: value for name, value in launch.options.items() if name not in names}

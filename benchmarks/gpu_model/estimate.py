@@ -2,15 +2,17 @@
 
     python benchmarks/gpu_model/estimate.py [--json FILE] [--shapes "L3136 k98,L196 k98"] [--check]
 
-bfloat16, D 32, G 48, sm_90, on random scores and on photographs, whose numbers `benchmarks/results/gpu_inputs.json`
-holds (written by `inputs.py`). Each row has the shape, the inputs, the pass, the step (a kernel, or "all"), and
-microseconds. With ``--check`` exits with 1 where a forward pass is over its budget.
+bfloat16, D 32, G 48, sm_90, on random scores and on photographs, whose numbers
+`benchmarks/results/gpu_inputs.json` holds (written by `inputs.py`). Each row has the shape, the
+inputs, the pass, the step (a kernel, or "all"), and microseconds. With ``--check`` exits with 1
+where a forward pass is over its budget.
 """
 
 import argparse
 import json
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -74,7 +76,9 @@ def launches(shape: str, backward: bool) -> list[Launch]:
     """What the operator launches for a shape, on meta tensors."""
     batch, heads, tokens, top_k = SHAPES[shape]
     like: dict[str, Any] = {"device": "meta", "dtype": torch.bfloat16}
-    query, key, value = torch.empty(batch, tokens, 3, heads, CHANNELS, **like).permute(2, 0, 3, 1, 4).unbind(0)
+    query, key, value = (
+        torch.empty(batch, tokens, 3, heads, CHANNELS, **like).permute(2, 0, 3, 1, 4).unbind(0)
+    )
     centroids = torch.empty(heads, GROUPS, CHANNELS, device="meta")
     with recording() as forward:
         found = body(operators.attention)(query, key, value, centroids, top_k, 1.0, None)
@@ -88,24 +92,40 @@ def launches(shape: str, backward: bool) -> list[Launch]:
 
 
 def statistics_of(shape: str, inputs: str) -> Statistics:
-    """The row of the inputs; of photographs every number as in that of the two models that makes it larger."""
-    rows = [row for row in json.loads(INPUTS.read_text(encoding="utf-8"))["rows"] if row["shape"] == shape]
+    """The row of the inputs.
+
+    Of photographs every number as in that of the two models that makes it larger.
+    """
+    rows = [
+        row
+        for row in json.loads(INPUTS.read_text(encoding="utf-8"))["rows"]
+        if row["shape"] == shape
+    ]
     if inputs == "random":
         return next(row for row in rows if row["inputs"] == "random")
     rows = [row for row in rows if row["inputs"] != "random"]
     unequal = max(rows, key=lambda row: float(row["largest_group_share"]))
-    worst = {name: max(row[name] for row in rows) for name in rows[0] if isinstance(rows[0][name], int | float)}
+    worst = {
+        name: max(row[name] for row in rows)
+        for name in rows[0]
+        if isinstance(rows[0][name], int | float)
+    }
     sizes = unequal["groups_by_size"]
     return unequal | worst | {"groups_by_size": sizes + [0.0] * (GROUPS - len(sizes))}
 
 
 def time_of(launch: Launch, statistics: Statistics) -> float:
-    """Microseconds of one launch: its parts one after the other, but no less than the longest program takes."""
+    """Microseconds of one launch: its parts one after the other, but no less than the longest
+    program takes.
+    """
     built = build(launch)
     facts = SimpleNamespace(**launch.named, programs=launch.programs)
     parts = [part for part in TRIPS[launch.kernel.__name__](facts, statistics) if part.programs > 0]
     if len(parts) <= 2:
-        return sum(microseconds(built.code, path(built.code, part), built.needs, part.programs) for part in parts)
+        return sum(
+            microseconds(built.code, path(built.code, part), built.needs, part.programs)
+            for part in parts
+        )
     together = sum(part.programs for part in parts)
     blocks = side_by_side(built.needs, together)
     total = longest = 0.0
@@ -145,37 +165,57 @@ def over_budget(rows: list[dict[str, Any]]) -> list[str]:
     found = []
     for row in rows:
         limit = BUDGETS[row["inputs"]].get(row["shape"])
-        if row["step"] == "all" and row["pass"] == "forward" and limit is not None and row["us"] > limit:
+        if (
+            row["step"] == "all"
+            and row["pass"] == "forward"
+            and limit is not None
+            and row["us"] > limit
+        ):
             found.append(f"{row['shape']} on {row['inputs']}: {row['us']} us ({limit} allowed)")
     return found
 
 
+def cases(options: argparse.Namespace) -> Iterator[tuple[str, str, bool]]:
+    """Shape, inputs and whether it is the backward pass, of all that is to be estimated."""
+    shapes = options.shapes or ",".join(CHECKED if options.check else SHAPES)
+    for shape in shapes.split(","):
+        for inputs in BUDGETS:
+            yield shape, inputs, False
+            if shape in BACKWARD and not options.forward:
+                yield shape, inputs, True
+
+
 def main() -> int:
     """Print, write and check."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="also write the rows there")
-    parser.add_argument("--shapes", help="comma-separated (default: all; with --check those of the gate)")
+    parser.add_argument(
+        "--shapes", help="comma-separated (default: all; with --check those of the gate)"
+    )
     parser.add_argument("--forward", action="store_true", help="forward passes alone")
     parser.add_argument("--check", action="store_true", help="fail where a budget is exceeded")
     options = parser.parse_args()
     if interpreting():
         parser.error("TRITON_INTERPRET is set: nothing can be compiled; unset it")
-    started, rows = time.time(), []
-    print(f"Triton {triton.__version__}, torch {torch.__version__}, sm_90, bfloat16, D {CHANNELS}, G {GROUPS}")
-    shapes = options.shapes or ",".join(CHECKED if options.check else SHAPES)
-    for shape in shapes.split(","):
-        for inputs in BUDGETS:
-            for backward in (False, True):
-                if backward and (options.forward or shape not in BACKWARD):
-                    continue
-                try:
-                    found = rows_of(shape, inputs, backward)
-                except MissingRuleError as error:
-                    print(f"error: {shape}: no rule in trips.py for the loop {error}", file=sys.stderr)
-                    return 1
-                rows += found
-                steps = ", ".join(f"{row['step']} {row['us']:.0f}" for row in found[:-1])
-                print(f"{shape:12} {inputs:12} {found[-1]['pass']:9}{found[-1]['us']:7.0f} us: {steps}", flush=True)
+    started = time.time()
+    print(
+        f"Triton {triton.__version__}, torch {torch.__version__}, sm_90, bfloat16, D {CHANNELS}, G {GROUPS}"
+    )
+    rows = []
+    for shape, inputs, backward in cases(options):
+        try:
+            found = rows_of(shape, inputs, backward)
+        except MissingRuleError as error:
+            print(f"error: {shape}: no rule in trips.py for the loop {error}", file=sys.stderr)
+            return 1
+        rows += found
+        steps = ", ".join(f"{row['step']} {row['us']:.0f}" for row in found[:-1])
+        print(
+            f"{shape:12} {inputs:12} {found[-1]['pass']:9}{found[-1]['us']:7.0f} us: {steps}",
+            flush=True,
+        )
     print(f"{time.time() - started:.0f} s")
     if options.json:
         document = {"triton": triton.__version__, "torch": torch.__version__, "rows": rows}

@@ -1,12 +1,14 @@
-"""What the kernels of the selection meet on random scores and on photographs: the numbers that decide their loops.
+"""What the kernels of the selection meet on random scores and on photographs: the numbers that
+decide their loops.
 
     python benchmarks/gpu_model/inputs.py --images FOLDER --out benchmarks/results/gpu_inputs.json [--count 10]
 
-For every shape of the model, by the first DG-Attention layers of that many tokens: how many keys of a row reach its
-bound, how many rows have more of them than room, the steps of both searches, the turns of unpacking bits, and how
-unequal groups are. Queries and keys are random, or those of photographs in DGT-T with random weights and seeded
-centroids (``dgt_tiny``) and in the trained model that ships (``dgt_nano.scenes``). Exits with 1 if a row has no room.
-The kernels themselves are not run: blocks, room and bounds are computed as they do.
+For every shape of the model, by the first DG-Attention layers of that many tokens: how many keys of
+a row reach its bound, how many rows have more of them than room, the steps of both searches, the
+turns of unpacking bits, and how unequal groups are. Queries and keys are random, or those of
+photographs in DGT-T with random weights and seeded centroids (``dgt_tiny``) and in the trained
+model that ships (``dgt_nano.scenes``). Exits with 1 if a row has no room. The kernels themselves
+are not run: blocks, room and bounds are computed as they do.
 """
 
 import argparse
@@ -75,7 +77,9 @@ class EnoughError(Exception):
 
 
 def search_steps(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Steps by proportion and by halves that each of (R, N) searches for the ``count`` largest takes."""
+    """Steps by proportion and by halves that each of (R, N) searches for the ``count`` largest
+    takes.
+    """
     real = scores > -torch.inf
     most = real.sum(1)
     low = scores.masked_fill(~real, torch.inf).amin(1)
@@ -115,7 +119,9 @@ def rank(bits: Tensor) -> Tensor:
 
 
 def turns(flags: Tensor, words: int) -> Tensor:
-    """Turns in which (R, L) flags are unpacked, ``words`` words of 32 at a time: their largest number of set bits."""
+    """Turns in which (R, L) flags are unpacked, ``words`` words of 32 at a time: their largest
+    number of set bits.
+    """
     count = F.pad(flags, (0, -flags.shape[1] % 32)).unflatten(1, (-1, 32)).sum(2)
     count = F.pad(count, (0, -count.shape[1] % words)).unflatten(1, (-1, words))
     return count.amax(2).float().mean(1)
@@ -142,7 +148,9 @@ def statistics(found: Found, top_k: int) -> dict[str, Any]:
         guesses, halvings = search_steps(scores, top_k)
         return result | {"guesses": guesses.tolist(), "halvings": halvings.tolist()}
     place = block_of_key(torch.arange(tokens), blocks).expand_as(scores)
-    best = scores.new_full((len(scores), blocks), -torch.inf).scatter_reduce(1, place, scores, "amax")
+    best = scores.new_full((len(scores), blocks), -torch.inf).scatter_reduce(
+        1, place, scores, "amax"
+    )
     guesses, halvings = search_steps(best, top_k)
     reaching = scores >= best.topk(top_k, dim=1).values[:, -1:]
     result |= {"bound_guesses": guesses.tolist(), "bound_halvings": halvings.tolist()}
@@ -195,7 +203,9 @@ def photograph(path: Path, rows: int, columns: int) -> Tensor:
     """(1, 3, rows, columns), normalised as in training."""
     image = Image.open(path).convert("RGB").resize((columns, rows), Image.Resampling.BICUBIC)
     pixels = torch.from_numpy(np.asarray(image).copy()).float().permute(2, 0, 1) / 255
-    return ((pixels - torch.tensor(MEAN)[:, None, None]) / torch.tensor(DEVIATION)[:, None, None])[None]
+    return ((pixels - torch.tensor(MEAN)[:, None, None]) / torch.tensor(DEVIATION)[:, None, None])[
+        None
+    ]
 
 
 def summarize(shape: Shape, layers: Iterator[Found]) -> dict[str, Any]:
@@ -215,24 +225,44 @@ def summarize(shape: Shape, layers: Iterator[Found]) -> dict[str, Any]:
         counts = np.asarray(collected["candidates"])
         room = room_for(shape.top_k, shape.tokens)
         row |= {"rows": len(counts), "room": room.listed, "held": room.held}
-        row |= {"median": int(np.median(counts)), "p99": int(np.quantile(counts, 0.99)), "most": int(counts.max())}
-        row |= {"over_held": int((counts > room.held).sum()), "over_room": int((counts > room.listed).sum())}
+        row |= {
+            "median": int(np.median(counts)),
+            "p99": int(np.quantile(counts, 0.99)),
+            "most": int(counts.max()),
+        }
+        row |= {
+            "over_held": int((counts > room.held).sum()),
+            "over_room": int((counts > room.listed).sum()),
+        }
     row["largest_group_share_most"] = round(float(np.max(collected["largest_group_share"])), 3)
     return row
 
 
 def main() -> int:
-    """Measure every shape on random scores and photographs; 1 if a row has more candidates than room."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=Path, required=True, help="folder of photographs, .jpg or .png")
-    parser.add_argument("--count", type=int, default=10, help="photographs, evenly from the folder (default: 10)")
-    parser.add_argument("--shapes", help=f"some of {', '.join(SHAPES)}, comma-separated (default: all)")
+    """Measure every shape on random scores and photographs.
+
+    1 if a row has more candidates than room.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--images", type=Path, required=True, help="folder of photographs, .jpg or .png"
+    )
+    parser.add_argument(
+        "--count", type=int, default=10, help="photographs, evenly from the folder (default: 10)"
+    )
+    parser.add_argument(
+        "--shapes", help=f"some of {', '.join(SHAPES)}, comma-separated (default: all)"
+    )
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     paths = sorted([*options.images.rglob("*.jpg"), *options.images.rglob("*.png")])
     if not paths:
         parser.error(f"--images: no .jpg or .png in {options.images}")
-    paths = [paths[nth * len(paths) // options.count] for nth in range(min(options.count, len(paths)))]
+    paths = [
+        paths[nth * len(paths) // options.count] for nth in range(min(options.count, len(paths)))
+    ]
     document: dict[str, Any] = {"torch": torch.__version__, "photographs": len(paths), "rows": []}
     for name in options.shapes.split(",") if options.shapes else SHAPES:
         shape = SHAPES[name]
@@ -241,7 +271,12 @@ def main() -> int:
         for source, layers in sources.items():
             if row := summarize(shape, layers):
                 document["rows"].append({"shape": name, "inputs": source, **row})
-                print(name, source, *(f"{key}={row[key]}" for key in row if key != "groups_by_size"), flush=True)
+                print(
+                    name,
+                    source,
+                    *(f"{key}={row[key]}" for key in row if key != "groups_by_size"),
+                    flush=True,
+                )
                 options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     over = sum(row.get("over_room", 0) for row in document["rows"])
     print(f"{over} rows have more candidates than room")

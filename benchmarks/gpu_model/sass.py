@@ -1,6 +1,8 @@
-"""Machine code of a kernel: its instructions with the compiler's own stall counts, its loops, and what it takes.
+"""Machine code of a kernel: its instructions with the compiler's own stall counts, its loops, and
+what it takes.
 
-Read from a cubin by the tools that Triton brings. A loop is known by the statement of the source that it comes from.
+Read from a cubin by the tools that Triton brings. A loop is known by the statement of the source
+that it comes from.
 """
 
 import re
@@ -10,11 +12,17 @@ from typing import NamedTuple
 
 from compiling import tool
 
-REGISTERS, SHARED_BYTES, MOST_WARPS, MOST_BLOCKS = 65536, 228 << 10, 64, 32  # of a multiprocessor of sm_90
+# of a multiprocessor of sm_90
+REGISTERS = 65536
+SHARED_BYTES = 228 << 10
+MOST_WARPS = 64
+MOST_BLOCKS = 32
 
 
 class Instruction(NamedTuple):
-    """One instruction with its control fields, and the lines of the source it came from, the innermost first."""
+    """One instruction with its control fields, and the lines of the source it came from, the
+    innermost first.
+    """
 
     name: str
     text: str
@@ -27,7 +35,9 @@ class Instruction(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """Instructions ``first`` to ``last``, the last of which jumps back, and the statements it comes from."""
+    """Instructions ``first`` to ``last``, the last of which jumps back, and the statements it comes
+    from.
+    """
 
     first: int
     last: int
@@ -58,7 +68,9 @@ class Needs(NamedTuple):
 
 
 def needs_of(cubin: bytes, warps: int, shared: int) -> Needs:
-    """Registers, and bytes of the stack, which in these kernels holds nothing but spilled registers."""
+    """Registers, and bytes of the stack, which in these kernels holds nothing but spilled
+    registers.
+    """
     found = tool("cuobjdump", "--dump-resource-usage", cubin=cubin)
     registers, stack = re.findall(r"REG:(\d+)", found), re.findall(r"STACK:(\d+)", found)
     return Needs(max(map(int, registers)), max(map(int, stack)), shared, warps)
@@ -71,7 +83,9 @@ def source_lines(path: str) -> list[str]:
 
 
 def statement(path: str, line: int) -> str:
-    """The text of a line of the source, with the file that holds it: ``selection.py: for begin in ...``."""
+    """The text of a line of the source, with the file that holds it: ``selection.py: for begin in
+    ...``.
+    """
     lines = source_lines(path)
     text = lines[line - 1].strip() if 0 < line <= len(lines) else str(line)
     return f"{Path(path).name}: {text}"
@@ -109,11 +123,18 @@ def _with_target(instruction: Instruction, labels: dict[str, int]) -> Instructio
     """Fill in where a branch goes; those that only diverged warps take go nowhere."""
     plain = instruction.name == "BRA" and "BRA.DIV" not in instruction.text
     found = re.search(r"`\((\.L_x_\d+)\)", instruction.text) if plain else None
-    return instruction._replace(target=labels[found[1]]) if found and found[1] in labels else instruction
+    return (
+        instruction._replace(target=labels[found[1]])
+        if found and found[1] in labels
+        else instruction
+    )
 
 
 def find_loops(instructions: list[Instruction]) -> list[Loop]:
-    """Loops by the jumps back that end them; several jumps to one place are one loop, up to the last."""
+    """Loops by the jumps back that end them.
+
+    Several jumps to one place are one loop, up to the last.
+    """
     ends: dict[int, int] = {}
     for place, each in enumerate(instructions):
         if 0 <= each.target < place:

@@ -1,8 +1,10 @@
-"""A rough cycle model of one multiprocessor of an H100 or H200 that runs the machine code of a kernel.
+"""A rough cycle model of one multiprocessor of an H100 or H200 that runs the machine code of a
+kernel.
 
-It issues the real instructions with the compiler's own stall counts and scoreboards, knows the widths of the pipes of
-compute capability 9.0 and the barriers of a program, and assumes the latencies below. It knows no bandwidth of the L2
-cache or of memory. Trust it to 40 %, and ratios more than times.
+It issues the real instructions with the compiler's own stall counts and scoreboards, knows the
+widths of the pipes of compute capability 9.0 and the barriers of a program, and assumes the
+latencies below. It knows no bandwidth of the L2 cache or of memory. Trust it to 40 %, and ratios
+more than times.
 """
 
 import re
@@ -13,7 +15,8 @@ from sass import Code, Instruction, Needs
 CLOCK, PROCESSORS = 1.85e9, 132
 QUARTERS, START = 4, 300  # parts of a multiprocessor; cycles until a program's successor starts
 
-# The pipe of an instruction, and for how many cycles it takes one of a quarter's; anything else is dispatched in one.
+# The pipe of an instruction, and for how many cycles it takes one of a quarter's; anything else is
+# dispatched in one.
 PIPES = {
     "alu": (2, "ISETP SEL LOP3 IADD3 VIADD VIMNMX LEA SHF PRMT FSETP FSEL FMNMX P2R R2P PLOP3 LOP IABS FLO SGXT BMSK "
                "IMNMX FCHK F2FP PSETP VOTE VOTEU"),
@@ -23,7 +26,9 @@ PIPES = {
     "memory": (2, "LDS STS SHFL LDSM STSM LDG STG LDGSTS ATOM ATOMG ATOMS RED LDL STL REDUX"),
     "tensor": (8, "HMMA HGMMA"),
 }  # fmt: skip
-PIPE_OF = {name: (pipe, cycles) for pipe, (cycles, names) in PIPES.items() for name in names.split()}
+PIPE_OF = {
+    name: (pipe, cycles) for pipe, (cycles, names) in PIPES.items() for name in names.split()
+}
 LATENCIES = {
     "LDS": 26, "STS": 20, "SHFL": 24, "LDSM": 30, "LDG": 450, "STG": 20, "LDGSTS": 450, "ATOM": 600, "ATOMG": 600,
     "ATOMS": 40, "RED": 20, "MUFU": 22, "POPC": 22, "F2F": 22, "I2F": 22, "REDUX": 26, "HMMA": 33, "S2R": 40,
@@ -35,7 +40,9 @@ NEVER = 1 << 60
 
 @dataclass(frozen=True)
 class Cost:
-    """What an instruction takes: a pipe for some cycles, until its result is there, and of the shared memory unit."""
+    """What an instruction takes: a pipe for some cycles, until its result is there, and of the
+    shared memory unit.
+    """
 
     pipe: str
     cycles: int
@@ -52,14 +59,21 @@ def cost_of(instruction: Instruction) -> Cost:
     if name == "HGMMA":
         found = re.search(r"64x(\d+)x\d+", text)
         cycles = max(8, int(found[1] if found else 64) // 2)
-    wide = 1
-    if name == "ATOMS":
-        wide = 4  # lanes that hit random banks
-    elif name in WIDE:
-        wide = 4 if ".128" in text or ".4" in text else 2 if ".64" in text or ".2" in text else 1
     waits = re.search(r"SB0, 0x([0-9a-f]+)", text) if name == "DEPBAR" else None
     products = name == "WARPGROUP" and "DEPBAR" in text
-    return Cost(pipe, cycles, LATENCIES.get(name, 20), wide, products, int(waits[1], 16) if waits else -1)
+    left = int(waits[1], 16) if waits else -1
+    return Cost(pipe, cycles, LATENCIES.get(name, 20), memory_cycles(name, text), products, left)
+
+
+def memory_cycles(name: str, text: str) -> int:
+    """How long an instruction keeps the pipe of memory."""
+    if name == "ATOMS":
+        return 4  # lanes that hit random banks
+    if name in WIDE and (".128" in text or ".4" in text):
+        return 4
+    if name in WIDE and (".64" in text or ".2" in text):
+        return 2
+    return 1
 
 
 @dataclass
@@ -84,7 +98,9 @@ class Warp:
 class Multiprocessor:
     """Some programs side by side, each ``turns`` times over."""
 
-    def __init__(self, code: Code, path: list[int], warps: int, blocks: int, turns: int = 2) -> None:
+    def __init__(
+        self, code: Code, path: list[int], warps: int, blocks: int, turns: int = 2
+    ) -> None:
         self.steps = [code.instructions[place] for place in path]
         costs = {place: cost_of(code.instructions[place]) for place in set(path)}
         self.costs = [costs[place] for place in path]
@@ -193,7 +209,10 @@ _simulated: dict[tuple[int, tuple[int, ...], int], float] = {}
 
 
 def cycles_of(code: Code, path: list[int], needs: Needs, blocks: int) -> float:
-    """Cycles that ``blocks`` programs side by side take, once started; the same is simulated once."""
+    """Cycles that ``blocks`` programs side by side take, once started.
+
+    The same is simulated once.
+    """
     mark = (id(code), tuple(path), blocks)
     if mark not in _simulated:
         _simulated[mark] = Multiprocessor(code, path, needs.warps, blocks).run()[0] / 2

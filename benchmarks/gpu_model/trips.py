@@ -1,8 +1,10 @@
-"""How often every loop of every kernel runs, which no machine code tells; to be edited together with the kernels.
+"""How often every loop of every kernel runs, which no machine code tells; to be edited together
+with the kernels.
 
-A kernel's programs come in parts that go different ways. A part names loops by a piece of their statement, or of a call
-that leads to it, and says how often they run; and pieces of code that it never enters. Every loop must have a rule:
-:func:`path` raises where one is missing, so that a changed kernel cannot go unnoticed.
+A kernel's programs come in parts that go different ways. A part names loops by a piece of their
+statement, or of a call that leads to it, and says how often they run; and pieces of code that it
+never enters. Every loop must have a rule: :func:`path` raises where one is missing, so that a
+changed kernel cannot go unnoticed.
 """
 
 from collections.abc import Callable
@@ -13,7 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from sass import Code
 
-Launched = SimpleNamespace  # arguments and constants of a launch by name, and its number of programs
+# arguments and constants of a launch by name, and its number of programs
+Launched = SimpleNamespace
 Statistics = dict[str, Any]  # a row of inputs.py
 
 
@@ -40,7 +43,9 @@ def score_tokens(a: Launched, s: Statistics) -> list[Part]:
         "for begin in range(0, 1 if ONE else groups, GP)": 1 if a.ONE else ceil(a.groups / a.GP),
     }
     full, passes = a.tokens // a.N, ceil(a.tokens / a.N)
-    maxima: dict[str, float | tuple[float, ...]] = {"for nth in tl.range(full * TAIL": (full, passes - full)}
+    maxima: dict[str, float | tuple[float, ...]] = {
+        "for nth in tl.range(full * TAIL": (full, passes - full)
+    }
     return [
         Part("queries", a.first, scoring, ("best_of_blocks(",)),
         Part("keys", a.programs - a.first, maxima, ("group_run(",)),
@@ -67,7 +72,9 @@ def bound_and_place(a: Launched, s: Statistics) -> list[Part]:
 
 def mark_candidates(a: Launched, s: Statistics) -> list[Part]:
     """Bits of the keys that reach their bounds."""
-    return [Part("", a.programs, {"for begin in range(piece * span": ceil(min(a.span, a.tokens) / a.T)})]
+    return [
+        Part("", a.programs, {"for begin in range(piece * span": ceil(min(a.span, a.tokens) / a.T)})
+    ]
 
 
 def pick_best(a: Launched, s: Statistics) -> list[Part]:
@@ -82,7 +89,14 @@ def pick_best(a: Launched, s: Statistics) -> list[Part]:
         "fill(lists": ceil((a.padded - a.width) / 32),
         "fill(key_ids": 0,
     }
-    return [Part("", a.programs, trips, ("list_in_turns(", "keep_best(", "for begin in range(0, count, KEEP)"))]
+    return [
+        Part(
+            "",
+            a.programs,
+            trips,
+            ("list_in_turns(", "keep_best(", "for begin in range(0, count, KEEP)"),
+        )
+    ]
 
 
 def pick_all(a: Launched, s: Statistics) -> list[Part]:
@@ -100,19 +114,31 @@ def pick_all(a: Launched, s: Statistics) -> list[Part]:
 def attend_tiles(a: Launched, s: Statistics) -> list[Part]:
     """Tiles that hold queries, over the keys of their group."""
     full, rest = divmod(s["top_k"], a.N)
-    trips: dict[str, float | tuple[float, ...]] = {"for start in tl.range(full * LAST": (full, int(rest > 0))}
+    trips: dict[str, float | tuple[float, ...]] = {
+        "for start in tl.range(full * LAST": (full, int(rest > 0))
+    }
     return [Part("", a.programs / a.slots * s["tiles"], trips)]
 
 
 def query_gradient(a: Launched, s: Statistics) -> list[Part]:
     """The same tiles, backward."""
-    return [Part("", a.programs / a.slots * s["tiles"], {"for start in range(0, count, N)": ceil(s["top_k"] / a.N)})]
+    return [
+        Part(
+            "",
+            a.programs / a.slots * s["tiles"],
+            {"for start in range(0, count, N)": ceil(s["top_k"] / a.N)},
+        )
+    ]
 
 
 def key_gradients(a: Launched, s: Statistics) -> list[Part]:
-    """Runs of the queries of a group, of which a heavy group has several: by how many tiles they have."""
+    """Runs of the queries of a group, of which a heavy group has several: by how many tiles they
+    have.
+    """
     lengths = [
-        min(a.run, size - begin) for size in map(round, s["groups_by_size"]) for begin in range(0, max(size, 1), a.run)
+        min(a.run, size - begin)
+        for size in map(round, s["groups_by_size"])
+        for begin in range(0, max(size, 1), a.run)
     ]
     tiles = [ceil(length / a.T) for length in lengths]
     heads = a.programs / a.blocks / (a.groups + a.further)
@@ -192,7 +218,9 @@ def trips_of_loops(code: Code, part: Part) -> list[int]:
     found = []
     for loop in code.loops:
         told = " | ".join(loop.statements)
-        is_loop = loop.statements and any(word in loop.statements[0] for word in (": for ", ": while "))
+        is_loop = loop.statements and any(
+            word in loop.statements[0] for word in (": for ", ": while ")
+        )
         rule = next((piece for piece in part.trips if piece in told), None)
         if any(piece in told for piece in part.avoided) or not is_loop:
             found.append(0 if is_loop else 1)
@@ -208,15 +236,78 @@ def trips_of_loops(code: Code, part: Part) -> list[int]:
 
 
 def skips(code: Code, place: int, part: Part, trips: list[int]) -> bool:
-    """Whether a forward branch that depends on a condition is taken: around a loop that never runs, or code avoided."""
+    """Whether a forward branch that depends on a condition is taken: around a loop that never runs,
+    or code avoided.
+    """
     branch = code.instructions[place]
     inside = [loop for loop in code.loops if place < loop.first <= loop.last < branch.target]
-    same = [nth for nth, loop in enumerate(code.loops) if loop in inside and loop.statements[:1] == branch.source[:1]]
+    same = [
+        nth
+        for nth, loop in enumerate(code.loops)
+        if loop in inside and loop.statements[:1] == branch.source[:1]
+    ]
     if same:
         return all(trips[nth] == 0 for nth in same)
     skipped = code.instructions[place + 1 : branch.target]
-    avoided = sum(any(piece in line for line in each.source for piece in part.avoided) for each in skipped)
+    avoided = sum(
+        any(piece in line for line in each.source for piece in part.avoided) for each in skipped
+    )
     return bool(part.avoided) and 2 * avoided > len(skipped)
+
+
+class Walk:
+    """A warp's way through the code of a part.
+
+    Args:
+        code: the instructions and loops.
+        trips: how often each loop runs.
+        taken: places of the forward branches that are taken.
+    """
+
+    def __init__(self, code: Code, trips: list[int], taken: set[int]) -> None:
+        self.code = code
+        self.trips = trips
+        self.taken = taken
+        self.starts = {loop.first: nth for nth, loop in enumerate(code.loops)}
+        self.issued: list[int] = []
+
+    def go(self, place: int, end: int, inside: int) -> int | None:
+        """Go from ``place`` to ``end``.
+
+        Where a jump leads out of there to, or -1 at the end of the program.
+        """
+        while place < end:
+            if place in self.starts and place != inside:
+                out = self.repeat(place)
+                if out is not None:
+                    return out
+                place = self.code.loops[self.starts[place]].last + 1
+                inside = -1
+                continue
+            each = self.code.instructions[place]
+            if each.name == "EXIT" and not each.text.startswith("@"):
+                return -1
+            self.issued.append(place)
+            if place not in self.taken:
+                place += 1
+            elif each.target >= end:
+                return each.target
+            else:
+                place = each.target
+        return None
+
+    def repeat(self, place: int) -> int | None:
+        """Go through the loop that starts at ``place``, as often as it runs.
+
+        Where a jump leads out of it to.
+        """
+        nth = self.starts[place]
+        loop = self.code.loops[nth]
+        for _ in range(self.trips[nth]):
+            out = self.go(place, loop.last + 1, place)
+            if out is not None and not loop.first <= out <= loop.last:
+                return out
+        return None
 
 
 def path(code: Code, part: Part) -> list[int]:
@@ -226,38 +317,14 @@ def path(code: Code, part: Part) -> list[int]:
         MissingRuleError: for a loop that no rule names.
     """
     trips = trips_of_loops(code, part)
-    starts = {loop.first: nth for nth, loop in enumerate(code.loops)}
     taken = {
         place
         for place, each in enumerate(code.instructions)
-        if each.target > place and (not each.text.startswith("@") or skips(code, place, part, trips))
+        if each.target > place
+        and (not each.text.startswith("@") or skips(code, place, part, trips))
     }
-    issued: list[int] = []
-
-    def walk(place: int, end: int, inside: int) -> int | None:
-        """Go from ``place`` to ``end``; where a jump leads out of there to, or -1 at the end of the program."""
-        while place < end:
-            if place in starts and place != inside:
-                loop = code.loops[starts[place]]
-                for _ in range(trips[starts[place]]):
-                    out = walk(place, loop.last + 1, place)
-                    if out is not None and not loop.first <= out <= loop.last:
-                        return out
-                place, inside = loop.last + 1, -1
-                continue
-            each = code.instructions[place]
-            if each.name == "EXIT" and not each.text.startswith("@"):
-                return -1
-            issued.append(place)
-            if place in taken:
-                if each.target >= end:
-                    return each.target
-                place = each.target
-            else:
-                place += 1
-        return None
-
+    walk = Walk(code, trips, taken)
     place: int | None = 0
     while place is not None and 0 <= place < len(code.instructions):
-        place = walk(place, len(code.instructions), -1)
-    return issued
+        place = walk.go(place, len(code.instructions), -1)
+    return walk.issued

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from typing import Any
 
 import pytest
 import timm
@@ -13,8 +15,7 @@ from torch import nn
 
 from dgt.acceleration import search
 from dgt.app import accelerate as app
-from dgt.app.cli import run_accelerate
-from dgt_command import build_parser
+from dgt_command import main
 
 SIZE = 96
 
@@ -24,18 +25,23 @@ def vit() -> nn.Module:
     return timm.create_model("vit_tiny_patch16_224", **sizes)
 
 
+def opened(size: int, **config: Any) -> app.OpenedModel:
+    """The model as it is opened for images of a size."""
+    return app.OpenedModel(vit(), {"input_size": (3, size, size), **config}, {})
+
+
 def test_images_that_cannot_be_read_are_left_out(tmp_path, monkeypatch, caplog) -> None:
     for number in range(3):
         Image.new("RGB", (40, 40), (number, 0, 0)).save(tmp_path / f"{number}.png")
     (tmp_path / "9.png").write_bytes(b"no image")
-    monkeypatch.setattr(app, "_open", lambda name, size: (vit(), {"input_size": (3, size, size)}))
+    monkeypatch.setattr(app, "_open", lambda name, size: opened(size))
     caplog.set_level("INFO", logger="dgt")
     report = app.accelerate_model("vit", tmp_path, 0.1, SIZE, 4)
     assert len(report.layers) == 2
     assert "9.png is left out: not an image" in caplog.text
     assert "outputs of 2 images with the model's own attention" in caplog.text
     assert "2 of 2: settings of blocks.1.attn; about" in caplog.text
-    monkeypatch.setattr(app, "_open", lambda name, size: (vit(), {"input_size": (3, size, size)}))
+    monkeypatch.setattr(app, "_open", lambda name, size: opened(size))
     with pytest.raises(ValueError, match=r"model must take the images, got a \(1, 3, 32, 32\) tensor .*: Input height"):
         app.accelerate_model("vit", tmp_path, 0.1, 32, 4)
     for number in range(2):
@@ -78,7 +84,7 @@ def test_folders_of_transformers(tmp_path, caplog, monkeypatch) -> None:
     (tmp_path / "model" / "preprocessor_config.json").unlink()
     with pytest.raises(ValueError, match="model must take the images"):
         app.accelerate_model(name, tmp_path, 0.5, 4, 4)
-    assert "has no processor of images: they are normalised as ImageNet's" in caplog.text
+    assert "has no image processor: images are normalized as ImageNet's" in caplog.text
     (tmp_path / "model" / "model.safetensors").write_bytes(b"no weights")
     with pytest.raises(ValueError, match=r"model '.*model' cannot be loaded: "):
         app.accelerate_model(name, tmp_path, 0.5, None, 4)
@@ -94,8 +100,8 @@ def test_models_of_timm_on_the_hub(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(
         timm, "create_model", lambda name, **more: create({"hf-hub:timm/vit": f"local-dir:{tmp_path}"}[name], **more)
     )
-    opened, found = app._open("timm/vit", None)
-    assert opened.state_dict().keys() == model.state_dict().keys()
+    network, found, _ = app._open("timm/vit", None)
+    assert network.state_dict().keys() == model.state_dict().keys()
     assert [tuple(found[key]) for key in ("input_size", "mean", "std")] == [(3, SIZE, SIZE), (0.1,) * 3, (0.2,) * 3]
 
 
@@ -107,8 +113,8 @@ def test_the_normalisation_of_a_processor(settings, mean, warned, tmp_path, capl
     name = saved(tmp_path)
     told = {"image_processor_type": "SiglipImageProcessor", "image_mean": [0.1] * 3, "image_std": [0.2] * 3}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({**told, **settings}))
-    assert app._open(name, None)[1].get("mean") == mean
-    assert ("no processor" in caplog.text) == warned
+    assert app._open(name, None).config.get("mean") == mean
+    assert ("no image processor" in caplog.text) == warned
 
 
 def test_a_model_without_an_encoder_of_images_of_that_name(tmp_path) -> None:
@@ -122,24 +128,21 @@ def test_a_model_without_an_encoder_of_images_of_that_name(tmp_path) -> None:
 def test_images_are_taken_from_all_over(tmp_path, monkeypatch) -> None:
     for number in range(7):
         Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / f"{number}.png")
-    monkeypatch.setattr(
-        app, "_open", lambda name, size: (vit(), {"input_size": (3, 8, 8), "mean": (0,) * 3, "std": (1,) * 3})
-    )
+    monkeypatch.setattr(app, "_open", lambda name, size: opened(8, mean=(0,) * 3, std=(1,) * 3))
     monkeypatch.setattr(app, "accelerate", lambda model, images, error: (255 * images[:, 0, 0, 0]).round().tolist())
     for count, expected in ((4, [0, 1, 3, 5]), (2, [0, 3]), (9, [*range(7)])):
         assert app.accelerate_model("vit", tmp_path, 0.1, None, count) == expected
 
 
-def test_places_that_cannot_be_written_are_refused_first(tmp_path) -> None:
+def test_places_that_cannot_be_written_are_refused_first(tmp_path, capsys) -> None:
     (tmp_path / "file").write_text("")
     for options, message in (
         (["--out", str(tmp_path)], "--out .* cannot be written: it is a folder"),
         (["--out", str(tmp_path / "file" / "plan")], "--out .* cannot be written: no file can be made in .*file"),
         (["--plot", str(tmp_path / "picture.txt")], r"--plot must end in \.png, \.pdf or \.svg, got .*picture\.txt"),
     ):
-        arguments = build_parser().parse_args(["accelerate", "none", "--images", str(tmp_path), *options])
-        with pytest.raises(ValueError, match=message):
-            run_accelerate(arguments, [])
+        assert main(["accelerate", "none", "--images", str(tmp_path), *options]) == 2
+        assert re.search(message, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("name", ["vit_of_nobody", "no/such/folder"])

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from dgt.data.detection import CocoImages, annotation_problem, draw_masks, encode_masks
+from dgt.data.coco import CocoImages, annotation_problem, draw_masks, encode_masks
 
 from .coco_files import SIZES, crowd, entry, write_coco
 

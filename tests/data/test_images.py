@@ -3,6 +3,7 @@
 import io
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -107,13 +108,27 @@ class TestDecoding:
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_the_python_layout_of_cifar_10_is_refused_and_told_where_to_go(tmp_path, inside):
+def test_the_python_layout_of_cifar_10_is_a_data_set(tmp_path, inside, monkeypatch):
+    """As torchvision, which checks the files, reads it; a copy that is not whole is a sentence."""
     (tmp_path / "cifar-10-batches-py").mkdir()
     (tmp_path / "cifar-10-batches-py" / "data_batch_1").touch()
     root = tmp_path / "cifar-10-batches-py" if inside else tmp_path
     for use in (available_splits, lambda place: open_images(place, "train")):
-        with pytest.raises(ValueError, match=r"root: .* no longer read: .* of CIFAR-10 give the parquet files, --data"):
+        with pytest.raises(ValueError, match=r"root: .*cifar-10-batches-py is not a whole copy of CIFAR-10"):
             use(root)
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
+
+    def whole(place, train, download):
+        assert (place, download) == (str(tmp_path.resolve()), False)
+        return SimpleNamespace(data=pixels, targets=[1, 0, 1], classes=["cat", "dog"])
+
+    monkeypatch.setattr("torchvision.datasets.CIFAR10", whole)
+    assert available_splits(root) == ("test", "train")
+    reader = open_images(root, "test", train_split="train")
+    assert reader.class_names == ("cat", "dog")
+    image, label = reader[0]
+    assert label == 1
+    assert np.array_equal(np.asarray(image), pixels[0])
 
 
 def test_nothing_at_root(tmp_path):

@@ -15,15 +15,14 @@ from hypothesis import strategies as st
 from PIL import ExifTags, Image
 
 from dgt.data.image_io import BrokenImage, BrokenImagesError
+from dgt.data.label_maps import LabelMapFolder, read_class_names
 from dgt.data.segmentation import (
-    LabelMapFolder,
     SegmentationAugmentation,
     SegmentationData,
     SegmentationTest,
     choose_crop,
     distort_colours,
     fitting_size,
-    read_class_names,
 )
 
 CLASSES = ["wall", "floor", "lamp"]
@@ -160,12 +159,26 @@ class TestWrongFiles:
         message = r"labels/val/02.png: the label map has 30 x 20 pixels, its image .*images/val/02.png has 64 x 48"
         self.fails(folder, message)
 
-    @pytest.mark.parametrize("orientation", [2, 3, 4, 6])
+    @pytest.mark.parametrize("orientation", [5, 6, 7, 8])
+    @pytest.mark.parametrize("upright", [True, False])
+    def test_a_quarter_turn_by_exif_data_turns_the_label_map(
+        self, folder: Path, orientation: int, upright: bool
+    ) -> None:
+        """Whether it is stored upright or as the pixels are: red tells the label of every pixel."""
+        image, path = folder / "images" / "val" / "02.png", folder / "labels" / "val" / "02.png"
+        turn(image, orientation)
+        if upright:
+            quarter = {5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE", 8: "ROTATE_90"}[orientation]
+            Image.open(path).transpose(Image.Transpose[quarter]).save(path)
+        shown, labels = LabelMapFolder(folder, "val", ["wall", "floor", "sky"])[2]
+        assert shown.size == (48, 64)
+        red = np.asarray(shown)[..., 0]
+        assert np.array_equal(red, np.where(labels == 255, 0, 60 * labels))
+
+    @pytest.mark.parametrize("orientation", [2, 3, 4])
     def test_an_image_turned_by_exif_data(self, folder: Path, orientation: int) -> None:
         image, path = folder / "images" / "val" / "02.png", folder / "labels" / "val" / "02.png"
         turn(image, orientation)
-        if orientation == 6:
-            Image.open(path).transpose(Image.Transpose.ROTATE_270).save(path)
         message = r"labels/val/02.png: .* its image .*val/02.png .*, turned by EXIF orientation: store it upright"
         self.fails(folder, message)
         turn(image, 1)

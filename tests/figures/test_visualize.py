@@ -14,12 +14,12 @@ import torch
 from PIL import Image
 
 import dgt
-from dgt.app.visualize import draw_training, visualize
+from dgt.app.visualize import View, draw_training, visualize
 from dgt.data.loader import Key
 from dgt.data.scenes import KINDS
+from dgt.runs.recipe import build_data
 from dgt.tasks.network import build_classifier
 from dgt.training import LoadedRun, fit, load_recipe
-from dgt.training.recipe import build_data
 
 
 def make_run(seed: int, name: str = "dgt_nano") -> LoadedRun:
@@ -53,14 +53,14 @@ def image(tmp_path: Path) -> Path:
     ],
 )
 def test_every_kind_is_written(tmp_path: Path, image: Path, runs: int, name: str, options: dict[str, Any]) -> None:
-    visualize(RUNS[:runs], [image], tmp_path / name, **options)
+    visualize(RUNS[:runs], [image], tmp_path / name, View(**options))
     assert sorted(os.listdir(tmp_path)) == [name, "in"]
     assert (tmp_path / name).stat().st_size > 5000
 
 
 @pytest.mark.parametrize("as_map", [False, True])
 def test_a_training_moves(tmp_path: Path, image: Path, as_map: bool) -> None:
-    visualize(RUNS, [image], tmp_path / "a.gif", as_map=as_map)
+    visualize(RUNS, [image], tmp_path / "a.gif", View(as_map=as_map))
     with Image.open(tmp_path / "a.gif") as opened:
         frames = []
         for frame in range(opened.n_frames):
@@ -89,7 +89,7 @@ def test_mistakes(
     tmp_path: Path, image: Path, runs: int, images: int, name: str, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        visualize(RUNS[:runs], [image] * images, tmp_path / name, **options)
+        visualize(RUNS[:runs], [image] * images, tmp_path / name, View(**options))
     assert os.listdir(tmp_path) == ["in"]
 
 
@@ -98,7 +98,7 @@ def test_a_model_whose_attention_was_replaced(tmp_path: Path, image: Path) -> No
     dgt.replace_attention(network.eval(), num_groups=4, top_k=5)
     run = replace(make_run(0), network=network)
     for options in ({}, {"all_blocks": True}, {"block": 1, "as_map": True}):
-        visualize([run], [image], tmp_path / "a.png", **options)
+        visualize([run], [image], tmp_path / "a.png", View(**options))
         assert (tmp_path / "a.png").stat().st_size > 5000
 
 
@@ -140,4 +140,4 @@ def test_a_training_hands_on_the_images_of_its_validation(tmp_path: Path) -> Non
 def test_a_model_without_groups(tmp_path: Path, image: Path) -> None:
     for options in ({}, {"all_blocks": True}):
         with pytest.raises(ValueError, match="'test_resnet' has no dynamic group attention"):
-            visualize([make_run(0, "test_resnet")], [image], tmp_path / "a.png", **options)
+            visualize([make_run(0, "test_resnet")], [image], tmp_path / "a.png", View(**options))

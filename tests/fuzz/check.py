@@ -22,8 +22,8 @@ import dgt.training
 import dgt_command
 from dgt.data.image_io import decode_image
 from dgt.data.transforms import Augmentation, evaluation_transform, training_transform
+from dgt.runs.recipe import Recipe, build_data
 from dgt.tasks import TASKS
-from dgt.training.recipe import Recipe, build_data
 
 SECONDS = 20  # of the processor, for one file
 TRANSFORMS = (

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from dgt.training.recipe import load_recipe, shipped_recipes
+from dgt.runs.recipe import load_recipe, shipped_recipes
 
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2, 7, 10**9, 10**30, 0.0, 0.5, -0.1, 1.5, 1e308, float("nan"), float("inf")),

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from dgt.data.detection import CocoImages, SceneObjects, draw_masks, encode_masks
+from dgt.data.coco import CocoImages, draw_masks, encode_masks
+from dgt.data.detection import SceneObjects
 from dgt.tasks.detect import average_precision, coco_results
 
 Truth = dict[str, list[dict[str, Any]]]

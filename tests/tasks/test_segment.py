@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
+from dgt.runs.recipe import shipped_recipes
 from dgt.tasks.network import ModelSettings
 from dgt.tasks.segment import SegmentationTest, build_segmenter, predict_labels, segmentation_loss
 from dgt.training import evaluate, fit, load_recipe, load_run
-from dgt.training.recipe import shipped_recipes
 from dgt_command import main
 
 SHORT = ("--schedule.epochs=1", "--schedule.warmup_epochs=0.5", "--trainer.accelerator=cpu", "--trainer.devices=1")

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dgt.runs.checkpoints import read_checkpoint, step_checkpoints
+from dgt.runs.recipe import parse_recipe
 from dgt.tasks import TASKS
 from dgt.training import fit, load_recipe, load_run
-from dgt.training.fit import build_fabric, build_state
-from dgt.training.recipe import parse_recipe
-from dgt.training.state import read_checkpoint, step_checkpoints
+from dgt.training.fabric import build_fabric
+from dgt.training.fit import build_state
 
 
 @pytest.mark.parametrize(("batch", "decay"), [(1024, 0.9), (256, 0.9**0.25), (2048, 0.81)])
@@ -29,7 +30,7 @@ def test_a_trained_average_differs_and_keeps_centroids_of_unit_norm(tmp_path: Pa
     overrides += ["--schedule.epochs=2", "--schedule.warmup_epochs=0", "--optimizer.lr=0.01", "--ema.decay=0.0000001"]
     folder = fit(load_recipe("scenes", [*overrides, "--trainer.accelerator=cpu", f"--out={tmp_path / 'run'}"])).folder
     stored = read_checkpoint(step_checkpoints(folder)[0])
-    averaged, current = stored["state_dict"], stored["training_weights"]
+    averaged, current = stored["model_ema"], stored["model"]
     centroids = [key for key in averaged if key.endswith("centroids")]
     assert centroids
     for key in centroids:

@@ -14,7 +14,8 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from torch import Tensor
 
-from dgt.training.loop import Training, all_finite
+from dgt.training.loop import Training
+from dgt.training.nonfinite import all_finite
 
 from .test_resume import same, state, train
 

@@ -19,12 +19,13 @@ from safetensors.torch import load_file
 from torch import distributed
 
 from dgt.data.image_io import BrokenImage, BrokenImages
+from dgt.runs.checkpoints import step_checkpoints
+from dgt.runs.model import load_run
+from dgt.runs.recipe import TrainerSettings, load_recipe, parse_recipe
 from dgt.tasks import TASKS
-from dgt.training.fit import build_fabric, build_state, explaining, fit
+from dgt.training.fabric import build_fabric
+from dgt.training.fit import build_state, explaining, fit
 from dgt.training.loop import join_broken_images
-from dgt.training.recipe import TrainerSettings, load_recipe, parse_recipe
-from dgt.training.run import load_run
-from dgt.training.state import step_checkpoints
 
 from .conftest import read_metrics
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 import yaml
 
+from dgt.runs.recipe import help_text, load_recipe, parse_recipe, shipped_recipes
 from dgt.tasks import TASKS
-from dgt.training.recipe import help_text, load_recipe, parse_recipe, shipped_recipes
 
 IMAGENET = {
     "imagenet_dgt_tiny": ("dgt_tiny", 0.2, 0.05),

@@ -20,12 +20,14 @@ from lightning.fabric import Fabric
 
 from dgt.data.image_io import BrokenImage, BrokenImagesError
 from dgt.layers import DGAttention
+from dgt.runs.checkpoints import latest_checkpoint, read_checkpoint, step_checkpoints
+from dgt.runs.folder import run_folder
+from dgt.runs.status import run_status
 from dgt.tasks.classify import ClassificationMetrics
 from dgt.training import fit, load_recipe
-from dgt.training.log import Report, run_status
+from dgt.training.log import Report
 from dgt.training.loop import Preempted, Training
-from dgt.training.run import run_folder
-from dgt.training.state import TrainingState, latest_checkpoint, read_checkpoint, step_checkpoints
+from dgt.training.state import TrainingState
 
 from .conftest import read_metrics
 
@@ -96,7 +98,9 @@ def state(out: Path) -> dict[str, Any]:
     """Weights, averages, optimizer and metrics at the end, by name."""
     stored = read_checkpoint(step_checkpoints(out)[0])
     stored["progress"].pop("seconds")
-    kept = {key: stored[key] for key in ("state_dict", "training_weights", "optimizer", "progress", "loss_sums")}
+    kept = {key: stored[key] for key in ("model", "optimizer", "progress", "loss_sums")}
+    if "model_ema" in stored:
+        kept["model_ema"] = stored["model_ema"]
     leaves, _ = torch.utils._pytree.tree_flatten_with_path(kept)
     return {torch.utils._pytree.keystr(path): leaf for path, leaf in leaves}
 
@@ -291,7 +295,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     for path in (newest, before):
         path.write_bytes(b"")
     (tmp_path / "run" / "results.json").unlink()
-    with pytest.raises(ValueError, match=r"all 2 checkpoints in .* are damaged or .*: remove it to begin again"):
+    with pytest.raises(ValueError, match=r"all 2 checkpoints .* damaged or .*: remove that folder to start over"):
         train(tmp_path / "run", monkeypatch=monkeypatch, resume=True)
 
 
@@ -366,5 +370,5 @@ def test_a_run_of_an_earlier_version_says_what_to_do(whole: Path, tmp_path: Path
     (tmp_path / "run" / "results.json").unlink()
     for path in step_checkpoints(tmp_path / "run"):
         torch.save({"format": 1, "loops": {}, "state_dict": {}}, path)
-    with pytest.raises(ValueError, match=r"all 2 .* are damaged or of another version: remove it to begin again"):
+    with pytest.raises(ValueError, match=r"all 2 .* damaged or of another version: remove that folder to start over"):
         fit(load_recipe("scenes", [*KEYS, f"--out={tmp_path / 'run'}"]), resume=True)

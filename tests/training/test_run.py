@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from dgt.models.heads.backbone import build_backbone
+from dgt.runs.checkpoints import read_checkpoint, step_checkpoints
+from dgt.runs.model import initialize
 from dgt.training import Result, load_run
-from dgt.training.run import initialize
-from dgt.training.state import read_checkpoint, step_checkpoints
 
 
 @pytest.mark.parametrize(
@@ -61,13 +61,29 @@ def test_a_file_that_is_not_ours(tmp_path: Path) -> None:
         load_run(tmp_path)
 
 
-@pytest.mark.parametrize("lost", ["recipe", "class_names", "state_dict"])
+@pytest.mark.parametrize("lost", ["recipe", "class_names", "model"])
 def test_a_record_that_lacks_a_part(finished: Result, tmp_path: Path, lost: str) -> None:
     stored = read_checkpoint(step_checkpoints(finished.folder)[0])
-    del (stored if lost == "state_dict" else stored["dgt"])[lost]
+    if lost == "model":
+        stored.pop("model_ema", None)
+    del (stored if lost == "model" else stored["dgt"])[lost]
     torch.save(stored, tmp_path / "partial.ckpt")
     with pytest.raises(ValueError, match=r"partial\.ckpt is cut off or damaged"):
         load_run(tmp_path / "partial.ckpt")
+
+
+def test_a_checkpoint_of_format_2_opens_as_it_did(finished: Result, tmp_path: Path) -> None:
+    """Then the weights were `training_weights`, and `state_dict` those that are evaluated, averaged or not."""
+    stored = read_checkpoint(step_checkpoints(finished.folder)[0])
+    old = {**stored, "format": 2, "training_weights": stored["model"]}
+    old["state_dict"] = old.pop("model_ema", stored["model"])
+    del old["model"]
+    torch.save(old, tmp_path / "old.ckpt")
+    again = read_checkpoint(tmp_path / "old.ckpt")
+    assert again["format"] == stored["format"]
+    assert again.keys() == stored.keys() | {"model_ema"}
+    opened, expected = (load_run(place).network.state_dict() for place in (tmp_path / "old.ckpt", finished.folder))
+    assert all(torch.equal(value, expected[key]) for key, value in opened.items())
 
 
 def test_weights_of_another_model(finished: Result, tmp_path: Path) -> None:

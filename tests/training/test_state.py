@@ -14,9 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dgt.runs.checkpoints import Progress, read_checkpoint
+from dgt.runs.recipe import CheckpointSettings
 from dgt.training.log import Report
-from dgt.training.recipe import CheckpointSettings
-from dgt.training.state import Checkpoints, Progress, read_checkpoint
+from dgt.training.state import Checkpoints
 
 CONTENT = {"weights": torch.arange(4096.0), "step": 3}
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from dgt.runs.status import run_status, status_text
 from dgt.training import Result
-from dgt.training.log import run_status, status_text
 from dgt_command import main
 
 NOW = 1.8e9  # seconds since 1970
@@ -24,7 +24,7 @@ NOW = 1.8e9  # seconds since 1970
 @pytest.fixture(autouse=True)
 def _the_clock_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ages are those from `NOW`, however long a test waits for its turn."""
-    monkeypatch.setattr("dgt.training.log.time", SimpleNamespace(time=lambda: NOW, perf_counter=time.perf_counter))
+    monkeypatch.setattr("dgt.runs.status.time", SimpleNamespace(time=lambda: NOW, perf_counter=time.perf_counter))
 
 
 def a_run(folder: Path, **changes: Any) -> Path:

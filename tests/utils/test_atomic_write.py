@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dgt.utils.atomic_write import alone, atomic_write, remove_leftovers, replacing, write_json
+from dgt.utils.atomic_write import atomic_write, exclusive_lock, remove_leftovers, replacing, write_json
 
 
 def test_a_file_is_written_and_replaced_whole(tmp_path: Path) -> None:
@@ -60,13 +60,13 @@ def test_a_folder_takes_the_place_of_another(tmp_path: Path) -> None:
 def test_a_second_process_is_kept_out_until_the_first_is_gone(tmp_path: Path, at_work: Callable[[Path], int]) -> None:
     """Killed, the first leaves no lock behind, though a child of it lives on."""
     first = at_work(tmp_path / "run")
-    with pytest.raises(FileExistsError, match=r"another process is at work in .*run"), alone(tmp_path / "run"):
+    with pytest.raises(FileExistsError, match=r"another process is at work in .*run"), exclusive_lock(tmp_path / "run"):
         pass
     os.kill(first, signal.SIGKILL)
     os.waitpid(first, 0)
     os.killpg(first, 0)  # the child is there
     for _ in range(2):
-        with alone(tmp_path / "run"):
+        with exclusive_lock(tmp_path / "run"):
             pass
 
 
@@ -75,7 +75,7 @@ def test_a_file_system_without_locks_keeps_nobody_out(tmp_path: Path, monkeypatc
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
-    with alone(tmp_path / "run"):
+    with exclusive_lock(tmp_path / "run"):
         assert (tmp_path / "run").is_dir()
 
 

@@ -15,18 +15,20 @@ from PIL import Image
 
 import dgt  # noqa: F401  (registers the models)
 from dgt.acceleration.report import LayerReport, Report
-from dgt.app.weights import LeftOut, halved, make_weights, without_folders
 from dgt.data.scenes import KINDS
+from dgt.runs.model import export_model, make_record
 from dgt.tasks import TASKS
 from dgt.tasks.network import build_classifier
 from dgt.training import evaluate, load_recipe, load_run
-from dgt.training.run import export_model, make_record
 from dgt.utils.errors import UserError
+from dgt.utils.records import wilson
 from dgt.weights import SHIPPED, check_weights, default_models, find_weights, list_weights
-from dgt.weights.card import about_data, jackknife, wilson
 from dgt.weights.folder import FILES, SUMS, VARIABLE, write_sums
-from dgt.weights.publish import publish
 from dgt_command import main
+from tools.weights import main as tool
+from tools.weights_card import about_data, jackknife
+from tools.weights_pack import LeftOut, Packing, make_weights, to_half, without_folders
+from tools.weights_publish import publish
 
 KEYS = ["--data.image_size=32", "--data.val_size=48", "--data.batch_size=8", "--data.cache=false"]
 
@@ -56,7 +58,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def packed(run: Path) -> Path:
     """The run as a folder of weights."""
-    return make_weights(run, run.parent / "weights" / "dgt_nano.imagenette128", half=True)
+    return make_weights(run, run.parent / "weights" / "dgt_nano.imagenette128", Packing(half=True))
 
 
 @pytest.fixture
@@ -91,7 +93,7 @@ def test_nothing_half_written_is_left(run: Path, tmp_path: Path, capsys: pytest.
     worse = Path(shutil.copytree(run, tmp_path / "worse"))
     results = json.loads((worse / "results.json").read_text())
     (worse / "results.json").write_text(json.dumps(results | {"metrics": {"top1": 0.99}}))
-    assert main(["weights", "make", str(worse), "--out", str(out)]) == 2
+    assert tool(["make", str(worse), "--out", str(out)]) == 2
     assert "the run's top-1 is 99.00 %, that of what would be packed" in capsys.readouterr().err
     assert list(out.parent.iterdir()) == []
     (worse / "results.json").unlink()
@@ -111,7 +113,7 @@ def test_data_that_nobody_described_needs_a_description(run: Path, tmp_path: Pat
     assert about_data(["auto", "mine"], about | {"limits": "All."})["data"] == "Mine."
     (tmp_path / "about.yaml").write_text("data: [")
     with pytest.raises(UserError, match="is not valid YAML"):
-        make_weights(run, tmp_path / "out", about=tmp_path / "about.yaml")
+        make_weights(run, tmp_path / "out", Packing(about=tmp_path / "about.yaml"))
 
 
 def test_the_shipped_weights_are_whole_small_and_good() -> None:
@@ -249,17 +251,19 @@ def test_the_command_lists_checks_and_publishes(
     assert json.loads(capsys.readouterr().out) == {path.name: check_weights(path) for path in (SHIPPED, copy)}
     assert main(["weights", "check", str(copy)]) == 0
     assert " MB  top-1 " in capsys.readouterr().out
-    assert main(["weights", "publish", str(copy), "--repo", "someone/dgt", "--dry-run"]) == 0
+    assert tool(["publish", str(copy), "--repo", "someone/dgt", "--dry-run"]) == 0
     assert "would upload to someone/dgt, a dry run:\n  model.safetensors" in capsys.readouterr().out
-    for words, message in (
-        (["make", str(copy)], "`dgt weights make` needs --out"),
-        (["check"], "`dgt weights check` needs FOLDER"),
-        (["publish", "nowhere", "--repo", "a/b"], "there is no folder 'nowhere'"),
-        (["list", "--data.root", "x"], "unknown arguments for `dgt weights list`"),
-        (["publish", str(copy), "--repo", "dgt"], "repo must be USER/NAME, got 'dgt'"),
-        (["publish", str(copy), "--repo", "a b/c"], "repo must be USER/NAME"),
+    for run, words, message in (
+        (tool, ["make", str(copy)], "Missing option '--out'"),
+        (main, ["weights", "check"], "Missing argument 'FOLDER'"),
+        (tool, ["publish", "nowhere", "--repo", "a/b"], "there is no folder 'nowhere'"),
+        (main, ["weights", "list", "--data.root", "x"], "No such option '--data.root'"),
+        (tool, ["publish", str(copy), "--repo", "dgt"], "repo must be USER/NAME, got 'dgt'"),
+        (tool, ["publish", str(copy), "--repo", "a b/c"], "repo must be USER/NAME"),
+        (main, ["weights", "make", str(copy)], "`dgt weights make` has moved: in a checkout of the project run"),
+        (main, ["weights", "publish", str(copy)], "`python -m tools.weights publish FOLDER --repo USER/NAME`"),
     ):
-        assert main(["weights", *words]) == 2
+        assert run(words) == 2
         assert message in capsys.readouterr().err
 
 
@@ -278,12 +282,12 @@ def test_publishing_uploads_the_files_and_nothing_else(copy: Path, monkeypatch: 
                 raise ConnectionError("403\nForbidden")
             calls.append(arguments)
 
-    monkeypatch.setattr("dgt.weights.publish.HfApi", Hub)
-    monkeypatch.setattr("dgt.weights.publish.get_token", lambda: None)
+    monkeypatch.setattr("tools.weights_publish.HfApi", Hub)
+    monkeypatch.setattr("tools.weights_publish.get_token", lambda: None)
     with pytest.raises(UserError, match="needs a token of the hub: `hf auth login`, or"):
         publish(copy, "someone/dgt_nano.scenes")
     assert calls == []
-    monkeypatch.setattr("dgt.weights.publish.get_token", lambda: "secret")
+    monkeypatch.setattr("tools.weights_publish.get_token", lambda: "secret")
     (copy / "notes.txt").write_text("mine")
     assert "hf-hub:someone/dgt" in publish(copy, "someone/dgt")
     assert "notes.txt" not in calls[-1]["allow_patterns"]
@@ -314,11 +318,11 @@ def test_parts_are_left_out_in_turn(run: Path) -> None:
 
 
 def test_numbers_that_float16_cannot_hold_are_refused() -> None:
-    assert halved(torch.ones(2, 2)).dtype == torch.float16
-    assert halved(torch.ones(2)).dtype == halved(torch.ones(2, 3, 4)).dtype == torch.float32
-    assert halved(torch.ones(2, 2, dtype=torch.int64)).dtype == torch.int64
+    assert to_half(torch.ones(2, 2)).dtype == torch.float16
+    assert to_half(torch.ones(2)).dtype == to_half(torch.ones(2, 3, 4)).dtype == torch.float32
+    assert to_half(torch.ones(2, 2, dtype=torch.int64)).dtype == torch.int64
     with pytest.raises(UserError, match="numbers that float16 cannot"):
-        halved(torch.full((2, 2), 1e6))
+        to_half(torch.full((2, 2), 1e6))
 
 
 def test_a_plan_is_measured_and_packed(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -340,7 +344,7 @@ def test_a_plan_is_measured_and_packed(run: Path, tmp_path: Path, capsys: pytest
     report.save(tmp_path / "plan.safetensors")
     out = tmp_path / "vit.trial"
     packed = ["--plan", str(tmp_path / "plan.safetensors")]
-    assert main(["weights", "make", str(vit), "--out", str(out), *packed]) == 0
+    assert tool(["make", str(vit), "--out", str(out), *packed]) == 0
     told = check_weights(out)["evaluation"]
     assert told["plan"]["grouped"] == 1
     assert told["plan"]["attentions"] == 2
@@ -355,7 +359,7 @@ def test_a_plan_is_measured_and_packed(run: Path, tmp_path: Path, capsys: pytest
     plain, accelerated = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert plain["loss"] != accelerated["loss"]
     assert accelerated["top1"] == told["plan"]["metrics"]["top1"]
-    assert main(["weights", "make", str(run), "--out", str(tmp_path / "no.plan"), *packed]) == 2
+    assert tool(["make", str(run), "--out", str(tmp_path / "no.plan"), *packed]) == 2
     assert "model must have the plan's layers, but has no 'blocks.0.attn'" in capsys.readouterr().err
     assert not (tmp_path / "no.plan").exists()
     (out / "plan.safetensors").unlink()

@@ -1,4 +1,6 @@
-"""`dgt accelerate`: choose by a folder of images how a model's attention is done in groups, and keep the plan."""
+"""`dgt accelerate`: search with a folder of images how to do a model's attention by groups, and
+save the plan.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import inspect
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import timm
 import torch
@@ -19,95 +21,180 @@ from dgt.data.image_io import decode_image
 from dgt.utils.errors import LOGGER, UserError
 
 ENDINGS = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"}
-LOADING = (OSError, RuntimeError, ValueError, LookupError, ImportError, SafetensorError, TypeError, AttributeError)
+LOADING = (
+    OSError,
+    RuntimeError,
+    ValueError,
+    LookupError,
+    ImportError,
+    SafetensorError,
+    TypeError,
+    AttributeError,
+)
 
 
-def accelerate_model(name: str, images: str | Path, error: float, size: int | None, count: int) -> Report:
+def accelerate_model(
+    name: str, images: str | Path, error: float, size: int | None, count: int
+) -> Report:
     """Accelerate a model of timm or transformers, by name with its pretrained weights or from a folder.
 
     Args:
-        name: what `timm.create_model` knows, a name with a slash on Hugging Face's hub, or a folder of either library
-            with `config.json` and `model.safetensors`. Of a model of images and text the images' half is taken.
-        images: folder of image files, searched through; one in four is kept aside to measure the error.
+        name: what `timm.create_model` knows, a name with a slash on Hugging Face's hub, or a folder
+            of either library with `config.json` and `model.safetensors`. Of a model of images and
+            text the images' half is taken.
+        images: folder of image files, searched through; one in four is held out to measure the
+            error.
         error: relative error of the model's output.
         size: side of the images in pixels; None for the model's own.
         count: images to use at most.
 
+    Returns:
+        The plan, with what was measured.
+
     Raises:
-        UserError: the model cannot be had or takes no such size, or fewer than two images can be read; the files
-            that cannot are left out, with a warning.
+        UserError: the model cannot be had or takes no such size, or fewer than two images can be
+            read; the files that cannot are left out, with a warning.
     """
     files = sorted(path for path in Path(images).rglob("*") if path.suffix.lower() in ENDINGS)
     if len(files) < 2:
-        raise UserError(f"--images must be a folder with at least 2 image files, {str(images)!r} has {len(files)}")
-    model, config = _open(name, size)
-    options = config.pop("options", {})
-    transform = timm.data.create_transform(**config, is_training=False)
-    taken = []
+        raise UserError(
+            f"--images must be a folder with at least 2 image files, {str(images)!r} has {len(files)}"
+        )
+    source = _open(name, size)
+    transform = timm.data.create_transform(**source.config, is_training=False)
     number = min(count, len(files))
-    for path in (files[at * len(files) // number] for at in range(number)):  # from all over: neighbours are often alike
+    # from all over: neighbors are often alike
+    spread = [files[at * len(files) // number] for at in range(number)]
+    tensors = []
+    for path in spread:
         try:
-            taken.append(transform(decode_image(path)))
+            tensors.append(transform(decode_image(path)))
         except UserError as broken:
             LOGGER.warning("%s is left out: %s", path, broken)
-    if len(taken) < 2:
-        raise UserError(f"--images must hold at least 2 images that can be read, {str(images)!r} has {len(taken)}")
-    pixels = torch.stack(taken)
-    return accelerate(model.eval(), {"pixel_values": pixels, **options} if options else pixels, error)
+    if len(tensors) < 2:
+        raise UserError(
+            f"--images must hold at least 2 images that can be read, {str(images)!r} has {len(tensors)}"
+        )
+    pixels = torch.stack(tensors)
+    inputs = {"pixel_values": pixels, **source.options} if source.options else pixels
+    return accelerate(source.model.eval(), inputs, error)
 
 
 def check_places(places: dict[str, str | None]) -> None:
-    """Refuse what cannot be written, by the option that names it, before the minutes that the rest takes: UserError."""
-    for option, path in ((option, Path(place)) for option, place in places.items() if place is not None):
+    """Refuse output files that cannot be written, before the minutes that the rest takes.
+
+    Args:
+        places: file by option; None where the option is not given.
+
+    Raises:
+        UserError: a file cannot be written; the message names the option.
+    """
+    for option, place in places.items():
+        if place is None:
+            continue
+        path = Path(place)
         above = next(folder for folder in path.absolute().parents if folder.exists())
-        if path.is_dir() or not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-            why = "it is a folder" if path.is_dir() else f"no file can be made in {str(above)!r}"
-            raise UserError(f"{option} {str(path)!r} cannot be written: {why}")
+        if path.is_dir():
+            raise UserError(f"{option} {place!r} cannot be written: it is a folder")
+        if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+            raise UserError(
+                f"{option} {place!r} cannot be written: no file can be made in {str(above)!r}"
+            )
         if option == "--plot" and path.suffix not in (".png", ".pdf", ".svg"):
-            raise UserError(f"--plot must end in .png, .pdf or .svg, got {str(path)!r}")
+            raise UserError(f"--plot must end in .png, .pdf or .svg, got {place!r}")
 
 
-def _open(name: str, size: int | None) -> tuple[nn.Module, dict[str, Any]]:
-    """The model, and what timm's transforms are made of; with it `options`, for a call by names."""
+class OpenedModel(NamedTuple):
+    """A pretrained model, how its images are prepared, and arguments of its forward beside them, by
+    name.
+    """
+
+    model: nn.Module
+    config: dict[str, Any]
+    options: dict[str, Any]
+
+
+def _open(name: str, size: int | None) -> OpenedModel:
+    """Open a model of timm or transformers. Raises as `accelerate_model`."""
     folder = Path(name) if Path(name).is_dir() else None
-    if folder is None and not timm.is_model(name.partition(".")[0]) and name.count("/") != 1:
-        raise UserError(f"model must be one of timm, ORGANISATION/NAME of transformers or a folder, got {name!r}")
+    on_hub = folder is None and name.count("/") == 1
+    if folder is None and not on_hub and not timm.is_model(name.partition(".")[0]):
+        raise UserError(
+            f"model must be one of timm, ORGANISATION/NAME of transformers or a folder, got {name!r}"
+        )
     try:
-        file = folder / "config.json" if folder else Path(hf_hub_download(name, "config.json")) if "/" in name else None
-        own = json.loads(file.read_text(encoding="utf-8")) if file else {"architecture": name}
-        if "model_type" in own or "architecture" not in own:  # transformers' TimmWrapperModel has both
+        if folder is not None:
+            config = _read_config(folder / "config.json")
+            source = f"local-dir:{name}"
+        elif on_hub:
+            config = _read_config(hf_hub_download(name, "config.json"))
+            source = f"hf-hub:{name}"
+        else:
+            config = {"architecture": name}
+            source = name
+        # transformers' TimmWrapperModel has both
+        if "model_type" in config or "architecture" not in config:
             return _open_transformers(name, size)
-        source = f"local-dir:{name}" if folder else f"hf-hub:{name}" if file else name
-        sized: dict[str, Any] = {"img_size": size}
-        for more in (sized, {}) if size is not None else ({},):  # a model of any size takes no such argument
-            try:
-                model: nn.Module = timm.create_model(source, pretrained=True, **more)
-            except TypeError:
-                continue
-            config = timm.data.resolve_model_data_config(model)
-            return model, config if size is None else {**config, "input_size": (3, size, size)}
+        return _open_timm(source, size)
+    except ModuleNotFoundError:
+        raise  # transformers, an extra
     except LOADING as error:
         raise UserError(f"model {name!r} cannot be loaded: {error}") from error
-    raise UserError(f"model {name!r} cannot be built")
 
 
-def _open_transformers(name: str, size: int | None) -> tuple[nn.Module, dict[str, Any]]:
+def _read_config(path: str | Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+    return config
+
+
+def _open_timm(source: str, size: int | None) -> OpenedModel:
+    """A model of timm, built for a size where it is told one, and left alone where it takes any."""
+    if size is None:
+        model = timm.create_model(source, pretrained=True)
+        return OpenedModel(model, timm.data.resolve_model_data_config(model), {})
+    try:
+        model = timm.create_model(source, pretrained=True, img_size=size)
+    except TypeError:  # a model of any size takes no such argument
+        model = timm.create_model(source, pretrained=True)
+    config = {**timm.data.resolve_model_data_config(model), "input_size": (3, size, size)}
+    return OpenedModel(model, config, {})
+
+
+def _open_transformers(name: str, size: int | None) -> OpenedModel:
+    """A model of transformers, with its own preparation of images."""
     import transformers
 
     kinds = transformers.AutoConfig.from_pretrained(name).architectures or [""]
     model = getattr(transformers, kinds[0], transformers.AutoModel).from_pretrained(name)
-    model = model.vision_model if hasattr(model, "text_model") else model
-    configs = (model.config, getattr(model.config, "backbone_config", None))
-    own = next((found for config in configs if (found := getattr(config, "image_size", None))), 224)
-    height, width = (size, size) if size else (own, own) if isinstance(own, int) else own
-    config: dict[str, Any] = {"input_size": (3, height, width), "crop_pct": 1.0, "interpolation": "bicubic"}
+    if hasattr(model, "text_model"):
+        model = model.vision_model
+    height, width = (size, size) if size else _image_size(model.config)
+    config: dict[str, Any] = {
+        "input_size": (3, height, width),
+        "crop_pct": 1.0,
+        "interpolation": "bicubic",
+    }
     try:
         processor = transformers.AutoImageProcessor.from_pretrained(name)
-        normalises = getattr(processor, "do_normalize", True)
-        mean, std = (processor.image_mean, processor.image_std) if normalises else ((0.0,) * 3, (1.0,) * 3)
-        config |= {"mean": tuple(mean), "std": tuple(std)}
+        mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+        if getattr(processor, "do_normalize", True):
+            mean, std = tuple(processor.image_mean), tuple(processor.image_std)
+        config |= {"mean": mean, "std": std}
     except (OSError, ValueError, AttributeError, TypeError):
-        LOGGER.warning("%s has no processor of images: they are normalised as ImageNet's", name)
+        LOGGER.warning("%s has no image processor: images are normalized as ImageNet's", name)
+    options = {}
     if size and "interpolate_pos_encoding" in inspect.signature(model.forward).parameters:
-        config["options"] = {"interpolate_pos_encoding": True}
-    return model, config
+        options["interpolate_pos_encoding"] = True
+    return OpenedModel(model, config, options)
+
+
+def _image_size(config: Any) -> tuple[int, int]:
+    """Height and width of the images that a model of transformers was trained on.
+
+    224 where it does not say.
+    """
+    for source in (config, getattr(config, "backbone_config", None)):
+        size = getattr(source, "image_size", None)
+        if size:
+            return (size, size) if isinstance(size, int) else tuple(size)
+    return (224, 224)

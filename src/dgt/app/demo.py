@@ -1,4 +1,4 @@
-"""The demo: the whole job on the built-in scenes, from training to images of what the attention does."""
+"""The demo: train on the built-in scenes, evaluate, predict, and draw what the attention does."""
 
 from __future__ import annotations
 
@@ -6,20 +6,31 @@ import shutil
 import time
 from pathlib import Path
 
-from dgt.app.visualize import visualize
+from dgt.app.visualize import View, visualize
 from dgt.data.scenes import Scenes
-from dgt.training import evaluate, fit, load_recipe, load_run, predict
-from dgt.training.run import check_folder, is_run
-from dgt.utils.atomic_write import alone
+from dgt.runs import load_recipe, load_run, predict
+from dgt.runs.folder import check_folder, is_run
+from dgt.training import evaluate, fit
+from dgt.utils.atomic_write import exclusive_lock
 
 SAMPLES = 6
 
 
 def run(out: str | Path = "runs/demo", seed: int = 0, epochs: int | None = None) -> str:
-    """Train the nano model on the built-in scenes, measure it on held-out ones, predict a few and draw its attention.
+    """Train the nano model on the built-in scenes, measure it on held-out ones, predict a few and
+    draw its attention.
 
-    An earlier demo in the folder `out` is replaced; `epochs` None are the recipe's. Returns what was found and what to
-    look at, as text. Raises FileExistsError for a folder with something else, NotADirectoryError for a file.
+    Args:
+        out: folder to write; an earlier demo in it is replaced.
+        seed: of the training.
+        epochs: passes over the scenes; None for the recipe's.
+
+    Returns:
+        What was found and what to look at, as text.
+
+    Raises:
+        FileExistsError: the folder holds something else.
+        NotADirectoryError: `out` is a file.
     """
     start = time.perf_counter()
     folder = _clear(Path(out))
@@ -36,8 +47,8 @@ def run(out: str | Path = "runs/demo", seed: int = 0, epochs: int | None = None)
     for prediction in predict(trained, images, top_k=1):
         name, score = prediction.classes[0]
         lines.append(f"  {prediction.image}: {name} ({100 * score:.1f} %)")
-    visualize([trained], images[:4], folder / "groups.png", block=0)
-    visualize([trained], images[:4], folder / "group_map.png", block=0, as_map=True)
+    visualize([trained], images[:4], folder / "groups.png", View(block=0))
+    visualize([trained], images[:4], folder / "group_map.png", View(block=0, as_map=True))
     lines += [
         "\nlook at",
         f"  {folder / 'groups.png'}      groups of queries, and the keys that each group chose",
@@ -65,8 +76,10 @@ def _clear(folder: Path) -> Path:
     check_folder(folder)
     if any(folder.glob("[!.]*")):
         if not is_run(folder, "demo"):
-            raise FileExistsError(f"{folder} is not an earlier demo: give another folder with --out")
-        with alone(folder):
+            raise FileExistsError(
+                f"{folder} is not an earlier demo: give another folder with --out"
+            )
+        with exclusive_lock(folder):
             pass  # and lets go of its file, which Windows would not remove
         shutil.rmtree(folder)
     return folder

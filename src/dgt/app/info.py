@@ -1,4 +1,5 @@
-"""Rows of ``dgt info``: parameters and FLOPs of the models beside the paper's, for each of the paper's tasks.
+"""Rows of ``dgt info``: parameters and FLOPs of the models beside the paper's, for each of the
+paper's tasks.
 
 Below them, a line about the native CPU kernels.
 """
@@ -13,7 +14,8 @@ from dgt import native
 from dgt.tasks import TASKS, Task
 from dgt.utils.errors import UserError
 
-COMPARATORS = Path(__file__).with_name("comparators.json")  # of each task: rows of Tables 2, 3 and 4 (a), in M and G
+# of each task: rows of Tables 2, 3 and 4 (a), in M and G
+COMPARATORS = Path(__file__).with_name("comparators.json")
 
 
 def model_rows(
@@ -21,13 +23,17 @@ def model_rows(
 ) -> list[dict[str, Any]]:
     """Return one row a model, ready for JSON; its FLOPs are multiply-adds of one image.
 
-    `model` names any timm model, for another task than classification one that can be its backbone; None for all of
-    ours. `image_size` is (height, width); None for that of the paper's FLOPs. `task` is a key of `TASKS`. Numbers of
-    the paper are None where it has none: other models, or other sizes. Raises UserError for an unknown name or task.
+    `model` names any timm model, for another task than classification one that can be its backbone;
+    None for all of ours. `image_size` is (height, width); None for that of the paper's FLOPs.
+    `task` is a key of `TASKS`. Numbers of the paper are None where it has none: other models, or
+    other sizes. Raises UserError for an unknown name or task.
     """
     counted = _known(task).counted
     names = counted.models if model is None else (model,)
-    return [_row(name, task, image_size or counted.image_size, *_printed(name, task, image_size)) for name in names]
+    return [
+        _row(name, task, image_size or counted.image_size, *_printed(name, task, image_size))
+        for name in names
+    ]
 
 
 def comparator_rows(task: str = "classify") -> list[dict[str, Any]]:
@@ -57,13 +63,19 @@ def _known(task: str) -> Task:
     return TASKS[task]
 
 
-def _printed(name: str, task: str, image_size: tuple[int, int] | None) -> tuple[float | None, float | None]:
+def _printed(
+    name: str, task: str, image_size: tuple[int, int] | None
+) -> tuple[float | None, float | None]:
     params, flops = TASKS[task].counted.paper.get(name, (None, None))
     return params, flops if image_size in (None, TASKS[task].counted.image_size) else None
 
 
 def _row(
-    name: str, task: str, image_size: tuple[int, int], paper_params: float | None, paper_flops: float | None
+    name: str,
+    task: str,
+    image_size: tuple[int, int],
+    paper_params: float | None,
+    paper_flops: float | None,
 ) -> dict[str, Any]:
     total = TASKS[task].counted.count(name, image_size)
     return {
@@ -79,15 +91,27 @@ def _row(
 
 
 def model_table(rows: list[dict[str, Any]]) -> str:
-    """Lay the rows of :func:`model_rows` or :func:`comparator_rows` out as text; for one model its stages follow."""
+    """Lay the rows of :func:`model_rows` or :func:`comparator_rows` out as text.
+
+    For one model its stages follow.
+    """
     lines = [f"{'model':<44}{'params M':>10}{'paper':>8}{'GFLOPs':>10}{'paper':>8}   at"]
     for row in rows:
-        keys = (("params", 1e6, 10), ("paper_params", 1e6, 8), ("flops", 1e9, 10), ("paper_flops", 1e9, 8))
+        keys = (
+            ("params", 1e6, 10),
+            ("paper_params", 1e6, 8),
+            ("flops", 1e9, 10),
+            ("paper_flops", 1e9, 8),
+        )
         cells = ["" if row[key] is None else f"{row[key] / unit:.2f}" for key, unit, _ in keys]
         name = f"{row['row']:<16}{row['model']}" if "row" in row else row["model"]
-        numbers = "".join(f"{cell:>{width}}" for cell, (_, _, width) in zip(cells, keys, strict=True))
+        numbers = "".join(
+            f"{cell:>{width}}" for cell, (_, _, width) in zip(cells, keys, strict=True)
+        )
         lines.append(f"{name:<44}{numbers}   {' x '.join(map(str, row['image_size']))}")
     if len(rows) == 1:
         for stage in rows[0]["stages"]:
-            lines.append(f"  {stage['name']:<42}{stage['params'] / 1e6:>10.2f}{'':>8}{stage['flops'] / 1e9:>10.3f}")
+            lines.append(
+                f"  {stage['name']:<42}{stage['params'] / 1e6:>10.2f}{'':>8}{stage['flops'] / 1e9:>10.3f}"
+            )
     return "\n".join(lines)

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dgt.figures.detections import SHOWN_SCORE
+from dgt.runs import LoadedRun, predict
+from dgt.runs.folder import check_folder
 from dgt.tasks import TASKS
-from dgt.training import LoadedRun, predict
-from dgt.training.run import check_folder
 from dgt.utils.atomic_write import atomic_write
 from dgt.utils.errors import UserError
 
@@ -17,25 +16,38 @@ from dgt.utils.errors import UserError
 def predict_files(
     run: LoadedRun, images: Sequence[str | Path], out: str | Path, top_k: int = 5
 ) -> list[dict[str, Any]]:
-    """Predict image files and write the files of the model's task, if it has any, into the folder `out`.
+    """Predict image files, and write the files of the model's task, if it has any.
 
-    Returns, for each image in order, plain values: `image`, `error` (None, or why it could not be read), what the task
-    tells (of a classifier the `top_k` best classes), and the `files` written. Raises UserError for two images of one
-    name, whose drawings would be the same files, NotADirectoryError where `out` is a file, OSError where it cannot be
-    written to.
+    Args:
+        run: the trained model.
+        images: image files.
+        out: folder of the files.
+        top_k: how many classes a classifier gives.
+
+    Returns:
+        Plain values for each image, in order: `image`, `error` (None, or why it could not be read),
+        what the task finds, and the `files` written.
+
+    Raises:
+        UserError: two images have one name, so that their drawings would be the same files.
+        OSError: `out` is a file or cannot be written to.
     """
     folder, task, told = Path(out), TASKS[run.recipe.task], []
     if task.files is not None:
         check_folder(folder)
         names = [Path(image).stem for image in images]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise UserError(f"images must have different names, their drawings are named so; got {twice[0]!r} twice")
+            raise UserError(
+                f"images must have different names, their drawings are named so; got {twice[0]!r} twice"
+            )
     for image in images:
         (found,) = predict(run, [image], top_k)
         told.append(found.to_dict())
         if task.files is not None and found.error is None:
             contents = task.files(run, found, task.draw(run, found))
-            paths = {folder / f"{Path(image).stem}_{end}": content for end, content in contents.items()}
+            paths = {
+                folder / f"{Path(image).stem}_{end}": content for end, content in contents.items()
+            }
             for path, content in paths.items():
                 atomic_write(path, content)
             told[-1]["files"] = [str(path) for path in paths]
@@ -43,14 +55,21 @@ def predict_files(
 
 
 def prediction_lines(prediction: Mapping[str, Any]) -> list[str]:
-    """What a prediction of `predict_files` says, human-readable: classes, the objects that are drawn, files."""
+    """What a prediction of `predict_files` says, human-readable: classes, the objects that are
+    drawn, files.
+    """
     lines = [f"  {100 * score:6.2f} %  {name}" for name, score in prediction.get("classes", ())]
     if "objects" in prediction:
+        from dgt.figures.detections import SHOWN_SCORE
+
         drawn = [found for found in prediction["objects"] if found["score"] >= SHOWN_SCORE]
         for found in drawn:
             x0, y0, x1, y1 = found["box"]
             place = f"x {x0:.0f} to {x1:.0f}, y {y0:.0f} to {y1:.0f}"
             lines.append(f"  {100 * found['score']:6.2f} %  {found['category']}  ({place})")
-        sure, fainter = f"at least {100 * SHOWN_SCORE:.0f} %", len(prediction["objects"]) - len(drawn)
+        sure, fainter = (
+            f"at least {100 * SHOWN_SCORE:.0f} %",
+            len(prediction["objects"]) - len(drawn),
+        )
         lines.append(f"  {len(drawn)} objects of {sure}, {fainter} below, which are not drawn")
     return [*lines, *(f"  {path}" for path in prediction.get("files", ()))]

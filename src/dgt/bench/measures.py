@@ -1,4 +1,6 @@
-"""What every benchmark shares: the machine, times in turns, processes of their own, peaks of memory and tables."""
+"""What every benchmark shares: the machine, times in turns, processes of their own, peaks of memory
+and tables.
+"""
 
 import datetime
 import os
@@ -21,15 +23,25 @@ from dgt.utils.errors import LostProcess, UserError
 from dgt.utils.records import command_line, markdown_table, processor
 
 # An allocator under which freed memory goes back to the system at once, so that peaks add up.
-QUIET_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_TOP_PAD_": "0"}
+QUIET_ALLOCATOR = {
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "0",
+    "MALLOC_TOP_PAD_": "0",
+}
 Name = TypeVar("Name")
 
 
 def machine() -> dict[str, Any]:
-    """Describe where and with what a benchmark ran: date, processor or GPU, threads, versions, command."""
+    """Describe where and with what a benchmark ran: date, processor or GPU, threads, versions,
+    command.
+    """
     return {
-        **{"date": datetime.date.today().isoformat(), "processor": processor(), "threads": torch.get_num_threads()},
-        **{"python": platform.python_version(), "torch": torch.__version__, "timm": timm.__version__},
+        "date": datetime.date.today().isoformat(),
+        "processor": processor(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "timm": timm.__version__,
         "command": command_line(),
     }
 
@@ -39,7 +51,9 @@ def check_usable(device: str) -> None:
     try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"device must be one that PyTorch finds here, got {device!r}: {error}") from error
+        raise UserError(
+            f"device must be one that PyTorch finds here, got {device!r}: {error}"
+        ) from error
 
 
 def milliseconds(run: Callable[[], object]) -> float:
@@ -50,37 +64,62 @@ def milliseconds(run: Callable[[], object]) -> float:
 
 
 def medians(rounds: int, candidates: Mapping[Name, Callable[[], float]]) -> dict[Name, float]:
-    """Let the candidates take turns, of which the first warms up, and return the median of what each returned."""
+    """Let candidates take turns, after a turn that warms up.
+
+    Args:
+        rounds: number of turns.
+        candidates: functions that return what is measured, by name.
+
+    Returns:
+        The median of what each returned.
+    """
     turns = [{name: run() for name, run in candidates.items()} for _ in range(rounds + 1)][1:]
     return {name: statistics.median(turn[name] for turn in turns) for name in candidates}
 
 
 @contextmanager
-def own_process(name: str, environment: dict[str, str] | None = None) -> Iterator[Callable[..., Any]]:
-    """A process of its own, in which ``environment`` differs: what is yielded calls functions of modules there.
+def own_process(
+    name: str, environment: dict[str, str] | None = None
+) -> Iterator[Callable[..., Any]]:
+    """Start a process for one candidate.
 
-    LostProcess where such a call fails, with the process's name and the reason.
+    Args:
+        name: of the candidate, for messages.
+        environment: variables that differ in it.
+
+    Yields:
+        A function that calls a function of a module in the process, with arguments, and returns its
+        result; it raises LostProcess, with the reason, where the call fails.
     """
 
     def ask(function: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return process.submit(function, *arguments).result()
-        except Exception as error:  # of many kinds: whatever a model raises, or the end of its process
-            raise LostProcess(f"the process of {name} ended early: {type(error).__name__}: {error}") from error
+        except Exception as error:
+            # of many kinds: whatever a model raises, or the end of its process
+            raise LostProcess(
+                f"the process of {name} ended early: {type(error).__name__}: {error}"
+            ) from error
 
-    with ProcessPoolExecutor(1, get_context("spawn")) as process, patch.dict(os.environ, environment or {}):
+    with (
+        ProcessPoolExecutor(1, get_context("spawn")) as process,
+        patch.dict(os.environ, environment or {}),
+    ):
         ask(torch.set_num_threads, torch.get_num_threads())
         yield ask
 
 
 def memory_peak(run: Callable[[], object]) -> float | None:
-    """Return the MiB that a call adds to this process at the highest point; None where no system tells (but Linux)."""
+    """Return the MiB that a call adds to this process at the highest point.
+
+    None where no system tells (but Linux).
+    """
 
     def status(field: str) -> int:
         return int(re.findall(rf"{field}:\s*(\d+)", Path("/proc/self/status").read_text())[0])
 
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
     except OSError:
         return None
     before = status("VmRSS")
@@ -89,7 +128,11 @@ def memory_peak(run: Callable[[], object]) -> float | None:
 
 
 def table(rows: list[dict[str, Any]], columns: dict[str, str]) -> str:
-    """Lay rows out as a Markdown table of columns, title and format each, without memory where it was not measured."""
+    """Lay rows out as a Markdown table of columns, title and format each, without memory where it
+    was not measured.
+    """
     if any(row.get("peak_mib", 0) is None for row in rows):
         columns = {title: text for title, text in columns.items() if "peak_mib" not in text}
-    return markdown_table(list(columns), [[text.format(**row) for text in columns.values()] for row in rows])
+    return markdown_table(
+        list(columns), [[text.format(**row) for text in columns.values()] for row in rows]
+    )

@@ -1,1 +1,3 @@
-"""Data: the built-in scenes, readers of labelled images, transforms, and the data modules of the tasks."""
+"""Data: the built-in scenes, readers of labeled images, transforms, and the data modules of the
+tasks.
+"""

@@ -1,7 +1,7 @@
 """The data module of classification: any set that `dgt.data.readers` reads, or the built-in scenes.
 
-Batches are `(images, targets)`: float images (B, 3, S, S), normalised; int64 labels (B,), or soft targets (B, classes)
-summing to one where mixup, cutmix or label smoothing is on in training.
+Batches are `(images, targets)`: float images (B, 3, S, S), normalized; int64 labels (B,), or soft
+targets (B, classes) summing to one where mixup, cutmix or label smoothing is on in training.
 """
 
 from dataclasses import dataclass
@@ -25,11 +25,12 @@ class ClassificationData(NormalizedData):
     """Images and labels for training and validation; raises as `ImageData`.
 
     Args:
-        root: folder of images in train/CLASS/ and val/CLASS/, or of a Hugging Face data set (`save_to_disk`, or parquet
-            files), or the name of one on the hub. Left out for the built-in scenes.
+        root: folder of images in train/CLASS/ and val/CLASS/, or of a Hugging Face data set
+            (`save_to_disk`, or parquet files), or the name of one on the hub. Left out for the
+            built-in scenes.
         dataset: "auto" to see what lies at `root`, or "scenes".
         batch_size: images per batch and process; even where mixup or cutmix is on.
-        crop_ratio: in validation, side of the centre crop over the shorter side of the image.
+        crop_ratio: in validation, side of the center crop over the shorter side of the image.
         augmentation: training augmentation.
         cache: decode every image once, into memory: for small sets.
         image_column: column of a Hugging Face data set with the images; null to find it.
@@ -49,18 +50,24 @@ class ClassificationData(NormalizedData):
         super().__post_init__()
         augmentation = self.augmentation
         if augmentation.mixes and self.batch_size % 2:
-            raise UserError(f"batch_size must be even where mixup or cutmix is on, got {self.batch_size}")
+            raise UserError(
+                f"batch_size must be even where mixup or cutmix is on, got {self.batch_size}"
+            )
         self.erasing = RandomErasing(augmentation.erasing, mode="pixel")
         self.transforms = {
             "train": training_transform(self.image_size, augmentation, self.mean),
-            "val": evaluation_transform(self.image_size, self.crop_ratio, augmentation.interpolation),
+            "val": evaluation_transform(
+                self.image_size, self.crop_ratio, augmentation.interpolation
+            ),
         }
 
     def open_root(self, root: str, part: str) -> tuple[str, HubImages | ImageFolder]:
         """As of all tasks. Raises UserError, too, for a class folder without an image to train on."""
         found = available_splits(root)
         split, train = self.choose_split(part, found), self.choose_split("train", found)
-        reader = open_images(root, split, train, image_column=self.image_column, label_column=self.label_column)
+        reader = open_images(
+            root, split, train, image_column=self.image_column, label_column=self.label_column
+        )
         if isinstance(reader, ImageFolder) and part == "train":
             reader.check_classes()
         return split, reader
@@ -71,15 +78,23 @@ class ClassificationData(NormalizedData):
         return self.transforms[part](image), label
 
     def collate(self, part: str, key: Key, samples: list[Any]) -> tuple[Any, Any]:
-        """Images uint8 (B, 3, S, S) and targets, mixed and smoothed in training; mixing drops an odd last image."""
+        """Images uint8 (B, 3, S, S) and targets, mixed and smoothed in training.
+
+        Mixing drops an odd last image.
+        """
         augmentation, training = self.augmentation, part == "train"
         if training and augmentation.mixes:
             samples = samples[: len(samples) // 2 * 2]
         if not samples:
             return [], []
         if training and augmentation.mixes:
-            options = {"switch_prob": augmentation.mixup_switch_prob, "label_smoothing": augmentation.smoothing}
-            mixup = FastCollateMixup(augmentation.mixup, augmentation.cutmix, num_classes=self.num_classes, **options)
+            options = {
+                "switch_prob": augmentation.mixup_switch_prob,
+                "label_smoothing": augmentation.smoothing,
+            }
+            mixup = FastCollateMixup(
+                augmentation.mixup, augmentation.cutmix, num_classes=self.num_classes, **options
+            )
             with seeded("mixup", self.seed, *key):
                 return mixup(samples)
         images, targets = default_collate(samples)
@@ -88,7 +103,7 @@ class ClassificationData(NormalizedData):
         return images, targets
 
     def finish(self, part: str, key: Key, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalise, and in training erase."""
+        """Normalize, and in training erase."""
         images = self.normalize(images)
         if part == "train" and self.augmentation.erasing:
             self.erasing.device = images.device

@@ -1,7 +1,8 @@
 """From bytes to an upright RGB image, and the report of the files that would not decode.
 
-An unreadable image is never replaced by another one: the reader hands on a `BrokenImage`, the batch leaves it out, and
-`BrokenImages` of the main process counts and lists it, and stops the run above a share that the user sets.
+An unreadable image is never replaced by another one: the reader hands on a `BrokenImage`, the batch
+leaves it out, and `BrokenImages` of the main process counts and lists it, and stops the run above a
+share that the user sets.
 """
 
 import io
@@ -28,7 +29,9 @@ class BrokenImage(NamedTuple):
 
 
 class WrongLabels(BrokenImage):
-    """Stands in for a sample whose labels can be read but are wrong: such a file stops the run, it is not left out."""
+    """Stands in for a sample whose labels can be read but are wrong: such a file stops the run, it
+    is not left out.
+    """
 
 
 class BrokenImagesError(UserError):
@@ -37,7 +40,10 @@ class BrokenImagesError(UserError):
 
 @contextmanager
 def decoding(source: Source) -> Iterator[ImageFile.ImageFile]:
-    """An image file, or its bytes, opened by Pillow; whatever decoders raise is a UserError that says why."""
+    """An image file, or its bytes, opened by Pillow.
+
+    Whatever decoders raise is a UserError that says why.
+    """
     try:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as opened:
             yield opened
@@ -45,14 +51,16 @@ def decoding(source: Source) -> Iterator[ImageFile.ImageFile]:
         raise
     except UnidentifiedImageError:
         raise UserError("not an image in any format that Pillow knows") from None
-    except Exception as error:  # decoders raise nearly everything on bad bytes: OSError, SyntaxError, struct.error ...
+    except Exception as error:
+        # decoders raise nearly everything on bad bytes: OSError, SyntaxError, struct.error ...
         raise UserError(f"{type(error).__name__}: {error}") from error
 
 
 def decode_image(source: Source) -> Image.Image:
     """Decode a file, or its bytes, to an upright RGB image; UserError where that fails, saying why.
 
-    EXIF orientation is applied, transparent pixels are laid on white, 16-bit grey is scaled to 8 bits.
+    EXIF orientation is applied, transparent pixels are laid on white, 16-bit gray is scaled to 8
+    bits.
     """
     with decoding(source) as opened:
         ImageOps.exif_transpose(opened, in_place=True)
@@ -61,7 +69,9 @@ def decode_image(source: Source) -> Image.Image:
 
 
 def open_image(path: StrPath) -> Image.Image:
-    """`decode_image` of a file that the user named: FileNotFoundError where there is none, UserError with its name."""
+    """`decode_image` of a file that the user named: FileNotFoundError where there is none,
+    UserError with its name.
+    """
     if not os.path.isfile(path):
         raise FileNotFoundError(f"there is no image file {str(path)!r}")
     try:
@@ -71,7 +81,9 @@ def open_image(path: StrPath) -> Image.Image:
 
 
 def try_decode(source: Source, name: str, answer: int) -> tuple[Image.Image, int] | BrokenImage:
-    """`decode_image` beside the image's label or index, or a `BrokenImage` called `name` where that fails."""
+    """`decode_image` beside the image's label or index, or a `BrokenImage` called `name` where that
+    fails.
+    """
     try:
         return decode_image(source), answer
     except UserError as error:
@@ -79,7 +91,7 @@ def try_decode(source: Source, name: str, answer: int) -> tuple[Image.Image, int
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    """A loaded image in RGB, 16 bits of grey scaled to 8, what is transparent laid on white."""
+    """A loaded image in RGB, 16 bits of gray scaled to 8, what is transparent laid on white."""
     if image.mode == "F":
         raise UserError("floating-point pixels have no defined range")
     if image.mode.startswith("I"):
@@ -97,8 +109,9 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 class BrokenImages:
     """The broken-image report of one split: which of its `total` images could not be read, and why.
 
-    Each image counts once, however often it is tried. The run stops as soon as the broken ones exceed `max_share`, 0 to
-    1, of all. `things` and `fault` tell in messages what is counted, images or annotations, and what is wrong.
+    Each image counts once, however often it is tried. The run stops as soon as the broken ones
+    exceed `max_share`, 0 to 1, of all. `things` and `fault` tell in messages what is counted,
+    images or annotations, and what is wrong.
     """
 
     split: str
@@ -112,13 +125,17 @@ class BrokenImages:
         return len(self.broken)
 
     def record(self, broken: Iterable[BrokenImage]) -> None:
-        """Add broken images; BrokenImagesError for too large a share by now, UserError for wrong labels among them."""
+        """Add broken images; BrokenImagesError for too large a share by now, UserError for wrong
+        labels among them.
+        """
         for item in broken:
             if isinstance(item, WrongLabels):
                 raise UserError(f"{item.path}: {item.reason}")
             self.broken.setdefault(item.path, item.reason)
         if len(self) > self.max_share * self.total:
-            first = "".join(f"\n  {path}: {reason}" for path, reason in list(self.broken.items())[:5])
+            first = "".join(
+                f"\n  {path}: {reason}" for path, reason in list(self.broken.items())[:5]
+            )
             count = f"{len(self)} of the {self.total} {self.things} of split {self.split!r} {self.fault}"
             share = f"{len(self) / max(self.total, 1):.2%}, above max_broken_share = {self.max_share:.2%}"
             raise BrokenImagesError(f"{count} ({share}); the first:{first}")

@@ -1,8 +1,10 @@
-"""The loader of all tasks: which images make which batch, worker processes that prepare them, and their last step.
+"""The loader of all tasks: which images make which batch, worker processes that prepare them, and
+their last step.
 
-The sampler hands out keys (epoch, batch, item), so that workers, even persistent ones, know which epoch they augment
-for, and a run resumes in the middle of an epoch without decoding what it has seen: every random choice is a function of
-(seed, epoch, index). Workers send bytes; what turns them into floats happens on the loader's device.
+The sampler hands out keys (epoch, batch, item), so that workers, even persistent ones, know which
+epoch they augment for, and a run resumes in the middle of an epoch without decoding what it has
+seen: every random choice is a function of (seed, epoch, index). Workers send bytes; what turns them
+into floats happens on the loader's device.
 """
 
 import math
@@ -16,7 +18,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from lightning.fabric.utilities import move_data_to_device
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from dgt.data.image_io import BrokenImage, BrokenImagesError
@@ -24,7 +25,9 @@ from dgt.utils.distributed import rank, world_size
 from dgt.utils.seeding import generator, reseed, seeded
 
 # What asks a training to stop; Windows has no SIGUSR1.
-STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
+STOP_SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name)
+)
 
 
 class Key(NamedTuple):
@@ -36,7 +39,9 @@ class Key(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """One batch: its first key, the samples that could be read, which the loader collates, and what could not."""
+    """One batch: its first key, the samples that could be read, which the loader collates, and what
+    could not.
+    """
 
     key: Key
     samples: Any
@@ -46,14 +51,22 @@ class Drawn(NamedTuple):
 class SeededDataset(Dataset[Any]):
     """The samples at some `indices` of a reader, tuples or `BrokenImage` by index, through a transform.
 
-    The transform may draw from the global random generators: what it draws is a function of (seed, epoch, item).
-    With `cache`, every sample is read once, into memory.
+    The transform may draw from the global random generators: what it draws is a function of (seed,
+    epoch, item). With `cache`, every sample is read once, into memory.
     """
 
     def __init__(
-        self, reader: Any, transform: Callable[[Any], Any], seed: int, indices: Sequence[int], cache: bool = False
+        self,
+        reader: Any,
+        transform: Callable[[Any], Any],
+        seed: int,
+        indices: Sequence[int],
+        cache: bool = False,
     ) -> None:
-        self.reader, self.transform, self.seed, self.indices = reader, transform, seed, indices
+        self.reader = reader
+        self.transform = transform
+        self.seed = seed
+        self.indices = indices
         self.cached = [reader[index] for index in indices] if cache else None
 
     def __len__(self) -> int:
@@ -68,7 +81,9 @@ class SeededDataset(Dataset[Any]):
         drawn = Drawn(keys[0], [], [])
         with seeded("augment", self.seed):
             for key in keys:
-                sample = self.cached[key.item] if self.cached else self.reader[self.indices[key.item]]
+                sample = (
+                    self.cached[key.item] if self.cached else self.reader[self.indices[key.item]]
+                )
                 if isinstance(sample, BrokenImage):
                     drawn.broken.append(sample)
                 else:
@@ -80,18 +95,31 @@ class SeededDataset(Dataset[Any]):
 class EpochBatches(Sampler[list[Key]]):
     """The batches of one process, epoch after epoch.
 
-    In training, the order is a permutation drawn from (seed, epoch), the same in every process; batch b of all of them
-    together is its b-th stretch of `world_size * batch_size` images, each process's batch a stretch of that; what does
-    not fill a last batch is left out. In evaluation, the order is that of the data, each image is seen by one process,
-    and the last batch may be smaller. Every pass moves on to the next epoch; `epoch` and `first_batch` say its start.
+    In training, the order is a permutation drawn from (seed, epoch), the same in every process;
+    batch b of all of them together is its b-th stretch of `world_size * batch_size` images, each
+    process's batch a stretch of that; what does not fill a last batch is left out. In evaluation,
+    the order is that of the data, each image is seen by one process, and the last batch may be
+    smaller. Every pass moves on to the next epoch; `epoch` and `first_batch` say its start.
     """
 
     def __init__(
-        self, length: int, batch_size: int, seed: int, *, training: bool, rank: int = 0, world_size: int = 1
+        self,
+        length: int,
+        batch_size: int,
+        seed: int,
+        *,
+        training: bool,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
-        self.length, self.batch_size, self.seed, self.training = length, batch_size, seed, training
-        self.rank, self.world_size = rank, world_size
-        self.epoch, self.first_batch = 0, 0
+        self.length = length
+        self.batch_size = batch_size
+        self.seed = seed
+        self.training = training
+        self.rank = rank
+        self.world_size = world_size
+        self.epoch = 0
+        self.first_batch = 0
 
     def __len__(self) -> int:
         if self.training:
@@ -102,7 +130,8 @@ class EpochBatches(Sampler[list[Key]]):
         epoch, first_batch = self.epoch, self.first_batch
         self.epoch, self.first_batch = epoch + 1, 0
         mine = np.arange(self.rank, self.length, self.world_size)
-        if self.training:  # the processes' batches, one after another, are the batch of one process with all of them
+        # the processes' batches, one after another, are the batch of one process with all of them
+        if self.training:
             order = generator("order", self.seed, epoch).permutation(self.length)
             order = order[: len(self) * self.world_size * self.batch_size]
             mine = order.reshape(-1, self.world_size, self.batch_size)[:, self.rank].ravel()
@@ -112,7 +141,8 @@ class EpochBatches(Sampler[list[Key]]):
 
 
 def _leave_stopping_to_the_main_process(_: int) -> None:
-    """In a worker: what a scheduler or Ctrl-C tells the whole group is for the main process, which ends its workers.
+    """In a worker: what a scheduler or Ctrl-C tells the whole group is for the main process, which
+    ends its workers.
 
     Of SIGTERM only the parent's counts: at its own exit it sends one and waits.
     """
@@ -124,7 +154,8 @@ def _leave_stopping_to_the_main_process(_: int) -> None:
 
     for number in STOP_SIGNALS[1:]:
         signal.signal(number, signal.SIG_IGN)
-    if hasattr(signal, "sigwaitinfo"):  # macOS does not say who sent it: there SIGTERM always ends a worker
+    # macOS does not say who sent it: there SIGTERM always ends a worker
+    if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=end_when_told_by_the_main_process, daemon=True).start()
 
@@ -134,21 +165,33 @@ def _collated(collate: Callable[[Key, list[Any]], tuple[Any, Any]], drawn: Drawn
 
 
 class Loader:
-    """Iterates batches `(images, targets)`, finished on `device`, and keeps the report of broken images.
+    """Iterates batches `(images, targets)`, finished on `device`, and keeps the report of broken
+    images.
 
-    `len()` is the number of batches of a whole epoch, which the processes of a distributed run share. `state_dict`
-    tells the place in it; after `load_state_dict`, the next pass gives the batches that were still to come.
+    `len()` is the number of batches of a whole epoch, which the processes of a distributed run
+    share. `state_dict` tells the place in it; after `load_state_dict`, the next pass gives the
+    batches that were still to come.
 
     Args:
-        data: a data module, set up: its `collate` runs in the workers and must pickle, its `finish` in this process.
+        data: a data module, set up: its `collate` runs in the workers and must pickle, its `finish`
+            in this process.
         part: "train" for shuffled, full batches, or "val".
 
-    Iterating raises BrokenImagesError for too many unreadable images, or where a training batch has no others.
+    Iterating raises BrokenImagesError for too many unreadable images, or where a training batch has
+    no others.
     """
 
     def __init__(self, data: Any, part: str) -> None:
-        dataset, self.report, self.device = data.datasets[part], data.broken_images[part], torch.device("cpu")
-        order: dict[str, Any] = {"training": part == "train", "rank": rank(), "world_size": world_size()}
+        dataset, self.report, self.device = (
+            data.datasets[part],
+            data.broken_images[part],
+            torch.device("cpu"),
+        )
+        order: dict[str, Any] = {
+            "training": part == "train",
+            "rank": rank(),
+            "world_size": world_size(),
+        }
         self.sampler = EpochBatches(len(dataset), data.batch_size, data.seed, **order)
         self.finish = partial(data.finish, part)
         self._epoch = self._batch = 0
@@ -159,7 +202,8 @@ class Loader:
             num_workers=data.num_workers,
             persistent_workers=data.num_workers > 0,
             pin_memory=torch.cuda.is_available(),
-            generator=torch.Generator(),  # its own, so that loading leaves the global random state alone
+            # its own, so that loading leaves the global random state alone
+            generator=torch.Generator(),
             worker_init_fn=_leave_stopping_to_the_main_process,
         )
 
@@ -167,8 +211,12 @@ class Loader:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        # an extra: what predicts loads no batches
+        from lightning.fabric.utilities import move_data_to_device
+
         with ExitStack() as later:
-            if hasattr(signal, "sigwaitinfo"):  # what the whole group is told meanwhile waits: workers begin deaf
+            # signals to the group are blocked until workers install handlers
+            if hasattr(signal, "sigwaitinfo"):
                 usual = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
                 later.callback(signal.pthread_sigmask, signal.SIG_SETMASK, usual)
             batches = iter(self._batches)
@@ -179,7 +227,9 @@ class Loader:
                 yield self.finish(key, *move_data_to_device((images, targets), self.device))
             elif self.sampler.training:
                 reasons = "\n".join(f"  {path}: {reason}" for path, reason in broken[:5])
-                raise BrokenImagesError(f"too few images of a training batch can be read; broken:\n{reasons}")
+                raise BrokenImagesError(
+                    f"too few images of a training batch can be read; broken:\n{reasons}"
+                )
 
     def state_dict(self) -> dict[str, int]:
         """The epoch and the number of its batches handed out; at its end, the start of the next."""
@@ -188,4 +238,7 @@ class Loader:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go to a place that `state_dict` told."""
-        self._epoch, self._batch = self.sampler.epoch, self.sampler.first_batch = state["epoch"], state["batch"]
+        self._epoch, self._batch = self.sampler.epoch, self.sampler.first_batch = (
+            state["epoch"],
+            state["batch"],
+        )

@@ -1,4 +1,6 @@
-"""What the data modules of all tasks share: two splits, their loaders, and the report of unreadable images."""
+"""What the data modules of all tasks share: two splits, their loaders, and the report of unreadable
+images.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -21,19 +23,22 @@ USUAL_SPLITS = {"train": ("train", "training"), "val": ("val", "validation", "va
 
 @dataclass(eq=False)
 class ImageData(ABC):
-    """Images for training and validation; a subclass says what a split is, how its samples are transformed and how they
-    make a batch.
+    """Images for training and validation; a subclass says what a split is, how its samples are
+    transformed and how they make a batch.
 
     Args:
         root: where the images lie; left out for the built-in scenes.
         dataset: what to read; "scenes" for the built-in scenes.
         image_size: side in pixels, at least 32.
         batch_size: images per batch and process.
-        num_workers: processes that prepare images; 0 for none beside the main one. Changes nothing but the speed.
+        num_workers: processes that prepare images; 0 for none beside the main one. Changes nothing
+            but the speed.
         seed: order and augmentation are functions of it; which images the subsets hold is not.
-        train_size: number of training images, the first of one fixed permutation. Default all, of scenes 5000 or 4000.
+        train_size: number of training images, the first of one fixed permutation. Default all, of
+            scenes 5000 or 4000.
         val_size: the same for validation. Default all, of scenes 1000, or 500 with boxes.
-        max_broken_share: share of unreadable images, of those in a split, above which the run stops.
+        max_broken_share: share of unreadable images, of those in a split, above which the run
+            stops.
 
     Raises UserError for a value out of its range, and where nothing says which data set is meant.
     """
@@ -50,7 +55,8 @@ class ImageData(ABC):
     datasets: dict[str, SeededDataset] = field(default_factory=dict, init=False)
     broken_images: dict[str, BrokenImages] = field(default_factory=dict, init=False)
 
-    root_holds = "the folder of the images"  # what the argument `root` of a subclass is, human-readable
+    # what the argument `root` of a subclass is, human-readable
+    root_holds = "the folder of the images"
     scenes: ClassVar[type[Scenes]] = Scenes  # the reader of the built-in ones
     scenes_size = {"train": 5000, "val": 1000}  # noqa: RUF012
     smallest_batch = 1  # in training
@@ -64,40 +70,59 @@ class ImageData(ABC):
             expected = f"{self.root_holds} with dataset {reads!r}, none with dataset 'scenes'"
             raise UserError(f"root: expected {expected}, got {self.root!r} with {self.dataset!r}")
         check_range(32, image_size=self.image_size)
-        check_range(1, batch_size=self.batch_size, train_size=self.train_size, val_size=self.val_size)
+        check_range(
+            1, batch_size=self.batch_size, train_size=self.train_size, val_size=self.val_size
+        )
         check_range(0, num_workers=self.num_workers, seed=self.seed)
         check_range(0, 1, max_broken_share=self.max_broken_share)
 
     @abstractmethod
     def open_root(self, root: str, part: str) -> tuple[str, Any]:
-        """Open "train" or "val" of `root`: its split's name, its reader. FileNotFoundError, UserError if it fails."""
+        """Open "train" or "val" of `root`: its split's name, its reader.
+
+        FileNotFoundError, UserError if it fails.
+        """
 
     @abstractmethod
     def transform(self, part: str, sample: Any) -> tuple[Any, Any]:
-        """Make an 8-bit image and its target of the reader's sample, in a worker; drawn at random for "train"."""
+        """Make an 8-bit image and its target of the reader's sample, in a worker.
+
+        Drawn at random for "train".
+        """
 
     def collate(self, part: str, key: Key, samples: list[Any]) -> tuple[Any, Any]:
-        """Make 8-bit images and their targets of a batch's samples, in a worker; no images where these are too few."""
+        """Make 8-bit images and their targets of a batch's samples, in a worker.
+
+        No images where these are too few.
+        """
         return [image for image, _ in samples], [target for _, target in samples]
 
     @abstractmethod
     def finish(self, part: str, key: Key, images: Any, targets: Any) -> tuple[Any, Any]:
         """Make a batch's bytes, on the loader's device, what the network takes."""
 
-    def choose(self, part: str, split: str, reader: Any, indices: Sequence[int] = ()) -> Sequence[int]:
-        """Which of a split's images, of those at `indices` if there are any, "train" or "val" holds: all, or the first
-        of a permutation by the split's name. UserError where more are wanted than there are.
+    def choose(
+        self, part: str, split: str, reader: Any, indices: Sequence[int] = ()
+    ) -> Sequence[int]:
+        """Which of a split's images, of those at `indices` if there are any, "train" or "val"
+        holds: all, or the first of a permutation by the split's name. UserError where more are
+        wanted than there are.
         """
         indices = indices or range(len(reader))
         size, total = getattr(self, f"{part}_size"), len(indices)
         if size is not None and size > total:
-            raise UserError(f"{part}_size: expected at most {total}, the images of split {split!r}, got {size}")
+            raise UserError(
+                f"{part}_size: expected at most {total}, the images of split {split!r}, got {size}"
+            )
         if size in (None, total):
             return indices
         return [indices[place] for place in generator("subset", split).permutation(total)[:size]]
 
     def setup(self, stage: str | None = None) -> None:
-        """Open both splits for "fit" or None, else the validation split. Raises as `open_root` and `choose`."""
+        """Open both splits for "fit" or None, else the validation split.
+
+        Raises as `open_root` and `choose`.
+        """
         for part in ("train", "val") if stage in ("fit", None) else ("val",):
             if part in self.datasets:
                 continue
@@ -129,12 +154,20 @@ class ImageData(ABC):
         return len(self.class_names)
 
     def train_dataloader(self) -> Loader:
-        """Shuffled, augmented, full batches; another order in each epoch. UserError where there is not one batch."""
+        """Shuffled, augmented, full batches; another order in each epoch.
+
+        UserError where there is not one batch.
+        """
         check_range(self.smallest_batch, batch_size=self.batch_size)
         loader = Loader(self, "train")
         if len(loader) == 0:
-            images, batches = len(self.datasets["train"]), f"{self.batch_size} on each of {world_size()} processes"
-            raise UserError(f"batch_size: {images} training images do not fill one batch of {batches}")
+            images, batches = (
+                len(self.datasets["train"]),
+                f"{self.batch_size} on each of {world_size()} processes",
+            )
+            raise UserError(
+                f"batch_size: {images} training images do not fill one batch of {batches}"
+            )
         return loader
 
     def val_dataloader(self) -> Loader:
@@ -142,9 +175,19 @@ class ImageData(ABC):
         return Loader(self, "val")
 
     def state_dict(self) -> dict[str, Any]:
-        """What goes into checkpoints: the unreadable images met so far, without the root, which may move."""
-        root, broken = self._root(), {part: report.broken.items() for part, report in self.broken_images.items()}
-        return {"broken": {part: {name.removeprefix(root): why for name, why in of} for part, of in broken.items()}}
+        """What goes into checkpoints: the unreadable images met so far, without the root, which may
+        move.
+        """
+        root, broken = (
+            self._root(),
+            {part: report.broken.items() for part, report in self.broken_images.items()},
+        )
+        return {
+            "broken": {
+                part: {name.removeprefix(root): why for name, why in of}
+                for part, of in broken.items()
+            }
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume with the unreadable images of a checkpoint."""
@@ -157,7 +200,10 @@ class ImageData(ABC):
         return "" if self.root is None else str(Path(self.root))  # what names of images begin with
 
     def write_broken_images(self, path: StrPath) -> int:
-        """Write a line `split <tab> path <tab> reason` for each unreadable image met so far; return how many."""
+        """Write a line `split <tab> path <tab> reason` for each unreadable image met so far.
+
+        Return how many.
+        """
         lines = [
             f"{report.split}\t{name}\t{' '.join(reason.split())}\n"
             for report in self.broken_images.values()
@@ -169,13 +215,15 @@ class ImageData(ABC):
 
 @dataclass(eq=False)
 class NormalizedData(ImageData):
-    """Images that are normalised by the loader, in splits with names of their own.
+    """Images that are normalized by the loader, in splits with names of their own.
 
     Args:
         mean: mean of each channel, in 0 to 1, to subtract.
         std: standard deviation of each channel, to divide by.
-        train_split: name of the training split; by default "train" or "training", whichever is found.
-        val_split: name of the validation split; by default "val", "validation", "valid" or "test", the first found.
+        train_split: name of the training split; by default "train" or "training", whichever is
+            found.
+        val_split: name of the validation split; by default "val", "validation", "valid" or "test",
+            the first found.
     """
 
     mean: Triple = IMAGENET_MEAN
@@ -188,6 +236,10 @@ class NormalizedData(ImageData):
         self.normalize = Normalize(self.mean, self.std)
 
     def choose_split(self, part: str, found: Sequence[str]) -> str:
-        """The split of "train" or "val" that the user named, or the first usual one among those found."""
+        """The split of "train" or "val" that the user named, or the first usual one among those
+        found.
+        """
         usual = USUAL_SPLITS[part]
-        return getattr(self, f"{part}_split") or next((name for name in usual if name in found), usual[0])
+        return getattr(self, f"{part}_split") or next(
+            (name for name in usual if name in found), usual[0]
+        )

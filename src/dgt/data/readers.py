@@ -1,11 +1,13 @@
-"""Readers of labelled images: class folders, Hugging Face `datasets`, the built-in scenes.
+"""Readers of labeled images: class folders, Hugging Face `datasets`, the built-in scenes.
 
-Every reader is a plain sequence with `class_names`, whose items are an RGB image and its label, or a `BrokenImage`.
+Every reader is a plain sequence with `class_names`, whose items are an RGB image and its label, or
+a `BrokenImage`.
 """
 
 import os
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,29 @@ from dgt.utils.errors import UserError
 
 Labelled = tuple[Image.Image, int]
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm")
+SUFFIXES = (
+    ".jpg",
+    ".jpeg",
+    ".png",
+    ".webp",
+    ".bmp",
+    ".gif",
+    ".tif",
+    ".tiff",
+    ".ppm",
+    ".pgm",
+    ".pbm",
+)
 LOOKED_FOR = f"(looked for {', '.join(SUFFIXES)})"
 SAVED = ("dataset_dict.json", "state.json")  # what `save_to_disk` writes
 CIFAR_FOLDER = "cifar-10-batches-py"
-OLD = re.compile(rf".+\.npz|shards\.json|.+-\d{{6}}\.index|{CIFAR_FOLDER}|data_batch_1")  # no longer read
+OLD = re.compile(r".+\.npz|shards\.json|.+-\d{6}\.index")
+"""Files of formats that are no longer read."""
 # Names that decide where the types of a data set's columns do not.
-USUAL_COLUMNS = {"image": ("image", "img", "jpg", "jpeg", "png"), "label": ("label", "labels", "class", "cls")}
+USUAL_COLUMNS = {
+    "image": ("image", "img", "jpg", "jpeg", "png"),
+    "label": ("label", "labels", "class", "cls"),
+}
 
 
 def folder_names(parent: StrPath) -> tuple[str, ...]:
@@ -48,36 +66,54 @@ def some(names: Sequence[str], count: int = 5) -> str:
 
 
 def split_folder(parent: StrPath, split: str) -> Path:
-    """The folder of a split; FileNotFoundError, naming those that are there, where there is none."""
+    """The folder of a split.
+
+    FileNotFoundError, naming those that are there, where there is none.
+    """
     if not os.path.isdir(os.path.join(parent, split)):
         found = some(folder_names(parent))
-        raise FileNotFoundError(f"split: {split!r} is not a folder in {parent}; found there: {found}")
+        raise FileNotFoundError(
+            f"split: {split!r} is not a folder in {parent}; found there: {found}"
+        )
     return Path(parent, split)
 
 
 class ImageFolder:
     """Images in `<root>/<split>/<class>/`, at any depth below the class.
 
-    The classes are the sorted folder names, or the `class_names` of another split, of which this one may lack some.
-    FileNotFoundError for a split that is not there, UserError for no class folders, unknown ones, or no image in any.
+    The classes are the sorted folder names, or the `class_names` of another split, of which this
+    one may lack some. FileNotFoundError for a split that is not there, UserError for no class
+    folders, unknown ones, or no image in any.
     """
 
-    def __init__(self, root: StrPath, split: str = "train", class_names: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, root: StrPath, split: str = "train", class_names: Sequence[str] | None = None
+    ) -> None:
         self.folder = split_folder(root, split)
         found = folder_names(self.folder)
         if not found:
             raise UserError(f"expected one folder per class in {self.folder}, found no folder")
         self.class_names = found if class_names is None else tuple(class_names)
         if unknown := sorted(set(found).difference(self.class_names)):
-            raise UserError(f"{self.folder} has classes that the training split lacks: {some(unknown)}")
+            raise UserError(
+                f"{self.folder} has classes that the training split lacks: {some(unknown)}"
+            )
         labelled = enumerate(self.class_names)
-        self.samples = [(path, label) for label, name in labelled for path in image_files(self.folder / name)]
+        self.samples = [
+            (path, label) for label, name in labelled for path in image_files(self.folder / name)
+        ]
         if not self.samples:
-            raise UserError(f"no image in any of the {len(found)} class folders of {self.folder} {LOOKED_FOR}")
+            raise UserError(
+                f"no image in any of the {len(found)} class folders of {self.folder} {LOOKED_FOR}"
+            )
 
     def check_classes(self) -> None:
-        """Raise UserError for classes without an image: stray folders, or a download that broke off."""
-        if empty := sorted(set(self.class_names) - {self.class_names[label] for _, label in self.samples}):
+        """Raise UserError for classes without an image: stray folders, or a download that broke
+        off.
+        """
+        if empty := sorted(
+            set(self.class_names) - {self.class_names[label] for _, label in self.samples}
+        ):
             told = f"class folders of {self.folder} without an image"
             raise UserError(f"{told}: {some(empty)} {LOOKED_FOR}; fill or remove them")
 
@@ -93,44 +129,62 @@ class HubImages:
     """One split of a Hugging Face data set, read by index: its images as stored, decoded here.
 
     Args:
-        root: a folder of `save_to_disk` or of parquet files in the hub's layout, or the name of a set on the hub.
+        root: a folder of `save_to_disk` or of parquet files in the hub's layout, or the name of a
+            set on the hub.
         split: name of the split.
         class_names: the training split's classes, to hold this one to the same labels.
-        columns: `image_column` and `label_column`; None for the only one whose type or name tells that it is.
+        columns: `image_column` and `label_column`; None for the only one whose type or name tells
+            that it is.
 
-    UserError for no such split or column or several, other classes, labels outside the classes, and what is unreadable.
+    UserError for no such split or column or several, other classes, labels outside the classes, and
+    what is unreadable.
     """
 
     def __init__(
-        self, root: StrPath, split: str, class_names: Sequence[str] | None = None, **columns: str | None
+        self,
+        root: StrPath,
+        split: str,
+        class_names: Sequence[str] | None = None,
+        **columns: str | None,
     ) -> None:
         import datasets  # slow to import
 
         splits = _open_hub(root)
         if split not in splits:
-            raise UserError(f"split: {split!r} is not in {root}; splits found there: {', '.join(splits)}")
+            raise UserError(
+                f"split: {split!r} is not in {root}; splits found there: {', '.join(splits)}"
+            )
         self.place, table = f"{root}[{split}", splits[split]
         self.column = _choose_column(table, "image", columns, datasets.Image)
         label = _choose_column(table, "label", columns, datasets.ClassLabel)
         found = table.select_columns([label]).with_format("arrow")[:].column(label)
         if not str(found.type).lstrip("u").startswith("int"):
-            raise UserError(f"label_column: {label!r} of {self.place}] holds no class numbers, but {found.type}")
+            raise UserError(
+                f"label_column: {label!r} of {self.place}] holds no class numbers, but {found.type}"
+            )
         if not len(found):
             raise UserError(f"{self.place}] holds no image")
         self.labels = found.cast("int64").fill_null(-1).to_numpy()
         low, high = self.labels.min(), self.labels.max()
-        named = getattr(table.features[label], "names", class_names)  # else the numbers themselves are the classes
+        # else the numbers themselves are the classes
+        named = getattr(table.features[label], "names", class_names)
         self.class_names = tuple(named or map(str, range(high + 1)))
         if class_names is not None and self.class_names != tuple(class_names):
-            raise UserError(f"{self.place}] has other classes than the training split: {some(self.class_names)}")
+            raise UserError(
+                f"{self.place}] has other classes than the training split: {some(self.class_names)}"
+            )
         if low < 0 or high >= len(self.class_names):
             last = len(self.class_names) - 1
-            raise UserError(f"{self.place}]: labels in {label!r} must lie in 0 to {last}, got {low} to {high}")
+            raise UserError(
+                f"{self.place}]: labels in {label!r} must lie in 0 to {last}, got {low} to {high}"
+            )
         try:
             images = table.select_columns([self.column])
             self.images = images.cast_column(self.column, datasets.Image(decode=False))
         except (TypeError, ValueError, NotImplementedError) as error:
-            raise UserError(f"image_column: {self.column!r} of {root} does not hold images: {error}") from error
+            raise UserError(
+                f"image_column: {self.column!r} of {root} does not hold images: {error}"
+            ) from error
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -138,37 +192,79 @@ class HubImages:
     def __getitem__(self, index: int) -> Labelled | BrokenImage:
         stored, name = self.images[int(index)][self.column] or {}, f"{self.place}:{index}]"
         source = stored.get("bytes") or stored.get("path")
-        return BrokenImage(name, "is missing") if source is None else try_decode(source, name, int(self.labels[index]))
+        return (
+            BrokenImage(name, "is missing")
+            if source is None
+            else try_decode(source, name, int(self.labels[index]))
+        )
 
 
 def _choose_column(table: Any, kind: str, columns: dict[str, str | None], feature: type) -> str:
     """The column that the user named, or the only one whose type fits, or else whose name is usual."""
     names, wanted = list(table.features), columns.get(f"{kind}_column")
-    found = [name for name in names if isinstance(table.features[name], feature)] if wanted is None else [wanted]
+    found = (
+        [name for name in names if isinstance(table.features[name], feature)]
+        if wanted is None
+        else [wanted]
+    )
     found = found or [name for name in names if name in USUAL_COLUMNS[kind]]
     if len(found) == 1 and found[0] in names:
         return found[0]
-    many = f"has several {kind} columns ({some(found)})" if len(found) > 1 else f"has no {kind} column"
+    many = (
+        f"has several {kind} columns ({some(found)})" if len(found) > 1 else f"has no {kind} column"
+    )
     named = "" if wanted is None else f" {wanted!r}"
     raise UserError(f"the data set {many}{named}: name one of {some(names)} as data.{kind}_column")
 
 
 def _open_hub(root: StrPath) -> dict[str, Any]:
-    """The splits of a Hugging Face data set by name."""
+    """The splits of a Hugging Face data set, or of CIFAR-10's python layout, by name."""
     import datasets
 
+    if _is_cifar(Path(root)):
+        return _open_cifar(Path(root).resolve())
     saved = any((Path(root) / name).is_file() for name in SAVED)
     load: Any = datasets.load_from_disk if saved else datasets.load_dataset
     try:
         opened = load(os.fspath(root))
-    except Exception as error:  # a missing set, no network, damaged files: whatever its many parts raise
+    except Exception as error:
+        # a missing set, no network, damaged files: whatever its many parts raise
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        raise UserError(f"root: no Hugging Face data set can be read from {root} ({reason})") from error
+        raise UserError(
+            f"root: no Hugging Face data set can be read from {root} ({reason})"
+        ) from error
     return dict(opened) if isinstance(opened, dict) else {str(opened.split or "train"): opened}
 
 
+def _is_cifar(root: Path) -> bool:
+    """Whether `root` is or holds CIFAR-10 in its python layout."""
+    return (root / CIFAR_FOLDER).is_dir() or (root.name == CIFAR_FOLDER and root.is_dir())
+
+
+@lru_cache(maxsize=1)
+def _open_cifar(root: Path) -> dict[str, Any]:
+    """CIFAR-10's python layout, read and checked by torchvision, as a data set in memory."""
+    import datasets
+    from torchvision.datasets import CIFAR10
+
+    parent = root.parent if root.name == CIFAR_FOLDER else root
+    splits = {}
+    for split in ("train", "test"):
+        try:
+            images: Any = CIFAR10(str(parent), train=split == "train", download=False)
+        except (RuntimeError, OSError) as error:
+            place = parent / CIFAR_FOLDER
+            raise UserError(f"root: {place} is not a whole copy of CIFAR-10 ({error})") from error
+        features = datasets.Features(
+            img=datasets.Image(), label=datasets.ClassLabel(names=list(images.classes))
+        )
+        columns = {"img": list(images.data), "label": list(images.targets)}
+        splits[split] = datasets.Dataset.from_dict(columns, features=features)
+    return splits
+
+
 class SceneImages(Scenes):
-    """The built-in scenes as labelled images, without the maps, boxes and masks."""
+    """The built-in scenes as labeled images, without the maps, boxes and masks."""
 
     def __getitem__(self, index: int) -> Labelled:
         scene = super().__getitem__(index)
@@ -176,20 +272,24 @@ class SceneImages(Scenes):
 
 
 def _is_hub(root: Path) -> bool:
-    """Whether `root` is a Hugging Face data set (`save_to_disk`, parquet files, a name on the hub), or class folders.
+    """Whether `root` is a Hugging Face data set (`save_to_disk`, parquet files, a name on the hub),
+    or class folders.
 
     FileNotFoundError where it is no folder either, UserError for a format that is no longer read.
     """
-    if root.is_dir() and any(next(root.glob(mark), None) for mark in (*SAVED, "*.parquet", "*/*.parquet")):
+    if _is_cifar(root):
+        return True
+    if root.is_dir() and any(
+        next(root.glob(mark), None) for mark in (*SAVED, "*.parquet", "*/*.parquet")
+    ):
         return True
     if not root.exists() and re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(root)):
         return True
-    if folder_names(root) in ((), (CIFAR_FOLDER,)):  # beside folders of images such a file is a stray one
+    if not folder_names(root):  # beside folders of images such a file is a stray one
         names = [root.name] if root.is_file() else [found.name for found in root.glob("*")]
         if old := next(filter(OLD.fullmatch, names), None):
-            hint = "packed .npz files and shards are unpacked to folders SPLIT/CLASS/ by the lines of docs/scaling.md"
-            cifar = "of CIFAR-10 give the parquet files, --data.root uoft-cs/cifar10 where the hub can be reached"
-            raise UserError(f"root: {root} holds {old}, of a format no longer read: {hint}; {cifar}")
+            hint = "unpack it to folders SPLIT/CLASS/ by the lines of docs/scaling.md"
+            raise UserError(f"root: {root} holds {old}, of a format no longer read: {hint}")
     if not root.is_dir():
         raise FileNotFoundError(f"root: there is no folder {root}")
     return False
@@ -203,13 +303,25 @@ def available_splits(root: StrPath) -> tuple[str, ...]:
 def open_images(
     root: StrPath, split: str, train_split: str | None = None, **columns: str | None
 ) -> HubImages | ImageFolder:
-    """The reader for a split of what lies at `root`: a Hugging Face data set, on the hub or not, or class folders.
+    """Open a split of what lies at `root`: a Hugging Face data set, on the hub or not, CIFAR-10's
+    python layout, or class folders.
 
-    It is held to the classes of `train_split`, if that is there; `columns` are `image_column` and `label_column` of a
-    Hugging Face data set, None to find them. Raises as the readers; FileNotFoundError where nothing is there.
+    Args:
+        root: folder, or name on the hub.
+        split: name of the split.
+        train_split: the reader is held to the classes of this split, if it is there.
+        columns: `image_column` and `label_column` of a Hugging Face data set; None to find them.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        UserError: as the readers.
     """
     hub, classes = _is_hub(Path(root)), None
     if train_split not in (None, split) and train_split in available_splits(root):
         train = str(train_split)
-        classes = HubImages(root, train, **columns).class_names if hub else folder_names(Path(root, train))
+        classes = (
+            HubImages(root, train, **columns).class_names
+            if hub
+            else folder_names(Path(root, train))
+        )
     return HubImages(root, split, classes, **columns) if hub else ImageFolder(root, split, classes)

@@ -1,10 +1,12 @@
-"""The built-in `scenes` set: coloured shapes on textured backgrounds, drawn on demand, nothing to download.
+"""The built-in `scenes` set: colored shapes on textured backgrounds, drawn on demand, nothing to
+download.
 
-One image serves three tasks. Each holds one large object, whose kind is the class label (it covers more pixels than
-any other), and a few small ones of any kind; objects hide one another. Colour, place, size, rotation and background say
-nothing about the kind. A scene is a pure function of (seed, split, index, size): any process, worker or machine draws
-the same one, and at another size it is the same image at another resolution. Shapes are signed distances, negative
-inside, drawn at equal area. Backgrounds are noise, stripes, checks and gradients between two muted colours.
+One image serves three tasks. Each holds one large object, whose kind is the class label (it covers
+more pixels than any other), and a few small ones of any kind; objects hide one another. Color,
+place, size, rotation and background say nothing about the kind. A scene is a pure function of
+(seed, split, index, size): any process, worker or machine draws the same one, and at another size
+it is the same image at another resolution. Shapes are signed distances, negative inside, drawn at
+equal area. Backgrounds are noise, stripes, checks and gradients between two muted colors.
 """
 
 import colorsys
@@ -59,7 +61,9 @@ DISTANCE: dict[str, Callable[[Field, Field], Field]] = {
     "cross": lambda x, y: np.maximum(
         np.maximum(np.abs(x), np.abs(y)) - 1, np.minimum(np.abs(x), np.abs(y)) - np.float32(0.33)
     ),
-    "crescent": lambda x, y: np.maximum(np.hypot(x, y) - 1, np.float32(0.82) - np.hypot(x - np.float32(0.5), y)),
+    "crescent": lambda x, y: np.maximum(
+        np.hypot(x, y) - 1, np.float32(0.82) - np.hypot(x - np.float32(0.5), y)
+    ),
     "hexagon": lambda x, y: _fold(x, y, 6)[0] - np.float32(math.cos(math.pi / 6)),
 }
 KINDS = tuple(DISTANCE)
@@ -68,7 +72,9 @@ KINDS = tuple(DISTANCE)
 def _radius(kind: str) -> float:
     """How far a kind must reach for an area of pi, by its area at radius 1, counted on a fine grid."""
     axis = (np.arange(600, dtype=np.float32) + 0.5) / 200 - 1.5
-    return math.sqrt(math.pi / (9.0 * float((DISTANCE[kind](axis[None, :], axis[:, None]) < 0).mean())))
+    return math.sqrt(
+        math.pi / (9.0 * float((DISTANCE[kind](axis[None, :], axis[:, None]) < 0).mean()))
+    )
 
 
 RADIUS = {kind: _radius(kind) for kind in KINDS}
@@ -76,7 +82,9 @@ RADIUS = {kind: _radius(kind) for kind in KINDS}
 
 @lru_cache(maxsize=16)
 def _pixel_grid(size: int) -> tuple[Field, Field]:
-    """Pixel centres `(x, y)`, each (size, size), in units of the image side: 0 at the left or top edge."""
+    """Pixel centers `(x, y)`, each (size, size), in units of the image side: 0 at the left or top
+    edge.
+    """
     axis = (np.arange(size, dtype=np.float32) + 0.5) / size
     x, y = np.meshgrid(axis, axis)
     return x, y
@@ -84,7 +92,9 @@ def _pixel_grid(size: int) -> tuple[Field, Field]:
 
 @lru_cache(maxsize=64)
 def _interpolation(cells: int, size: int) -> Field:
-    """(size, cells + 1) matrix that interpolates values at the corners of `cells` cells smoothly at `size` pixels."""
+    """(size, cells + 1) matrix that interpolates values at the corners of `cells` cells smoothly at
+    `size` pixels.
+    """
     position = (np.arange(size, dtype=np.float32) + 0.5) / size * cells
     left = position.astype(np.int64)
     weight = position - left
@@ -96,7 +106,9 @@ def _interpolation(cells: int, size: int) -> Field:
 
 
 def _octave_noise(rng: np.random.Generator, size: int, octaves: tuple[int, ...]) -> Field:
-    """(size, size) smooth noise, mostly within -1 to 1: a random lattice per octave, each at half the weight."""
+    """(size, size) smooth noise, mostly within -1 to 1: a random lattice per octave, each at half
+    the weight.
+    """
     noise = np.zeros((size, size), dtype=np.float32)
     for number, cells in enumerate(octaves):
         lattice = rng.uniform(-1, 1, (cells + 1, cells + 1)).astype(np.float32)
@@ -106,9 +118,11 @@ def _octave_noise(rng: np.random.Generator, size: int, octaves: tuple[int, ...])
 
 
 def _pattern(rng: np.random.Generator, size: int) -> Field:
-    """(size, size) in about 0 to 1: how much of the second colour each pixel takes."""
+    """(size, size) in about 0 to 1: how much of the second color each pixel takes."""
     kind = TEXTURES[rng.integers(len(TEXTURES))]
-    angle, phase, frequency = rng.uniform(0, np.pi), rng.uniform(0, 2 * np.pi, 2), rng.uniform(3, 8)
+    angle = rng.uniform(0, np.pi)
+    phase = rng.uniform(0, 2 * np.pi, 2)
+    frequency = rng.uniform(3, 8)
     noise = _octave_noise(rng, size, (3, 7, 15))
     x, y = _pixel_grid(size)
     along = np.float32(np.cos(angle)) * x + np.float32(np.sin(angle)) * y
@@ -125,10 +139,12 @@ def _pattern(rng: np.random.Generator, size: int) -> Field:
 
 
 def _background(rng: np.random.Generator, size: int) -> tuple[Field, Field]:
-    """A textured background `(size, size, 3)` in 0 to 1, and its mean colour `(3,)`."""
+    """A textured background `(size, size, 3)` in 0 to 1, and its mean color `(3,)`."""
 
     def muted(hue: float, value: float) -> Field:
-        return np.array(colorsys.hsv_to_rgb(hue % 1.0, rng.uniform(0.08, 0.4), value), dtype=np.float32)
+        return np.array(
+            colorsys.hsv_to_rgb(hue % 1.0, rng.uniform(0.08, 0.4), value), dtype=np.float32
+        )
 
     hue, value = rng.uniform(), rng.uniform(0.35, 0.85)
     step = rng.uniform(0.12, 0.22) * (1 if value < 0.6 else -1)
@@ -141,10 +157,11 @@ def _background(rng: np.random.Generator, size: int) -> tuple[Field, Field]:
 class Scene:
     """One image with the answers for classification, semantic segmentation and instance detection.
 
-    `image` uint8 (3, H, W); `label` the class, 0 to 7; `label_map` int64 (H, W), 0 for background and c + 1 for kind c;
-    `boxes` float32 (N, 4), x0 y0 x1 y1 in pixels, right and bottom edges exclusive, tight around `masks`;
-    `masks` bool (N, H, W), the visible part of each object; `categories` int64 (N,), the kind c of each.
-    Objects of which nothing is visible are left out; N is at least 1.
+    `image` uint8 (3, H, W); `label` the class, 0 to 7; `label_map` int64 (H, W), 0 for background
+    and c + 1 for kind c; `boxes` float32 (N, 4), x0 y0 x1 y1 in pixels, right and bottom edges
+    exclusive, tight around `masks`; `masks` bool (N, H, W), the visible part of each object;
+    `categories` int64 (N,), the kind c of each. Objects of which nothing is visible are left out; N
+    is at least 1.
     """
 
     image: Tensor
@@ -161,7 +178,9 @@ class Scene:
 
 @dataclass(frozen=True)
 class _Object:
-    """A shape in units of the image side: `size` is the radius of the disc of its area, `reach` of all of it."""
+    """A shape in units of the image side: `size` is the radius of the disc of its area, `reach` of
+    all of it.
+    """
 
     kind: str
     size: float
@@ -173,11 +192,16 @@ class _Object:
 
 
 def _vivid_colour(rng: np.random.Generator, avoid: Field) -> Field:
-    """The first of a few random saturated colours that stands off from `avoid`, or else the one farthest from it."""
+    """The first of a few random saturated colors that stands off from `avoid`, or else the one
+    farthest from it.
+    """
     drawn = rng.uniform((0, 0.55, 0.55), (1, 1, 1), (6, 3))
     colours = [np.array(colorsys.hsv_to_rgb(*hsv), dtype=np.float32) for hsv in drawn]
     distances = [float(np.abs(colour - avoid).max()) for colour in colours]
-    first = next((place for place, distance in enumerate(distances) if distance > 0.4), int(np.argmax(distances)))
+    first = next(
+        (place for place, distance in enumerate(distances) if distance > 0.4),
+        int(np.argmax(distances)),
+    )
     return colours[first]
 
 
@@ -200,22 +224,33 @@ def _compose(rng: np.random.Generator, avoid: Field) -> tuple[str, list[_Object]
         new = _random_object(rng, _SMALL, avoid)
         # Small objects may nibble at the large one and at each other, never cover the middle of it.
         clear = math.hypot(new.x - large.x, new.y - large.y) > 0.75 * large.reach + 0.5 * new.reach
-        if clear and all(math.hypot(new.x - old.x, new.y - old.y) > 0.6 * (new.reach + old.reach) for old in small):
+        if clear and all(
+            math.hypot(new.x - old.x, new.y - old.y) > 0.6 * (new.reach + old.reach)
+            for old in small
+        ):
             small.append(new)
     small.insert(int(rng.integers(len(small) + 1)), large)
     return large.kind, small
 
 
 def _paint(image: Field, owner: NDArray[np.int16], item: _Object, number: int) -> None:
-    """Draw one object over `image` (H, W, 3) and write its number where it now covers `owner` (H, W), in place."""
+    """Draw one object over `image` (H, W, 3) and write its number where it now covers `owner` (H,
+    W), in place.
+    """
     size = len(image)
     reach, shadow, rim = item.reach, 0.03, max(1.2 / size, 0.07 * item.size)
     (x0, x1), (y0, y1) = (
-        [int(np.clip(v * size, 0, size)) for v in (middle - reach - shadow, middle + reach + shadow + 1 / size)]
+        [
+            int(np.clip(v * size, 0, size))
+            for v in (middle - reach - shadow, middle + reach + shadow + 1 / size)
+        ]
         for middle in (item.x, item.y)
     )
     window = (slice(y0, y1), slice(x0, x1))
-    x, y = (grid[window] - np.float32(centre) for grid, centre in zip(_pixel_grid(size), (item.x, item.y), strict=True))
+    x, y = (
+        grid[window] - np.float32(centre)
+        for grid, centre in zip(_pixel_grid(size), (item.x, item.y), strict=True)
+    )
     cos, sin = np.float32(math.cos(item.angle) / reach), np.float32(math.sin(item.angle) / reach)
     distance = DISTANCE[item.kind](cos * x + sin * y, cos * y - sin * x) * np.float32(reach)
 
@@ -229,9 +264,16 @@ def _paint(image: Field, owner: NDArray[np.int16], item: _Object, number: int) -
 
 
 def draw_scene(index: int, split: str = "train", image_size: int = 64, seed: int = 0) -> Scene:
-    """Draw scene number `index` of a split, "train", "val" or "test", at `image_size` x `image_size` pixels.
+    """Draw a scene.
 
-    Raises UserError for an unknown split, a size under 32, a negative index or seed.
+    Args:
+        index: its number in the split, from 0.
+        split: "train", "val" or "test".
+        image_size: side in pixels, at least 32.
+        seed: of the whole data set, at least 0.
+
+    Raises:
+        UserError: an argument is out of range.
     """
     if split not in SPLITS:
         raise UserError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
@@ -241,7 +283,8 @@ def draw_scene(index: int, split: str = "train", image_size: int = 64, seed: int
     layout, pixel_noise = rng.spawn(2)
     image, mean_colour = _background(rng, image_size)
     label, objects = _compose(layout, mean_colour)
-    owner = np.full((image_size, image_size), -1, dtype=np.int16)  # each pixel's topmost object, -1 for none
+    # each pixel's topmost object, -1 for none
+    owner = np.full((image_size, image_size), -1, dtype=np.int16)
     for number, item in enumerate(objects):
         _paint(image, owner, item, number)
     image += np.float32(NOISE) * pixel_noise.standard_normal(image.shape, dtype=np.float32)
@@ -250,8 +293,13 @@ def draw_scene(index: int, split: str = "train", image_size: int = 64, seed: int
     visible = np.flatnonzero(np.bincount(owner[owner >= 0].ravel(), minlength=len(objects)))
     masks = torch.from_numpy(owner == visible[:, None, None])
     boxes = masks_to_boxes(masks).float() + torch.tensor([0.0, 0.0, 1.0, 1.0])
-    drawn, label_map = torch.from_numpy(pixels.transpose(2, 0, 1).copy()), torch.from_numpy(kinds[owner] + 1)
-    return Scene(drawn, KINDS.index(label), label_map, boxes, masks, torch.from_numpy(kinds[visible]))
+    drawn, label_map = (
+        torch.from_numpy(pixels.transpose(2, 0, 1).copy()),
+        torch.from_numpy(kinds[owner] + 1),
+    )
+    return Scene(
+        drawn, KINDS.index(label), label_map, boxes, masks, torch.from_numpy(kinds[visible])
+    )
 
 
 class Scenes:
@@ -264,7 +312,10 @@ class Scenes:
 
     def __init__(self, split: str, length: int, image_size: int = 64, seed: int = 0) -> None:
         check_range(1, length=length)
-        self.split, self.length, self.image_size, self.seed = split, length, image_size, seed
+        self.split = split
+        self.length = length
+        self.image_size = image_size
+        self.seed = seed
         draw_scene(0, split, image_size, seed)
 
     def __len__(self) -> int:

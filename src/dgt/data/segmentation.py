@@ -1,179 +1,57 @@
-"""The data module of semantic segmentation: images with label maps in folders, or the built-in scenes.
+"""The data module of semantic segmentation: images with label maps in folders, or the built-in
+scenes.
 
 ```
 ROOT/images/<split>/NAME.jpg  ROOT/annotations/<split>/NAME.png     ADE20K: label 0 is ignored, c + 1 is class c
 ROOT/images/<split>/NAME.jpg  ROOT/labels/<split>/NAME.png          plain: label c is class c
 ```
 
-A label map is an 8-bit image of one channel (grey or palette), of its image's size; 255 is ignored in both layouts.
-What cannot be decoded is a `BrokenImage`, left out and counted; a label map that can be read but is wrong, or whose
-image EXIF data turn, which it may not follow, stops the run: a `WrongLabels`, which names the file.
+A label map is an 8-bit image of one channel (gray or palette), of its image's size; 255 is ignored
+in both layouts. What cannot be decoded is a `BrokenImage`, left out and counted; a label map that
+can be read but is wrong stops the run: a `WrongLabels`, which names the file. Beside an image that
+EXIF data turn by a quarter, a label map may be of the upright image or of the pixels as stored,
+with which it is turned; where sizes cannot show which (a half turn, a mirror, a square), it is
+wrong.
 
-Training follows Swin's recipe for ADE20K: rescale to fit a frame times a random ratio, crop, flip, distort the colours.
-Its batches are normalised crops (B, 3, S, S), zero where an image is smaller, and `LabelMaps`; those of validation
-lists of whole images (3, H, W) and label maps (H, W), of their own size: `dgt.tasks.segment` scales them.
+Training follows Swin's recipe for ADE20K: rescale to fit a frame times a random ratio, crop, flip,
+distort the colors. Its batches are normalized crops (B, 3, S, S), zero where an image is smaller,
+and `LabelMaps`; those of validation lists of whole images (3, H, W) and label maps (H, W), of their
+own size: `dgt.tasks.segment` scales them.
 """
 
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from PIL import ExifTags, Image, ImageFile
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.data import default_collate
 from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional as F
 
-from dgt.data.image_io import BrokenImage, StrPath, WrongLabels, decode_image, decoding
+from dgt.data.label_maps import IGNORED, LabelMapFolder, SceneMaps, label_folder, read_class_names
 from dgt.data.loader import Key
 from dgt.data.module import NormalizedData
-from dgt.data.readers import folder_names, image_files, some, split_folder
-from dgt.data.scenes import Scenes
+from dgt.data.readers import folder_names
 from dgt.utils.errors import UserError, check_range
 
-IGNORED = 255
-CLASS_FILES = ("classes.txt", "objectInfo150.txt")
-LABEL_FOLDERS = {"annotations": True, "labels": False}  # of label maps -> whether label 0 is ignored there
 SMALLEST = 32  # pixels a side that an image is scaled to: what the backbones take
 CROP_TRIES = 10
-
-Mapped = tuple[Image.Image, NDArray[np.uint8]]
-"""An RGB image and its label map (H, W): class numbers from 0, `IGNORED` where there is none."""
-
-
-class LabelMapFolder:
-    """Images and label maps of the same names in one of the two layouts, also in sub-folders.
-
-    `class_names`, 255 at most, are in the order of their labels; `zero_is_ignored` says whether label 0 means "none of
-    the classes" and label c + 1 class c; None: in `annotations/`. FileNotFoundError for a root, folder or split that is
-    not there; UserError for no images, files without their partner, two files or classes of one name.
-    """
-
-    def __init__(
-        self, root: StrPath, split: str, class_names: Sequence[str], zero_is_ignored: bool | None = None
-    ) -> None:
-        if not 1 <= len(set(class_names)) == len(class_names) <= IGNORED:
-            raise UserError(f"classes must be 1 to {IGNORED} different names, got {', '.join(class_names) or 'none'}")
-        maps = label_folder(root)
-        self.class_names = tuple(class_names)
-        self.zero_is_ignored = LABEL_FOLDERS[maps.name] if zero_is_ignored is None else zero_is_ignored
-        self.samples = _pairs(split_folder(Path(root, "images"), split), split_folder(maps, split))
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> Mapped | BrokenImage:
-        path, map_path = self.samples[index]
-        name = path
-        try:
-            with decoding(path) as opened:
-                turned = opened.getexif().get(ExifTags.Base.Orientation) in range(2, 9)  # Pillow, too, ignores others
-            image, name = decode_image(path), map_path
-            with decoding(map_path) as opened:
-                fault = _kind_fault(opened) or _size_fault(opened.size, path, image.size, turned)
-                stored = np.array([] if fault else opened, dtype=np.uint8)
-        except UserError as error:
-            return BrokenImage(name, str(error))
-        labels = np.where(stored == IGNORED, stored, stored - np.uint8(self.zero_is_ignored))  # 0 becomes 255
-        largest = labels[labels != IGNORED].max(initial=0)
-        if largest >= len(self.class_names):
-            fault = f"label {largest + self.zero_is_ignored} is that of none of the {len(self.class_names)} classes"
-        return WrongLabels(map_path, fault) if fault else (image, labels)
-
-
-class SceneMaps(Scenes):
-    """The built-in scenes with their label maps: background, and the kinds of shapes."""
-
-    class_names = ("background", *Scenes.class_names)
-
-    def __getitem__(self, index: int) -> Mapped:
-        scene = super().__getitem__(index)
-        return scene.to_pil(), scene.label_map.numpy().astype(np.uint8)
-
-
-def label_folder(root: StrPath) -> Path:
-    """The folder with the label maps of all splits; FileNotFoundError where there is not just one, beside `images`."""
-    folders = folder_names(root)
-    found = [name for name in LABEL_FOLDERS if name in folders]
-    if len(found) != 1 or "images" not in folders:
-        expected = f"images and one of {' and '.join(LABEL_FOLDERS)}"
-        raise FileNotFoundError(f"root: expected the folders {expected} in {root}, found {some(folders)}")
-    return Path(root, found[0])
-
-
-def read_class_names(root: StrPath) -> tuple[str, ...]:
-    """The classes that a file beside the images lists: `classes.txt`, a name a line, or ADE20K's `objectInfo150.txt`.
-
-    FileNotFoundError where there is neither, UserError for a file that is not in UTF-8.
-    """
-    path = next((path for path in (Path(root, name) for name in CLASS_FILES) if path.is_file()), None)
-    if path is None:
-        hint = f"name them in data.classes, or in {root}/{CLASS_FILES[0]}, one a line"
-        raise FileNotFoundError(f"the classes of {root} are not known: {hint}")
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not a text in UTF-8: {error}") from error
-    if path.name != CLASS_FILES[0]:  # a table whose last column holds synonyms, the usual one first
-        lines = [line.split("\t")[-1].split(",")[0].strip() for line in lines[1:]]
-    return tuple(lines)
-
-
-def _pairs(images: Path, maps: Path) -> list[tuple[str, str]]:
-    """Image and label map of each name, in the order of names."""
-    paths, labels = _by_name(images), _by_name(maps)
-    if alone := sorted(paths.keys() ^ labels.keys()):
-        files = some([paths.get(name) or labels[name] for name in alone], 3)
-        raise UserError(f"{len(alone)} files without a partner of their name among {images} and {maps}: {files}")
-    if not paths:
-        raise UserError(f"no image in {images}")
-    return [(paths[name], labels[name]) for name in sorted(paths)]
-
-
-def _by_name(folder: Path) -> dict[str, str]:
-    """Image files below a folder by their path in it without suffix."""
-    found: dict[str, str] = {}
-    for path in image_files(folder):
-        first = found.setdefault(os.path.splitext(os.path.relpath(path, folder))[0], path)
-        if first != path:
-            raise UserError(f"two files of one name: {first} and {path}")
-    return found
-
-
-def _kind_fault(opened: ImageFile.ImageFile) -> str:
-    """Why a file cannot hold a label map; empty where it can. Fewer bits of grey are stretched in decoding."""
-    stretched = bool(opened.tile) and opened.tile[0].args in ("L;2", "L;4")
-    if opened.mode in ("L", "P") and opened.format != "JPEG" and not stretched:
-        return ""
-    got = f"{opened.mode}{' of fewer bits' if stretched else ''} in {opened.format}"
-    return f"expected a lossless label map, such as PNG, of one 8-bit channel (grey or palette), got {got}"
-
-
-def _size_fault(stored: tuple[int, int], image: str, size: tuple[int, int], turned: bool) -> str:
-    """Why a label map of width and height `stored` may not be that of an image, `turned` by EXIF data; or empty."""
-    if stored == size and not turned:
-        return ""
-    has, image_has = ("{} x {}".format(*pair) for pair in (stored, size))
-    hint = ", turned by EXIF orientation: store it upright, without one" if turned else ""
-    return f"the label map has {has} pixels, its image {image} has {image_has}{hint}"
 
 
 @dataclass(frozen=True)
 class SegmentationAugmentation:
-    """Training augmentation; the defaults are the paper's for ADE20K. UserError for a value out of its range.
+    """Training augmentation; the defaults are the paper's for ADE20K. UserError for a value out of
+    its range.
 
     Args:
         min_ratio: smallest factor on `data.scale`.
         max_ratio: largest factor on `data.scale`.
-        max_class_share: largest share that one class may have in a crop, unless ten tries find none better.
+        max_class_share: largest share that one class may have in a crop, unless ten tries find none
+            better.
         flip: probability of a horizontal flip.
-        distortion: probability of each of four changes of colour: brightness, contrast, saturation, hue.
+        distortion: probability of each of four changes of color: brightness, contrast, saturation,
+            hue.
     """
 
     min_ratio: float = 0.5
@@ -184,18 +62,24 @@ class SegmentationAugmentation:
 
     def __post_init__(self) -> None:
         if not 0 < self.min_ratio <= self.max_ratio:
-            raise UserError(f"expected 0 < min_ratio <= max_ratio, got {self.min_ratio} and {self.max_ratio}")
-        check_range(0, 1, max_class_share=self.max_class_share, flip=self.flip, distortion=self.distortion)
+            raise UserError(
+                f"expected 0 < min_ratio <= max_ratio, got {self.min_ratio} and {self.max_ratio}"
+            )
+        check_range(
+            0, 1, max_class_share=self.max_class_share, flip=self.flip, distortion=self.distortion
+        )
 
 
 @dataclass(frozen=True)
 class SegmentationTest:
-    """How a label map is predicted, in validation and afterwards. UserError for a value out of its range.
+    """How a label map is predicted, in validation and afterwards. UserError for a value out of its
+    range.
 
     Args:
         scales: factors on `data.scale`; the probabilities of all are averaged.
         flip: average with those of the mirrored image, at every scale.
-        window: side in pixels of a window that slides over the scaled image; null for the whole image at once.
+        window: side in pixels of a window that slides over the scaled image; null for the whole
+            image at once.
         stride: pixels between two windows; null for two thirds of the window.
     """
 
@@ -206,17 +90,29 @@ class SegmentationTest:
 
     def __post_init__(self) -> None:
         if not self.scales or not all(scale > 0 for scale in self.scales):
-            raise UserError(f"test.scales must be at least one number above 0, got {list(self.scales)}")
+            raise UserError(
+                f"test.scales must be at least one number above 0, got {list(self.scales)}"
+            )
         if self.window is not None and self.window < SMALLEST:
             raise UserError(f"test.window must be null or at least {SMALLEST}, got {self.window}")
         if self.stride is not None and (self.window is None or not 1 <= self.stride <= self.window):
-            raise UserError(f"test.stride must be null or lie in 1 to test.window ({self.window}), got {self.stride}")
+            raise UserError(
+                f"test.stride must be null or lie in 1 to test.window ({self.window}), got {self.stride}"
+            )
 
 
-def fitting_size(size: tuple[int, int], frame: tuple[int, int], ratio: float = 1.0) -> tuple[int, int]:
-    """Height and width of an image of `size` (height, width) scaled to fit a frame, its shape kept.
+def fitting_size(
+    size: tuple[int, int], frame: tuple[int, int], ratio: float = 1.0
+) -> tuple[int, int]:
+    """Compute the size of an image scaled to fit a frame, its shape kept; at least 32 pixels a side.
 
-    The largest that fit `ratio * frame`, longest longer and longest shorter side in either order; at least 32 each.
+    Args:
+        size: height and width of the image.
+        frame: longest longer and longest shorter side, in either order.
+        ratio: the frame is multiplied by it.
+
+    Returns:
+        Height and width.
     """
     longer, shorter = (int(side * ratio) for side in sorted(frame, reverse=True))
     factor = min(longer / max(size), shorter / min(size))
@@ -225,24 +121,40 @@ def fitting_size(size: tuple[int, int], frame: tuple[int, int], ratio: float = 1
 
 
 def choose_crop(labels: Tensor, size: int, max_share: float) -> list[int]:
-    """Top, left, height and width of a random square of `size` pixels, or less where the label map (H, W) is smaller.
+    """Choose a random square crop, or less where the label map is smaller.
 
-    Drawn again, up to ten times, where one class has `max_share` or more of the labelled pixels.
+    Drawn again, up to ten times, where one class has too many of the labeled pixels.
+
+    Args:
+        labels: (H, W).
+        size: side of the square in pixels.
+        max_share: share of the labeled pixels from which on a class has too many.
+
+    Returns:
+        Top, left, height and width.
     """
     height, width = labels.shape
     for _ in range(CROP_TRIES):
         top, left = (int(torch.randint(0, max(0, side - size) + 1, ())) for side in (height, width))
         if max_share == 1:
             break
-        counts = torch.bincount(labels[top : top + size, left : left + size].flatten(), minlength=256)[:IGNORED]
+        counts = torch.bincount(
+            labels[top : top + size, left : left + size].flatten(), minlength=256
+        )[:IGNORED]
         if (counts > 0).sum() > 1 and counts.max() < max_share * counts.sum():
             break
     return [top, left, min(height, size), min(width, size)]
 
 
-_CHANGES: list[tuple[float, float, Any]] = [  # bounds of a strength, and what it does to 8-bit pixels
-    (-32 / 255, 32 / 255, lambda image, by: (image.int() + round(255 * by)).clamp(0, 255).to(torch.uint8)),
-    (0.5, 1.5, F.adjust_brightness),  # contrast: a factor on the values; torchvision's own pulls towards their mean
+# bounds of a strength, and what it does to 8-bit pixels
+_CHANGES: list[tuple[float, float, Any]] = [
+    (
+        -32 / 255,
+        32 / 255,
+        lambda image, by: (image.int() + round(255 * by)).clamp(0, 255).to(torch.uint8),
+    ),
+    # contrast: a factor on the values; torchvision's own pulls towards their mean
+    (0.5, 1.5, F.adjust_brightness),
     (0.5, 1.5, F.adjust_saturation),
     (-0.1, 0.1, F.adjust_hue),
 ]
@@ -251,8 +163,8 @@ _CHANGES: list[tuple[float, float, Any]] = [  # bounds of a strength, and what i
 def distort_colours(image: Tensor, probability: float) -> Tensor:
     """Brightness, contrast, saturation and hue of uint8 (3, H, W), each changed with one probability.
 
-    Contrast comes second or last. Unlike torchvision's `RandomPhotometricDistort` it leaves the order of the channels
-    alone, as Swin's recipe does.
+    Contrast comes second or last. Unlike torchvision's `RandomPhotometricDistort` it leaves the
+    order of the channels alone, as Swin's recipe does.
     """
     *drawn, (last, _) = torch.rand(len(_CHANGES) + 1, 2).tolist()
     steps = list(zip(drawn, _CHANGES, strict=True))
@@ -264,13 +176,22 @@ def distort_colours(image: Tensor, probability: float) -> Tensor:
 
 
 def augment(
-    pixels: Tensor, labels: Tensor, crop: int, frame: tuple[int, int], options: SegmentationAugmentation
+    pixels: Tensor,
+    labels: Tensor,
+    crop: int,
+    frame: tuple[int, int],
+    options: SegmentationAugmentation,
 ) -> tuple[Tensor, Tensor]:
-    """uint8 (3, H, W) and (H, W) rescaled, cropped to at most `crop` pixels a side, flipped and distorted; unpadded."""
+    """uint8 (3, H, W) and (H, W) rescaled, cropped to at most `crop` pixels a side, flipped and
+    distorted; unpadded.
+    """
     ratio = options.min_ratio + (options.max_ratio - options.min_ratio) * float(torch.rand(()))
     height, width = labels.shape
     size = list(fitting_size((height, width), frame, ratio))
-    pixels, labels = F.resize(pixels, size), F.resize(tv_tensors.Mask(labels), size).as_subclass(Tensor)
+    pixels, labels = (
+        F.resize(pixels, size),
+        F.resize(tv_tensors.Mask(labels), size).as_subclass(Tensor),
+    )
     place = choose_crop(labels, crop, options.max_class_share)
     pixels, labels = F.crop(pixels, *place), F.crop(labels, *place)
     if torch.rand(1) < options.flip:
@@ -279,8 +200,8 @@ def augment(
 
 
 class LabelMaps(NamedTuple):
-    """Targets of a training batch: `labels` uint8 (B, S, S), `IGNORED` in padding; `sizes` int64 (B, 2), each image's
-    own height and width in pixels from the upper left corner.
+    """Targets of a training batch: `labels` uint8 (B, S, S), `IGNORED` in padding; `sizes` int64
+    (B, 2), each image's own height and width in pixels from the upper left corner.
     """
 
     labels: Tensor
@@ -289,17 +210,20 @@ class LabelMaps(NamedTuple):
 
 @dataclass(eq=False)
 class SegmentationData(NormalizedData):
-    """Images and label maps for training and validation; raises as `ImageData`, and for a size below 32 in `scale`.
+    """Images and label maps for training and validation; raises as `ImageData`, and for a size
+    below 32 in `scale`.
 
     Args:
-        root: folder with `images/` and `labels/` or, as in ADE20K, `annotations/`; left out for the built-in scenes.
+        root: folder with `images/` and `labels/` or, as in ADE20K, `annotations/`; left out for the
+            built-in scenes.
         dataset: "auto" to read `root`, or "scenes".
         image_size: side of the training crops in pixels, and of the scenes; at least 32.
-        classes: names of the classes in the order of their labels; null to read them from `classes.txt` or ADE20K's
-            `objectInfo150.txt` in `root`.
-        zero_is_ignored: whether label 0 means "none of the classes" and c + 1 class c; null: yes in `annotations/`.
-        scale: longer and shorter side of the frame that images are scaled to fit, times the ratios of the training or
-            the scales of the test.
+        classes: names of the classes in the order of their labels; null to read them from
+            `classes.txt` or ADE20K's `objectInfo150.txt` in `root`.
+        zero_is_ignored: whether label 0 means "none of the classes" and c + 1 class c; null: yes in
+            `annotations/`.
+        scale: longer and shorter side of the frame that images are scaled to fit, times the ratios
+            of the training or the scales of the test.
         augmentation: training augmentation.
         test: how label maps are predicted.
     """
@@ -329,14 +253,19 @@ class SegmentationData(NormalizedData):
         return split, LabelMapFolder(root, split, classes, self.zero_is_ignored)
 
     def transform(self, part: str, sample: Any) -> tuple[Tensor, Any]:
-        """An image uint8 (3, H, W) and its labels (H, W); in training augmented, and padded on the right and below."""
+        """An image uint8 (3, H, W) and its labels (H, W).
+
+        In training augmented, and padded on the right and below.
+        """
         pixels, labels = F.pil_to_tensor(sample[0]), torch.from_numpy(sample[1])
         if part == "val":
             return pixels, labels
         pixels, labels = augment(pixels, labels, self.image_size, self.scale, self.augmentation)
         height, width = labels.shape
         margin = (0, self.image_size - width, 0, self.image_size - height)
-        return pad(pixels, margin), LabelMaps(pad(labels, margin, value=IGNORED), torch.tensor([height, width]))
+        return pad(pixels, margin), LabelMaps(
+            pad(labels, margin, value=IGNORED), torch.tensor([height, width])
+        )
 
     def collate(self, part: str, key: Key, samples: list[Any]) -> tuple[Any, Any]:
         """Crops for training; lists of whole images for validation."""
@@ -345,10 +274,13 @@ class SegmentationData(NormalizedData):
         return default_collate(samples) if len(samples) >= self.smallest_batch else ([], [])
 
     def finish(self, part: str, key: Key, images: Any, targets: Any) -> tuple[Any, Any]:
-        """Normalise; padding becomes zeros."""
+        """Normalize; padding becomes zeros."""
         if part == "val":
             return [self.normalize(image) for image in images], targets
         images = self.normalize(images)
-        pixel, (height, width) = torch.arange(self.image_size, device=images.device), targets.sizes.T[:, :, None]
+        pixel, (height, width) = (
+            torch.arange(self.image_size, device=images.device),
+            targets.sizes.T[:, :, None],
+        )
         real = (pixel < height)[:, None, :, None] & (pixel < width)[:, None, None]
         return images.mul_(real), targets

@@ -1,8 +1,10 @@
-"""What happens to an image on its way into the network: the paper's training augmentation, and its evaluation crop.
+"""What happens to an image on its way into the network: the paper's training augmentation, and its
+evaluation crop.
 
-The augmentation is that of Swin and CSWin, from timm: random resized crop, flip, rand-augment or colour jitter for each
-8-bit image; mixup and cutmix over the batch of them; normalisation and random erasing on the device. Small images may
-be padded, cropped and flipped instead of resized. All of it draws from the global generators; the callers seed these.
+The augmentation is that of Swin and CSWin, from timm: random resized crop, flip, rand-augment or
+color jitter for each 8-bit image; mixup and cutmix over the batch of them; normalization and
+random erasing on the device. Small images may be padded, cropped and flipped instead of resized.
+All of it draws from the global generators; the callers seed these.
 """
 
 import re
@@ -32,7 +34,8 @@ _MODES = ("nearest", "bilinear", "bicubic", "lanczos")
 
 
 class Normalize:
-    """From bytes to floats: uint8 (..., 3, H, W) to float32 of zero mean and unit deviation, on any device.
+    """From bytes to floats: uint8 (..., 3, H, W) to float32 of zero mean and unit deviation, on any
+    device.
 
     Each channel less `mean`, in 0 to 1, divided by `std`; UserError where that is not above 0.
     """
@@ -49,19 +52,23 @@ class Normalize:
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Training augmentation; the defaults are the paper's for ImageNet. UserError for a value out of its range.
+    """Training augmentation; the defaults are the paper's for ImageNet. UserError for a value out
+    of its range.
 
     Args:
         rand_augment: rand-augment in timm's notation, or null for none.
-        color_jitter: strength of brightness, contrast and saturation jitter; rand-augment takes its place where given.
+        color_jitter: strength of brightness, contrast and saturation jitter; rand-augment takes its
+            place where given.
         erasing: probability of random erasing.
         mixup: alpha of mixup, 0 for none.
         cutmix: alpha of cutmix, 0 for none.
         mixup_switch_prob: probability of cutmix rather than mixup, where both are on.
         smoothing: label smoothing, 0 to 1.
-        min_scale: smallest share of the area that the random resized crop keeps; 1 for the centre square, always.
+        min_scale: smallest share of the area that the random resized crop keeps; 1 for the center
+            square, always.
         flip: probability of a horizontal flip.
-        pad_crop: pad by so many pixels and crop at random, in place of the random resized crop; 0 for not.
+        pad_crop: pad by so many pixels and crop at random, in place of the random resized crop; 0
+            for not.
         interpolation: "nearest", "bilinear", "bicubic" or "lanczos".
     """
 
@@ -80,14 +87,22 @@ class Augmentation:
     def __post_init__(self) -> None:
         shares = ("erasing", "mixup_switch_prob", "smoothing", "flip")
         check_range(0, 1, **{name: getattr(self, name) for name in shares})
-        check_range(0, color_jitter=self.color_jitter, mixup=self.mixup, cutmix=self.cutmix, pad_crop=self.pad_crop)
+        check_range(
+            0,
+            color_jitter=self.color_jitter,
+            mixup=self.mixup,
+            cutmix=self.cutmix,
+            pad_crop=self.pad_crop,
+        )
         if self.rand_augment is not None and not _RAND_AUGMENT.fullmatch(self.rand_augment):
             notation = "null or in timm's notation, such as 'rand-m9-mstd0.5-inc1'"
             raise UserError(f"rand_augment must be {notation}, got {self.rand_augment!r}")
         if not 0 < self.min_scale <= 1:
             raise UserError(f"min_scale must lie in (0, 1], got {self.min_scale}")
         if self.interpolation not in _MODES:
-            raise UserError(f"interpolation must be one of {', '.join(_MODES)}, got {self.interpolation!r}")
+            raise UserError(
+                f"interpolation must be one of {', '.join(_MODES)}, got {self.interpolation!r}"
+            )
 
     @property
     def mixes(self) -> bool:
@@ -96,7 +111,9 @@ class Augmentation:
 
 
 def allow_zero_bits(steps: transforms.Compose) -> None:
-    """Make timm's rand-augment among `steps` work with Pillow 13, which refuses to posterize to 0 bits; in place."""
+    """Make timm's rand-augment among `steps` work with Pillow 13, which refuses to posterize to 0
+    bits; in place.
+    """
     for step in steps.transforms:
         for operation in step.ops if isinstance(step, RandAugment) else ():
             if operation.aug_fn is posterize:
@@ -109,9 +126,11 @@ def _posterize(image: Image.Image, bits: int, **options: Any) -> Any:
 
 
 def crop_long(image: Image.Image) -> Image.Image:
-    """Cut an image longer than `MAX_ASPECT` times its width (or height) down to that, around its middle.
+    """Cut an image longer than `MAX_ASPECT` times its width (or height) down to that, around its
+    middle.
 
-    Resizing such a strip's shorter side would make gigabytes, of which a centre crop shows a small part.
+    Resizing such a strip's shorter side would make gigabytes, of which a center crop shows a small
+    part.
     """
     width, height = (min(side, MAX_ASPECT * min(image.size)) for side in image.size)
     return image if (width, height) == image.size else center_crop(image, [height, width])
@@ -120,9 +139,15 @@ def crop_long(image: Image.Image) -> Image.Image:
 def training_transform(
     image_size: int, augmentation: Augmentation, mean: Triple = IMAGENET_MEAN
 ) -> Callable[[Image.Image], Tensor]:
-    """From a PIL image to uint8 (3, image_size, image_size), augmented at random, but for mixing and erasing.
+    """Make the random transform of training, but for mixing and erasing.
 
-    `mean` fills what rand-augment moves in from outside the image.
+    Args:
+        image_size: side of the result in pixels.
+        augmentation: what is drawn at random.
+        mean: fills what rand-augment moves in from outside the image.
+
+    Returns:
+        A function from a PIL image to uint8 (3, image_size, image_size).
     """
     crop, colour, _ = create_transform(
         image_size,
@@ -137,21 +162,32 @@ def training_transform(
     )
     allow_zero_bits(colour)
     if augmentation.pad_crop or augmentation.min_scale == 1:
-        resize = transforms.Resize(image_size, transforms.InterpolationMode(augmentation.interpolation))
-        moved = transforms.RandomCrop(image_size, padding=augmentation.pad_crop, padding_mode="reflect")
+        resize = transforms.Resize(
+            image_size, transforms.InterpolationMode(augmentation.interpolation)
+        )
+        moved = transforms.RandomCrop(
+            image_size, padding=augmentation.pad_crop, padding_mode="reflect"
+        )
         placed = moved if augmentation.pad_crop else transforms.CenterCrop(image_size)
-        crop = transforms.Compose([crop_long, resize, placed, transforms.RandomHorizontalFlip(augmentation.flip)])
+        crop = transforms.Compose(
+            [crop_long, resize, placed, transforms.RandomHorizontalFlip(augmentation.flip)]
+        )
     return transforms.Compose([crop, colour, transforms.PILToTensor()])
 
 
 def evaluation_transform(
     image_size: int, crop_ratio: float = 0.875, interpolation: str = "bicubic"
 ) -> Callable[[Image.Image], Tensor]:
-    """From a PIL image to uint8 (3, image_size, image_size): resized to 1 / `crop_ratio` of that, its centre cropped.
+    """From a PIL image to uint8 (3, image_size, image_size): resized to 1 / `crop_ratio` of that,
+    its center cropped.
 
     UserError for a `crop_ratio` outside (0, 1].
     """
     if not 0 < crop_ratio <= 1:
         raise UserError(f"crop_ratio must lie in (0, 1], got {crop_ratio}")
-    resize = transforms.Resize(int(image_size / crop_ratio), transforms.InterpolationMode(interpolation))
-    return transforms.Compose([crop_long, resize, transforms.CenterCrop(image_size), transforms.PILToTensor()])
+    resize = transforms.Resize(
+        int(image_size / crop_ratio), transforms.InterpolationMode(interpolation)
+    )
+    return transforms.Compose(
+        [crop_long, resize, transforms.CenterCrop(image_size), transforms.PILToTensor()]
+    )

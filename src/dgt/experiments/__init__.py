@@ -1,1 +1,1 @@
-"""Experiments: a claim of the paper as rows that are trained with several seeds and kept whatever comes out."""
+"""The paper's tables as experiments: rows that are trained with several seeds, all results kept."""

@@ -1,13 +1,14 @@
-"""Ablations: every row of a table trained with several seeds by one recipe, and the table they make.
+"""Ablations: every row of a table trained with several seeds by one recipe, and the table they
+make.
 
 ```
 OUT/runs/ROW/seed-N/      the run of one row and seed, as `dgt.training.fit` writes it
 OUT/table.json, .md       what is trained so far; both written anew after every run
 ```
 
-A run is finished when its `results.json` is there, or `diverged.json`, which keeps the error of a training whose steps
-were no longer finite. The same command started again, after any end of the first one, keeps finished runs, goes on with
-the unfinished one and ends with the same table.
+A run is finished when its `results.json` is there, or `diverged.json`, which keeps the error of a
+training whose steps were no longer finite. The same command started again, after any end of the
+first one, keeps finished runs, continues the unfinished one and ends with the same table.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dgt.experiments.report import number
 from dgt.experiments.tables import Row, Table, load_table
 from dgt.models import cost, diagnose
+from dgt.runs import load_run
+from dgt.runs.folder import RESULTS, check_folder, is_run, read_json, run_folder
+from dgt.runs.recipe import Recipe, build_data, load_recipe, override_keys
 from dgt.tasks import TASKS
-from dgt.training import fit, load_run
-from dgt.training.recipe import Recipe, build_data, load_recipe, override_keys
-from dgt.training.run import RESULTS, check_folder, is_run, read_json, run_folder
-from dgt.utils.atomic_write import alone, atomic_write, write_json
+from dgt.training import fit
+from dgt.utils.atomic_write import atomic_write, exclusive_lock, write_json
 from dgt.utils.errors import UserError, check_range
-from dgt.utils.records import markdown_table
+from dgt.utils.records import markdown_table, number
 
 DIVERGED, DIAGNOSIS = "diverged.json", "diagnosis.json"
 DIAGNOSED_IMAGES = 256
@@ -62,6 +63,11 @@ class PlannedRun(NamedTuple):
         """Whether nothing is left to train."""
         return (self.folder / RESULTS).is_file() or (self.folder / DIVERGED).is_file()
 
+    @property
+    def diagnosed(self) -> bool:
+        """Whether nothing is left to diagnose."""
+        return (self.folder / DIAGNOSIS).exists() or (self.folder / DIVERGED).exists()
+
 
 def ablate(
     table: str | Path,
@@ -70,20 +76,24 @@ def ablate(
     out: str | Path | None = None,
     size: str | None = None,
 ) -> Path:
-    """Train the rows of a table, as far as that is not done yet, and write the table.
+    """Train the rows of a table that are not trained yet, and write the table.
 
-    All rows are trained with the first seed before any is with the second, so that the table is whole early.
+    All rows are trained with the first seed before any is with the second, so that the table is
+    whole early.
 
     Args:
         table: name of a shipped table, or path of a YAML file.
-        overrides: changes of the recipe for all rows, as on the command line: `["--data.root", "images"]`.
+        overrides: changes of the recipe for all rows, as on the command line: `["--data.root",
+            "images"]`.
         seeds: number of seeds, from 0 on.
         out: the table's folder, which is returned; None for runs/ablate-TABLE-SIZE.
         size: which of the table's sizes; None for its first.
 
     Raises:
-        UserError: a number of seeds below 1, a key that the table sets, or what `load_table` and `fit` refuse.
-        OSError: no such table or data; a folder with other runs or files, or another process at work in it.
+        UserError: a number of seeds below 1, a key that the table sets, or what `load_table` and
+            `fit` refuse.
+        OSError: no such table or data; a folder with other runs or files, or another process at
+            work in it.
     """
     check_range(1, seeds=seeds)
     chosen = load_table(table, size)
@@ -91,16 +101,18 @@ def ablate(
     check_folder(folder)
     runs = _plan(chosen, overrides, seeds, folder)
     if folder.exists() and any(folder.iterdir()) and not (folder / "runs").is_dir():
-        raise FileExistsError(f"{folder} holds files that are not a table's: give another folder with --out")
+        raise FileExistsError(
+            f"{folder} holds files that are not a table's: give another folder with --out"
+        )
     for run in runs:
         if is_run(run.folder):
             run_folder(run.recipe, resume=True)  # raises where other settings began it
-    with alone(folder / "runs"):
+    with exclusive_lock(folder / "runs"):
         for nth, run in enumerate(runs, 1):
             if not run.finished:
                 print(f"[{nth}/{len(runs)}] {run.row.name}, seed {run.recipe.seed}", flush=True)
                 _train(run)
-            if chosen.diagnose and not any((run.folder / name).exists() for name in (DIVERGED, DIAGNOSIS)):
+            if chosen.diagnose and not run.diagnosed:
                 _diagnose(run.folder)
             write_table(folder, chosen, [(each.row, each.folder) for each in runs if each.finished])
     return folder
@@ -109,7 +121,8 @@ def ablate(
 def _plan(table: Table, overrides: Sequence[str], seeds: int, folder: Path) -> list[PlannedRun]:
     """The runs of a table in their order, each of one process, every model built once.
 
-    UserError for a key that is not free, several processes, or a diagnosis of what is no classifier.
+    UserError for a key that is not free, several processes, or a diagnosis of what is no
+    classifier.
     """
     own = {*CHOSEN_HERE, *table.common}.union(*(row.changes for row in table.rows))
     if taken := sorted(own & override_keys(overrides)):
@@ -117,11 +130,16 @@ def _plan(table: Table, overrides: Sequence[str], seeds: int, folder: Path) -> l
         raise UserError(f"recipe key {taken[0]!r} {told}")
     recipes = [load_recipe(table.recipe, [*overrides, *table.overrides(row)]) for row in table.rows]
     for recipe in recipes:
-        for key, one in ALONE.items():  # Fabric would start this command again for every other process
+        # Fabric would start this command again for every other process
+        for key, one in ALONE.items():
             if (asked := getattr(recipe.trainer, key)) not in (one, "auto"):
-                raise UserError(f"trainer.{key} must be {one}, one process trains each row of a table, got {asked!r}")
-        network = TASKS[recipe.task].build(recipe.model, 2, recipe.data["image_size"])
-        if table.diagnose and hasattr(network, "backbone"):
+                raise UserError(
+                    f"trainer.{key} must be {one}, one process trains each row of a table, got {asked!r}"
+                )
+        task = TASKS[recipe.task]
+        # raises where the row's model cannot be built
+        task.build(recipe.model, 2, recipe.data["image_size"])
+        if table.diagnose and task.has_backbone:
             told = "must be false where the recipe's task is not classification"
             raise UserError(f"diagnose of table {table.name!r} {told}, got {recipe.task!r}")
     runs = []
@@ -129,12 +147,14 @@ def _plan(table: Table, overrides: Sequence[str], seeds: int, folder: Path) -> l
         for row, recipe in zip(table.rows, recipes, strict=True):
             place = folder / "runs" / row.slug / f"seed-{seed}"
             trainer = replace(recipe.trainer, **ALONE)
-            runs.append(PlannedRun(row, replace(recipe, seed=seed, out=str(place), trainer=trainer), place))
+            runs.append(
+                PlannedRun(row, replace(recipe, seed=seed, out=str(place), trainer=trainer), place)
+            )
     return runs
 
 
 def _train(run: PlannedRun) -> None:
-    """Train one run, from where it was stopped on; a divergence is its result."""
+    """Train one run, or resume it; a divergence is its result."""
     if run.folder.exists() and not is_run(run.folder):
         shutil.rmtree(run.folder)  # stopped while its first file was written
     try:
@@ -154,14 +174,23 @@ def _diagnose(folder: Path) -> None:
 
 
 def write_table(folder: Path, table: Table, runs: Sequence[tuple[Row, Path]]) -> None:
-    """Write `table.json` and `table.md`, each whole, of the finished runs: row and folder, in any order."""
+    """Write `table.json` and `table.md`, each whole, of the finished runs: row and folder, in any
+    order.
+    """
     recipe = load_recipe(runs[0][1] / "recipe.yaml")
     metric, label = next(iter(TASKS[recipe.task].headline.items()))
     folders = {row.name: [place for other, place in runs if other == row] for row in table.rows}
     content = {
-        **{"table": table.name, "title": table.title, "size": table.size, "recipe": table.recipe, "metric": metric},
-        **{"paper": table.paper, "column": table.column},
-        "rows": [_row(table, row, folders[row.name], metric) for row in table.rows if folders[row.name]],
+        "table": table.name,
+        "title": table.title,
+        "size": table.size,
+        "recipe": table.recipe,
+        "metric": metric,
+        "paper": table.paper,
+        "column": table.column,
+        "rows": [
+            _row(table, row, folders[row.name], metric) for row in table.rows if folders[row.name]
+        ],
     }
     write_json(folder / "table.json", content)
     atomic_write(folder / "table.md", markdown(content, label))
@@ -173,8 +202,10 @@ def _row(table: Table, row: Row, folders: Sequence[Path], metric: str) -> dict[s
     results = [read_json(place / RESULTS) for place in done]
     values = [result["metrics"][metric] for result in results]
     return {
-        **{"name": row.name, "model": load_recipe(folders[0] / "recipe.yaml").model.name},
-        **{"changes": row.changes, "paper": row.paper},
+        "name": row.name,
+        "model": load_recipe(folders[0] / "recipe.yaml").model.name,
+        "changes": row.changes,
+        "paper": row.paper,
         "parameters": results[0]["parameters"] if results else None,
         "flops": _flops(done[0]) if results else None,
         "mean": statistics.fmean(values) if values else None,
@@ -191,27 +222,62 @@ def _flops(run: Path) -> int | None:
     """FLOPs of a finished run's network; None for one with a head on its backbone."""
     loaded = load_run(run)
     side = loaded.recipe.data["image_size"]
-    return None if hasattr(loaded.network, "backbone") else cost(loaded.network, (side, side)).flops
+    return (
+        None if TASKS[loaded.recipe.task].has_backbone else cost(loaded.network, (side, side)).flops
+    )
 
 
 def _measures(folders: Sequence[Path]) -> dict[str, float] | None:
-    """Means of the measures over seeds and over blocks whose k leaves some keys out; None without such blocks."""
+    """Means of the measures over seeds and over blocks whose k leaves some keys out.
+
+    None without such blocks.
+    """
     files = [place / DIAGNOSIS for place in folders if (place / DIAGNOSIS).is_file()]
-    blocks = [block for file in files for block in json.loads(file.read_bytes()) if block["top_k"] < block["tokens"]]
+    blocks = [
+        block
+        for file in files
+        for block in json.loads(file.read_bytes())
+        if block["top_k"] < block["tokens"]
+    ]
     found = {name: [block.get(name) for block in blocks] for name in MEASURES}
-    return {name: statistics.fmean(values) for name, values in found.items() if None not in values} if blocks else None
+    return (
+        {name: statistics.fmean(values) for name, values in found.items() if None not in values}
+        if blocks
+        else None
+    )
 
 
 def markdown(content: Mapping[str, Any], label: str) -> str:
-    """The content of `table.json` as a page of Markdown; `label` is the metric's human-readable name."""
-    measured = [name for name in MEASURES if any(name in (row["measures"] or {}) for row in content["rows"])]
-    heads = ["", "parameters, M", "GFLOPs", f"{label}, %", "seeds", "minutes", *(MEASURES[name] for name in measured)]
+    """The content of `table.json` as a page of Markdown.
+
+    `label` is the metric's human-readable name.
+    """
+    measured = [
+        name for name in MEASURES if any(name in (row["measures"] or {}) for row in content["rows"])
+    ]
+    heads = [
+        "",
+        "parameters, M",
+        "GFLOPs",
+        f"{label}, %",
+        "seeds",
+        "minutes",
+        *(MEASURES[name] for name in measured),
+    ]
     heads += [f"{content['column']}, %"] if content["paper"] else []
     rows = []
     for row in content["rows"]:
-        cells = [row["name"], number(row["parameters"], 3, 1e-6), number(row["flops"], 3, 1e-9), _score(row)]
+        cells = [
+            row["name"],
+            number(row["parameters"], 3, 1e-6),
+            number(row["flops"], 3, 1e-9),
+            _score(row),
+        ]
         cells += [str(len(row["runs"]) + row["diverged"]), number(row["seconds"], 1, 1 / 60)]
-        cells += [number((row["measures"] or {}).get(name), 1 if name == "perplexity" else 3) for name in measured]
+        cells += [
+            number((row["measures"] or {}).get(name), 1 if name == "perplexity" else 3)
+            for name in measured
+        ]
         rows.append(cells + ([number(row["paper"], 1)] if content["paper"] else []))
     return f"# {content['title']}\n\n{_caption(content)}\n\n{markdown_table(heads, rows)}"
 
@@ -229,6 +295,8 @@ def _caption(content: Mapping[str, Any]) -> str:
 
 
 def _score(row: Mapping[str, Any]) -> str:
-    diverged = f"{row['diverged']} diverged" if row["diverged"] else ""
     score = number(row["mean"], 2, 100, row["spread"])
-    return score if not diverged else diverged if row["mean"] is None else f"{score} ({diverged})"
+    if not row["diverged"]:
+        return score
+    diverged = f"{row['diverged']} diverged"
+    return diverged if row["mean"] is None else f"{score} ({diverged})"

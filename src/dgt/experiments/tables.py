@@ -1,11 +1,12 @@
-"""Tables of experiments as data: rows that change a recipe, beside the numbers that the paper has for them.
+"""Tables of experiments as data: rows that change a recipe, beside the numbers that the paper has
+for them.
 
-A table is a YAML file. `sizes` names the models it can be made with, the first by default, and the recipe that trains
-them; every row has a name and, for each size, the recipe's keys that it changes:
+A table is a YAML file. `sizes` names the models it can be made with, the first by default, and the
+recipe that trains them; every row has a name and, for each size, the recipe's keys that it changes:
 
 ```yaml
 title: Blocks in the skeleton of DGT
-paper: top-1 on ImageNet-1K, 300 epochs  # what the numbers beside are
+paper: top-1 on ImageNet-1K, 300 epochs  # what the paper's numbers are
 column: paper                            # whose they are: heads their column
 diagnose: false                          # true: measure groups and selection after each training, too
 sizes:
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dgt.training.recipe import RECIPES, read_yaml, shipped_recipes
+from dgt.runs.recipe import RECIPES, read_yaml, shipped_recipes
 from dgt.utils.errors import UserError
 
 TABLES = RECIPES / "tables"
@@ -34,18 +35,23 @@ class Row:
     """One row of a table."""
 
     name: str
-    changes: dict[str, Any] = field(default_factory=dict)  # keys of the recipe, with dots, and their values
+    # keys of the recipe, with dots, and their values
+    changes: dict[str, Any] = field(default_factory=dict)
     paper: float | None = None  # the paper's number, as printed
 
     @property
     def slug(self) -> str:
         """The name as the name of a folder."""
-        return "-".join("".join(letter if letter.isalnum() else " " for letter in self.name.lower()).split())
+        return "-".join(
+            "".join(letter if letter.isalnum() else " " for letter in self.name.lower()).split()
+        )
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table at one size of its models: what the file says, and for all rows the recipe and what they share of it."""
+    """A table at one size of its models: what the file says, and for all rows the recipe and what
+    they share of it.
+    """
 
     name: str
     title: str
@@ -58,9 +64,14 @@ class Table:
     diagnose: bool
 
     def overrides(self, row: Row) -> list[str]:
-        """The changes of one row, those of the whole size before its own, as words of a command line."""
+        """The changes of one row, those of the whole size before its own, as words of a command
+        line.
+        """
         changes = {**self.common, **row.changes}
-        return [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in changes.items()]
+        return [
+            f"--{key}={value if isinstance(value, str) else json.dumps(value)}"
+            for key, value in changes.items()
+        ]
 
 
 def tables_text() -> str:
@@ -74,36 +85,81 @@ def tables_text() -> str:
 
 
 def load_table(table: str | Path, size: str | None = None) -> Table:
-    """Read a table, shipped or of a YAML file, at one of its sizes; None for its first.
+    """Read a table at one of its sizes.
 
-    FileNotFoundError for neither; UserError for no YAML, something missing or misplaced in it, or a size it has not.
+    Args:
+        table: name of a shipped table, or path of a YAML file.
+        size: which of the table's sizes; None for its first.
+
+    Raises:
+        FileNotFoundError: there is no such table.
+        UserError: it is no YAML, something is missing or misplaced in it, or it does not have the
+            size.
     """
     path, values = read_yaml("table", table, TABLES)
     name = path.stem
-    if unknown := sorted(set(values) - set(KEYS), key=str):
-        raise UserError(f"table {name!r} has an unknown key {unknown[0]!r}; it takes {', '.join(KEYS)}")
+    unknown = sorted(set(values) - set(KEYS), key=str)
+    if unknown:
+        raise UserError(
+            f"table {name!r} has an unknown key {unknown[0]!r}; it takes {', '.join(KEYS)}"
+        )
     sizes = _mapping(values.get("sizes"), f"sizes of table {name!r}")
-    size = next(iter(sizes)) if size is None else size
+    if size is None:
+        size = next(iter(sizes))
     if size not in sizes:
         raise UserError(f"size must be one of {', '.join(sizes)} for table {name!r}, got {size!r}")
     chosen = _mapping(sizes[size], f"size {size!r} of table {name!r}")
     if not isinstance(chosen.get("recipe"), str):
-        raise UserError(f"size {size!r} of table {name!r} must name a recipe, got {chosen.get('recipe')!r}")
-    rows, entries, keys = [], values.get("rows"), ("name", "paper", *sorted(sizes))
+        raise UserError(
+            f"size {size!r} of table {name!r} must name a recipe, got {chosen.get('recipe')!r}"
+        )
+    return Table(
+        name=name,
+        title=str(values.get("title", name)),
+        size=size,
+        recipe=chosen["recipe"],
+        rows=_load_rows(name, values.get("rows"), size, list(sizes)),
+        common=_mapping(chosen.get("set", {}), f"set of size {size!r} of {name!r}", least=0),
+        paper=values.get("paper"),
+        column=str(values.get("column", "paper")),
+        diagnose=bool(values.get("diagnose", False)),
+    )
+
+
+def _load_rows(name: str, entries: Any, size: str, sizes: list[str]) -> tuple[Row, ...]:
+    """The rows of the table `name` at a size.
+
+    UserError for what is no list of rows with different names.
+    """
     if not isinstance(entries, list) or not entries:
-        raise UserError(f"rows of table {name!r} must be a list of at least one row, got {entries!r}")
+        raise UserError(
+            f"rows of table {name!r} must be a list of at least one row, got {entries!r}"
+        )
+    keys = ("name", "paper", *sorted(sizes))
+    rows = []
     for entry in entries:
-        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or set(entry) - set(keys):
-            raise UserError(f"a row of table {name!r} must be a mapping of {', '.join(keys)}, got {entry!r}")
-        if not isinstance(paper := entry.get("paper"), int | float | None):
-            raise UserError(f"paper of row {entry['name']!r} of table {name!r} must be a number, got {paper!r}")
-        changes = _mapping(entry.get(size), f"size {size!r} of row {entry['name']!r} of table {name!r}", least=0)
+        if (
+            not isinstance(entry, dict)
+            or not isinstance(entry.get("name"), str)
+            or set(entry) - set(keys)
+        ):
+            raise UserError(
+                f"a row of table {name!r} must be a mapping of {', '.join(keys)}, got {entry!r}"
+            )
+        paper = entry.get("paper")
+        if not isinstance(paper, int | float | None):
+            raise UserError(
+                f"paper of row {entry['name']!r} of table {name!r} must be a number, got {paper!r}"
+            )
+        changes = _mapping(
+            entry.get(size), f"size {size!r} of row {entry['name']!r} of table {name!r}", least=0
+        )
         rows.append(Row(entry["name"], changes, paper))
     if len({row.slug for row in rows}) < len(rows):
-        raise UserError(f"rows of table {name!r} must have different names, got {[row.name for row in rows]}")
-    title, column, diagnose = values.get("title", name), values.get("column", "paper"), values.get("diagnose", False)
-    common, paper = _mapping(chosen.get("set", {}), f"set of size {size!r} of {name!r}", least=0), values.get("paper")
-    return Table(name, str(title), size, chosen["recipe"], tuple(rows), common, paper, str(column), bool(diagnose))
+        raise UserError(
+            f"rows of table {name!r} must have different names, got {[row.name for row in rows]}"
+        )
+    return tuple(rows)
 
 
 def _mapping(value: Any, what: str, least: int = 1) -> dict[str, Any]:

@@ -1,7 +1,9 @@
-"""The explorer: a web page on which one sees, live, which queries form a group and which keys the group chose.
+"""The explorer: a web page on which one sees, live, which queries form a group and which keys the
+group chose.
 
-`create_app` is the server around a model and some images; `serve` is `dgt explore`, `export` its `--export`: the same
-page as files. The page itself is plain HTML, CSS and JavaScript in `static`, and asks nothing of any other host.
+`create_app` is the server around a model and some images; `serve` is `dgt explore`, `export` its
+`--export`: the same page as files. The page itself is plain HTML, CSS and JavaScript in `static`,
+and asks nothing of any other host.
 """
 
 from dgt.explorer.album import Album

@@ -1,8 +1,9 @@
 """The images that the page can show: built-in scenes, files named on the command line, and uploads.
 
-Whoever reaches the server may upload anything, so uploads are judged by their bytes alone: few formats, limited bytes,
-and limited pixels before a single one is decoded. They live in memory, the oldest makes room, and nothing is written.
-Clients name images by ids that the server made; no path ever comes from them.
+Whoever reaches the server may upload anything, so uploads are judged by their bytes alone: few
+formats, limited bytes, and limited pixels before a single one is decoded. They live in memory, the
+oldest makes room, and nothing is written. Clients name images by ids that the server made, never by
+paths.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ SCENES = (12, 21, 37, 7, 36, 20, 25, 18)
 
 
 class RefusedError(Exception):
-    """What a request asks for is not done: a sentence for the person who sent it, and the status of HTTP."""
+    """A request is refused: a sentence for the person who sent it, and the HTTP status."""
 
     def __init__(self, sentence: str, status_code: int = 415) -> None:
         super().__init__(sentence)
@@ -45,14 +46,23 @@ class RefusedError(Exception):
 def decode_upload(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Decode bytes from anybody to an upright RGB image of at most `LONG_SIDE` pixels a side.
 
-    `data` is a whole JPEG, PNG, WebP, GIF (its first frame) or BMP file. Larger images than `max_pixels` are refused by
-    their header, before anything is decoded, and JPEGs of very many scans. Raises RefusedError for anything else.
+    Larger images than `max_pixels` are refused by their header, before anything is decoded, and
+    JPEGs of very many scans.
+
+    Args:
+        data: a whole JPEG, PNG, WebP, GIF (its first frame) or BMP file.
+        max_pixels: pixels of the image at most.
+
+    Raises:
+        RefusedError: it is anything else.
     """
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
             size, pixels = f"{opened.width} x {opened.height} pixels", opened.width * opened.height
             if pixels > max_pixels:
-                raise RefusedError(f"That image has {size}; at most {max_pixels // 1_000_000} million are taken.")
+                raise RefusedError(
+                    f"That image has {size}; at most {max_pixels // 1_000_000} million are taken."
+                )
             if min(opened.size) < 8 or max(opened.size) > 40 * min(opened.size):
                 raise RefusedError(f"An image of {size} is too thin or too small to look at.")
             if data.startswith(b"\xff\xd8") and (scans := data.count(b"\xff\xda")) > MAX_SCANS:
@@ -63,7 +73,9 @@ def decode_upload(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     except RefusedError:
         raise
     except UnidentifiedImageError:
-        raise RefusedError("That is not an image: JPEG, PNG, WebP, GIF and BMP are taken.") from None
+        raise RefusedError(
+            "That is not an image: JPEG, PNG, WebP, GIF and BMP are taken."
+        ) from None
     except Image.DecompressionBombError:
         raise RefusedError("That image has far too many pixels.") from None
     except Exception:  # decoders raise nearly everything on bad bytes
@@ -79,7 +91,8 @@ def _small(image: Image.Image) -> Image.Image:
 def image_files(path: str | Path) -> list[Path]:
     """The image file `path`, or the image files directly in the folder `path`, sorted.
 
-    Raises FileNotFoundError where nothing is there, UserError for a folder with none or more than 200.
+    Raises FileNotFoundError where nothing is there, UserError for a folder with none or more than
+    200.
     """
     path = Path(path)
     if path.is_file():
@@ -88,18 +101,22 @@ def image_files(path: str | Path) -> list[Path]:
         raise FileNotFoundError(f"image: there is no file or folder {str(path)!r}")
     files = [Path(file) for file in readers.image_files(path) if Path(file).parent == path]
     if not 0 < len(files) <= MAX_FILES:
-        raise UserError(f"image: expected 1 to {MAX_FILES} image files in {path}, found {len(files)}")
+        raise UserError(
+            f"image: expected 1 to {MAX_FILES} image files in {path}, found {len(files)}"
+        )
     return files
 
 
 class Album:
     """Images by id: `scene-N`, `file-N`, `upload-HASH`.
 
-    `files` are shown besides the scenes (which may be left out), first of all. Raises as `open_image`.
+    `files` are shown besides the scenes (which may be left out), first of all. Raises as
+    `open_image`.
     """
 
     def __init__(self, files: Sequence[str | Path] = (), scenes: bool = True) -> None:
-        self._lock, self._decoding = threading.Lock(), threading.Lock()  # uploads are decoded one at a time
+        # uploads are decoded one at a time
+        self._lock, self._decoding = threading.Lock(), threading.Lock()
         self._uploads: OrderedDict[str, tuple[str, Image.Image]] = OrderedDict()
         self._fixed: dict[str, tuple[str, Image.Image]] = {}
         for number, path in enumerate(files):
@@ -111,7 +128,9 @@ class Album:
     def names(self) -> list[tuple[str, str]]:
         """(id, title) of the files, the scenes, then the uploads, in order."""
         with self._lock:
-            return [(key, title) for key, (title, _) in (*self._fixed.items(), *self._uploads.items())]
+            return [
+                (key, title) for key, (title, _) in (*self._fixed.items(), *self._uploads.items())
+            ]
 
     def add(self, data: bytes, title: str = "your image") -> str:
         """Take an upload; return its id, the same for the same bytes. Raises as `decode_upload`."""
@@ -126,35 +145,50 @@ class Album:
         return key
 
     def image(self, key: str) -> Image.Image:
-        """The RGB image of an id. Raises RefusedError where there is none, or it had to make room."""
+        """The RGB image of an id.
+
+        Raises RefusedError where there is none, or it had to make room.
+        """
         with self._lock:
             found = self._fixed.get(key) or self._uploads.get(key)
         if found is None:
-            raise RefusedError("That image is not here (any more): drop it again, or choose another.", 404)
+            raise RefusedError(
+                "That image is not here (any more): drop it again, or choose another.", 404
+            )
         return found[1]
 
 
 def fit_sides(image: Image.Image, side: int, step: int) -> tuple[int, int]:
-    """Height and width for an image such that its area is near `side` squared and token grids lie on it without a rest.
+    """Choose height and width for an image so that its area is near `side` squared and token grids
+    fit it exactly.
 
-    Multiples of `step`, neither below 32 nor more than twice the other; `side`, at least 32, for both where the image
-    is square and `side` such a multiple.
+    Args:
+        image: its shape is kept as far as possible; neither side becomes more than twice the other.
+        side: in pixels, at least 32; taken as it is for a square image if it is a multiple of
+            `step`.
+        step: both sides are multiples of it, of at least 32.
     """
     wanted = min(max(image.width / image.height, 0.5), 2.0)
     choices = [length for length in range(step, 2 * side + step, step) if length >= 32]
 
     def distance(sides: tuple[int, int]) -> float:
         height, width = sides
-        return float(2 * abs(np.log(width / height / wanted)) + abs(np.log(height * width / side**2)))
+        return float(
+            2 * abs(np.log(width / height / wanted)) + abs(np.log(height * width / side**2))
+        )
 
     return min(((h, w) for h in choices for w in choices if 0.5 <= w / h <= 2), key=distance)
 
 
 def encode_jpeg(image: Image.Image, side: int, step: int, long_side: int) -> bytes:
-    """JPEG bytes of the largest middle part with the proportions of its `fit_sides`, never enlarged."""
+    """JPEG bytes of the largest middle part with the proportions of its `fit_sides`, never
+    enlarged.
+    """
     sides = fit_sides(image, side, step)
     scale = min(image.width / sides[1], image.height / sides[0], long_side / max(sides))
     size = (max(round(sides[1] * scale), 1), max(round(sides[0] * scale), 1))
     buffer = io.BytesIO()
-    ImageOps.fit(image, size, Image.Resampling.LANCZOS).save(buffer, "JPEG", quality=92, subsampling=0)
+    ImageOps.fit(image, size, Image.Resampling.LANCZOS).save(
+        buffer, "JPEG", quality=92, subsampling=0
+    )
     return buffer.getvalue()

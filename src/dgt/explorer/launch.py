@@ -1,4 +1,6 @@
-"""`dgt explore`: find a model (given, the newest run's, or the shipped one), collect images, serve the page."""
+"""`dgt explore`: find a model (given, the newest run's, or the shipped one), collect images, serve
+the page.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,16 @@ from dgt.explorer.album import Album, image_files
 from dgt.explorer.server import LOOPBACK, create_app
 from dgt.explorer.static_page import check_folder, export_page
 from dgt.explorer.views import Explorer, shown_blocks
-from dgt.training import LoadedRun, load_run
+from dgt.runs import LoadedRun, load_run
 from dgt.utils.errors import UserError
 from dgt.weights import default_models
 
 
 def serve(
-    checkpoint: str | Path | None = None, image: str | Path | None = None, host: str = "127.0.0.1", port: int = 7860
+    checkpoint: str | Path | None = None,
+    image: str | Path | None = None,
+    host: str = "127.0.0.1",
+    port: int = 7860,
 ) -> None:
     """Serve the page until interrupted.
 
@@ -29,7 +34,9 @@ def serve(
         host: address to listen on; anything but a loopback address lets others in.
         port: TCP port; 0 for any free one.
 
-    Raises as `load_run`, `image_files` and `Explorer` do; UserError for a port out of range or in use.
+    Raises:
+        UserError, OSError: as `load_run`, `image_files` and `Explorer`.
+        UserError: the port is out of range or in use.
     """
     if not 0 <= port <= 65535:
         raise UserError(f"port must lie in 0 to 65535, got {port}")
@@ -39,18 +46,36 @@ def serve(
         explorer = Explorer(run, album)
         explorer.warm_up()
         address = f"{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
-        print(f"{run.recipe.model.name} from {run.source}\nopen http://{address}/  (Ctrl-C ends it)", flush=True)
+        print(
+            f"{run.recipe.model.name} from {run.source}\nopen http://{address}/  (Ctrl-C ends it)",
+            flush=True,
+        )
         local = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
         if not local:
             print(f"listening on {host}: whoever reaches this machine can use the page", flush=True)
         app = create_app(explorer, [*LOOPBACK, host] if local else ["*"])
         config = uvicorn.Config(app, log_level="warning", server_header=False, limit_concurrency=64)
-        with contextlib.suppress(KeyboardInterrupt):  # uvicorn has shut down in order, and passes it on
+        # uvicorn has shut down in order, and passes it on
+        with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listener])
 
 
-def export(folder: str | Path, checkpoint: str | Path | None = None, image: str | Path | None = None) -> str:
-    """Write the page as files, of the images given, else the scenes; tell what. Errors as `serve` and `export_page`."""
+def export(
+    folder: str | Path, checkpoint: str | Path | None = None, image: str | Path | None = None
+) -> str:
+    """Write the page as files for any host.
+
+    Args:
+        folder: to write.
+        checkpoint: as `find_run` takes it.
+        image: an image file, or a folder of them; None for the built-in scenes.
+
+    Returns:
+        What was written, as text.
+
+    Raises:
+        UserError, OSError: as `serve` and `export_page`.
+    """
     check_folder(Path(folder))
     album = Album() if image is None else Album(image_files(image), scenes=False)
     explorer = Explorer(find_run(checkpoint), album)
@@ -59,7 +84,8 @@ def export(folder: str | Path, checkpoint: str | Path | None = None, image: str 
 
 
 def find_run(checkpoint: str | Path | None) -> LoadedRun:
-    """The model to show: the given one, else that of the newest run in `runs/` with groups to show, else the shipped.
+    """The model to show: the given one, else that of the newest run in `runs/` with groups to show,
+    else the shipped.
 
     `checkpoint` is a checkpoint, run folder or model folder, or None; errors as `load_run`.
     """
@@ -72,12 +98,21 @@ def find_run(checkpoint: str | Path | None) -> LoadedRun:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens before any model is loaded: a port in use is told at once, and who comes early waits.
+    """Open a socket before any model is loaded: a port in use is reported at once, and early visitors
+    wait.
 
-    Raises UserError where the address cannot be bound, and why.
+    Args:
+        host: address.
+        port: TCP port; 0 for any free one.
+
+    Raises:
+        UserError: the address cannot be bound; the message says why.
     """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address, family=family)
-    except (OSError, UnicodeError) as error:  # of a name that is none, with a label of more than 63 characters, say
-        raise UserError(f"cannot listen on {host} port {port}: {getattr(error, 'strerror', None) or error}") from error
+    except (OSError, UnicodeError) as error:
+        # of a name that is none, with a label of more than 63 characters, say
+        raise UserError(
+            f"cannot listen on {host} port {port}: {getattr(error, 'strerror', None) or error}"
+        ) from error

@@ -1,8 +1,10 @@
-"""The server of the explorer page: fixed files of the page, images by id, answers as JSON, and a door for uploads.
+"""The server of the explorer page: fixed files of the page, images by id, answers as JSON, and an
+endpoint for uploads.
 
-It is meant for the machine it runs on. What comes from outside is held to limits before it is looked at: the host that
-a request names (so that no other site's page can reach it by a trick with names), the type and bytes of an upload, the
-seconds it may take. No request names a file but those of the page, in `static`.
+It is meant for the machine it runs on. What comes from outside is held to limits before it is
+looked at: the host that a request names (so that no other site's page can reach it by DNS
+rebinding), the type and bytes of an upload, the seconds it may take. No request names a file but
+those of the page, in `static`.
 """
 
 from __future__ import annotations
@@ -37,10 +39,13 @@ HEADERS = {
 }
 
 
-def create_app(explorer: Explorer, hosts: Sequence[str] = LOOPBACK, max_bytes: int = MAX_BYTES) -> FastAPI:
+def create_app(
+    explorer: Explorer, hosts: Sequence[str] = LOOPBACK, max_bytes: int = MAX_BYTES
+) -> FastAPI:
     """The web application around a model and its images.
 
-    `hosts` are the names under which it may be addressed, `["*"]` any; an upload has at most `max_bytes`.
+    `hosts` are the names under which it may be addressed, `["*"]` any; an upload has at most
+    `max_bytes`.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)
@@ -64,10 +69,14 @@ def create_app(explorer: Explorer, hosts: Sequence[str] = LOOPBACK, max_bytes: i
         return {"images": [{"id": key, "title": title} for key, title in album.names()]}
 
     @app.get("/api/images/{key}")
-    def image(key: str, size: int, side: Annotated[int, Query(ge=16, le=LONG_SIDE)] = LONG_SIDE) -> Response:
+    def image(
+        key: str, size: int, side: Annotated[int, Query(ge=16, le=LONG_SIDE)] = LONG_SIDE
+    ) -> Response:
         if size not in explorer.sizes:
             raise UserError("Missing or malformed: size.")
-        return Response(encode_jpeg(album.image(key), size, explorer.step, side), media_type="image/jpeg")
+        return Response(
+            encode_jpeg(album.image(key), size, explorer.step, side), media_type="image/jpeg"
+        )
 
     @app.post("/api/images")
     async def upload(request: Request) -> Answer:
@@ -82,7 +91,9 @@ def _answer_errors(app: FastAPI) -> None:
     """Headers on every answer, and a sentence under "error" with every refusal."""
 
     @app.middleware("http")
-    async def add_headers(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
+    async def add_headers(
+        request: Request, answer: Callable[[Request], Awaitable[Response]]
+    ) -> Response:
         response = await answer(request)
         response.headers.update(HEADERS)
         return response
@@ -102,12 +113,15 @@ def _answer_errors(app: FastAPI) -> None:
 async def _read_upload(request: Request, max_bytes: int) -> bytes:
     """The body of an upload, read no further than the limit.
 
-    Other sites' pages can send no such type without asking first, and are then refused by the browser.
+    Other sites' pages can send no such type without asking first, and are then refused by the
+    browser.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if not (kind.startswith("image/") or kind == "application/octet-stream"):
         raise RefusedError("That is not an image: JPEG, PNG, WebP, GIF and BMP are taken.")
-    too_large = RefusedError(f"That file is too large: at most {max_bytes / 2**20:.0f} MB are taken.", 413)
+    too_large = RefusedError(
+        f"That file is too large: at most {max_bytes / 2**20:.0f} MB are taken.", 413
+    )
     announced = request.headers.get("content-length", "0")
     if not announced.isdigit() or int(announced) > max_bytes:
         raise too_large

@@ -1,8 +1,10 @@
-"""What the page shows of an image: one forward of the model, then a block's groups, keys and weights as compact JSON.
+"""What the page shows of an image: one forward of the model, then a block's groups, keys and
+weights as compact JSON.
 
-The forward keeps what every DG-Attention layer got; a view calls `dgt.dynamic_group_attention` on that again, with the
-number of keys that the page asks for, so another k changes the block that is shown and none before it. Numbers travel
-as base64 of little-endian arrays: ids as uint16, attention weights as bytes relative to the largest of their query.
+The forward keeps what every DG-Attention layer got; a view calls `dgt.dynamic_group_attention` on
+that again, with the number of keys that the page asks for, so another k changes the block that is
+shown and none before it. Numbers travel as base64 of little-endian arrays: ids as uint16, attention
+weights as bytes relative to the largest of their query.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from dgt.layers import DGAttention
 from dgt.models import DynamicGroupTransformer, capture
 from dgt.ops import dynamic_group_attention
 from dgt.ops.attention_mass import attention_mass_curve, diagnose_selection
-from dgt.training import LoadedRun
+from dgt.runs import LoadedRun
 from dgt.utils.errors import UserError
 
 MAX_TOKENS = 112 * 112
@@ -42,7 +44,9 @@ Answer = dict[str, Any]
 
 
 class ShownBlock(NamedTuple):
-    """A block with DG-Attention: its layer, its stage and place in the stage (from 0), and its stride in pixels."""
+    """A block with DG-Attention: its layer, its stage and place in the stage (from 0), and its
+    stride in pixels.
+    """
 
     layer: DGAttention
     stage: int
@@ -51,7 +55,9 @@ class ShownBlock(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What one forward left: (1, h, w, C) inputs of the shown layers, sides (height, width), seconds, class scores."""
+    """What one forward left: (1, h, w, C) inputs of the shown layers, sides (height, width),
+    seconds, class scores.
+    """
 
     inputs: list[Tensor]
     sides: tuple[int, int]
@@ -60,7 +66,8 @@ class Trace(NamedTuple):
 
 
 class Explorer:
-    """A trained model and images, and the answers to the page's questions; safe to ask from several threads.
+    """A trained model and images, and the answers to the page's questions; safe to ask from several
+    threads.
 
     Raises UserError for a model that is no DGT, alone and not a part of a network for another task.
     """
@@ -76,17 +83,25 @@ class Explorer:
         self.step = max(block.stride for block in self.blocks)
         self.size = max(32, round(run.recipe.data["image_size"] / self.step) * self.step)
         largest = int(MAX_TOKENS**0.5) * min(block.stride for block in self.blocks)
-        self.sizes = sorted({self.size, *(side for side in (2 * self.size, 224) if self.size < side <= largest)})
+        self.sizes = sorted(
+            {self.size, *(side for side in (2 * self.size, 224) if self.size < side <= largest)}
+        )
         self._lock = threading.Lock()
         self._traces = lru_cache(TRACES)(self._trace)
         self._views, self._curves = lru_cache(VIEWS)(self._view), lru_cache(VIEWS)(self._curve)
 
     def describe(self) -> Answer:
-        """The model: its name, classes, sizes of image, and for every block stage, heads, groups and keys."""
+        """The model: its name, classes, sizes of image, and for every block stage, heads, groups
+        and keys.
+        """
         blocks = [
             {
-                **{"stage": stage + 1, "place": place + 1, "stride": stride, "heads": layer.num_heads},
-                **{"groups": layer.centroids.shape[1], "k": layer.top_k},
+                "stage": stage + 1,
+                "place": place + 1,
+                "stride": stride,
+                "heads": layer.num_heads,
+                "groups": layer.centroids.shape[1],
+                "k": layer.top_k,
             }
             for layer, stage, place, stride in self.blocks
         ]
@@ -98,7 +113,10 @@ class Explorer:
             "classes": len(self.run.class_names),
             "size": self.size,
             "sizes": self.sizes,
-            "colours": [f"#{r:02x}{g:02x}{b:02x}" for r, g, b in (255 * distinct_colours(most)).round().astype(int)],
+            "colours": [
+                f"#{r:02x}{g:02x}{b:02x}"
+                for r, g, b in (255 * distinct_colours(most)).round().astype(int)
+            ],
             "threads": torch.get_num_threads(),
             "blocks": blocks,
         }
@@ -109,10 +127,12 @@ class Explorer:
             self.run.network(self.pixels(self.album.names()[0][0], self.size))
 
     def view(self, image: str, size: int, block: int, head: int, top_k: int) -> Answer:
-        """Groups, keys and attention weights of one head of one block, for an id of the album and one of `sizes`.
+        """Groups, keys and attention weights of one head of one block, for an id of the album and
+        one of `sizes`.
 
-        `top_k`, the keys for every group, is clamped to the tokens, and to what an answer may hold. RefusedError where
-        there is no such image, UserError for another argument that is out of range.
+        `top_k`, the keys for every group, is clamped to the tokens, and to what an answer may hold.
+        RefusedError where there is no such image, UserError for another argument that is out of
+        range.
         """
         if top_k < 1:
             raise UserError(f"k must be at least 1, got {top_k}")
@@ -120,7 +140,10 @@ class Explorer:
             return self._views(image, size, block, head, top_k)
 
     def curve(self, image: str, size: int, block: int, head: int) -> Answer:
-        """Mean share of global attention held by the best k keys, for some thirty k; arguments as in `view`."""
+        """Mean share of global attention held by the best k keys, for some thirty k.
+
+        Arguments as in `view`.
+        """
         with self._asked(image, size, block, head):
             return self._curves(image, size, block, head)
 
@@ -149,14 +172,21 @@ class Explorer:
         return Trace(inputs, (pixels.shape[2], pixels.shape[3]), seconds, classes)
 
     def pixels(self, image: str, size: int) -> Tensor:
-        """The (1, 3, H, W) that the model gets for an image: its middle, resized to multiples of the token's side."""
+        """The (1, 3, H, W) that the model gets for an image: its middle, resized to multiples of
+        the token's side.
+        """
         data, shown = self.run.recipe.data, self.album.image(image)
         height, width = fit_sides(shown, size, self.step)
         shown = ImageOps.fit(shown, (width, height), Image.Resampling.BICUBIC)
         return Normalize(data["mean"], data["std"])(pil_to_tensor(shown))[None]
 
-    def _head(self, image: str, size: int, block: int, head: int) -> tuple[Trace, list[Tensor], Tensor, float]:
-        """The trace; query, key and value (1, 1, L, D) of a head; its centroids (1, G, D); the scale of its scores."""
+    def _head(
+        self, image: str, size: int, block: int, head: int
+    ) -> tuple[Trace, list[Tensor], Tensor, float]:
+        """The trace; query, key and value (1, 1, L, D) of a head; its centroids (1, G, D).
+
+        The scale of its scores.
+        """
         trace = self._traces(image, size)
         layer, place = self.blocks[block].layer, slice(head, head + 1)
         tensors = [part[:, place] for part in layer.split_heads(trace.inputs[block])]
@@ -171,7 +201,10 @@ class Explorer:
         groups, keys = seen.group_ids[0, 0].numpy(), seen.key_ids[0, 0].numpy()
         peaks = weights[0, 0].amax(-1, keepdim=True)
         return {
-            **{"grid": [rows, columns], "k": keys.shape[1], "max_k": most, "groups": keys.shape[0]},
+            "grid": [rows, columns],
+            "k": keys.shape[1],
+            "max_k": most,
+            "groups": keys.shape[0],
             "group_ids": _pack(groups, "<u2"),
             "key_ids": _pack(keys, "<u2"),
             "weights": _pack((255 * weights[0, 0] / peaks).round().numpy(), "u1"),

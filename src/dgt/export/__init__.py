@@ -1,4 +1,7 @@
-"""Trained models for other programs: ONNX, `torch.export`, and timm's own format; made in :mod:`dgt.inference`."""
+"""Trained models for other programs: ONNX, `torch.export`, and timm's own format.
+
+Made in :mod:`dgt.inference`.
+"""
 
 from dgt.inference.export import Export, Verification, export, verify
 from dgt.inference.formats import Source, encode_onnx, encode_program, open_onnx, open_program

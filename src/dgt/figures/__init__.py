@@ -1,4 +1,6 @@
-"""Figures of arrays and records: groups of queries and the keys they chose, label maps, detections, a diagnosis."""
+"""Figures of arrays and records: groups of queries and the keys they chose, label maps, detections,
+a diagnosis.
+"""
 
 from dgt.figures.drawing import distinct_colours
 from dgt.figures.groups import figure_contact_sheet, figure_group_map, figure_groups, figure_titled

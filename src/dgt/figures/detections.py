@@ -1,4 +1,6 @@
-"""Detections drawn over their image: a wash of colour on every mask, a box, the category's name and its score."""
+"""Detections drawn over their image: a wash of color on every mask, a box, the category's name and
+its score.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ LABEL_HEIGHT = 18
 class Detections(NamedTuple):
     """Objects in one image, by falling score.
 
-    `boxes` (N, 4) x0 y0 x1 y1 in pixels; `labels` (N,) from 0 on; `scores` (N,); `masks` bool (N, H, W).
+    `boxes` (N, 4) x0 y0 x1 y1 in pixels; `labels` (N,) from 0 on; `scores` (N,); `masks` bool (N,
+    H, W).
     """
 
     boxes: Array
@@ -33,26 +36,45 @@ class Detections(NamedTuple):
 
 
 def draw_detections(
-    image: Image.Image, found: Detections, class_names: Sequence[str], threshold: float = SHOWN_SCORE
+    image: Image.Image,
+    found: Detections,
+    class_names: Sequence[str],
+    threshold: float = SHOWN_SCORE,
 ) -> Image.Image:
-    """The RGB image, enlarged to a longer side of 640 pixels where it is smaller, under what was found in it.
+    """Draw detections over an image, enlarged to a longer side of 640 pixels where it is smaller.
 
-    Drawn are detections whose score reaches the threshold, 0 to 1, the surest on top; each of the `class_names` has its
-    colour. Raises UserError for a threshold outside [0, 1], or masks of another size than the image.
+    Args:
+        image: RGB.
+        found: what was found in it; the most confident are drawn on top.
+        class_names: of all classes; each has its color.
+        threshold: least score of what is drawn, in [0, 1].
+
+    Raises:
+        UserError: the threshold is out of range, or masks have another size than the image.
     """
     if not 0 <= threshold <= 1:
         raise UserError(f"threshold must lie in [0, 1], got {threshold}")
     if found.masks.shape[1:] != (image.height, image.width):
-        raise UserError(f"masks must be of the image's size {image.size[::-1]}, got {found.masks.shape[1:]}")
+        raise UserError(
+            f"masks must be of the image's size {image.size[::-1]}, got {found.masks.shape[1:]}"
+        )
     scale = max(1.0, LONG_SIDE / max(image.size))
-    image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
+    image = image.resize(
+        (round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC
+    )
     shown = np.flatnonzero(found.scores >= threshold)[::-1]
     if len(shown) == 0:
         return image
-    palette = (255 * (0.35 + 0.65 * distinct_colours(len(class_names)))).astype(int)  # light enough for black text
+    # light enough for black text
+    palette = (255 * (0.35 + 0.65 * distinct_colours(len(class_names)))).astype(int)
     colours = [tuple(palette[label].tolist()) for label in found.labels[shown]]
-    masks, boxes = torch.from_numpy(found.masks[shown].astype(np.float32)), scale * found.boxes[shown]
-    masks = functional.interpolate(masks[None], (image.height, image.width), mode="bilinear")[0] > 0.5
+    masks, boxes = (
+        torch.from_numpy(found.masks[shown].astype(np.float32)),
+        scale * found.boxes[shown],
+    )
+    masks = (
+        functional.interpolate(masks[None], (image.height, image.width), mode="bilinear")[0] > 0.5
+    )
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
     inner = -functional.max_pool2d(-masks.float(), 5, 1, 2) > 0.5
     pixels = draw_segmentation_masks(pixels, masks & ~inner, alpha=1.0, colors=colours)

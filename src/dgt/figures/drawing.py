@@ -1,4 +1,6 @@
-"""Drawing a panel: light on tokens, colours that tell groups apart, and axes whose units are tokens."""
+"""Drawing a panel: light on tokens, colors that tell groups apart, and axes whose units are
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,26 @@ from PIL import Image, ImageOps
 from dgt.figures.panel import Array, GroupPanel
 from dgt.utils.errors import UserError
 
-# Okabe and Ito's colours, the bright ones first: told apart by colour-blind readers, and all stand out from grey.
-PAIR_COLOURS = ("#56b4e9", "#ffa62b", "#e884b8", "#2fc79a", "#f0e442", "#ff6f3c", "#8f8cf2", "#c9c9c9")
+# Okabe and Ito's colors, the bright ones first: told apart by color-blind readers, and all stand
+# out from gray.
+PAIR_COLOURS = (
+    "#56b4e9",
+    "#ffa62b",
+    "#e884b8",
+    "#2fc79a",
+    "#f0e442",
+    "#ff6f3c",
+    "#8f8cf2",
+    "#c9c9c9",
+)
 LUMINANCE = np.array([0.299, 0.587, 0.114])
 # Oklab (Ottosson 2020), transposed to be applied from the right.
-RGB_TO_CONES = np.array([[0.41222, 0.2119, 0.0883], [0.53633, 0.6807, 0.28172], [0.05145, 0.1074, 0.62998]])
-CONES_TO_LAB = np.array([[0.21045, 1.978, 0.0259], [0.79362, -2.42859, 0.78277], [-0.00407, 0.45059, -0.80868]])
+RGB_TO_CONES = np.array(
+    [[0.41222, 0.2119, 0.0883], [0.53633, 0.6807, 0.28172], [0.05145, 0.1074, 0.62998]]
+)
+CONES_TO_LAB = np.array(
+    [[0.21045, 1.978, 0.0259], [0.79362, -2.42859, 0.78277], [-0.00407, 0.45059, -0.80868]]
+)
 
 # Lengths in inches.
 MARGIN, CAPTION, GAP = 0.08, 0.2, 0.12
@@ -30,52 +46,72 @@ Cell = tuple[Array, tuple[int, int], str]
 
 
 def lights(panel: GroupPanel, group: int) -> tuple[Array, Array]:
-    """Two (h, w) in [0, 1]: 1 where a token belongs to the group; how brightly it is lit as a key of it, else 0."""
+    """Two (h, w) in [0, 1]: 1 where a token belongs to the group.
+
+    How brightly it is lit as a key of it, else 0.
+    """
     used = panel.key_ids[group] >= 0
-    weights = np.ones(len(used)) if panel.key_weights is None else np.asarray(panel.key_weights[group], float)
+    weights = (
+        np.ones(len(used))
+        if panel.key_weights is None
+        else np.asarray(panel.key_weights[group], float)
+    )
     keys = np.zeros(panel.group_ids.shape)
     keys[panel.key_ids[group][used]] = 0.3 + 0.7 * weights[used] / weights[used].max(initial=1e-12)
     return (panel.group_ids == group).astype(float).reshape(panel.grid), keys.reshape(panel.grid)
 
 
 def images_of(panels: Sequence[GroupPanel], long_side: int) -> list[Array]:
-    """The images as floats in [0, 1] with this longer side, so that token cells come out crisp over any of them."""
+    """The images as floats in [0, 1] with this longer side, so that token cells come out crisp over
+    any of them.
+    """
     if len(panels) == 0:
         raise UserError("panels must hold at least one GroupPanel, got none")
-    images = [ImageOps.contain(Image.fromarray(panel.image), (long_side, long_side)) for panel in panels]
+    images = [
+        ImageOps.contain(Image.fromarray(panel.image), (long_side, long_side)) for panel in panels
+    ]
     return [np.asarray(image) / 255 for image in images]
 
 
 def spread(cells: Array, size: tuple[int, ...]) -> Array:
-    """(h, w, ...) over tokens to (H, W, ...) over pixels: every pixel takes the token its centre lies in."""
+    """(h, w, ...) over tokens to (H, W, ...) over pixels: every pixel takes the token its center
+    lies in.
+    """
     rows = (2 * np.arange(size[0]) + 1) * cells.shape[0] // (2 * size[0])
     columns = (2 * np.arange(size[1]) + 1) * cells.shape[1] // (2 * size[1])
     return np.asarray(cells[rows[:, None], columns])
 
 
 def dimmed(image: Array) -> Array:
-    """The image (H, W, 3), darker and nearly grey."""
+    """The image (H, W, 3), darker and nearly gray."""
     return np.asarray(0.42 * (0.75 * (image @ LUMINANCE)[..., None] + 0.25 * image) + 0.05)
 
 
 def lit(image: Array, light: Array, colour: Array) -> Array:
-    """The image, dimmed and greyed where `light` (h, w) is 0, washed with the colour where it is 1."""
+    """The image, dimmed and grayed where `light` (h, w) is 0, washed with the color where it is 1."""
     amount = spread(light, image.shape)[..., None]
     return np.asarray((1 - amount) * dimmed(image) + amount * (0.35 * image + 0.65 * colour))
 
 
 def group_colours(image: Array, panel: GroupPanel) -> Array:
-    """The image with every token in its group's colour; light and dark shine through, padding stays dimmed."""
+    """The image with every token in its group's color.
+
+    Light and dark shine through, padding stays dimmed.
+    """
     ids = spread(panel.group_ids.reshape(panel.grid), image.shape)
-    colours = distinct_colours(len(panel.key_ids))[ids] * (0.72 + 0.42 * (image @ LUMINANCE)[..., None])
+    colours = distinct_colours(len(panel.key_ids))[ids] * (
+        0.72 + 0.42 * (image @ LUMINANCE)[..., None]
+    )
     return np.where((ids >= 0)[..., None], np.clip(colours, 0, 1), dimmed(image))
 
 
 def distinct_colours(number: int) -> Array:
-    """(number, 3) colours, each as far from all before it as can be in the perceptual space Oklab."""
+    """(number, 3) colors, each as far from all before it as can be in the perceptual space Oklab."""
     steps = np.linspace(0, 1, 20)
     candidates = np.stack(np.meshgrid(steps, steps, steps, indexing="ij"), axis=-1).reshape(-1, 3)
-    linear = np.where(candidates <= 0.04045, candidates / 12.92, ((candidates + 0.055) / 1.055) ** 2.4)
+    linear = np.where(
+        candidates <= 0.04045, candidates / 12.92, ((candidates + 0.055) / 1.055) ** 2.4
+    )
     lab = np.cbrt(linear @ RGB_TO_CONES) @ CONES_TO_LAB
     chroma = np.hypot(lab[:, 1], lab[:, 2])
     quiet = (lab[:, 0] > 0.42) & (lab[:, 0] < 0.92) & (chroma > 0.03) & (chroma < 0.165)
@@ -94,47 +130,77 @@ def height_of(image: Array, width: float) -> float:
 
 
 def show(figure: Figure, box: tuple[float, ...], image: Array, grid: tuple[int, int]) -> Axes:
-    """Axes with the image, in the middle of a box (left, bottom, width, height) in inches; the grid is their units."""
+    """Axes with the image, in the middle of a box (left, bottom, width, height) in inches.
+
+    The grid is their units.
+    """
     left, bottom, width, height = box
     fitted = min(width, height * image.shape[1] / image.shape[0])
     wide, high = figure.get_size_inches()
-    axes = figure.add_axes(((left + (width - fitted) / 2) / wide, bottom / high, fitted / wide, height / high))
-    axes.imshow(image, extent=(0, grid[1], grid[0], 0), aspect="auto", interpolation="antialiased", origin="upper")
+    axes = figure.add_axes(
+        ((left + (width - fitted) / 2) / wide, bottom / high, fitted / wide, height / high)
+    )
+    axes.imshow(
+        image,
+        extent=(0, grid[1], grid[0], 0),
+        aspect="auto",
+        interpolation="antialiased",
+        origin="upper",
+    )
     axes.set_axis_off()
     return axes
 
 
-def sheet(cells: Sequence[Cell], columns: int, width: float, room: tuple[float, float] = (0, 0)) -> Figure:
-    """Images row by row, in cells `width` inches wide, each under its label; a row is as high as its highest image.
+def sheet(
+    cells: Sequence[Cell], columns: int, width: float, room: tuple[float, float] = (0, 0)
+) -> Figure:
+    """Lay images out row by row, each under its label; a row is as high as its highest image.
 
-    `room` is the least width of the figure, and what is left free at its lower edge, in inches.
+    Args:
+        cells: the images.
+        columns: cells in a row.
+        width: of a cell, in inches.
+        room: least width of the figure, and what is left free at its lower edge, in inches.
     """
     rows = [cells[start : start + columns] for start in range(0, len(cells), columns)]
     heights = [max(height_of(image, width) for image, *_ in row) for row in rows]
-    captions = [max((CAPTION * (1 + label.count("\n")) for *_, label in row if label), default=0) for row in rows]
+    captions = [
+        max((CAPTION * (1 + label.count("\n")) for *_, label in row if label), default=0)
+        for row in rows
+    ]
     wide = max(room[0], 2 * MARGIN + columns * (width + GAP) - GAP)
     bottom = MARGIN + sum(heights) + sum(captions) + GAP * len(rows) + room[1]
     figure = Figure(figsize=(wide, bottom), facecolor="white")
     for row, height, caption in zip(rows, heights, captions, strict=True):
         bottom -= height + caption + (GAP if row is not rows[0] else MARGIN)
         for column, (image, grid, label) in enumerate(row):
-            axes = show(figure, (MARGIN + column * (width + GAP), bottom, width, height), image, grid)
-            axes.set_title(label, fontsize=7.5, color="0.42", pad=3, parse_math=False)  # names of users
+            axes = show(
+                figure, (MARGIN + column * (width + GAP), bottom, width, height), image, grid
+            )
+            # names of users
+            axes.set_title(label, fontsize=7.5, color="0.42", pad=3, parse_math=False)
     return figure
 
 
 def outline(axes: Axes, mask: Array, colour: Array) -> None:
     """Lines where a token of the mask meets one outside it, or the border."""
     padded = np.pad(mask, 1).astype(int)
-    across, down = np.argwhere(np.diff(padded, axis=1)[1:-1]), np.argwhere(np.diff(padded, axis=0)[:, 1:-1])
+    across, down = (
+        np.argwhere(np.diff(padded, axis=1)[1:-1]),
+        np.argwhere(np.diff(padded, axis=0)[:, 1:-1]),
+    )
     lines = [[(column, row), (column, row + 1)] for row, column in across]
     lines += [[(column, row), (column + 1, row)] for row, column in down]
     light = tuple(0.6 * colour + 0.4)
-    axes.add_collection(LineCollection(lines, colors=[light], linewidths=0.5, capstyle="projecting", clip_on=False))
+    axes.add_collection(
+        LineCollection(lines, colors=[light], linewidths=0.5, capstyle="projecting", clip_on=False)
+    )
 
 
 def tidy(*plots: Axes, size: float) -> None:
-    """Axes of numbers with small letters, a faint grid behind the marks, and no lines above and at the right."""
+    """Axes of numbers with small letters, a faint grid behind the marks, and no lines above and at
+    the right.
+    """
     for axes in plots:
         axes.tick_params(labelsize=size, length=0)
         axes.xaxis.label.set_fontsize(size + 0.5)

@@ -1,8 +1,9 @@
-"""The paper's figures: which queries form a group, and which keys that group chose, drawn over the image.
+"""The paper's figures: which queries form a group, and which keys that group chose, drawn over the
+image.
 
-All take plain arrays of token indices, as `dynamic_group_attention` returns them, so no model is needed to draw. Tokens
-are numbered row by row over the grid. Figures are built on matplotlib's object interface: neither import nor use of
-this package touches pyplot's backend.
+All take plain arrays of token indices, as `dynamic_group_attention` returns them, so no model is
+needed to draw. Tokens are numbered row by row over the grid. Figures are built on matplotlib's
+object interface: neither import nor use of this package touches pyplot's backend.
 """
 
 from __future__ import annotations
@@ -21,27 +22,46 @@ from dgt.figures.panel import Array, GroupPanel, choose_groups
 from dgt.utils.errors import UserError
 
 # Lengths in inches.
-CELL, MARGIN, LABEL, FRAME = 1.2, 0.08, 0.2, 0.045
-THIN_GAP, ROW_GAP, PAIR_GAP = 0.045, 0.13, 0.15
+CELL = 1.2
+MARGIN = 0.08
+LABEL = 0.2
+FRAME = 0.045
+THIN_GAP = 0.045
+ROW_GAP = 0.13
+PAIR_GAP = 0.15
 
 
 def figure_groups(panels: Sequence[GroupPanel], groups: int | Sequence[int] = 3) -> Figure:
-    """The paper's figure: a row per panel; its image, then pairs of a query group and the keys it selected.
+    """Draw the paper's figure: a row for each panel with its image, then pairs of a query group and
+    the keys that it selected.
 
-    groups: how many groups `choose_groups` picks for every panel, or the indices of the groups to show in all of them.
-    Returns a figure whose axes run row by row: image, queries, keys, queries, keys, ... A panel with fewer groups
-    leaves its last pairs blank. Raises UserError naming the argument.
+    Args:
+        panels: what to draw.
+        groups: how many groups `choose_groups` picks for every panel, or the indices of the groups to
+            show in all of them.
+
+    Returns:
+        A figure whose axes run row by row: image, queries, keys, queries, keys, ... A panel with
+        fewer groups leaves its last pairs blank.
+
+    Raises:
+        UserError: an argument is wrong; the message names it.
     """
     images = drawing.images_of(panels, 384)
     shown = [_groups_to_show(panel, groups) for panel in panels]
-    left = MARGIN + (LABEL if any(panel.title for panel in panels) else 0)  # room for titles where there are some
+    # room for titles where there are some
+    left = MARGIN + (LABEL if any(panel.title for panel in panels) else 0)
     first, step = left + CELL + PAIR_GAP + FRAME, 2 * (CELL + FRAME) + THIN_GAP + PAIR_GAP
     starts = [first + pair * step for pair in range(max(len(row) for row in shown))]
     heights = [drawing.height_of(image, CELL) for image in images]
     top = LABEL + sum(heights) + ROW_GAP * (len(panels) - 1) + 2 * FRAME + MARGIN
-    figure = Figure(figsize=(first + len(starts) * step - PAIR_GAP - FRAME + MARGIN, top), facecolor="white")
+    figure = Figure(
+        figsize=(first + len(starts) * step - PAIR_GAP - FRAME + MARGIN, top), facecolor="white"
+    )
     inches = figure.dpi_scale_trans
-    say = partial(figure.text, transform=inches, ha="center", va="center", fontsize=7.5, color="#6b6b6b")
+    say = partial(
+        figure.text, transform=inches, ha="center", va="center", fontsize=7.5, color="#6b6b6b"
+    )
     say(left + CELL / 2, top - LABEL / 2, "image")
     for start in starts:
         say(start + CELL / 2, top - LABEL / 2, "queries")
@@ -49,27 +69,44 @@ def figure_groups(panels: Sequence[GroupPanel], groups: int | Sequence[int] = 3)
     bottom = top - LABEL - FRAME + ROW_GAP
     for panel, indices, image, height in zip(panels, shown, images, heights, strict=True):
         bottom -= ROW_GAP + height
-        say(left - LABEL / 2 - 0.03, bottom + height / 2, panel.title, rotation=90, parse_math=False)
+        say(
+            left - LABEL / 2 - 0.03, bottom + height / 2, panel.title, rotation=90, parse_math=False
+        )
         drawing.show(figure, (left, bottom, CELL, height), image, panel.grid)
-        for start, group, name in zip(starts, indices, drawing.PAIR_COLOURS * len(indices), strict=False):
+        for start, group, name in zip(
+            starts, indices, drawing.PAIR_COLOURS * len(indices), strict=False
+        ):
             colour = np.array(to_rgb(name))
-            for left_edge, light in zip((start, start + CELL + THIN_GAP), drawing.lights(panel, group), strict=True):
+            for left_edge, light in zip(
+                (start, start + CELL + THIN_GAP), drawing.lights(panel, group), strict=True
+            ):
                 box = (left_edge, bottom, CELL, height)
                 axes = drawing.show(figure, box, drawing.lit(image, light, colour), panel.grid)
                 drawing.outline(axes, light > 0, colour)
             rounded = f"round,pad={FRAME},rounding_size={FRAME}"
             pair = FancyBboxPatch((start, bottom), 2 * CELL + THIN_GAP, height, rounded)
-            pair.set(fill=False, linestyle=(0, (3, 2)), edgecolor=tuple(0.85 * colour), transform=inches)
+            pair.set(
+                fill=False, linestyle=(0, (3, 2)), edgecolor=tuple(0.85 * colour), transform=inches
+            )
             figure.add_artist(pair)
     return figure
 
 
 def figure_group_map(panels: Sequence[GroupPanel]) -> Figure:
-    """All groups at once: a row per panel; its image, and a map that gives every token the colour of its group.
+    """Draw all groups at once: a row for each panel with its image and a map that gives every token
+    the color of its group.
 
-    Over each map stand the number of groups with a query and the perplexity of the group sizes (the number of equal
-    groups that would be as spread out). Returns a figure whose axes run row by row: image, map. Raises UserError
-    naming the argument.
+    Over each map stand the number of groups with a query and the perplexity of the group sizes (the
+    number of equal groups that would be as spread out).
+
+    Args:
+        panels: what to draw.
+
+    Returns:
+        A figure whose axes run row by row: image, map.
+
+    Raises:
+        UserError: an argument is wrong; the message names it.
     """
     cells: list[drawing.Cell] = []
     for panel, image in zip(panels, drawing.images_of(panels, 768), strict=True):
@@ -83,10 +120,18 @@ def figure_group_map(panels: Sequence[GroupPanel]) -> Figure:
 
 
 def figure_contact_sheet(panels: Sequence[GroupPanel], columns: int | None = None) -> Figure:
-    """Many maps at once: the first panel's image, then every panel's map of groups under its title, row by row.
+    """Draw many maps at once: the first panel's image, then every panel's map of groups under its
+    title, row by row.
 
-    columns: cells in a row; None for a sheet that is somewhat wider than tall. Returns a figure whose axes are the
-    image and the maps, in order. Raises UserError naming the argument.
+    Args:
+        panels: what to draw.
+        columns: cells in a row; None for a sheet that is somewhat wider than tall.
+
+    Returns:
+        A figure whose axes are the image and the maps, in order.
+
+    Raises:
+        UserError: an argument is wrong; the message names it.
     """
     columns = math.ceil(math.sqrt(1.5 * (len(panels) + 1))) if columns is None else columns
     if columns < 1:
@@ -107,8 +152,12 @@ def _groups_to_show(panel: GroupPanel, groups: int | Sequence[int]) -> list[int]
     number = len(panel.key_ids)
     if isinstance(groups, int):
         if not 1 <= groups <= number:
-            raise UserError(f"groups must be between 1 and {number}, the number of groups, got {groups}")
+            raise UserError(
+                f"groups must be between 1 and {number}, the number of groups, got {groups}"
+            )
         return choose_groups(panel.group_ids.reshape(panel.grid), panel.key_ids, groups)
     if len(groups) == 0 or min(groups) < 0 or max(groups) >= number:
-        raise UserError(f"groups must name at least one group, each between 0 and {number - 1}, got {list(groups)}")
+        raise UserError(
+            f"groups must name at least one group, each between 0 and {number - 1}, got {list(groups)}"
+        )
     return list(groups)

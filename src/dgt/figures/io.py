@@ -1,4 +1,7 @@
-"""Figures as images and files: PNG, SVG or PDF, and several as an animated GIF. A file appears whole or not at all."""
+"""Figures as images and files: PNG, SVG or PDF, and several as an animated GIF.
+
+A file appears whole or not at all.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +23,35 @@ SUFFIXES = (".pdf", ".png", ".svg")
 def save_figure(figure: Figure, path: str | Path, dpi: int = 200) -> None:
     """Write a figure as PNG, SVG or PDF, by the path's suffix; the file appears whole or not at all.
 
-    dpi: pixels per inch of a PNG, and of the images inside an SVG or PDF. Raises UserError for another suffix or a dpi
-    below 1, FileNotFoundError where the folder is missing.
+    Args:
+        figure: what to write.
+        path: ends in .png, .svg or .pdf.
+        dpi: pixels per inch of a PNG, and of the images inside an SVG or PDF.
+
+    Raises:
+        UserError: another suffix, or a dpi below 1.
+        FileNotFoundError: the folder is missing.
     """
     path = _check(path, SUFFIXES, dpi)
     with replacing(path) as partial:
         figure.savefig(partial, dpi=dpi, format=path.suffix[1:].lower(), facecolor="white")
 
 
-def save_animation(figures: Sequence[Figure], path: str | Path, seconds: float = 0.7, dpi: int = 120) -> None:
-    """Write figures of one size as the frames of a GIF that starts over; the file appears whole or not at all.
+def save_animation(
+    figures: Sequence[Figure], path: str | Path, seconds: float = 0.7, dpi: int = 120
+) -> None:
+    """Write figures of one size as the frames of a GIF that repeats; the file appears whole or not at
+    all.
 
-    seconds: how long each frame stands; the last one stands three times as long. dpi: pixels per inch. Raises UserError
-    naming the argument, FileNotFoundError where the folder is missing.
+    Args:
+        figures: the frames.
+        path: ends in .gif.
+        seconds: how long each frame stands; the last one stands three times as long.
+        dpi: pixels per inch.
+
+    Raises:
+        UserError: an argument is wrong; the message names it.
+        FileNotFoundError: the folder is missing.
     """
     path = _check(path, (".gif",), dpi)
     if len(figures) == 0:
@@ -67,7 +86,9 @@ def png(image: Image.Image) -> bytes:
 def _check(path: str | Path, suffixes: Sequence[str], dpi: int) -> Path:
     path = Path(path)
     if path.suffix.lower() not in suffixes:
-        raise UserError(f"path must end in {'one of ' * (len(suffixes) > 1)}{', '.join(suffixes)}, got {path.name!r}")
+        raise UserError(
+            f"path must end in {'one of ' * (len(suffixes) > 1)}{', '.join(suffixes)}, got {path.name!r}"
+        )
     if dpi < 1:
         raise UserError(f"dpi must be at least 1, got {dpi}")
     if not path.parent.is_dir():

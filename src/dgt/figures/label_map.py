@@ -1,6 +1,8 @@
-"""Label maps as images: classes in colours over the image, with a legend; truth and predictions side by side.
+"""Label maps as images: classes in colors over the image, with a legend; truth and predictions
+side by side.
 
-A class has the same colour in every figure of a model: colours depend on the number of classes alone.
+A class has the same color in every figure of a model: colors depend on the number of classes
+alone.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ from dgt.utils.errors import UserError
 
 IGNORED = 255  # the label of pixels that have none
 OPACITY = 0.6
-UNLABELLED = 0.12  # grey of pixels without a label
+UNLABELLED = 0.12  # gray of pixels without a label
 
 
 def class_colours(number: int) -> Array:
-    """(256, 3) colours in [0, 1]: of each class, as far apart as can be; dark grey for what has no label.
+    """(256, 3) colors in [0, 1]: of each class, as far apart as can be; dark gray for what has no
+    label.
 
     Raises UserError for fewer than 1 or more than 255 classes.
     """
@@ -35,14 +38,19 @@ def class_colours(number: int) -> Array:
 
 
 def label_png(labels: Array, number: int) -> bytes:
-    """A label map (H, W) uint8 as a PNG whose numbers are the `number` classes, with a palette to look at them."""
+    """A label map (H, W) uint8 as a PNG whose numbers are the `number` classes, with a palette to
+    look at them.
+    """
     image = Image.fromarray(labels)
     image.putpalette((class_colours(number) * 255).round().astype(np.uint8).tobytes())
     return png(image)
 
 
 def overlay(image: Array, labels: Array, colours: Array) -> Array:
-    """The image (H, W, 3) uint8 under the colours of its labels (H, W), with outlines; floats (H, W, 3) in [0, 1]."""
+    """The image (H, W, 3) uint8 under the colors of its labels (H, W), with outlines.
+
+    Floats (H, W, 3) in [0, 1].
+    """
     edges = np.zeros(labels.shape, dtype=bool)
     edges[:, 1:] |= labels[:, 1:] != labels[:, :-1]
     edges[1:] |= labels[1:] != labels[:-1]
@@ -53,22 +61,37 @@ def overlay(image: Array, labels: Array, colours: Array) -> Array:
 
 
 def figure_label_map(image: Array, labels: Array, class_names: Sequence[str]) -> Figure:
-    """The image under its classes' colours; below, a legend of the classes that are there, the largest first.
+    """Draw an image under its classes' colors; below, a legend of the classes that are there, largest
+    first.
 
-    image (H, W, 3) and labels (H, W), 255 for none, are uint8; class_names are those of all classes. Raises UserError
-    for shapes that do not fit, or labels that have no name.
+    Args:
+        image: uint8 (H, W, 3).
+        labels: uint8 (H, W), 255 for none.
+        class_names: of all classes.
+
+    Raises:
+        UserError: shapes do not fit, or labels have no name.
     """
     _check(image, labels, class_names)
     drawn = overlay(image, labels, class_colours(len(class_names)))
     width = 7.0 * min(1.0, labels.shape[1] / labels.shape[0])
-    return _with_legend([(drawn, labels.shape, "")], 1, width, np.bincount(labels.ravel())[:IGNORED], class_names)
+    return _with_legend(
+        [(drawn, labels.shape, "")], 1, width, np.bincount(labels.ravel())[:IGNORED], class_names
+    )
 
 
-def figure_comparison(rows: Sequence[tuple[Array, Array, Array]], class_names: Sequence[str]) -> Figure:
-    """A row for each image: the image, its true label map and the predicted one; below, the legend.
+def figure_comparison(
+    rows: Sequence[tuple[Array, Array, Array]], class_names: Sequence[str]
+) -> Figure:
+    """Draw a row for each image: the image, its true label map and the predicted one; below, the
+    legend.
 
-    A row is an image (H, W, 3), its labels and those predicted (H, W), all uint8. Raises UserError for no rows, and as
-    `figure_label_map` does.
+    Args:
+        rows: an image (H, W, 3), its labels and those predicted (H, W), all uint8, for each row.
+        class_names: of all classes.
+
+    Raises:
+        UserError: there are no rows; and as `figure_label_map`.
     """
     if not rows:
         raise UserError("rows must hold at least one image, got none")
@@ -79,7 +102,13 @@ def figure_comparison(rows: Sequence[tuple[Array, Array, Array]], class_names: S
         for title, labels in zip(("truth", "prediction"), maps, strict=True):
             _check(image, labels, class_names)
             counts += np.bincount(labels.ravel(), minlength=len(counts))
-            cells.append((class_colours(len(class_names))[labels], labels.shape, "" if len(cells) > 2 else title))
+            cells.append(
+                (
+                    class_colours(len(class_names))[labels],
+                    labels.shape,
+                    "" if len(cells) > 2 else title,
+                )
+            )
     return _with_legend(cells, 3, 2.6, counts, class_names)
 
 
@@ -87,24 +116,43 @@ def _check(image: Array, labels: Array, class_names: Sequence[str]) -> None:
     """Raise UserError for what cannot be drawn."""
     check_image(image)
     if labels.shape != image.shape[:2] or labels.dtype != np.uint8:
-        raise UserError(f"labels must be {image.shape[:2]} uint8 like the image, got {labels.shape} {labels.dtype}")
+        raise UserError(
+            f"labels must be {image.shape[:2]} uint8 like the image, got {labels.shape} {labels.dtype}"
+        )
     largest = labels.max(where=labels != IGNORED, initial=0)
     if largest >= len(class_names):
-        raise UserError(f"labels must be below {len(class_names)}, the number of class_names, got {largest}")
+        raise UserError(
+            f"labels must be below {len(class_names)}, the number of class_names, got {largest}"
+        )
 
 
 def _with_legend(
     cells: Sequence[Cell], columns: int, width: float, counts: Array, class_names: Sequence[str]
 ) -> Figure:
-    """A sheet, and below it a legend of the labels that `counts` has, the most frequent first, then "no label"."""
-    found = [int(label) for label in np.argsort(-counts[:IGNORED], kind="stable") if counts[label] > 0]
-    names = [class_names[label] for label in found] + ["no label"] * int(len(counts) > IGNORED and counts[IGNORED] > 0)
+    """A sheet, and below it a legend of the labels that `counts` has, the most frequent first, then
+    "no label".
+    """
+    found = [
+        int(label) for label in np.argsort(-counts[:IGNORED], kind="stable") if counts[label] > 0
+    ]
+    names = [class_names[label] for label in found] + ["no label"] * int(
+        len(counts) > IGNORED and counts[IGNORED] > 0
+    )
     colours = class_colours(len(class_names))[[*found, IGNORED]]
     entry = 0.5 + 0.075 * max(map(len, names), default=0)
     across = max(1, int(columns * width / entry))
     figure = sheet(cells, columns, width, (entry, 0.21 * -(-len(names) // across) + 0.12))
-    patches = [Patch(facecolor=colour, edgecolor="0.4", linewidth=0.5) for colour in colours[: len(names)]]
-    look = {"fontsize": 8, "frameon": False, "borderaxespad": 0.2, "handlelength": 1.2, "columnspacing": 1.2}
-    plain = [name.replace("$", r"\$") for name in names]  # between two, matplotlib reads mathematics
+    patches = [
+        Patch(facecolor=colour, edgecolor="0.4", linewidth=0.5) for colour in colours[: len(names)]
+    ]
+    look = {
+        "fontsize": 8,
+        "frameon": False,
+        "borderaxespad": 0.2,
+        "handlelength": 1.2,
+        "columnspacing": 1.2,
+    }
+    # between two, matplotlib reads mathematics
+    plain = [name.replace("$", r"\$") for name in names]
     figure.legend(patches, plain, loc="lower left", ncols=min(len(names), across) or 1, **look)
     return figure

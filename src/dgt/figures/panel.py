@@ -1,4 +1,7 @@
-"""What is drawn: an image with the groups of its tokens and the keys they chose, checked once; groups worth showing."""
+"""What is drawn: an image with the groups of its tokens and the keys they chose, checked once.
+
+Groups worth showing.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,11 @@ Array = NDArray[Any]
 class GroupPanel:
     """One image with the groups of its tokens: a row of a figure.
 
-    image: (H, W, 3) uint8. grid: (h, w), the tokens' rows and columns, laid over the whole image. group_ids: (h*w,)
-    integers, the group of every token, -1 for padding. key_ids: (G, k) integers, the tokens every group chose, -1 for
-    an empty slot. title: a short label of the row. key_weights: (G, k), not negative; where given, a group's heaviest
-    key is drawn brightest. Tensors are taken too and kept as arrays. Raises UserError or TypeError naming the field.
+    image: (H, W, 3) uint8. grid: (h, w), the tokens' rows and columns, laid over the whole image.
+    group_ids: (h*w,) integers, the group of every token, -1 for padding. key_ids: (G, k) integers,
+    the tokens every group chose, -1 for an empty slot. title: a short label of the row.
+    key_weights: (G, k), not negative; where given, a group's heaviest key is drawn brightest.
+    Tensors are taken too and kept as arrays. Raises UserError or TypeError naming the field.
     """
 
     image: Any
@@ -34,7 +38,12 @@ class GroupPanel:
     key_weights: Any = None
 
     def __post_init__(self) -> None:
-        for name in ("image", "group_ids", "key_ids", *(["key_weights"] if self.key_weights is not None else [])):
+        for name in (
+            "image",
+            "group_ids",
+            "key_ids",
+            *(["key_weights"] if self.key_weights is not None else []),
+        ):
             object.__setattr__(self, name, to_array(getattr(self, name)))
         check_image(self.image)
         if len(self.grid) != 2 or min(self.grid) < 1:
@@ -42,49 +51,88 @@ class GroupPanel:
         _check_ids(self.group_ids, self.key_ids)
         (rows, columns), found = self.grid, self.group_ids.shape
         if found != (rows * columns,):
-            raise UserError(f"group_ids must be ({rows * columns},) for a grid of {rows} x {columns}, got {found}")
+            raise UserError(
+                f"group_ids must be ({rows * columns},) for a grid of {rows} x {columns}, got {found}"
+            )
         weights, wanted = self.key_weights, self.key_ids.shape
-        if weights is not None and (weights.shape != wanted or not ((weights >= 0) & (weights < np.inf)).all()):
-            raise UserError(f"key_weights must be finite, not negative and {wanted} like key_ids, got {weights.shape}")
+        if weights is not None and (
+            weights.shape != wanted or not ((weights >= 0) & (weights < np.inf)).all()
+        ):
+            raise UserError(
+                f"key_weights must be finite, not negative and {wanted} like key_ids, got {weights.shape}"
+            )
 
 
 def panels_of(
-    records: Sequence[GroupRecord], image: Array, head: int = 0, block: int | None = None, every: bool = False
+    records: Sequence[GroupRecord],
+    image: Array,
+    head: int = 0,
+    block: int | None = None,
+    every: bool = False,
 ) -> list[GroupPanel]:
-    """Panels of what a model's layers grouped and chose in the first image of a batch.
+    """Make panels of what a model's layers grouped and chose in the first image of a batch.
 
-    records: from `dgt.group_records`, one a block. image: (H, W, 3) uint8, as the model got it. head: from 0. block:
-    from 0; None for the last one at each resolution. every: a panel for every block that has the head instead. Raises
-    UserError for a block or a head that is not there.
+    Args:
+        records: from `dgt.group_records`, one for each block.
+        image: (H, W, 3) uint8, as the model got it.
+        head: attention head, from 0.
+        block: from 0; None for the last one at each resolution.
+        every: make a panel for every block that has the head instead.
+
+    Raises:
+        UserError: there is no such block or head.
     """
     heads = [record.attention.group_ids.shape[1] for record in records]
     if block is not None and not 0 <= block < len(records):
         raise UserError(f"block must lie in 0 to {len(records) - 1}, got {block}")
-    chosen = list({record.grid: place for place, record in enumerate(records)}.values()) if block is None else [block]
+    chosen = (
+        list({record.grid: place for place, record in enumerate(records)}.values())
+        if block is None
+        else [block]
+    )
     if every:
-        chosen = [place for place in range(len(records)) if head < heads[place]] or [heads.index(max(heads))]
+        chosen = [place for place in range(len(records)) if head < heads[place]] or [
+            heads.index(max(heads))
+        ]
     panels = []
     for place in chosen:
         name, grid, seen = records[place]
         if not 0 <= head < heads[place]:
-            raise UserError(f"head must lie in 0 to {heads[place] - 1} at block {name!r}, got {head}")
+            raise UserError(
+                f"head must lie in 0 to {heads[place] - 1} at block {name!r}, got {head}"
+            )
         title = f"block {place}" if every else name
-        panels.append(GroupPanel(image, grid, seen.group_ids[0, head], seen.key_ids[0, head], title))
+        panels.append(
+            GroupPanel(image, grid, seen.group_ids[0, head], seen.key_ids[0, head], title)
+        )
     return panels
 
 
-def choose_groups(group_ids: Array | torch.Tensor, key_ids: Array | torch.Tensor, count: int) -> list[int]:
+def choose_groups(
+    group_ids: Array | torch.Tensor, key_ids: Array | torch.Tensor, count: int
+) -> list[int]:
     """Pick groups worth showing: large ones that differ from each other in place and in keys.
 
-    group_ids: (L,) integers, or (h, w) to tell place by row and column, -1 for padding. key_ids: (G, k) integers, -1
-    for an empty slot. Starts with the largest group, then takes again and again the one with the best product of size,
-    distance to the groups taken and share of keys that those lack; ties go to the lowest index. Returns at most `count`
-    indices, fewer where fewer groups have a query and a key. Raises UserError or TypeError naming the argument.
+    Starts with the largest group, then repeatedly takes the one with the best product of size,
+    distance to the groups taken and share of keys that those lack; ties go to the lowest index.
+
+    Args:
+        group_ids: (L,) integers, or (h, w) to give place by row and column; -1 for padding.
+        key_ids: (G, k) integers; -1 for an empty slot.
+        count: how many to pick.
+
+    Returns:
+        At most `count` indices, fewer where fewer groups have a query and a key.
+
+    Raises:
+        UserError, TypeError: an argument is wrong; the message names it.
     """
     group_ids, key_ids = to_array(group_ids), to_array(key_ids)
     _check_ids(group_ids, key_ids)
     if not 1 <= count <= len(key_ids):
-        raise UserError(f"count must be between 1 and the number of groups, {len(key_ids)}, got {count}")
+        raise UserError(
+            f"count must be between 1 and the number of groups, {len(key_ids)}, got {count}"
+        )
     sizes = np.bincount(group_ids[group_ids >= 0], minlength=len(key_ids))
     places = np.zeros((len(key_ids), group_ids.ndim))
     for group in np.flatnonzero(sizes):
@@ -99,9 +147,14 @@ def choose_groups(group_ids: Array | torch.Tensor, key_ids: Array | torch.Tensor
         chosen.append(best)
         worth[best] = 0
         apart = np.linalg.norm(places - places[best], axis=1)
-        shared = np.array([len(keys & key_sets[best]) / max(len(keys | key_sets[best]), 1) for keys in key_sets])
-        # Never quite zero, so that groups which agree with a chosen one still follow where nothing else is left.
-        novelty = np.minimum(novelty, np.maximum((1 - shared) * np.minimum(apart + 0.25, 1.0), 1e-3))
+        shared = np.array(
+            [len(keys & key_sets[best]) / max(len(keys | key_sets[best]), 1) for keys in key_sets]
+        )
+        # Never quite zero, so that groups which agree with a chosen one still follow where nothing
+        # else is left.
+        novelty = np.minimum(
+            novelty, np.maximum((1 - shared) * np.minimum(apart + 0.25, 1.0), 1e-3)
+        )
     return chosen
 
 
@@ -122,9 +175,15 @@ def _check_ids(groups: Array, keys: Array) -> None:
         if not np.issubdtype(ids.dtype, np.integer):
             raise TypeError(f"{name} must hold integers, got {ids.dtype}")
     if groups.ndim not in (1, 2) or groups.size == 0:
-        raise UserError(f"group_ids must be (tokens,) or (rows, columns) with at least one token, got {groups.shape}")
+        raise UserError(
+            f"group_ids must be (tokens,) or (rows, columns) with at least one token, got {groups.shape}"
+        )
     if keys.ndim != 2 or 0 in keys.shape:
-        raise UserError(f"key_ids must be (groups, keys) with at least one of each, got {keys.shape}")
+        raise UserError(
+            f"key_ids must be (groups, keys) with at least one of each, got {keys.shape}"
+        )
     for name, ids, limit in (("group_ids", groups, len(keys)), ("key_ids", keys, groups.size)):
         if ids.min() < -1 or ids.max() >= limit:
-            raise UserError(f"{name} must lie between -1 and {limit - 1}, got {ids.min()} to {ids.max()}")
+            raise UserError(
+                f"{name} must lie between -1 and {limit - 1}, got {ids.min()} to {ids.max()}"
+            )

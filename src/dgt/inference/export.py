@@ -1,4 +1,6 @@
-"""The files that a trained model is exported to, each checked against its source before it takes its place."""
+"""The files that a trained model is exported to, each checked against its source before it takes
+its place.
+"""
 
 import json
 import os
@@ -6,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -15,9 +18,9 @@ from dgt.inference import formats
 from dgt.inference.formats import Runner, Source, as_list
 from dgt.layers.baselines.cswin import StripeAttention
 from dgt.layers.baselines.swin import WindowAttention
+from dgt.runs import LoadedRun, load_run
+from dgt.runs.model import export_model, make_record
 from dgt.tasks import TASKS
-from dgt.training import LoadedRun, load_run
-from dgt.training.run import export_model, make_record
 from dgt.utils.atomic_write import atomic_write
 from dgt.utils.errors import Disagreement, UserError
 
@@ -25,7 +28,8 @@ FORMATS: dict[str, tuple[Callable[[Source], bytes], Callable[[bytes], Runner]]] 
     ".onnx": (formats.encode_onnx, formats.open_onnx),
     ".pt2": (formats.encode_program, formats.open_program),
 }
-FURTHER_SIZES = ((160, 224), (97, 65))  # many tokens in the first stages; odd, with fewer tokens than keys
+# many tokens in the first stages; odd, with fewer tokens than keys
+FURTHER_SIZES = ((160, 224), (97, 65))
 LARGEST_SIDE = 512  # of the images that a file is checked with
 BATCH = 3
 TOLERANCE = 1e-4
@@ -36,8 +40,9 @@ TOLERANCE = 1e-4
 class Verification:
     """How an exported file and its source agreed.
 
-    Of so many ``images``, one by one and in batches, all outputs were within `TOLERANCE` and the largest of the logits
-    the same for ``equal``; the largest ``difference`` of all is relative to the largest output or 1.
+    Of so many ``images``, one by one and in batches, all outputs were within `TOLERANCE` and the
+    largest of the logits the same for ``equal``; the largest ``difference`` of all is relative to
+    the largest output or 1.
     """
 
     images: int
@@ -50,7 +55,9 @@ class Verification:
 
 @dataclass(frozen=True)
 class Export:
-    """An exported model: the file or the folder, bytes of it or of the weights in it, how it agreed with its source."""
+    """An exported model: the file or the folder, bytes of it or of the weights in it, how it agreed
+    with its source.
+    """
 
     path: Path
     size: int
@@ -67,25 +74,30 @@ def export(
     size: tuple[int, int] | None = None,
     batch: int | None = None,
 ) -> Export:
-    """Write a trained model for other programs, and check it against its source before it takes its place.
+    """Write a trained model for other programs, and check it against its source before it takes its
+    place.
 
     Args:
-        checkpoint: checkpoint, run folder or model folder, as `load_run` takes them: also any folder that timm wrote.
-        out: a file ending in `.onnx` or `.pt2`, replaced if it is there; or, without an ending, a folder for
-            `timm.create_model("local-dir:FOLDER", pretrained=True)`.
+        checkpoint: checkpoint, run folder or model folder, as `load_run` takes them: also any
+            folder that timm wrote.
+        out: a file ending in `.onnx` or `.pt2`, replaced if it is there; or, without an ending, a
+            folder for `timm.create_model("local-dir:FOLDER", pretrained=True)`.
         features: the feature maps of the backbone instead of what the task predicts; for files.
-        size: the height and width of all images, for a file in which nothing is decided any more where it runs.
+        size: the height and width of all images, for a file in which nothing is decided any more
+            where it runs.
         batch: how many images it then takes at a time; 1 by default.
 
     Raises:
-        UserError, OSError: as `load_run` and :func:`source_of_run`; an unknown ending, a missing library, a model that
-            the format cannot hold; `out` cannot be written.
+        UserError, OSError: as `load_run` and :func:`source_of_run`; an unknown ending, a missing
+            library, a model that the format cannot hold; `out` cannot be written.
         Disagreement: what was exported is not equal to its source; nothing is written then.
     """
     path = Path(out)
     _check_place(path, features)
     if (size is None and batch is not None) or (size is not None and not path.suffix):
-        raise UserError("--batch goes with --size, and both with a file, .onnx or .pt2: a folder for timm takes any")
+        raise UserError(
+            "--batch goes with --size, and both with a file, .onnx or .pt2: a folder for timm takes any"
+        )
     run = load_run(checkpoint)
     if path.suffix:
         return _export_file(run, path, features, None if size is None else (batch or 1, *size))
@@ -94,39 +106,63 @@ def export(
 
 def _check_place(path: Path, features: bool) -> None:
     """Check all that can be known of the place before a model is opened."""
-    endings = " or ".join(FORMATS)
-    if path.suffix and path.suffix not in FORMATS:
-        raise UserError(f"OUT must end in {endings}, or have no ending and name a folder for timm, got {str(path)!r}")
-    if path.suffix == ".onnx":
-        formats.check_libraries()
-    if path.suffix and path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder: name a file in it")
-    if not path.suffix and features:
-        raise UserError("feature maps are exported to a file, .onnx or .pt2; a folder for timm has them as they are")
-    if not path.suffix and path.is_file():
-        raise NotADirectoryError(f"{path} is a file: name a folder, or a file ending in {endings}")
-    above = next(place for place in (path if path.is_dir() else path.parent, *path.parents) if place.exists())
+    if path.suffix:
+        _check_file(path)
+    else:
+        _check_folder(path, features)
+    place = path if path.is_dir() else path.parent
+    above = next(folder for folder in (place, *path.parents) if folder.exists())
     if not above.is_dir():
         raise NotADirectoryError(f"{path} cannot be written: {above} is a file")
     if not os.access(above, os.W_OK | os.X_OK):
         raise PermissionError(f"{path} cannot be written: no permission to write in {above}")
 
 
-def _export_file(run: LoadedRun, path: Path, features: bool, fixed: tuple[int, int, int] | None) -> Export:
+def _check_file(path: Path) -> None:
+    if path.suffix not in FORMATS:
+        endings = " or ".join(FORMATS)
+        raise UserError(
+            f"OUT must end in {endings}, or have no ending and name a folder for timm, got {str(path)!r}"
+        )
+    if path.suffix == ".onnx":
+        formats.check_libraries()
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder: name a file in it")
+
+
+def _check_folder(path: Path, features: bool) -> None:
+    if features:
+        raise UserError(
+            "feature maps are exported to a file, .onnx or .pt2; a folder for timm has them as they are"
+        )
+    if path.is_file():
+        endings = " or ".join(FORMATS)
+        raise NotADirectoryError(f"{path} is a file: name a folder, or a file ending in {endings}")
+
+
+def _export_file(
+    run: LoadedRun, path: Path, features: bool, fixed: tuple[int, int, int] | None
+) -> Export:
     source = replace(source_of_run(run, features), fixed=fixed)
     if fixed and source.size and set(fixed[1:]) != {source.size}:
         came = " x ".join(map(str, fixed[1:]))
-        raise UserError(f"the model takes images of {source.size} x {source.size} pixels alone, got {came}")
+        raise UserError(
+            f"the model takes images of {source.size} x {source.size} pixels alone, got {came}"
+        )
     encode, reopen = FORMATS[path.suffix]
     content = encode(source)
-    verification = verify(source.module, reopen(content), _sizes(run, source), batch=fixed[0] if fixed else None)
+    verification = verify(
+        source.module, reopen(content), _sizes(run, source), batch=fixed[0] if fixed else None
+    )
     atomic_write(path, content)
     return Export(path, len(content), verification)
 
 
 def _export_folder(run: LoadedRun, folder: Path) -> Export:
-    if hasattr(run.network, "backbone"):
-        wrong = f"a folder for timm holds a classifier, this is a model of the task {run.recipe.task!r}"
+    if TASKS[run.recipe.task].has_backbone:
+        wrong = (
+            f"a folder for timm holds a classifier, this is a model of the task {run.recipe.task!r}"
+        )
         raise UserError(f"{wrong}; a run's folder `model` has its weights as safetensors")
     if (folder / "model.safetensors").resolve() == run.source.resolve():
         raise UserError(f"{folder} is where the model comes from: name another folder")
@@ -141,7 +177,10 @@ def _export_folder(run: LoadedRun, folder: Path) -> Export:
 
 
 class FeatureMaps(nn.Module):
-    """A timm classifier that returns the maps of its stages instead of logits; UserError where it has none."""
+    """A timm classifier that returns the maps of its stages instead of logits.
+
+    UserError where it has none.
+    """
 
     def __init__(self, classifier: nn.Module) -> None:
         super().__init__()
@@ -156,37 +195,70 @@ class FeatureMaps(nn.Module):
 
 
 def source_of_run(run: LoadedRun, features: bool = False) -> Source:
-    """Return what to export of a trained run: what its task predicts, or the feature maps of its backbone.
+    """Choose what to export of a trained run.
 
-    UserError for a task whose outputs are no tensors of one shape, a model without maps, and windows (of Swin and
-    CSWin) under the head of a task, which take images of any size.
+    Args:
+        run: the trained run.
+        features: the feature maps of its backbone in place of what its task predicts.
+
+    Raises:
+        UserError: the task's outputs are no tensors of one shape, the model has no maps, or it has
+            windows (of Swin and CSWin) under the head of a task, which takes images of any size.
     """
-    task, data, name = TASKS[run.recipe.task], run.recipe.data, run.recipe.model.name
-    backbone = getattr(run.network, "backbone", None)  # under a task's head; a classifier is timm's model itself
-    windows = any(isinstance(part, WindowAttention | StripeAttention) for part in run.network.modules())
-    if windows and backbone is not None:
-        why = "attends in windows, which a graph cannot cut out of images of any size"
-        raise UserError(f"a {name} {why}: only classifiers can be exported with it, for images of one size")
-    config = timm.get_pretrained_cfg(name)
-    fixed = backbone is None and (windows or (config is not None and config.fixed_input_size))
-    size = data["image_size"] if fixed else None
-    about = {"model": name, "task": task.name}
-    about |= {key: json.dumps(data[key]) for key in ("mean", "std", "image_size") if key in data}
+    task = TASKS[run.recipe.task]
+    data = run.recipe.data
+    size = _only_size(run)
+    about = {"model": run.recipe.model.name, "task": task.name}
+    for key in task.input_keys:
+        about[key] = json.dumps(data[key])
     if features:
-        maps = FeatureMaps(run.network).eval() if backbone is None else backbone
-        count = len(run.network.feature_info if backbone is None else backbone.channels)  # type: ignore[arg-type]
-        return Source(maps, tuple(f"map_{i}" for i in range(count)), size, about)
+        return _source_of_features(run, size, about)
     if not task.outputs:
         why = "how many objects there are is no shape that a graph knows"
         hint = "the feature maps of its backbone can, with --features"
         raise UserError(f"what the task {task.name!r} finds cannot be exported: {why}; {hint}")
-    return Source(run.network, task.outputs, size, {**about, "classes": json.dumps(run.class_names)})
+    about["classes"] = json.dumps(run.class_names)
+    return Source(run.network, task.outputs, size, about)
+
+
+def _only_size(run: LoadedRun) -> int | None:
+    """The only side of images that a run's model takes, in pixels; None where it takes any."""
+    name = run.recipe.model.name
+    windows = any(
+        isinstance(part, WindowAttention | StripeAttention) for part in run.network.modules()
+    )
+    if TASKS[run.recipe.task].has_backbone:
+        if windows:
+            why = "attends in windows, which a graph cannot cut out of images of any size"
+            raise UserError(
+                f"a {name} {why}: only classifiers can be exported with it, for images of one size"
+            )
+        return None
+    config = timm.get_pretrained_cfg(name)
+    fixed = windows or (config is not None and config.fixed_input_size)
+    return int(run.recipe.data["image_size"]) if fixed else None
+
+
+def _source_of_features(run: LoadedRun, size: int | None, about: dict[str, str]) -> Source:
+    maps: Any
+    network: Any = run.network
+    if TASKS[run.recipe.task].has_backbone:
+        maps = network.backbone
+        count = len(maps.channels)
+    else:
+        maps = FeatureMaps(network).eval()
+        count = len(network.feature_info)
+    return Source(maps, tuple(f"map_{index}" for index in range(count)), size, about)
 
 
 def _sizes(run: LoadedRun, source: Source) -> list[tuple[int, int]]:
     """Heights and widths to check: the recipe's, and others where the model takes any."""
-    side = source.size or min(max(run.recipe.data["image_size"], 33), LARGEST_SIDE)
-    return [source.fixed[1:]] if source.fixed else [(side, side), *(() if source.size else FURTHER_SIZES)]
+    if source.fixed:
+        return [source.fixed[1:]]
+    if source.size:
+        return [(source.size, source.size)]
+    side = min(max(run.recipe.data["image_size"], 33), LARGEST_SIDE)
+    return [(side, side), *FURTHER_SIZES]
 
 
 @torch.inference_mode()
@@ -200,15 +272,16 @@ def verify(
 ) -> Verification:
     """Compare an exported file with its source on random images.
 
-    Where two groups (or keys) are as near to a query (a centroid) as float32 can tell, rounding decides, and runtimes
-    round differently: such an image may differ in some places. It is counted, and does not make the file wrong; a wrong
-    graph fails for every image of a size.
+    Where two groups (or keys) are as near to a query (a centroid) as float32 can tell, rounding
+    decides, and runtimes round differently: such an image may differ in some places. It is counted,
+    and does not make the file wrong; a wrong graph fails for every image of a size.
 
     Args:
         module, run: the source and the exported file.
         sizes: heights and widths of images in pixels.
         seed: of the images.
-        least: share of the images of every size whose outputs must be equal, else Disagreement is raised.
+        least: share of the images of every size whose outputs must be equal, else Disagreement is
+            raised.
         batch: images in each of three batches; by default three in one, and the same one by one.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -220,13 +293,21 @@ def verify(
         same, difference = (torch.cat(parts) for parts in zip(*pairs, strict=True))
         if same.float().mean() < least:
             what = f"images of {height} x {width} pixels differ by up to {difference.max():.1e}"
-            raise Disagreement(f"the exported model is not equal to its source: {what}; nothing was written")
-        count, equal, largest = count + len(same), equal + int(same.sum()), max(largest, float(difference.max()))
+            raise Disagreement(
+                f"the exported model is not equal to its source: {what}; nothing was written"
+            )
+        count, equal, largest = (
+            count + len(same),
+            equal + int(same.sum()),
+            max(largest, float(difference.max())),
+        )
     return Verification(count, equal, largest)
 
 
 def _compare(module: nn.Module, run: Runner, images: Tensor) -> tuple[Tensor, Tensor]:
-    """For each image of a batch: whether the outputs are equal, and their largest relative difference."""
+    """For each image of a batch: whether the outputs are equal, and their largest relative
+    difference.
+    """
     expected = as_list(module(images))
     try:
         found = run(images)
@@ -238,7 +319,9 @@ def _compare(module: nn.Module, run: Runner, images: Tensor) -> tuple[Tensor, Te
         return ~same, difference + torch.inf
     for ours, theirs in zip(expected, found, strict=True):
         largest = ours.flatten(1).abs().amax(1).clamp(min=1)
-        difference = difference.maximum((ours - theirs).flatten(1).abs().amax(1).div(largest).nan_to_num(torch.inf))
+        difference = difference.maximum(
+            (ours - theirs).flatten(1).abs().amax(1).div(largest).nan_to_num(torch.inf)
+        )
         if ours.dim() == 2:
             same &= ours.argmax(1) == theirs.argmax(1)
     return same & (difference <= TOLERANCE), difference

@@ -1,9 +1,10 @@
 """The form of a model that only predicts: the same outputs from fewer and larger steps.
 
-Every BatchNorm of the network stands between a GELU and a convolution. Its affine map moves into that convolution; with
-zero padding this is exact inside the image, and at its borders once the part of the shift that would come from outside
-is taken off again. ``x + depthwise(x)`` is one depthwise convolution whose centre tap is one larger. Packing of weights
-is a compiler's or another runtime's (docs/export.md).
+Every BatchNorm of the network stands between a GELU and a convolution. Its affine map moves into
+that convolution; with zero padding this is exact inside the image, and at its borders once the part
+of the shift that would come from outside is taken off again. ``x + depthwise(x)`` is one depthwise
+convolution whose center tap is one larger. Packing of weights is a compiler's or another runtime's
+(docs/export.md).
 """
 
 import copy
@@ -24,12 +25,12 @@ ENDS, INNER = slice(None, None, 2), slice(1, 2)  # of three rows or columns
 def optimize_for_inference(model: nn.Module) -> nn.Module:
     """Return a copy of a model in the form that only predicts: faster, equal outputs up to rounding.
 
-    The model itself, which is what to train, save and export, stays as it is. The copy is in evaluation mode and cannot
-    be trained.
+    The model itself, which is what to train, save and export, stays as it is. The copy is in
+    evaluation mode and cannot be trained.
 
     Args:
-        model: any module that contains parts of this package: a model of :func:`timm.create_model`, a backbone, a
-            detector around one. Everything else in it stays as it is.
+        model: any module that contains parts of this package: a model of :func:`timm.create_model`,
+            a backbone, a detector around one. Everything else in it stays as it is.
 
     Raises:
         TypeError, ValueError: ``model`` is no module, or contains nothing that has such a form.
@@ -37,14 +38,19 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, got {type(model).__name__}")
     if not any(type(module) in FORMS for module in model.modules()):
-        raise UserError(f"model must contain parts of a DGT, got a {type(model).__name__} without any")
+        raise UserError(
+            f"model must contain parts of a DGT, got a {type(model).__name__} without any"
+        )
     with torch.inference_mode(False):
         twin = inference_form(copy.deepcopy(model))
         return twin.eval().requires_grad_(False).to(memory_format=torch.channels_last)
 
 
 def inference_form(module: nn.Module) -> nn.Module:
-    """Return a module with every part, at any depth, in the form that only predicts; may change it in place."""
+    """Return a module with every part, at any depth, in the form that only predicts.
+
+    May change it in place.
+    """
     if type(module) in FORMS:
         return FORMS[type(module)](module)
     for name, child in list(module.named_children()):
@@ -60,7 +66,9 @@ def _gelu(x: Tensor) -> Tensor:
 def affine(norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
     """Return scale and shift, float64 (C,), of a BatchNorm in evaluation mode."""
     if norm.running_mean is None or norm.running_var is None:
-        raise UserError("BatchNorm must track running statistics to be folded, got track_running_stats=False")
+        raise UserError(
+            "BatchNorm must track running statistics to be folded, got track_running_stats=False"
+        )
     scale = (norm.running_var.double() + norm.eps).rsqrt() * norm.weight.double()
     return scale, norm.bias.double() - norm.running_mean.double() * scale
 
@@ -68,17 +76,25 @@ def affine(norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
 def fold_after(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> nn.Conv2d:
     """Return ``norm(conv(x))`` as one convolution: exact for any kernel and padding."""
     scale, shift = affine(norm)
-    return _conv_like(conv, conv.weight.double() * scale[:, None, None, None], _bias(conv) * scale + shift)
+    return _conv_like(
+        conv, conv.weight.double() * scale[:, None, None, None], _bias(conv) * scale + shift
+    )
 
 
 def fold_before(norm: nn.BatchNorm2d, conv: nn.Conv2d) -> nn.Conv2d:
-    """Return ``conv(norm(x))`` as one convolution, for a 1x1 convolution: exact because it has no padding."""
+    """Return ``conv(norm(x))`` as one convolution, for a 1x1 convolution: exact because it has no
+    padding.
+    """
     (scale, shift), weight = affine(norm), conv.weight.double()
     return _conv_like(conv, weight * scale[:, None, None], _bias(conv) + weight[..., 0, 0] @ shift)
 
 
 def _bias(conv: nn.Conv2d) -> Tensor:
-    return conv.weight.new_zeros(conv.out_channels).double() if conv.bias is None else conv.bias.double()
+    return (
+        conv.weight.new_zeros(conv.out_channels).double()
+        if conv.bias is None
+        else conv.bias.double()
+    )
 
 
 def _conv_like(conv: nn.Conv2d, weight: Tensor, bias: Tensor) -> nn.Conv2d:
@@ -95,21 +111,27 @@ class PredictsOnly(nn.Module):
     def train(self, mode: bool = True) -> "PredictsOnly":
         """Stay in evaluation mode; RuntimeError when asked to train."""
         if mode:
-            raise RuntimeError("the inference form of a model cannot be trained: train the model it was made from")
+            raise RuntimeError(
+                "the inference form of a model cannot be trained: train the model it was made from"
+            )
         return super().train(False)
 
 
 class FoldedConv(PredictsOnly):
-    """``conv(norm(x))``, or ``y + conv(y)`` with ``y = norm(x)``, as one convolution with exact borders.
+    """``conv(norm(x))``, or ``y + conv(y)`` with ``y = norm(x)``, as one convolution with exact
+    borders.
 
-    ``conv`` is 3x3, stride 1, padding 1, dense or depthwise. Zero padding stands *behind* the normalisation: what is
-    outside has no shift. The folded bias holds the shift of all nine taps, so at the borders the taps outside are taken
-    off again. Under a mask the same holds for every padded place, and the shift becomes a convolution of the mask.
+    ``conv`` is 3x3, stride 1, padding 1, dense or depthwise. Zero padding stands *behind* the
+    normalization: what is outside has no shift. The folded bias holds the shift of all nine taps,
+    so at the borders the taps outside are taken off again. Under a mask the same holds for every
+    padded place, and the shift becomes a convolution of the mask.
     """
 
     inner_bias: Tensor
     taps: Tensor  # (C', 1, 3, 3): what the shift contributes through every tap
-    edges: Tensor  # (1, C', 3, 3): what it would contribute from outside to an image of 3 x 3, which tell all sizes
+    # (1, C', 3, 3): what it would contribute from outside to an image of 3 x 3, which tell all
+    # sizes
+    edges: Tensor
 
     def __init__(self, conv: nn.Conv2d, norm: nn.BatchNorm2d, residual: bool = False) -> None:
         super().__init__()
@@ -122,23 +144,34 @@ class FoldedConv(PredictsOnly):
             scale, shift = scale[:, None], shift[:, None]
         taps = (weight * shift).sum(1, keepdim=True)
         self.conv = _conv_like(conv, weight * scale, bias + taps.sum((1, 2, 3)))
-        edges = taps.sum((2, 3)).view(1, -1, 1, 1) - F.conv2d(taps.new_ones(1, 1, 3, 3), taps, padding=1)
+        edges = taps.sum((2, 3)).view(1, -1, 1, 1) - F.conv2d(
+            taps.new_ones(1, 1, 3, 3), taps, padding=1
+        )
         for name, value in (("inner_bias", bias), ("taps", taps), ("edges", edges)):
             self.register_buffer(name, value.detach().to(conv.weight.dtype))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Map (B, C, H, W) to (B, C', H, W); ``mask`` is bool (B, H, W), True where a token is real."""
+        """Map (B, C, H, W) to (B, C', H, W).
+
+        ``mask`` is bool (B, H, W), True where a token is real.
+        """
         height, width = x.shape[2:]
         if mask is not None or min(height, width) < 3:
-            real = x.new_ones(1, 1, height, width) if mask is None else mask.unsqueeze(1).to(x.dtype)
-            x = F.conv2d(x * real, self.conv.weight, self.inner_bias, padding=1, groups=self.conv.groups)
+            real = (
+                x.new_ones(1, 1, height, width) if mask is None else mask.unsqueeze(1).to(x.dtype)
+            )
+            x = F.conv2d(
+                x * real, self.conv.weight, self.inner_bias, padding=1, groups=self.conv.groups
+            )
             return x + F.conv2d(real, self.taps, padding=1)
         x = self.conv(x)
         if torch.compiler.is_compiling():
             down, across = (torch.arange(size, device=x.device) for size in (height, width))
             down, across = ((p > 0).long() + (p == len(p) - 1) for p in (down, across))
             return x - self.edges[:, :, down[:, None], across]
-        rows, columns, corners = (self.edges[:, :, i, j] for i, j in ((ENDS, INNER), (INNER, ENDS), (ENDS, ENDS)))
+        rows, columns, corners = (
+            self.edges[:, :, i, j] for i, j in ((ENDS, INNER), (INNER, ENDS), (ENDS, ENDS))
+        )
         x[:, :, :: height - 1] -= rows
         x[..., :: width - 1] -= columns
         x[:, :, :: height - 1, :: width - 1] += rows + columns - corners
@@ -146,7 +179,9 @@ class FoldedConv(PredictsOnly):
 
 
 class FoldedStem(PredictsOnly):
-    """A :class:`ConvStem` whose first two normalisations are folded into the convolutions after them."""
+    """A :class:`ConvStem` whose first two normalizations are folded into the convolutions after
+    them.
+    """
 
     scale: Tensor
     shift: Tensor
@@ -169,7 +204,9 @@ class FoldedStem(PredictsOnly):
 
 
 class FoldedFFN(PredictsOnly):
-    """An :class:`InvertedResidualFFN` whose three normalisations and residual are folded into its convolutions."""
+    """An :class:`InvertedResidualFFN` whose three normalizations and residual are folded into its
+    convolutions.
+    """
 
     def __init__(self, ffn: InvertedResidualFFN) -> None:
         super().__init__()

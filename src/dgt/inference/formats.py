@@ -1,30 +1,44 @@
-"""A module as a file for other programs, with batch, height and width left free, and how such files are run.
+"""A module as a file for other programs, with batch, height and width left free, and how such files
+are run.
 
-`torch.export` makes a graph of PyTorch's operators: a `.pt2` file, and the first step towards one ONNX file of standard
-operators. In `.pt2` DG-Attention appears as this package's `dgt::group_queries`, `dgt::select_keys` and `dgt::attend`:
-a process that loads the file imports dgt first.
+`torch.export` makes a graph of PyTorch's operators: a `.pt2` file, and the first step towards one
+ONNX file of standard operators. In `.pt2` DG-Attention appears as this package's
+`dgt::group_queries`, `dgt::select_keys` and `dgt::attend`: a process that loads the file imports
+dgt first.
 """
 
-import importlib.util
 import io
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from dgt.utils.errors import UserError
+from dgt.utils.extras import require
 
 SIZES = "free batch, height and width"
-EXAMPLE = (2, 3, 96, 160)  # sides that differ, and leave more than one token at stride 32
 OPSET = 18
 LARGEST = 2 - 2**-6  # GiB of one file, by the format it is written in, less some room for the graph
 LIBRARIES = ("onnx", "onnxscript", "onnxruntime")
 
 Runner = Callable[[Tensor], list[Tensor]]
+"""Runs a file: images (B, 3, H, W) -> outputs."""
+
+
+class Size(NamedTuple):
+    """Of a batch of images."""
+
+    batch: int
+    height: int
+    width: int
+
+
+EXAMPLE = Size(2, 96, 160)
+"""What a module is recorded with: sides that differ, and leave more than one token at stride 32."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +46,13 @@ class Source:
     """A module to export.
 
     Args:
-        module: maps (B, 3, H, W) images to a tensor or a list of tensors; float32, in evaluation mode.
+        module: maps (B, 3, H, W) images to a tensor or a list of tensors; float32, in evaluation
+            mode.
         outputs: name of each of those.
         size: the only side of images that the module takes, in pixels; None where it takes any.
-        about: further facts, kept in the file: what the classes are, how images are normalised.
-        fixed: batch, height and width of all images that the file is for; None leaves free what the module does.
+        about: further facts, kept in the file: what the classes are, how images are normalized.
+        fixed: batch, height and width of all images that the file is for; None leaves free what the
+            module does.
     """
 
     module: nn.Module
@@ -55,26 +71,43 @@ def _reason(error: BaseException) -> str:
     """Return the first line of the first error of a chain."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return next(
+        (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
+    )
 
 
 def trace(source: Source) -> ExportedProgram:
-    """Record a module as a graph of `images`, of any batch, height and width unless it is built or meant for one size.
+    """Record a module as a graph of `images`, of any batch, height and width unless it is built or
+    meant for one size.
 
-    Raises UserError where it is not float32, or depends on sizes in a way that a graph cannot follow.
+    Raises UserError where it is not float32, or depends on sizes in a way that a graph cannot
+    follow.
     """
     kinds = {p.dtype for p in source.module.parameters() if p.is_floating_point()}
     if kinds != {torch.float32}:
-        raise UserError(f"the model must be float32, got {', '.join(sorted(map(str, kinds))) or 'no parameters'}")
-    batch, height, width = source.fixed or (EXAMPLE[0], *((source.size,) * 2 if source.size else EXAMPLE[2:]))
-    sides = {2: Dim.DYNAMIC, 3: Dim.DYNAMIC}  # of at least what leaves the last map more than one token
-    free: dict[int, Any] = {} if source.fixed else {0: Dim("batch", min=1), **({} if source.size else sides)}
+        raise UserError(
+            f"the model must be float32, got {', '.join(sorted(map(str, kinds))) or 'no parameters'}"
+        )
+    free: dict[int, Any] = {}
+    if source.fixed:
+        batch, height, width = source.fixed
+    elif source.size:
+        batch, height, width = EXAMPLE.batch, source.size, source.size
+        free[0] = Dim("batch", min=1)
+    else:
+        batch, height, width = EXAMPLE
+        free = {0: Dim("batch", min=1), 2: Dim.DYNAMIC, 3: Dim.DYNAMIC}
+    images = torch.zeros(batch, 3, height, width)
     try:
         with torch.no_grad():
-            return torch.export.export(source.module, (torch.zeros(batch, 3, height, width),), dynamic_shapes=(free,))
+            return torch.export.export(source.module, (images,), dynamic_shapes=(free,))
     except Exception as error:  # of many kinds: whatever in the module cannot be traced
         name = type(source.module).__name__
-        size = "batches of {} images of {} x {} pixels".format(*source.fixed) if source.fixed else SIZES
+        size = (
+            "batches of {} images of {} x {} pixels".format(*source.fixed)
+            if source.fixed
+            else SIZES
+        )
         raise UserError(f"a {name} cannot be exported for {size}: {_reason(error)}") from error
 
 
@@ -94,22 +127,26 @@ def open_program(content: bytes) -> Runner:
     return lambda images: as_list(module(images))
 
 
-def check_libraries(what: str = "ONNX", libraries: Sequence[str] = LIBRARIES, extra: str = "export") -> None:
+def check_libraries(
+    what: str = "ONNX", libraries: Sequence[str] = LIBRARIES, extra: str = "export"
+) -> None:
     """Raise UserError, with the remedy, unless all libraries are installed that something needs."""
-    missing = ", ".join(name for name in libraries if importlib.util.find_spec(name) is None)
-    if missing:
-        remedy = f"pip install '.[{extra}]' in the checkout"
-        raise UserError(f"{what} needs {missing}, not installed here: {remedy}")
+    require(what, libraries, extra)
 
 
 def encode_onnx(source: Source) -> bytes:
     """Return the ONNX file of a module: input `images`, outputs as the source names them.
 
-    For fixed sizes all shapes are constants, and all that depends on them alone is decided here: no `If` is left.
-    UserError as of :func:`trace`, for operators that ONNX lacks, and for more than 2 GiB.
+    For fixed sizes all shapes are constants, and all that depends on them alone is decided here: no
+    `If` is left. UserError as of :func:`trace`, for operators that ONNX lacks, and for more than 2
+    GiB.
     """
     import onnx_ir
-    from onnx_ir.passes.common import ClearMetadataAndDocStringPass, InlinePass, RemoveUnusedNodesPass
+    from onnx_ir.passes.common import (
+        ClearMetadataAndDocStringPass,
+        InlinePass,
+        RemoveUnusedNodesPass,
+    )
     from onnxscript.optimizer import optimize_ir
 
     from dgt.inference.onnx_operators import FUNCTIONS, TRANSLATIONS, flatten_tokens
@@ -129,28 +166,48 @@ def encode_onnx(source: Source) -> bytes:
     model.opset_imports.pop("dgt", None)  # all functions are inlined
     model.metadata_props.update(source.about)
     file = onnx_ir.to_proto(model)
-    del file.graph.value_info[:]  # whoever reads it infers shapes; those of weights confuse onnxruntime's quantisation
+    # whoever reads it infers shapes; those of weights confuse onnxruntime's quantization
+    del file.graph.value_info[:]
     content: bytes = file.SerializeToString()
     return content
 
 
 def _translate(source: Source, translations: dict[Any, Any]) -> Any:
-    """Return the module as a model of onnx_ir, in which the functions that translations call have no bodies yet."""
+    """Return the module as a model of onnx_ir, in which the functions that translations call have
+    no bodies yet.
+    """
     program = trace(source)
-    free = {} if source.fixed else {0: "batch"} if source.size else {0: "batch", 2: "height", 3: "width"}
-    names: dict[str, Any] = {"input_names": ["images"], "output_names": list(source.outputs), "verbose": False}
-    options: dict[str, Any] = {"opset_version": OPSET, "custom_translation_table": translations, **names}
+    free: dict[int, str] = {}
+    if not source.fixed:
+        free[0] = "batch"
+        if not source.size:
+            free[2] = "height"
+            free[3] = "width"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about names and versions inside the exporter: nothing a user could mend
+        # about names and versions inside the exporter: nothing a user could mend
+        warnings.simplefilter("ignore")
         try:
-            exported = torch.onnx.export(program, dynamo=True, dynamic_shapes=(free,), **options)
+            exported = torch.onnx.export(
+                program,
+                dynamo=True,
+                dynamic_shapes=(free,),
+                opset_version=OPSET,
+                custom_translation_table=translations,
+                input_names=["images"],
+                output_names=list(source.outputs),
+                verbose=False,
+            )
         except torch.onnx.errors.OnnxExporterError as error:
-            raise UserError(f"a {type(source.module).__name__} cannot be written as ONNX: {_reason(error)}") from error
+            raise UserError(
+                f"a {type(source.module).__name__} cannot be written as ONNX: {_reason(error)}"
+            ) from error
     return exported.model  # type: ignore[union-attr]
 
 
 def open_onnx(content: bytes, threads: int | None = None) -> Runner:
-    """Return a function that runs an ONNX file in onnxruntime, on the CPU, with so many threads inside an operator."""
+    """Return a function that runs an ONNX file in onnxruntime, on the CPU, with so many threads
+    inside an operator.
+    """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -160,14 +217,22 @@ def open_onnx(content: bytes, threads: int | None = None) -> Runner:
 
     def run(images: Tensor) -> list[Tensor]:
         check_size(images, shape)
-        return [torch.from_numpy(output) for output in session.run(None, {"images": images.numpy()})]
+        return [
+            torch.from_numpy(output) for output in session.run(None, {"images": images.numpy()})
+        ]
 
     return run
 
 
 def check_size(images: Tensor, shape: Sequence[Any]) -> None:
-    """Raise UserError unless images (B, 3, H, W) have the sizes of a file; those that it leaves free are no numbers."""
-    if any(isinstance(side, int) and side != given for side, given in zip(shape, images.shape, strict=True)):
+    """Raise UserError unless images (B, 3, H, W) have the sizes of a file.
+
+    Those that it leaves free are no numbers.
+    """
+    if any(
+        isinstance(side, int) and side != given
+        for side, given in zip(shape, images.shape, strict=True)
+    ):
         meant, came = (" x ".join(map(str, sizes)) for sizes in (shape, images.shape))
         hint = "export it again with --size and --batch"
         raise UserError(f"the file was exported for images of {meant}, got {came}: {hint}")

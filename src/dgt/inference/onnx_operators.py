@@ -1,4 +1,5 @@
-"""The operator's three steps as functions of standard ONNX operators (opset 18), for any batch, height and width.
+"""The operator's three steps as functions of standard ONNX operators (opset 18), for any batch,
+height and width.
 
     group_queries:  ArgMax of the scores                  ties to the lowest group, by ONNX's definition of ArgMax
     select_keys:    TopK of the scores                    ties to the lowest key, by ONNX's definition of TopK;
@@ -6,11 +7,12 @@
     attend:         dense masked: all keys of a head under a mask whose rows are picked by group, for few tokens
                     gathered: queries sorted by group into tiles, each with the gathered keys of its group
 
-The shapes, and so which way `attend` goes, are known only where the graph runs: both ways are in it, under an `If`, by
-the rule L <= 2 (k + G), as measured on CPUs; a graph of known sizes keeps one. Masks of padding are no part of it.
+The shapes, and so which way `attend` goes, are known only where the graph runs: both ways are in
+it, under an `If`, by the rule L <= 2 (k + G), as measured on CPUs; a graph of known sizes keeps
+one. Masks of padding are no part of it.
 
-The functions are written in ONNX Script: what looks like Python is read as a graph, names are edges, operators on them
-are nodes, and ``/`` of integers rounds down. Letters as in :mod:`dgt.ops`.
+The functions are written in ONNX Script: what looks like Python is read as a graph, names are
+edges, operators on them are nodes, and ``/`` of integers rounds down. Letters as in :mod:`dgt.ops`.
 """
 
 import math
@@ -46,23 +48,34 @@ def _best(scores: FLOAT[...], count: INT64[...]) -> INT64[...]:
 def _best_of_many(scores: FLOAT[...], count: INT64[...]) -> INT64[...]:
     """The same by runs of 8 tokens: all of the best lie in the ``count`` runs with the greatest maxima.
 
-    OpenVINO sorts the axis of a TopK: so it sorts L / 8 and 8 k numbers, not L. Runs are in order, ties as they were.
+    OpenVINO sorts the axis of a TopK: so it sorts L / 8 and 8 k numbers, not L. Runs are in order,
+    ties as they were.
     """
-    axis, last, size = op.Constant(value_ints=[-2]), op.Constant(value_ints=[-1]), op.Constant(value_ints=[8])
-    outer, length, groups = op.Shape(scores, end=2), op.Shape(scores, start=2, end=3), op.Shape(scores, start=3)
+    axis = op.Constant(value_ints=[-2])
+    last = op.Constant(value_ints=[-1])
+    size = op.Constant(value_ints=[8])
+    outer = op.Shape(scores, end=2)
+    length = op.Shape(scores, start=2, end=3)
+    groups = op.Shape(scores, start=3)
     missing = op.Concat(op.Constant(value_ints=[0]), op.Mod(-length, size), axis=0)
     filled = op.Pad(scores, missing, op.Constant(value_float=-3e38), axis)
     runs = op.Reshape(filled, op.Concat(outer, last, size, groups, axis=0))
-    best, _ = op.TopK(_best(op.ReduceMax(runs, axis, keepdims=0), count), count, axis=-2, largest=0, sorted=1)
+    best, _ = op.TopK(
+        _best(op.ReduceMax(runs, axis, keepdims=0), count), count, axis=-2, largest=0, sorted=1
+    )
     nth = op.Unsqueeze(op.Constant(value_ints=[0, 1, 2, 3, 4, 5, 6, 7]), last)
     tokens = op.Unsqueeze(best * size, axis) + nth  # (B, H, k, 8, G)
     tokens = op.Reshape(tokens, op.Concat(outer, last, groups, axis=0))
-    return op.GatherElements(tokens, _best(op.GatherElements(filled, tokens, axis=-2), count), axis=-2)
+    return op.GatherElements(
+        tokens, _best(op.GatherElements(filled, tokens, axis=-2), count), axis=-2
+    )
 
 
 @script(DOMAIN)
 def select_keys(centroids: FLOAT[...], key: FLOAT[...], top_k: int) -> INT64[...]:
-    """Select the (B, H, G, min(top_k, L)) best keys of every group, in no order: `attend` needs none."""
+    """Select the (B, H, G, min(top_k, L)) best keys of every group, in no order: `attend` needs
+    none.
+    """
     scores = op.MatMul(key, op.Transpose(centroids, perm=[0, 2, 1]))
     length = op.Shape(key, start=2, end=3)
     count = op.Min(top_k, length)
@@ -75,7 +88,11 @@ def select_keys(centroids: FLOAT[...], key: FLOAT[...], top_k: int) -> INT64[...
 
 @script(DOMAIN)
 def _attend_dense_masked(
-    query: FLOAT[...], key: FLOAT[...], value: FLOAT[...], group_ids: INT64[...], key_ids: INT64[...]
+    query: FLOAT[...],
+    key: FLOAT[...],
+    value: FLOAT[...],
+    group_ids: INT64[...],
+    key_ids: INT64[...],
 ) -> FLOAT[...]:
     """All queries and keys of a head, under a mask (B, H, G, L) whose rows are picked by group."""
     last = op.Constant(value_ints=[-1])
@@ -90,17 +107,25 @@ def _attend_dense_masked(
 
 @script(DOMAIN)
 def _attend_gathered(
-    query: FLOAT[...], key: FLOAT[...], value: FLOAT[...], group_ids: INT64[...], key_ids: INT64[...]
+    query: FLOAT[...],
+    key: FLOAT[...],
+    value: FLOAT[...],
+    group_ids: INT64[...],
+    key_ids: INT64[...],
 ) -> FLOAT[...]:
     """Tiles of 32 queries of one group, each with the selected keys of that group, gathered.
 
-    As many tiles as there could be at most, T = L // 32 + G, so that shapes do not depend on values: what stands in
-    empty places is computed, and read by nobody.
+    As many tiles as there could be at most, T = L // 32 + G, so that shapes do not depend on
+    values: what stands in empty places is computed, and read by nobody.
     """
-    zero, one, last = op.Constant(value_int=0), op.Constant(value_int=1), op.Constant(value_ints=[-1])
+    zero = op.Constant(value_int=0)
+    one = op.Constant(value_int=1)
+    last = op.Constant(value_ints=[-1])
     size = op.Constant(value_ints=[32])
-    tokens, channels = op.Shape(query, start=2, end=3), op.Shape(query, start=3, end=4)
-    groups, rows = op.Shape(key_ids, start=2, end=3), op.Concat(last, tokens, channels, axis=0)
+    tokens = op.Shape(query, start=2, end=3)
+    channels = op.Shape(query, start=3, end=4)
+    groups = op.Shape(key_ids, start=2, end=3)
+    rows = op.Concat(last, tokens, channels, axis=0)
     # Sorted by one integer for group and token: no two are equal, and the values alone tell both.
     token = op.Range(zero, op.Squeeze(tokens), one)
     mixed = op.Reshape(group_ids * tokens + token, op.Concat(last, tokens, axis=0))
@@ -110,28 +135,42 @@ def _attend_gathered(
     heads, tiles = op.Shape(group, start=0, end=1), tokens / size + groups
     # A tile begins where a group does, and after every 32 of its queries.
     none = op.Expand(zero, op.Concat(heads, groups, axis=0))
-    lengths = op.ScatterElements(none, group, op.Expand(one, op.Shape(group)), axis=-1, reduction="add")
-    nth = op.Mod(token - op.GatherElements(op.CumSum(lengths, one, exclusive=1), group, axis=-1), size)
+    lengths = op.ScatterElements(
+        none, group, op.Expand(one, op.Shape(group)), axis=-1, reduction="add"
+    )
+    nth = op.Mod(
+        token - op.GatherElements(op.CumSum(lengths, one, exclusive=1), group, axis=-1), size
+    )
     tile = op.CumSum(op.Cast(nth == zero, to=INT64.dtype), one) - one
     place = tile * size + nth
     empty = op.Expand(zero, op.Concat(heads, tiles * size, axis=0))
     queries = op.Unsqueeze(op.ScatterElements(empty, place, order, axis=-1), last)
     empty = op.Expand(zero, op.Concat(heads, tiles, axis=0))
     owner = op.Unsqueeze(op.ScatterElements(empty, tile, group, axis=-1, reduction="max"), last)
-    keys = op.Reshape(key_ids, op.Concat(last, op.Shape(key_ids, start=2, end=4), op.Constant(value_ints=[1]), axis=0))
+    keys = op.Reshape(
+        key_ids,
+        op.Concat(last, op.Shape(key_ids, start=2, end=4), op.Constant(value_ints=[1]), axis=0),
+    )
     q = op.GatherND(op.Reshape(query, rows), queries, batch_dims=1)
     q = op.Reshape(q, op.Concat(heads, tiles, size, channels, axis=0))
     k = op.GatherND(op.GatherND(op.Reshape(key, rows), keys, batch_dims=1), owner, batch_dims=1)
     v = op.GatherND(op.GatherND(op.Reshape(value, rows), keys, batch_dims=1), owner, batch_dims=1)
     score = op.MatMul(q, op.Transpose(k, perm=[0, 1, 3, 2]))
-    attended = op.Reshape(op.MatMul(op.Softmax(score, axis=-1), v), op.Concat(heads, last, channels, axis=0))
+    attended = op.Reshape(
+        op.MatMul(op.Softmax(score, axis=-1), v), op.Concat(heads, last, channels, axis=0)
+    )
     back = op.Unsqueeze(op.ScatterElements(order, order, place, axis=-1), last)
     return op.Reshape(op.GatherND(attended, back, batch_dims=1), op.Shape(query))
 
 
 @script(DOMAIN)
 def attend(
-    query: FLOAT[...], key: FLOAT[...], value: FLOAT[...], group_ids: INT64[...], key_ids: INT64[...], scale: float
+    query: FLOAT[...],
+    key: FLOAT[...],
+    value: FLOAT[...],
+    group_ids: INT64[...],
+    key_ids: INT64[...],
+    scale: float,
 ) -> FLOAT[...]:
     """Softmax attention of every query over the keys of its group (Eq. 2): (B, H, L, D)."""
     two = op.Constant(value_ints=[2])
@@ -157,17 +196,25 @@ def gelu(x: FLOAT[...], approximate: str = "none") -> FLOAT[...]:
 
 
 def adaptive_avg_pool2d(x: FLOAT[...], output_size: Sequence[int]) -> FLOAT[...]:
-    """Average pooling to ``output_size``, for any input size: products with the weights of the windows."""
+    """Average pooling to ``output_size``, for any input size: products with the weights of the
+    windows.
+    """
     sides = zip((2, 3), output_size, strict=True)
-    rows, columns = (_windows(op.Shape(x, start=axis, end=axis + 1), count) for axis, count in sides)
+    rows, columns = (
+        _windows(op.Shape(x, start=axis, end=axis + 1), count) for axis, count in sides
+    )
     return op.MatMul(op.MatMul(rows, x), op.Transpose(columns, perm=[1, 0]))
 
 
 def _windows(size: INT64[...], count: int) -> FLOAT[...]:
-    """Weights (count, size) of means over windows, i of places p: i size < (p + 1) count, p count < (i + 1) size."""
+    """Weights (count, size) of means over windows, i of places p: i size < (p + 1) count, p count <
+    (i + 1) size.
+    """
     windows, axis = op.Constant(value_ints=[count]), op.Constant(value_ints=[1])
     begin = op.Unsqueeze(op.Mul(size, op.Constant(value_ints=list(range(count)))), axis)
-    place = op.Mul(op.Range(op.Constant(value_int=0), op.Squeeze(size), op.Constant(value_int=1)), windows)
+    place = op.Mul(
+        op.Range(op.Constant(value_int=0), op.Squeeze(size), op.Constant(value_int=1)), windows
+    )
     inside = op.And(op.Less(begin, op.Add(place, windows)), op.Less(place, op.Add(begin, size)))
     weights = op.Cast(inside, to=FLOAT.dtype)
     return op.Div(weights, op.ReduceSum(weights, axis, keepdims=1))
@@ -183,11 +230,13 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 def flatten_tokens(graph: Any) -> None:
-    """Make the tokens between convolutions (B, H W, C) in a graph of known sizes, in place, unless something needs H.
+    """Make the tokens between convolutions (B, H W, C) in a graph of known sizes, in place, unless
+    something needs H.
 
-    OpenVINO takes four dimensions for an image, keeps what a convolution yields with its second one innermost, and
-    carries that through additions and norms to the next convolution: tokens as (B, H, W, C) are brought from one layout
-    to the other, slowly, several times a block. Of three dimensions they need no copy, and nothing else changes.
+    OpenVINO takes four dimensions for an image, keeps what a convolution yields with its second one
+    innermost, and carries that through additions and norms to the next convolution: tokens as (B,
+    H, W, C) are brought from one layout to the other, slowly, several times a block. Of three
+    dimensions they need no copy, and nothing else changes.
     """
     tokens = {value: tuple(value.shape) for value in _tokens(graph)}
     for node in list(graph):
@@ -208,21 +257,44 @@ def flatten_tokens(graph: Any) -> None:
 
 
 def _tokens(graph: Any) -> list[Any]:
-    """All values that are tokens as (B, H, W, C), in order; none if one is used in a way that needs all four."""
+    """All values that are tokens as (B, H, W, C), in order.
+
+    None if one is used in a way that needs all four.
+    """
     tokens: list[Any] = []
     for node in graph:
-        value, used = node.outputs[0], [taken in tokens for taken in node.inputs]
-        if not any(used):
-            like = node.op_type == "Reshape" and value.shape in [token.shape for token in tokens]
-            tokens += [value] if like or _order(node) == TO_TOKENS else []
+        value = node.outputs[0]
+        if not any(taken in tokens for taken in node.inputs):
+            if _makes_tokens(node, tokens):
+                tokens.append(value)
         elif node.op_type in TOKENWISE:
-            others = [taken.shape for taken, token in zip(node.inputs, used, strict=True) if not token]
-            if (node.op_type == "MatMul" and not used[0]) or any(len(shape) > 2 for shape in others):
+            if not _keeps_tokens(node, tokens):
                 return []
             tokens.append(value)
         elif node.op_type != "Reshape" and _order(node) != TO_IMAGE:
             return []
-    return [] if any(output in tokens for output in graph.outputs) else tokens
+    if any(output in tokens for output in graph.outputs):
+        return []
+    return tokens
+
+
+def _makes_tokens(node: Any, tokens: list[Any]) -> bool:
+    """Whether a node that takes no tokens makes some: an image turned, or a shape that tokens have
+    already.
+    """
+    shapes = [token.shape for token in tokens]
+    return _order(node) == TO_TOKENS or (
+        node.op_type == "Reshape" and node.outputs[0].shape in shapes
+    )
+
+
+def _keeps_tokens(node: Any, tokens: list[Any]) -> bool:
+    """Whether a node that works token by token does so: its other operands are at most matrices, on
+    the right.
+    """
+    if node.op_type == "MatMul" and node.inputs[0] not in tokens:
+        return False
+    return all(taken in tokens or len(taken.shape) <= 2 for taken in node.inputs)
 
 
 def _order(node: Any) -> Any:

@@ -1,4 +1,6 @@
-"""What a task is: one row that says how its network is built, what it minimises, how it is measured and predicts."""
+"""What a task is: one row that says how its network is built, what it minimizes, how it is measured
+and predicts.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -16,10 +18,13 @@ from dgt.models.cost import Cost
 from dgt.tasks.network import ModelSettings
 
 Losses = dict[str, Tensor]
-"""Scalars by name: "loss" is what is minimised, the others are its parts, logged as `train/NAME`."""
+"""Scalars by name: "loss" is what is minimized, the others are its parts, logged as `train/NAME`.
+"""
 
 Source = str | Path | Tensor
-"""An image file, or the bytes (3, H, W) of an image as the network gets it: cropped, not yet normalised."""
+"""An image file, or the bytes (3, H, W) of an image as the network gets it: cropped, not yet
+normalized.
+"""
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,8 @@ class Prediction:
 
     Args:
         image: path as it was given; empty where there is none.
-        classes: (class name, probability, or share of the pixels), the largest first; empty where there are none.
+        classes: (class name, probability, or share of the pixels), the largest first; empty where
+            there are none.
         error: why the image could not be read, or None.
         objects: of a detector, {category, score, box (x0, y0, x1, y1)}, by falling score.
         pixels: uint8 (H, W, 3), what the network looked at.
@@ -69,19 +75,24 @@ class Metrics(ABC):
     """What one validation measures, over the images of all processes."""
 
     results: list[dict[str, Any]] | None = None
-    """Entries for a file of predictions, for a task that has one; of all processes after `compute`."""
+    """Entries for a file of predictions, for a task that has one.
+
+    Of all processes after `compute`.
+    """
 
     @abstractmethod
     def update(self, network: nn.Module, images: Any, targets: Any) -> None:
-        """Run the network, in evaluation mode, on one batch of validation images and count what it finds."""
+        """Run the network, in evaluation mode, on one batch of validation images and count what it
+        finds.
+        """
 
     @abstractmethod
     def compute(self) -> dict[str, float]:
-        """The metrics by name, shares in [0, 1]; a matter of all processes."""
+        """The metrics by name, shares in [0, 1]; all processes must call it."""
 
 
 @dataclass(frozen=True)
-class Counted:
+class CostSpec:
     """How the models of a task are counted, and what the paper prints.
 
     Args:
@@ -105,26 +116,32 @@ class Task:
         name: its key in `TASKS`.
         counted: how `dgt info` counts its models.
         data: the data module; its constructor's arguments are the recipe's section `data`.
-        build: makes the network from the recipe's model, the number of classes and the side of the training images in
-            pixels; a network with a backbone has it as its attribute `backbone`, a `FeatureBackbone`.
-        headline: the metrics that are printed, with their human-readable names. The first, the larger the better,
-            chooses the best checkpoint.
+        build: makes the network from the recipe's model, the number of classes and the side of the
+            training images in pixels.
+        headline: the metrics that are printed, with their human-readable names. The first, the
+            larger the better, chooses the best checkpoint.
         losses: network in training mode, images and targets of one batch -> losses.
         metrics: data module, set up -> the `Metrics` of one validation.
-        predict: trained model, image file or bytes, number of classes to give -> what is found; raises
-            FileNotFoundError or UserError for a file that cannot be read.
+        predict: trained model, image file or bytes, number of classes to give -> what is found;
+            raises FileNotFoundError or UserError for a file that cannot be read.
         draw: trained model and what was found -> the image with it.
-        files: trained model, what was found and the drawing -> what `dgt predict` writes, by the end of its name; None
-            where it only prints.
+        files: trained model, what was found and the drawing -> what `dgt predict` writes, by the
+            end of its name; None where it only prints.
         refused_precision: value of `trainer.precision` that its operators lack.
         has_results: whether its metrics gather `results`.
-        outputs: names of the tensors that the network returns for images, as an exported file has them; none where it
-            returns what no tensor of one shape holds.
+        outputs: names of the tensors that the network returns for images, as an exported file has
+            them; none where it returns what no tensor of one shape holds.
         shares: the headline metrics that are shares of the images.
+        has_backbone: whether the network is a head on a backbone, its attribute `backbone`, a
+            `FeatureBackbone`; else it is timm's classifier itself, and its data has the
+            classifier's `crop_ratio`.
+        input_keys: settings of its data that say how images are prepared for the network.
+        has_label_maps: whether its targets are label maps, and its data scales images to fit
+            `scale`.
     """
 
     name: str
-    counted: Counted
+    counted: CostSpec
     data: type[ImageData]
     build: Callable[[ModelSettings, int, int], nn.Module]
     headline: Mapping[str, str]
@@ -137,10 +154,19 @@ class Task:
     has_results: bool = False
     outputs: tuple[str, ...] = ("logits",)
     shares: tuple[str, ...] = ()
+    has_backbone: bool = False
+    has_label_maps: bool = False
+    input_keys: tuple[str, ...] = ("mean", "std", "image_size")
 
     def summary(self, metrics: Mapping[str, float]) -> str:
-        """The headline metrics in percent, as far as they are there: `top-1 81.20 %  top-5 95.00 %`."""
-        shown = (f"{label} {100 * metrics[key]:.2f} %" for key, label in self.headline.items() if key in metrics)
+        """The headline metrics in percent, as far as they are there: `top-1 81.20 %  top-5 95.00
+        %`.
+        """
+        shown = (
+            f"{label} {100 * metrics[key]:.2f} %"
+            for key, label in self.headline.items()
+            if key in metrics
+        )
         return "  ".join(shown)
 
 

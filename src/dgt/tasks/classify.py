@@ -1,7 +1,7 @@
 """Image classification: cross entropy against hard or soft labels, top-1 and top-5 accuracy.
 
-Mixup, CutMix and label smoothing are the data's matter: under them a target is a distribution over the classes,
-(B, classes), without them a plain label, (B,).
+Mixup, CutMix and label smoothing are the data's matter: under them a target is a distribution over
+the classes, (B, classes), without them a plain label, (B,).
 """
 
 from typing import Any
@@ -16,25 +16,29 @@ from torch import Tensor, nn
 from dgt.data.classification import ClassificationData
 from dgt.data.image_io import open_image
 from dgt.data.transforms import Normalize, evaluation_transform
-from dgt.figures import figure_titled, raster
 from dgt.models.cost import PAPER, cost
-from dgt.tasks.base import Counted, LoadedRun, Losses, Metrics, Prediction, Source, Task
+from dgt.tasks.base import CostSpec, LoadedRun, Losses, Metrics, Prediction, Source, Task
 from dgt.tasks.network import build_classifier
 from dgt.utils.distributed import gather_objects
 from dgt.utils.errors import UserError
 
 
 def losses(network: nn.Module, images: Tensor, targets: Tensor) -> Losses:
-    """Mean cross entropy, in float32, of images (B, 3, H, W) against labels (B,) or distributions (B, classes)."""
+    """Mean cross entropy, in float32, of images (B, 3, H, W) against labels (B,) or distributions
+    (B, classes).
+    """
     targets = targets.float() if targets.is_floating_point() else targets
     return {"loss": F.cross_entropy(network(images).float(), targets)}
 
 
 class ClassificationMetrics(Metrics):
-    """`loss`, and the shares `top1` and `top5` of images whose class is among the one or five most probable."""
+    """`loss`, and the shares `top1` and `top5` of images whose class is among the one or five most
+    probable.
+    """
 
     def __init__(self, data: Any) -> None:
-        self.sums = torch.zeros(4)  # of losses, of images found first, of those among the first five, and of images
+        # of losses, of images found first, of those among the first five, and of images
+        self.sums = torch.zeros(4)
 
     def update(self, network: nn.Module, images: Tensor, targets: Tensor) -> None:
         """Add images (B, 3, H, W) with labels (B,)."""
@@ -46,20 +50,35 @@ class ClassificationMetrics(Metrics):
 
     def compute(self) -> dict[str, float]:
         """Means over all images; NaN where there are none."""
-        *sums, count = (sum(column) for column in zip(*gather_objects(self.sums.tolist()), strict=True))
+        *sums, count = (
+            sum(column) for column in zip(*gather_objects(self.sums.tolist()), strict=True)
+        )
         means = (total / (count or float("nan")) for total in sums)
         return dict(zip(("loss", "top1", "top5"), means, strict=True))
 
 
 def read_image(run: LoadedRun, image: Source) -> tuple[Tensor, NDArray[np.uint8]]:
-    """An image as a classifier sees it, a file resized and cropped: normalised (1, 3, H, W), and its pixels (H, W, 3).
+    """Prepare an image as a classifier sees it; a file is resized and cropped.
 
-    Raises as `open_image`, and UserError for a model of another task.
+    Args:
+        run: a trained classifier.
+        image: a file, or the bytes of an image.
+
+    Returns:
+        Normalized (1, 3, H, W), and the pixels (H, W, 3).
+
+    Raises:
+        FileNotFoundError, UserError: as `open_image`.
+        UserError: the model is of another task.
     """
     if run.recipe.task != CLASSIFY.name:
-        raise UserError(f"only classifiers are looked into, {run.source} is of task {run.recipe.task!r}")
+        raise UserError(
+            f"only classifiers are looked into, {run.source} is of task {run.recipe.task!r}"
+        )
     data = run.recipe.data
-    transform = evaluation_transform(data["image_size"], data["crop_ratio"], data["augmentation"]["interpolation"])
+    transform = evaluation_transform(
+        data["image_size"], data["crop_ratio"], data["augmentation"]["interpolation"]
+    )
     pixels = image if isinstance(image, Tensor) else transform(open_image(image)).contiguous()
     return Normalize(data["mean"], data["std"])(pixels)[None], pixels.permute(1, 2, 0).numpy()
 
@@ -69,19 +88,24 @@ def predict(run: LoadedRun, image: Source, top_k: int) -> Prediction:
     """The `top_k` most probable classes of an image."""
     images, seen = read_image(run, image)
     best = run.network(images).float().softmax(dim=-1)[0].topk(min(top_k, len(run.class_names)))
-    classes = [(run.class_names[i], p) for i, p in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
+    classes = [
+        (run.class_names[i], p)
+        for i, p in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    ]
     return Prediction(classes=classes, pixels=seen)
 
 
 def draw(run: LoadedRun, prediction: Prediction) -> Image.Image:
     """The image under its most probable class."""
+    from dgt.figures import figure_titled, raster
+
     (name, share), *_ = prediction.classes
     return raster(figure_titled(prediction.pixels, f"{name}\n{100 * share:.0f} %"), dpi=100)
 
 
 CLASSIFY = Task(
     name="classify",
-    counted=Counted(cost, (224, 224), PAPER, (*PAPER, "dgt_nano")),
+    counted=CostSpec(cost, (224, 224), PAPER, (*PAPER, "dgt_nano")),
     data=ClassificationData,
     build=build_classifier,
     headline={"top1": "top-1", "top5": "top-5"},

@@ -1,8 +1,9 @@
-"""Object detection and instance segmentation: the losses of Mask R-CNN, COCO's average precision of boxes and masks.
+"""Object detection and instance segmentation: the losses of Mask R-CNN, COCO's average precision of
+boxes and masks.
 
-Precision is averaged over recall, over IoU from 0.5 to 0.95 and over categories, at most 100 detections an image, by
-faster-coco-eval; crowd regions count neither for nor against. A size without a single object has, as in COCO's own
-code, the value -1.
+Precision is averaged over recall, over IoU from 0.5 to 0.95 and over categories, at most 100
+detections an image, by faster-coco-eval; crowd regions count neither for nor against. A size
+without a single object has, as in COCO's own code, the value -1.
 """
 
 import json
@@ -14,27 +15,43 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from dgt.data.detection import DetectionData, Entry, coco_places
-from dgt.figures import png
-from dgt.figures.detections import Detections, draw_detections
+from dgt.data.coco import Entry, coco_places
+from dgt.data.detection import DetectionData
 from dgt.models.heads.mask_rcnn import build_mask_rcnn, mask_rcnn_cost
-from dgt.tasks.base import Counted, LoadedRun, Losses, Metrics, Prediction, Source, Task, read_bytes
+from dgt.tasks.base import (
+    CostSpec,
+    LoadedRun,
+    Losses,
+    Metrics,
+    Prediction,
+    Source,
+    Task,
+    read_bytes,
+)
 from dgt.tasks.network import ModelSettings
 from dgt.utils.distributed import gather_objects
 from dgt.utils.errors import UserError
 
 KINDS = {"box": "bbox", "mask": "segm"}
 NAMES = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
-PAPER = {"dgt_tiny": (42.0, 272.0), "dgt_small": (70.0, 386.0), "dgt_base": (108.0, 540.0)}  # Table 4 (a)
+# Table 4 (a)
+PAPER = {"dgt_tiny": (42.0, 272.0), "dgt_small": (70.0, 386.0), "dgt_base": (108.0, 540.0)}
 
 
 def build_detector(settings: ModelSettings, num_classes: int, image_size: int) -> nn.Module:
-    """Build the recipe's model as the backbone of a Mask R-CNN for so many classes, background not counted.
+    """Build the recipe's model as the backbone of a Mask R-CNN.
 
-    The recipe's `head` holds keyword arguments of `dgt.build_mask_rcnn`; images' shorter side becomes `image_size`.
-    UserError where there is no such model, or it or the head does not take these arguments.
+    Args:
+        settings: the recipe's model; its `head` holds keyword arguments of `dgt.build_mask_rcnn`.
+        num_classes: without background.
+        image_size: what the shorter side of images is resized to, in pixels.
+
+    Raises:
+        UserError: there is no such model, or it or the head does not take these arguments.
     """
-    settings.check_head("max_size", "fpn_channels", "box_channels", "mask_channels", "anchor_sizes", "options")
+    settings.check_head(
+        "max_size", "fpn_channels", "box_channels", "mask_channels", "anchor_sizes", "options"
+    )
     arguments = {"image_size": image_size, **settings.head, **settings.arguments()}
     try:
         detector: nn.Module = build_mask_rcnn(settings.name, num_classes + 1, **arguments)
@@ -50,7 +67,8 @@ def losses(network: nn.Module, images: list[Tensor], targets: list[dict[str, Ten
 
 
 class DetectionMetrics(Metrics):
-    """COCO's twelve averages of precision, `box_ap` to `mask_ap_large`; `results` are the detections they are of.
+    """COCO's twelve averages of precision, `box_ap` to `mask_ap_large`; `results` are the
+    detections they are of.
 
     Images that could not be read are left out.
     """
@@ -60,7 +78,9 @@ class DetectionMetrics(Metrics):
         self.results: list[Entry] = []
         self.image_ids: list[int] = []
 
-    def update(self, network: nn.Module, images: list[Tensor], targets: list[dict[str, Tensor]]) -> None:
+    def update(
+        self, network: nn.Module, images: list[Tensor], targets: list[dict[str, Tensor]]
+    ) -> None:
         """Add the detections in one batch of images (3, H, W) of several sizes."""
         numbers = [int(target["image_id"]) for target in targets]
         self.image_ids += numbers
@@ -70,63 +90,113 @@ class DetectionMetrics(Metrics):
         """Average precision over the images of all processes."""
         found, seen = zip(*gather_objects((self.results, self.image_ids)), strict=True)
         self.results, self.image_ids = [*chain(*found)], [*chain(*seen)]
-        return average_precision(self.data.datasets["val"].reader.ground_truth(), self.results, self.image_ids)
+        return average_precision(
+            self.data.datasets["val"].reader.ground_truth(), self.results, self.image_ids
+        )
 
 
 def average_precision(
-    ground_truth: Mapping[str, Sequence[Entry]], detections: Sequence[Entry], image_ids: Iterable[int] | None = None
+    ground_truth: Mapping[str, Sequence[Entry]],
+    detections: Sequence[Entry],
+    image_ids: Iterable[int] | None = None,
 ) -> dict[str, float]:
-    """Compare detections, as from :func:`coco_results`, with `images`, `annotations` and `categories` in COCO's format,
-    in all images or those of `image_ids`. UserError for a detection of an image that the ground truth lacks.
+    """Compare detections with a ground truth, as COCO defines it.
+
+    Args:
+        ground_truth: `images`, `annotations` and `categories` in COCO's format.
+        detections: as from :func:`coco_results`.
+        image_ids: the images to compare in; None for all.
 
     Returns:
-        `box_ap`, `box_ap50`, `box_ap75`, `box_ap_small`, `box_ap_medium`, `box_ap_large` (small is less than 32 x 32
-        pixels, large 96 x 96 and more), and the same of masks; shares in [0, 1], or -1 where no object is of that size.
+        `box_ap`, `box_ap50`, `box_ap75`, `box_ap_small`, `box_ap_medium`, `box_ap_large` (small is
+        less than 32 x 32 pixels, large 96 x 96 and more), and the same of masks; shares in [0, 1],
+        or -1 where no object is of that size.
+
+    Raises:
+        UserError: a detection is of an image that the ground truth lacks.
     """
     from faster_coco_eval import COCO, COCOeval_faster
 
     known = {entry["id"] for entry in ground_truth["images"]}
     unknown = {entry["image_id"] for entry in detections} - known
     if unknown:
-        raise UserError(f"detections must be of images in the ground truth, got {sorted(unknown)[:5]}")
-    numbered = [entry | {"id": number} for number, entry in enumerate(ground_truth["annotations"], start=1)]
-    truth = {**ground_truth, "annotations": numbered}  # an annotation of id 0 is taken for one that nothing has met
+        raise UserError(
+            f"detections must be of images in the ground truth, got {sorted(unknown)[:5]}"
+        )
+    numbered = [
+        entry | {"id": number} for number, entry in enumerate(ground_truth["annotations"], start=1)
+    ]
+    # an annotation of id 0 is taken for one that nothing has met
+    truth = {**ground_truth, "annotations": numbered}
+    evaluated_ids = sorted(known if image_ids is None else set(image_ids))
     found: dict[str, float] = {}
     for kind, coco_name in KINDS.items():
-        left_out = {"bbox"} if coco_name == "segm" else set()  # or the box's area would become the mask's
-        given = [{key: value for key, value in entry.items() if key not in left_out} for entry in detections]
-        coco = COCO({name: [dict(entry) for entry in entries] for name, entries in truth.items()})  # it writes in them
-        evaluation = COCOeval_faster(coco, coco.loadRes(given), coco_name)
-        evaluation.params.imgIds = sorted(known if image_ids is None else set(image_ids))
+        # it writes in them
+        coco = COCO({name: [dict(entry) for entry in entries] for name, entries in truth.items()})
+        evaluation = COCOeval_faster(coco, coco.loadRes(_entries(detections, coco_name)), coco_name)
+        evaluation.params.imgIds = evaluated_ids
         evaluation.evaluate()
         evaluation.accumulate()
         evaluation.summarize()
-        found |= {f"{kind}_{name}": float(value) for name, value in zip(NAMES, evaluation.stats, strict=False)}
+        found |= {
+            f"{kind}_{name}": float(value)
+            for name, value in zip(NAMES, evaluation.stats, strict=False)
+        }
     return found
 
 
+def _entries(detections: Sequence[Entry], coco_name: str) -> list[Entry]:
+    """Detections as COCO's code takes them.
+
+    Without boxes for masks, or a box's area would become the mask's.
+    """
+    entries = [dict(entry) for entry in detections]
+    if coco_name == "segm":
+        for entry in entries:
+            entry.pop("bbox", None)
+    return entries
+
+
 def coco_results(
-    detections: Sequence[Mapping[str, Tensor]], image_ids: Sequence[int], category_ids: Sequence[int]
+    detections: Sequence[Mapping[str, Tensor]],
+    image_ids: Sequence[int],
+    category_ids: Sequence[int],
 ) -> list[Entry]:
-    """Detections in the format of COCO's results, ready for JSON; a pixel of probability above 0.5 is in the mask.
+    """Detections in the format of COCO's results, ready for JSON; a pixel of probability above 0.5
+    is in the mask.
 
     Args:
-        detections: for each image `boxes` (N, 4) x0 y0 x1 y1, `labels` (N,) from 1 on, `scores` (N,) and `masks`
-            (N, 1, H, W) probabilities, as torchvision's detectors return them.
-        image_ids, category_ids: the data set's numbers of each image, and of each label, that of label 1 first.
+        detections: for each image `boxes` (N, 4) x0 y0 x1 y1, `labels` (N,) from 1 on, `scores`
+            (N,) and `masks` (N, 1, H, W) probabilities, as torchvision's detectors return them.
+        image_ids, category_ids: the data set's numbers of each image, and of each label, that of
+            label 1 first.
     """
     entries = []
     for image_id, found in zip(image_ids, detections, strict=True):
         masks = (found["masks"][:, 0] > 0.5).byte().cpu().numpy()
         places = coco_places(found["boxes"].float().tolist(), masks)
-        for label, score, place in zip(found["labels"].tolist(), found["scores"].tolist(), places, strict=True):
-            entries.append({"image_id": image_id, "category_id": category_ids[label - 1], "score": score, **place})
+        for label, score, place in zip(
+            found["labels"].tolist(), found["scores"].tolist(), places, strict=True
+        ):
+            entries.append(
+                {
+                    "image_id": image_id,
+                    "category_id": category_ids[label - 1],
+                    "score": score,
+                    **place,
+                }
+            )
     return entries
 
 
 @torch.inference_mode()
 def predict(run: LoadedRun, image: Source, top_k: int) -> Prediction:
-    """The objects in an image, by falling score; UserError also for an image that the network refuses."""
+    """The objects in an image, by falling score.
+
+    UserError also for an image that the network refuses.
+    """
+    from dgt.figures.detections import Detections
+
     pixels = read_bytes(image)
     try:
         found = run.network([pixels.float() / 255])[0]
@@ -138,30 +208,50 @@ def predict(run: LoadedRun, image: Source, top_k: int) -> Prediction:
         {"category": run.class_names[label], "score": score, "box": box}
         for label, score, box in zip(labels.tolist(), scores.tolist(), boxes.tolist(), strict=True)
     ]
-    detections = Detections(boxes.numpy(), labels.numpy(), scores.numpy(), (found["masks"][:, 0] > 0.5).numpy())
+    detections = Detections(
+        boxes.numpy(), labels.numpy(), scores.numpy(), (found["masks"][:, 0] > 0.5).numpy()
+    )
     return Prediction(objects=objects, pixels=pixels.permute(1, 2, 0).numpy(), found=detections)
 
 
 def draw(run: LoadedRun, prediction: Prediction) -> Image.Image:
     """The image with the masks, boxes and names of what is sure."""
+    from dgt.figures.detections import draw_detections
+
     return draw_detections(Image.fromarray(prediction.pixels), prediction.found, run.class_names)
 
 
 def files(run: LoadedRun, prediction: Prediction, drawing: Image.Image) -> dict[str, bytes]:
-    """The drawing, and all objects as COCO's results have them, with the category's name for a data set's number."""
+    """The drawing, and all objects as COCO's results have them, with the category's name for a data
+    set's number.
+    """
+    from dgt.figures import png
+
     objects = prediction.objects or []
-    places = coco_places([found["box"] for found in objects], prediction.found.masks.astype("uint8"))
+    places = coco_places(
+        [found["box"] for found in objects], prediction.found.masks.astype("uint8")
+    )
     told = zip(objects, places, strict=True)
-    entries = [{"category": found["category"], "score": found["score"], **place} for found, place in told]
-    return {"objects.png": png(drawing), "objects.json": (json.dumps(entries, indent=2) + "\n").encode()}
+    entries = [
+        {"category": found["category"], "score": found["score"], **place} for found, place in told
+    ]
+    return {
+        "objects.png": png(drawing),
+        "objects.json": (json.dumps(entries, indent=2) + "\n").encode(),
+    }
 
 
 DETECT = Task(
     name="detect",
-    counted=Counted(mask_rcnn_cost, (800, 1280), PAPER),
+    counted=CostSpec(mask_rcnn_cost, (800, 1280), PAPER),
     data=DetectionData,
     build=build_detector,
-    headline={"box_ap": "box AP", "box_ap50": "box AP50", "mask_ap": "mask AP", "mask_ap50": "mask AP50"},
+    headline={
+        "box_ap": "box AP",
+        "box_ap50": "box AP50",
+        "mask_ap": "mask AP",
+        "mask_ap50": "mask AP50",
+    },
     losses=losses,
     metrics=DetectionMetrics,
     predict=predict,
@@ -170,4 +260,7 @@ DETECT = Task(
     refused_precision="bf16-true",  # torchvision's non-maximum suppression does not exist in it
     has_results=True,
     outputs=(),  # lists of objects
+    has_backbone=True,
+    # torchvision's detectors normalize images themselves
+    input_keys=("image_size",),
 )

@@ -1,7 +1,9 @@
-"""The recipe's model: any timm model by name, as the classifier itself or as the backbone of another task.
+"""The recipe's model: any timm model by name, as the classifier itself or as the backbone of
+another task.
 
-Models of the Dynamic Group Transformer take every image size. Many others are built for one size (Swin, DeiT, ViT,
-MaxViT): those are told the recipe's, so that a peer trains on the same recipe by naming it and nothing else.
+Models of the Dynamic Group Transformer take every image size. Many others are built for one size
+(Swin, DeiT, ViT, MaxViT): those are told the recipe's, so that a peer trains on the same recipe by
+naming it and nothing else.
 """
 
 import difflib
@@ -19,14 +21,17 @@ class ModelSettings:
     """Which model to train.
 
     Args:
-        name: a model that timm knows, this package's among them: dgt_tiny, swin_tiny_patch4_window7_224, resnet50.
+        name: a model that timm knows, this package's among them: dgt_tiny,
+            swin_tiny_patch4_window7_224, resnet50.
         drop_path_rate: stochastic depth; null for models that do not take it.
-        args: further keyword arguments of the model. They belong to the recipe's model: naming another one on the
-            command line drops them.
-        head: keyword arguments of the head that the task puts on the model; classification has none. A segmenter's
-            class_weights are what a pixel of each class counts in the loss.
-        init_from: a checkpoint, run folder or model folder to take the first weights from; null for random weights.
-        top_k_schedule: share of the steps in which k of DG-Attention falls from all tokens to `top_k`; null for none.
+        args: further keyword arguments of the model. They belong to the recipe's model: naming
+            another one on the command line drops them.
+        head: keyword arguments of the head that the task puts on the model; classification has
+            none. A segmenter's class_weights are what a pixel of each class counts in the loss.
+        init_from: a checkpoint, run folder or model folder to take the first weights from; null for
+            random weights.
+        top_k_schedule: share of the steps in which k of DG-Attention falls from all tokens to
+            `top_k`; null for none.
         top_k_start: number of keys that it falls from, in place of all tokens.
 
     Raises UserError for a value out of its range, naming the recipe's key.
@@ -42,15 +47,23 @@ class ModelSettings:
 
     def __post_init__(self) -> None:
         if self.top_k_schedule is not None and not 0 < self.top_k_schedule <= 1:
-            raise UserError(f"model.top_k_schedule must be null, or above 0 and at most 1, got {self.top_k_schedule!r}")
+            raise UserError(
+                f"model.top_k_schedule must be null, or above 0 and at most 1, got {self.top_k_schedule!r}"
+            )
         if self.top_k_start is not None and (self.top_k_start < 1 or self.top_k_schedule is None):
-            raise UserError(f"model.top_k_start must be null or, with top_k_schedule, above 0, got {self.top_k_start}")
+            raise UserError(
+                f"model.top_k_start must be null or, with top_k_schedule, above 0, got {self.top_k_start}"
+            )
         if self.drop_path_rate is not None and not 0 <= self.drop_path_rate < 1:
-            raise UserError(f"model.drop_path_rate must be null or in [0, 1), got {self.drop_path_rate!r}")
+            raise UserError(
+                f"model.drop_path_rate must be null or in [0, 1), got {self.drop_path_rate!r}"
+            )
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of the model: `args`, and the `drop_path_rate` where there is one."""
-        return ({} if self.drop_path_rate is None else {"drop_path_rate": self.drop_path_rate}) | self.args
+        return (
+            {} if self.drop_path_rate is None else {"drop_path_rate": self.drop_path_rate}
+        ) | self.args
 
     def check_head(self, *known: str) -> None:
         """Raise UserError for arguments of a head that are not among those known."""
@@ -60,9 +73,14 @@ class ModelSettings:
 
 
 def model_arguments(settings: ModelSettings, image_size: int) -> dict[str, Any]:
-    """Keyword arguments for `timm.create_model`: the recipe's, and `img_size` in pixels where the model needs it.
+    """Collect the keyword arguments for `timm.create_model`.
 
-    Raises UserError where timm knows no such model.
+    Args:
+        settings: the recipe's model.
+        image_size: side in pixels, passed as `img_size` where the model needs it.
+
+    Raises:
+        UserError: timm has no such model.
     """
     if not timm.is_model(settings.name):
         near = difflib.get_close_matches(settings.name, timm.list_models(), n=3)
@@ -76,9 +94,19 @@ def model_arguments(settings: ModelSettings, image_size: int) -> dict[str, Any]:
 
 
 def build_classifier(settings: ModelSettings, num_classes: int, image_size: int) -> nn.Module:
-    """Build the recipe's model as a classifier: (B, 3, image_size, image_size) -> (B, num_classes).
+    """Build the recipe's model as a classifier.
 
-    UserError where timm knows no such model, it does not take these arguments, or arguments of a head are given.
+    Args:
+        settings: the recipe's model.
+        num_classes: number of classes.
+        image_size: side of the images in pixels.
+
+    Returns:
+        A module from (B, 3, image_size, image_size) to (B, num_classes).
+
+    Raises:
+        UserError: timm has no such model, it does not take these arguments, or arguments of a head
+            are given.
     """
     settings.check_head()
     arguments = model_arguments(settings, image_size)
@@ -86,4 +114,6 @@ def build_classifier(settings: ModelSettings, num_classes: int, image_size: int)
         return timm.create_model(settings.name, num_classes=num_classes, **arguments)
     except (TypeError, AssertionError, RuntimeError, ValueError) as error:
         hint = "see model.args and model.drop_path_rate of the recipe"
-        raise UserError(f"model {settings.name!r} cannot be built with {arguments}: {error}; {hint}") from error
+        raise UserError(
+            f"model {settings.name!r} cannot be built with {arguments}: {error}; {hint}"
+        ) from error

@@ -1,7 +1,9 @@
-"""The optimizer and learning-rate schedules of the paper's experiments: AdamW, a linear warm-up, then a decay.
+"""The optimizer and learning-rate schedules of the paper's experiments: AdamW, a linear warm-up,
+then a decay.
 
-Both are plain functions of their settings and of the step number. The schedule keeps no state of its own, so that a run
-which is continued at step `n` meets exactly the learning rate that it would have met without the pause.
+Both are plain functions of their settings and of the step number. The schedule keeps no state of
+its own, so that a run which is continued at step `n` meets exactly the learning rate that it would
+have met without the pause.
 """
 
 import math
@@ -17,7 +19,9 @@ from dgt.utils.errors import UserError
 
 
 def _check(section: str, settings: Any, *rules: tuple[str, bool, str]) -> None:
-    """Raise UserError for the first rule (key of the recipe's section, whether it holds, what is expected) broken."""
+    """Raise UserError for the first rule (key of the recipe's section, whether it holds, what is
+    expected) broken.
+    """
     for key, holds, expected in rules:
         if not holds:
             raise UserError(f"{section}.{key} must be {expected}, got {getattr(settings, key)!r}")
@@ -29,9 +33,10 @@ class OptimizerSettings:
 
     Args:
         lr: highest learning rate, reached at the end of the warm-up.
-        lr_batch: batch size that `lr` is stated at: all learning rates are multiplied by the true global batch divided
-            by this; null takes them as they are.
-        weight_decay: decoupled weight decay; biases, norms and what a model names in `no_weight_decay` go without.
+        lr_batch: batch size that `lr` is stated at: all learning rates are multiplied by the true
+            global batch divided by this; null takes them as they are.
+        weight_decay: decoupled weight decay; biases, norms and what a model names in
+            `no_weight_decay` go without.
         betas: the two decay rates of AdamW's moments.
         clip_grad: largest norm of the gradient; null for no clipping.
 
@@ -65,7 +70,8 @@ class ScheduleSettings:
         warmup_epochs: length of the linear warm-up; fractions of an epoch are fine.
         warmup_lr: learning rate of the first step.
         min_lr: learning rate that a cosine or linear decay ends at.
-        decay: after the warm-up half a cosine, a straight line, or a tenth at each of the `milestones`.
+        decay: after the warm-up half a cosine, a straight line, or a tenth at each of the
+            `milestones`.
         milestones: epochs after which a "step" decay takes a tenth of the learning rate.
         steps: length in optimizer steps, in place of `epochs`.
         warmup_steps: length of the warm-up in optimizer steps, in place of `warmup_epochs`.
@@ -97,17 +103,30 @@ class ScheduleSettings:
             ("warmup_steps", warmup_steps >= 0, "null or at least 0"),
             ("warmup_steps", self.steps is None or not in_epochs, "given where schedule.steps is"),
             ("warmup_epochs", not in_epochs or 0 <= self.warmup_epochs < self.epochs, warmup),
-            ("steps", self.steps is None or self.steps > warmup_steps, "null or above schedule.warmup_steps"),
+            (
+                "steps",
+                self.steps is None or self.steps > warmup_steps,
+                "null or above schedule.warmup_steps",
+            ),
             ("milestones", bool(self.milestones) == by_epoch and rising, milestones),
             ("decay", self.decay != "step" or by_epoch, "cosine or linear with schedule.steps"),
         )
 
 
-def learning_rate(step: int, total_steps: int, optimizer: OptimizerSettings, schedule: ScheduleSettings) -> float:
-    """Learning rate of the step after `step` optimizer steps of `total_steps`, at the batch size the recipe states.
+def learning_rate(
+    step: int, total_steps: int, optimizer: OptimizerSettings, schedule: ScheduleSettings
+) -> float:
+    """Compute the learning rate of a step, at the batch size that the recipe states.
 
-    With W warm-up steps of T in all: linear from `warmup_lr` at step 0 to `lr` at step W, then half a cosine or a line
-    from `lr` to `min_lr` at step T, where it stays; or `lr`, a tenth of it after the first milestone, and so on.
+    With W warm-up steps of T in all: linear from `warmup_lr` at step 0 to `lr` at step W, then half
+    a cosine or a line from `lr` to `min_lr` at step T, where it stays; or `lr`, a tenth of it after
+    the first milestone, and so on.
+
+    Args:
+        step: optimizer steps taken before.
+        total_steps: T.
+        optimizer: has `lr`.
+        schedule: has the rest.
     """
     warmup_steps = schedule.warmup_steps
     if warmup_steps is None:
@@ -115,23 +134,34 @@ def learning_rate(step: int, total_steps: int, optimizer: OptimizerSettings, sch
     if step < warmup_steps:
         return schedule.warmup_lr + (optimizer.lr - schedule.warmup_lr) * step / warmup_steps
     if schedule.decay == "step":
-        passed = sum(step >= round(total_steps * epoch / schedule.epochs) for epoch in schedule.milestones)
+        passed = sum(
+            step >= round(total_steps * epoch / schedule.epochs) for epoch in schedule.milestones
+        )
         return optimizer.lr * 0.1**passed
     progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-    remaining = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.decay == "cosine" else 1 - progress
+    remaining = (
+        0.5 * (1 + math.cos(math.pi * progress)) if schedule.decay == "cosine" else 1 - progress
+    )
     return schedule.min_lr + (optimizer.lr - schedule.min_lr) * remaining
 
 
 def batch_scale(settings: OptimizerSettings, global_batch: int) -> float:
-    """Factor on all learning rates for so many images a step, over all devices and accumulated batches."""
+    """Factor on all learning rates for so many images a step, over all devices and accumulated
+    batches.
+    """
     return 1.0 if settings.lr_batch is None else global_batch / settings.lr_batch
 
 
 def build_optimizer(model: nn.Module, settings: OptimizerSettings, global_batch: int) -> AdamW:
-    """AdamW over a module's parameters, its rate scaled to the batch, in a group with weight decay and one without.
+    """Build AdamW over a module's parameters, in a group with weight decay and one without.
 
-    Without decay: biases, parameters of one dimension, and those that `no_weight_decay()` names, in the model or in one
-    of its modules, as in timm.
+    Without decay: biases, parameters of one dimension, and those that `no_weight_decay()` names, in
+    the model or in one of its modules, as in timm.
+
+    Args:
+        model: its parameters are optimized.
+        settings: rates and decay, stated at `lr_batch` images a step.
+        global_batch: images of a step, over all devices and accumulated batches.
     """
     exempt = [
         f"{prefix}.{name}".lstrip(".")

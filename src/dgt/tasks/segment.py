@@ -1,9 +1,11 @@
-"""Semantic segmentation: cross entropy of UperNet, 0.4 times that of its auxiliary head, mean intersection over union.
+"""Semantic segmentation: cross entropy of UperNet, 0.4 times that of its auxiliary head, mean
+intersection over union.
 
-As in the paper's ADE20K experiments. Pixels without a label are left out of the loss and of the measures; padding is
-kept out of the attention too, through the mask of real pixels. Label maps have the size of their image whatever the
-network looked at: scaled, in sliding windows, several times over. The mean over scales and mirroring is taken in the
-order of mmsegmentation: logits are brought to the image's size, then turned to probabilities, then averaged.
+As in the paper's ADE20K experiments. Pixels without a label are left out of the loss and of the
+measures; padding is kept out of the attention too, through the mask of real pixels. Label maps have
+the size of their image whatever the network looked at: scaled, in sliding windows, several times
+over. The mean over scales and mirroring is taken in the order of mmsegmentation: logits are brought
+to the image's size, then turned to probabilities, then averaged.
 """
 
 import math
@@ -15,29 +17,41 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
-from torchmetrics.classification import MulticlassConfusionMatrix
 
-from dgt.data.segmentation import IGNORED, LabelMaps, SegmentationData, SegmentationTest, fitting_size
+from dgt.data.label_maps import IGNORED
+from dgt.data.segmentation import LabelMaps, SegmentationData, SegmentationTest, fitting_size
 from dgt.data.transforms import Normalize
-from dgt.figures import png, raster
-from dgt.figures.label_map import figure_label_map, label_png
 from dgt.models.cost import Cost, cost
 from dgt.models.heads.upernet import build_upernet
 from dgt.models.padding import real_pixels
-from dgt.tasks.base import Counted, LoadedRun, Losses, Metrics, Prediction, Source, Task, read_bytes
+from dgt.tasks.base import (
+    CostSpec,
+    LoadedRun,
+    Losses,
+    Metrics,
+    Prediction,
+    Source,
+    Task,
+    read_bytes,
+)
 from dgt.tasks.network import ModelSettings
 from dgt.utils.errors import UserError
 
 AUXILIARY_WEIGHT = 0.4
 LOGITS_AT_ONCE = 2**26  # brought to an image's size at a time, 256 MiB of them
-PAPER = {"dgt_tiny": (52.5, 954.0), "dgt_small": (81.9, 1074.0), "dgt_base": (122.2, 1234.0)}  # Table 3
+# Table 3
+PAPER = {"dgt_tiny": (52.5, 954.0), "dgt_small": (81.9, 1074.0), "dgt_base": (122.2, 1234.0)}
 
 
-def segmentation_loss(logits: Tensor, labels: Tensor, class_weights: Sequence[float] | None = None) -> Tensor:
-    """Mean cross entropy of the labelled pixels, computed in float32; 0 where no pixel has a label.
+def segmentation_loss(
+    logits: Tensor, labels: Tensor, class_weights: Sequence[float] | None = None
+) -> Tensor:
+    """Compute the mean cross entropy of the labeled pixels, in float32; 0 where no pixel has a label.
 
-    Logits (B, classes, H, W), labels int64 (B, H, W), 255 where there is none; `class_weights` are what a pixel of each
-    class counts, None for 1.
+    Args:
+        logits: (B, classes, H, W).
+        labels: int64 (B, H, W), 255 where there is none.
+        class_weights: what a pixel of each class counts; None for 1.
     """
     weights = logits.new_tensor(class_weights or [1.0] * logits.shape[1], dtype=torch.float32)
     total = F.cross_entropy(logits.float(), labels, weights, ignore_index=IGNORED, reduction="sum")
@@ -45,18 +59,31 @@ def segmentation_loss(logits: Tensor, labels: Tensor, class_weights: Sequence[fl
 
 
 def build_segmenter(settings: ModelSettings, num_classes: int, image_size: int) -> nn.Module:
-    """Build UperNet over the recipe's model, for training crops of `image_size` pixels.
+    """Build UperNet over the recipe's model.
 
-    UserError where timm knows no such model, it is no backbone of four stages, or it or the head does not take these
-    arguments; where `class_weights` of the head are no number above 0 for each class.
+    Args:
+        settings: the recipe's model; its `head` holds `class_weights` and arguments of
+            `dgt.build_upernet`.
+        num_classes: number of classes.
+        image_size: side of the training crops in pixels.
+
+    Raises:
+        UserError: timm has no such model, it is no backbone of four stages, it or the head does not
+            take these arguments, or `class_weights` are no positive number for each class.
     """
     settings.check_head("channels", "auxiliary_channels", "class_weights")
     head = {"class_weights": None, **settings.head}
     weights = head.pop("class_weights")
-    positive = isinstance(weights, list) and all(isinstance(one, int | float) and one > 0 for one in weights)
+    positive = isinstance(weights, list) and all(
+        isinstance(one, int | float) and one > 0 for one in weights
+    )
     if weights is not None and not (positive and len(weights) == num_classes):
-        raise UserError(f"model.head.class_weights must be {num_classes} numbers above 0, got {weights!r}")
-    network = build_upernet(settings.name, num_classes, image_size=image_size, **head, **settings.arguments())
+        raise UserError(
+            f"model.head.class_weights must be {num_classes} numbers above 0, got {weights!r}"
+        )
+    network = build_upernet(
+        settings.name, num_classes, image_size=image_size, **head, **settings.arguments()
+    )
     network.class_weights = weights
     return network
 
@@ -64,32 +91,53 @@ def build_segmenter(settings: ModelSettings, num_classes: int, image_size: int) 
 def losses(network: Any, images: Tensor, targets: LabelMaps) -> Losses:
     """Cross entropy of both heads of a UperNet for padded crops (B, 3, S, S)."""
     labels = targets.labels.long()
-    logits = network.forward_both(images, real_pixels(targets.sizes, (labels.shape[1], labels.shape[2])))
+    logits = network.forward_both(
+        images, real_pixels(targets.sizes, (labels.shape[1], labels.shape[2]))
+    )
     main, auxiliary = (segmentation_loss(part, labels, network.class_weights) for part in logits)
-    return {"loss": main + AUXILIARY_WEIGHT * auxiliary, "loss_main": main, "loss_auxiliary": auxiliary}
+    return {
+        "loss": main + AUXILIARY_WEIGHT * auxiliary,
+        "loss_main": main,
+        "loss_auxiliary": auxiliary,
+    }
 
 
 def segmentation_scores(confusion: Tensor) -> dict[str, Tensor]:
-    """Measures of a matrix (classes, classes) of numbers of pixels, the true class by row, the predicted by column.
+    """Measures of a matrix (classes, classes) of numbers of pixels, the true class by row, the
+    predicted by column.
 
     Returns:
-        Shares in [0, 1]: `iou` of each class, (classes,), NaN for one that is neither there nor predicted, and `miou`,
-        the mean over the others; `mean_accuracy`, the mean over the classes that are there of the share of their pixels
-        that is found; `accuracy`, the share of all labelled pixels that is right.
+        Shares in [0, 1]: `iou` of each class, (classes,), NaN for one that is neither there nor
+            predicted, and `miou`,
+        the mean over the others; `mean_accuracy`, the mean over the classes that are there of the
+        share of their pixels that is found; `accuracy`, the share of all labeled pixels that is
+        right.
     """
     counts = confusion.to(torch.float64) if confusion.device.type != "mps" else confusion.float()
-    right, there, predicted = counts.diagonal(), counts.sum(dim=1), counts.sum(dim=0)
-    iou = right / (there + predicted - right)
-    means = {"miou": iou.nanmean(), "mean_accuracy": (right / there).nanmean(), "accuracy": right.sum() / counts.sum()}
-    return {"iou": iou, **means}
+    correct = counts.diagonal()
+    labeled = counts.sum(dim=1)
+    predicted = counts.sum(dim=0)
+    iou = correct / (labeled + predicted - correct)
+    return {
+        "iou": iou,
+        "miou": iou.nanmean(),
+        "mean_accuracy": (correct / labeled).nanmean(),
+        "accuracy": correct.sum() / counts.sum(),
+    }
 
 
 class SegmentationMetrics(Metrics):
-    """`miou`, `mean_accuracy`, `accuracy` and `iou/CLASS` of every class that is there or predicted."""
+    """`miou`, `mean_accuracy`, `accuracy` and `iou/CLASS` of every class that is there or
+    predicted.
+    """
 
     def __init__(self, data: SegmentationData) -> None:
+        from torchmetrics.classification import MulticlassConfusionMatrix
+
         self.data = data
-        self.confusion = MulticlassConfusionMatrix(data.num_classes, ignore_index=IGNORED, validate_args=False)
+        self.confusion = MulticlassConfusionMatrix(
+            data.num_classes, ignore_index=IGNORED, validate_args=False
+        )
 
     def update(self, network: nn.Module, images: list[Tensor], targets: list[Tensor]) -> None:
         """Add images (3, H, W) of several sizes with their labels (H, W) to the confusion matrix."""
@@ -107,18 +155,28 @@ class SegmentationMetrics(Metrics):
         """
         counts = self.confusion.compute()
         if not counts.any():
-            raise UserError("the validation's label maps hold no labelled pixel, so there is no mIoU to compute")
+            raise UserError(
+                "the validation's label maps hold no labelled pixel, so there is no mIoU to compute"
+            )
         scores = segmentation_scores(counts)
         ious = zip(self.data.class_names, scores.pop("iou").tolist(), strict=True)
         overall = {name: float(mean) for name, mean in scores.items()}
         return overall | {f"iou/{name}": value for name, value in ious if not math.isnan(value)}
 
 
-def predict_labels(network: nn.Module, images: Tensor, scale: tuple[int, int], test: SegmentationTest) -> Tensor:
-    """The most probable class of every pixel, int64 (B, H, W), of normalised images (B, 3, H, W) of any size.
+def predict_labels(
+    network: nn.Module, images: Tensor, scale: tuple[int, int], test: SegmentationTest
+) -> Tensor:
+    """Predict the most probable class of every pixel.
 
-    `network`, in evaluation mode, gives logits (B, classes, h, w) of images (B, 3, h, w) scaled to fit a frame with the
-    longer and shorter side `scale`; `test` says the scales, mirroring and windows.
+    Args:
+        network: in evaluation mode; gives logits (B, classes, h, w) of images (B, 3, h, w).
+        images: normalized, (B, 3, H, W) of any size.
+        scale: longer and shorter side of the frame that images are scaled to fit.
+        test: scales, mirroring and windows.
+
+    Returns:
+        int64 (B, H, W).
     """
     if len(test.scales) > 1 or test.flip:
         return predict_probabilities(network, images, scale, test).argmax(dim=1)
@@ -127,13 +185,17 @@ def predict_labels(network: nn.Module, images: Tensor, scale: tuple[int, int], t
     return _argmax_at(logits, (images.shape[2], images.shape[3]))
 
 
-def predict_probabilities(network: nn.Module, images: Tensor, scale: tuple[int, int], test: SegmentationTest) -> Tensor:
-    """The probability of every class at every pixel, float32 (B, classes, H, W), averaged over scales and mirroring; of
-    the same arguments as :func:`predict_labels`.
+def predict_probabilities(
+    network: nn.Module, images: Tensor, scale: tuple[int, int], test: SegmentationTest
+) -> Tensor:
+    """The probability of every class at every pixel, float32 (B, classes, H, W), averaged over
+    scales and mirroring; of the same arguments as :func:`predict_labels`.
     """
     views = list(product(test.scales, (False, True) if test.flip else (False,)))
     logits = (_forward_scaled(network, images, scale, test, *view) for view in views)
-    parts = (_resize(part, (images.shape[2], images.shape[3])).float().softmax(dim=1) for part in logits)
+    parts = (
+        _resize(part, (images.shape[2], images.shape[3])).float().softmax(dim=1) for part in logits
+    )
     total = next(parts)
     for part in parts:
         total.add_(part)
@@ -141,11 +203,22 @@ def predict_probabilities(network: nn.Module, images: Tensor, scale: tuple[int, 
 
 
 def _forward_scaled(
-    network: nn.Module, images: Tensor, scale: tuple[int, int], test: SegmentationTest, ratio: float, flip: bool
+    network: nn.Module,
+    images: Tensor,
+    scale: tuple[int, int],
+    test: SegmentationTest,
+    ratio: float,
+    flip: bool,
 ) -> Tensor:
-    """Logits (B, classes, h, w) of the images at one scale, the right way round again where they were mirrored."""
+    """Logits (B, classes, h, w) of the images at one scale, the right way round again where they
+    were mirrored.
+    """
     scaled = _resize(images, fitting_size((images.shape[2], images.shape[3]), scale, ratio))
-    return _sliding_window(network, scaled.flip(-1), test).flip(-1) if flip else _sliding_window(network, scaled, test)
+    return (
+        _sliding_window(network, scaled.flip(-1), test).flip(-1)
+        if flip
+        else _sliding_window(network, scaled, test)
+    )
 
 
 def _sliding_window(network: nn.Module, images: Tensor, test: SegmentationTest) -> Tensor:
@@ -155,7 +228,8 @@ def _sliding_window(network: nn.Module, images: Tensor, test: SegmentationTest) 
         logits: Tensor = network(images)
         return logits
     stride = test.stride or max(1, test.window * 2 // 3)
-    ends = (max(0, side - test.window) for side in (height, width))  # where the last one starts, moved back inside
+    # where the last one starts, moved back inside
+    ends = (max(0, side - test.window) for side in (height, width))
     total, seen = images.new_zeros(0), images.new_zeros(1, 1, height, width)
     for top, left in product(*([*range(0, end, stride), end] for end in ends)):
         place = (..., slice(top, top + test.window), slice(left, left + test.window))
@@ -168,15 +242,21 @@ def _sliding_window(network: nn.Module, images: Tensor, test: SegmentationTest) 
 
 
 def _resize(x: Tensor, size: tuple[int, int]) -> Tensor:
-    """Bilinear, smoothed where it shrinks, in float32 (CPUs smooth no bfloat16); unchanged where the size fits."""
+    """Bilinear, smoothed where it shrinks, in float32 (CPUs smooth no bfloat16).
+
+    Unchanged where the size fits.
+    """
     if x.shape[2:] == size:
         return x
     shrinks = size[0] < x.shape[2] or size[1] < x.shape[3]
-    return F.interpolate(x.float(), size=size, mode="bilinear", align_corners=False, antialias=shrinks).to(x.dtype)
+    return F.interpolate(
+        x.float(), size=size, mode="bilinear", align_corners=False, antialias=shrinks
+    ).to(x.dtype)
 
 
 def _argmax_at(logits: Tensor, size: tuple[int, int]) -> Tensor:
-    """The class of the largest logit at every pixel of an image of `size`, the lowest class where several are.
+    """The class of the largest logit at every pixel of an image of `size`, the lowest class where
+    several are.
 
     A few classes at a time: all the logits of a photograph at its own size would fill a memory.
     """
@@ -191,25 +271,41 @@ def _argmax_at(logits: Tensor, size: tuple[int, int]) -> Tensor:
 
 @torch.inference_mode()
 def predict(run: LoadedRun, image: Source, top_k: int) -> Prediction:
-    """The label map (H, W) of an image at its own size, uint8, as the recipe's test says; shares of all its classes."""
+    """The label map (H, W) of an image at its own size, uint8, as the recipe's test says.
+
+    Shares of all its classes.
+    """
     pixels, data = read_bytes(image), run.recipe.data
     test, scale = SegmentationTest(**data["test"]), tuple(data["scale"])
     images = Normalize(data["mean"], data["std"])(pixels)[None]
     labels = predict_labels(run.network, images, scale, test)[0].to(torch.uint8)
     shares = torch.bincount(labels.flatten(), minlength=len(run.class_names)) / labels.numel()
-    order = [index for index in shares.argsort(descending=True, stable=True).tolist() if shares[index] > 0]
+    order = [
+        index
+        for index in shares.argsort(descending=True, stable=True).tolist()
+        if shares[index] > 0
+    ]
     classes = [(run.class_names[index], float(shares[index])) for index in order]
     return Prediction(classes=classes, pixels=pixels.permute(1, 2, 0).numpy(), found=labels.numpy())
 
 
 def draw(run: LoadedRun, prediction: Prediction) -> Image.Image:
-    """The image under its classes' colours, with a legend."""
+    """The image under its classes' colors, with a legend."""
+    from dgt.figures import raster
+    from dgt.figures.label_map import figure_label_map
+
     return raster(figure_label_map(prediction.pixels, prediction.found, run.class_names), dpi=150)
 
 
 def files(run: LoadedRun, prediction: Prediction, drawing: Image.Image) -> dict[str, bytes]:
     """The label map, whose numbers are the classes, and the drawing."""
-    return {"labels.png": label_png(prediction.found, len(run.class_names)), "overlay.png": png(drawing)}
+    from dgt.figures import png
+    from dgt.figures.label_map import label_png
+
+    return {
+        "labels.png": label_png(prediction.found, len(run.class_names)),
+        "overlay.png": png(drawing),
+    }
 
 
 def _count(name: str, image_size: tuple[int, int]) -> Cost:
@@ -220,7 +316,7 @@ def _count(name: str, image_size: tuple[int, int]) -> Cost:
 
 SEGMENT = Task(
     name="segment",
-    counted=Counted(_count, (512, 2048), PAPER),
+    counted=CostSpec(_count, (512, 2048), PAPER),
     data=SegmentationData,
     build=build_segmenter,
     headline={"miou": "mIoU", "accuracy": "pixel accuracy"},
@@ -229,4 +325,6 @@ SEGMENT = Task(
     predict=predict,
     draw=draw,
     files=files,
+    has_backbone=True,
+    has_label_maps=True,
 )

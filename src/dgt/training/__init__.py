@@ -1,9 +1,22 @@
-"""Training as users need it: recipes, runs with their folders, and the trained models opened again."""
+"""Training as users need it: recipes, runs with their folders, and the trained models opened again.
 
-from dgt.tasks.base import LoadedRun, Prediction
-from dgt.training.fit import Result, evaluate, fit
-from dgt.training.recipe import Recipe, load_recipe, shipped_recipes
-from dgt.training.run import load_run, predict
+Importing this package needs the extra `train`; what opens and applies trained models alone is
+:mod:`dgt.runs`.
+"""
 
-__all__ = ["LoadedRun", "Prediction", "Recipe", "Result"]
-__all__ += ["evaluate", "fit", "load_recipe", "load_run", "predict", "shipped_recipes"]
+from dgt.runs import LoadedRun, Prediction, Recipe, load_recipe, load_run, predict, shipped_recipes
+from dgt.training.evaluation import evaluate
+from dgt.training.fit import Result, fit
+
+__all__ = [
+    "LoadedRun",
+    "Prediction",
+    "Recipe",
+    "Result",
+    "evaluate",
+    "fit",
+    "load_recipe",
+    "load_run",
+    "predict",
+    "shipped_recipes",
+]

@@ -1,4 +1,5 @@
-"""What a training writes while it goes on, what one sees of it, and `dgt status`, which reads it from the run's folder.
+"""What a training writes while it runs, and what it shows: log, metrics, curves, status and
+progress bar.
 
 A full disk costs lines of the log, the metrics or the curves, not the training.
 """
@@ -11,9 +12,9 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,31 +23,31 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from dgt.runs.checkpoints import Progress
+from dgt.runs.status import INITIAL_STATUS, STATUS
 from dgt.tasks import Losses
-from dgt.training.run import read_json
-from dgt.training.state import Progress, step_checkpoints
 from dgt.utils.atomic_write import json_text, write_json
 from dgt.utils.errors import LOGGER
 
-LOG, METRICS, STATUS = "log.txt", "metrics.jsonl", "status.json"
-SECONDS_BETWEEN = 10.0  # two writings of the status
-FIRST = {
-    **{"state": "unknown", "error": None, **asdict(Progress()), "epochs": 0, "steps": 0, "seconds_left": None},
-    **{"loss": None, "images_per_second": 0.0, "time": 0.0, "pid": 0, "host": ""},
-}
+LOG = "log.txt"
+METRICS = "metrics.jsonl"
+SECONDS_BETWEEN = 10.0
+"""Seconds between two updates of the status while its state stays the same."""
 
 
 class Report(logging.Handler):
-    """Tells how a training goes: log lines, `metrics.jsonl`, TensorBoard, `status.json`, and a bar in a terminal.
+    """Reports the progress of a training: log lines, `metrics.jsonl`, TensorBoard, `status.json`,
+    and a bar in a terminal.
 
-    Inside its `with` block it prints what the package's logger gets, and adds it to the log of the run in `folder`;
-    None is for a process that only trains along: it prints warnings and writes nothing.
+    Inside its `with` block it prints what the package's logger gets, and adds it to the log of the
+    run in `folder`; None is for a process that only trains along: it prints warnings and writes
+    nothing.
     """
 
     def __init__(self, folder: Path | None) -> None:
         super().__init__(logging.DEBUG if folder is not None else logging.WARNING)
         self.folder, self.progress, self.start = folder, Progress(), time.perf_counter()
-        self.status: dict[str, Any] = dict(FIRST)
+        self.status: dict[str, Any] = dict(INITIAL_STATUS)
         self.told: set[str] = set()
         self.board: Any = None
         self.bar = tqdm(disable=True)
@@ -58,10 +59,16 @@ class Report(logging.Handler):
         LOGGER.addHandler(self)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
         """Note in the log and the status how it ended; an error is shown by whoever called."""
-        stopped = isinstance(error, SystemExit | KeyboardInterrupt)
-        state = "finished" if error is None else "stopped" if stopped else "failed"
+        if error is None:
+            state = "finished"
+        elif isinstance(error, SystemExit | KeyboardInterrupt):
+            state = "stopped"
+        else:
+            state = "failed"
         if kind is not None and not isinstance(error, SystemExit):
             LOGGER.debug(f"{state}: {str(error).partition(chr(10))[0] or kind.__name__}")
         self.write_status(state, str(error) if state == "failed" else None)
@@ -74,18 +81,27 @@ class Report(logging.Handler):
         LOGGER.setLevel(level)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a sentence, a warning on standard error; add it to the log."""
+        """Print a sentence, a warning on stderr; add it to the log."""
         text = record.getMessage()
         if record.levelno >= logging.WARNING:
             tqdm.write(f"dgt: warning: {text}", file=sys.stderr)
         elif record.levelno >= logging.INFO:
             tqdm.write(text, file=sys.stdout)
         if self.folder is not None and self.folder.is_dir():
-            with self._tolerating("the log"), (self.folder / LOG).open("a", encoding="utf-8") as log:
+            with (
+                self._tolerating("the log"),
+                (self.folder / LOG).open("a", encoding="utf-8") as log,
+            ):
                 log.write(f"{datetime.now().astimezone().isoformat(' ', 'seconds')}  {text}\n")
 
     def begin(self, progress: Progress, steps: int, epochs: int, images: int) -> None:
-        """Report on a training of so many steps of so many images from here on."""
+        """Start to report on a training.
+
+        Args:
+            progress: how far it is.
+            steps: how many it takes in all.
+            epochs: how many it takes in all.
+            images: of a step, over all processes."""
         self.progress, self.images = progress, images
         self.start = time.perf_counter() - progress.seconds
         self.status |= {"epochs": epochs, "steps": steps}
@@ -94,7 +110,9 @@ class Report(logging.Handler):
 
             self.bar = tqdm(total=steps, initial=progress.step, disable=None, dynamic_ncols=True)
             with self._tolerating("events"):
-                self.board = SummaryWriter(str(self.folder), purge_step=progress.step + 1 if progress.step else None)
+                self.board = SummaryWriter(
+                    str(self.folder), purge_step=progress.step + 1 if progress.step else None
+                )
         self.write_status("training")
 
     def begin_epoch(self) -> None:
@@ -105,32 +123,56 @@ class Report(logging.Handler):
         """After each step: its numbers every few steps, the bar, and the status now and then."""
         if self.folder is None:
             return
-        steps, seconds = self.progress.step - self.epoch_first_step, time.perf_counter() - self.epoch_start
+        steps, seconds = (
+            self.progress.step - self.epoch_first_step,
+            time.perf_counter() - self.epoch_start,
+        )
         self.status["images_per_second"] = round(steps * self.images / seconds, 2)
         if self.progress.step % every == 0:
             numbers = {f"train/{name}": float(value) for name, value in losses.items()}
             numbers["train/loss_step"] = numbers.pop("train/loss")
             self.status["loss"] = round(numbers["train/loss_step"], 4)
             self.write_row({"step": self.progress.step, **numbers, "lr": rate})
-        self.bar.set_description(f"epoch {self.progress.epoch + 1}/{self.status['epochs']}", refresh=False)
+        self.bar.set_description(
+            f"epoch {self.progress.epoch + 1}/{self.status['epochs']}", refresh=False
+        )
         self.bar.set_postfix(loss=self.status["loss"], lr=rate, speed=self._speed(), refresh=False)
         self.bar.update()
         self.write_status("training")
 
     def epoch(self, loss: float, rate: float, metrics: dict[str, float], summary: str) -> None:
-        """After each epoch: its row of numbers and its line; of a validation, if there was one, metrics and summary."""
-        epoch, validation = self.progress.epoch, {f"val/{name}": value for name, value in metrics.items()}
-        self.write_row({"step": self.progress.step, "epoch": epoch, "train/loss_epoch": loss, **validation})
-        parts = [f"epoch {epoch}/{self.status['epochs']}", f"loss {loss:.4f}", summary, f"lr {rate:.2e}"]
+        """After each epoch: its row of numbers and its line.
+
+        Of a validation, if there was one, metrics and summary.
+        """
+        epoch, validation = (
+            self.progress.epoch,
+            {f"val/{name}": value for name, value in metrics.items()},
+        )
+        self.write_row(
+            {"step": self.progress.step, "epoch": epoch, "train/loss_epoch": loss, **validation}
+        )
+        parts = [
+            f"epoch {epoch}/{self.status['epochs']}",
+            f"loss {loss:.4f}",
+            summary,
+            f"lr {rate:.2e}",
+        ]
         parts += [f"{time.perf_counter() - self.epoch_start:.1f} s", self._speed()]
         LOGGER.info("  ".join(filter(None, parts)))
 
     def write_row(self, row: dict[str, Any]) -> None:
-        """Add a row of numbers; its key `step` counts optimizer steps, all but it and `epoch` are curves."""
+        """Add a row of numbers.
+
+        Its key `step` counts optimizer steps, all but it and `epoch` are curves.
+        """
         if self.folder is None:
             return
         after_half_a_line = "\n" * ("metrics" in self.told)
-        with self._tolerating("metrics"), (self.folder / METRICS).open("a", encoding="utf-8") as file:
+        with (
+            self._tolerating("metrics"),
+            (self.folder / METRICS).open("a", encoding="utf-8") as file,
+        ):
             file.write(f"{after_half_a_line}{json_text(row)}\n")
         with self._tolerating("events"):
             for name in row.keys() - {"step", "epoch"} if self.board is not None else ():
@@ -142,19 +184,35 @@ class Report(logging.Handler):
             self.board.add_image(name, image, self.progress.step, dataformats="HWC")
 
     def write_status(self, state: str, error: str | None = None) -> None:
-        """Say in `status.json` where the training is: at once where the state is another, else now and then."""
+        """Write `status.json`: at once if the state has changed, else every few seconds."""
         progress, now = self.progress, time.time()
         progress.seconds = time.perf_counter() - self.start
-        if self.folder is None or (state == self.status["state"] and now - self.status["time"] < SECONDS_BETWEEN):
+        if self.folder is None or (
+            state == self.status["state"] and now - self.status["time"] < SECONDS_BETWEEN
+        ):
             return
-        left = progress.seconds / progress.step * (self.status["steps"] - progress.step) if progress.step else None
-        self.status |= {**asdict(progress), "state": state, "error": error, "time": now, "seconds_left": left}
+        left = (
+            progress.seconds / progress.step * (self.status["steps"] - progress.step)
+            if progress.step
+            else None
+        )
+        self.status |= {
+            **asdict(progress),
+            "state": state,
+            "error": error,
+            "time": now,
+            "seconds_left": left,
+        }
         self.status |= {"pid": os.getpid(), "host": socket.gethostname()}
         with self._tolerating("the status"):
             write_json(self.folder / STATUS, self.status)
 
     def _speed(self) -> str:
-        memory = f"  {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB" if torch.cuda.is_available() else ""
+        memory = (
+            f"  {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB"
+            if torch.cuda.is_available()
+            else ""
+        )
         return f"{self.status['images_per_second']:.0f} images/s{memory}"
 
     @contextmanager
@@ -164,31 +222,6 @@ class Report(logging.Handler):
         except OSError as error:
             first, self.told = what not in self.told, self.told | {what}
             if first:
-                LOGGER.warning(f"{self.folder}: {what} could not be written, training goes on: {error}")
-
-
-def run_status(folder: str | Path) -> dict[str, Any]:
-    """What `status.json` of a run holds, and `folder`, `age` in seconds and `checkpoints`, newest first.
-
-    `state` is "begun", "training", "validating", "finished", "stopped" (asked to), "failed" (see `error`) or "killed"
-    (its process is gone). FileNotFoundError for what is not the folder of a run, UserError for a damaged status.
-    """
-    folder = Path(folder)
-    if not (folder / STATUS).is_file():
-        raise FileNotFoundError(f"{str(folder)!r} is not the folder of a run: it has no {STATUS}")
-    status = {**FIRST, **read_json(folder / STATUS)}
-    status |= {"folder": str(folder), "age": time.time() - status["time"]}
-    status["checkpoints"] = [path.name for path in step_checkpoints(folder)]
-    if status["state"] in ("begun", "training", "validating") and status["host"] == socket.gethostname():
-        try:
-            with suppress(PermissionError):  # somebody else's process
-                os.kill(status["pid"], 0)
-        except ProcessLookupError:
-            status["state"] = "killed"
-    return status
-
-
-def status_text(status: dict[str, Any]) -> str:
-    """`run_status` in human-readable lines, times as `0:12:05` or `2 days, 4:00:00`."""
-    times = {key: timedelta(seconds=round(status[key] or 0)) for key in ("age", "seconds", "seconds_left")}
-    return "\n".join(f"{key:<20}{value}" for key, value in {**status, **times}.items() if value not in (None, {}, []))
+                LOGGER.warning(
+                    f"{self.folder}: {what} could not be written, training goes on: {error}"
+                )

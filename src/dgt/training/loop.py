@@ -1,8 +1,10 @@
-"""The training loop: batches, accumulation, backward, clip, optimizer, average, log, validation, checkpoints.
+"""The training loop: batches, accumulation, backward, clip, optimizer, average, log, validation,
+checkpoints.
 
-"Between two steps" is one place here, `Training.between_steps`: a training is saved there, and stopped where SIGTERM,
-SIGUSR1 or Ctrl-C asks for it. A step that is not finite is undone, and the last of too many followed to where it
-begins. All randomness is a function of (seed, epoch, batch, process): the loop keeps no random state.
+"Between two steps" is one place here, `Training.between_steps`: a training is saved there, and
+stopped where SIGTERM, SIGUSR1 or Ctrl-C asks for it. A step that is not finite is undone, and the
+last of too many followed to where it begins. All randomness is a function of (seed, epoch, batch,
+process): the loop keeps no random state.
 """
 
 from __future__ import annotations
@@ -11,36 +13,35 @@ import copy
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from lightning.fabric import Fabric
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from dgt.data.image_io import BrokenImage, BrokenImages
 from dgt.data.loader import STOP_SIGNALS, Key
 from dgt.layers import renormalize_centroids
-from dgt.layers.centroids import CentroidState
 from dgt.models.annealing import TopKAnnealing
+from dgt.runs.recipe import Recipe
 from dgt.tasks import TASKS, Losses
 from dgt.tasks.base import LoadedRun
 from dgt.tasks.optim import batch_scale, learning_rate
+from dgt.training.evaluation import measure, to_precision
 from dgt.training.log import Report
-from dgt.training.recipe import Recipe
+from dgt.training.nonfinite import all_finite, nan_debug, snapshot_state
 from dgt.training.state import Checkpoints, TrainingState
-from dgt.utils.distributed import gather_objects, world_size
+from dgt.utils.distributed import gather_objects
 from dgt.utils.errors import LOGGER, NonFiniteInput
 from dgt.utils.seeding import reseed
 
 Draw = Callable[[LoadedRun, list[Tensor]], dict[str, NDArray[np.uint8]]]
-"""A copy of the network, on the CPU, and uint8 images (3, H, W) as it gets them -> images (H, W, 3) by name."""
+"""A copy of the network, on the CPU, and uint8 images (3, H, W) as it gets them -> images (H, W, 3)
+by name.
+"""
 
 DRAWN_IMAGES = 4
 ADVICE = "lower optimizer.lr or set optimizer.clip_grad"
@@ -55,7 +56,10 @@ class Preempted(SystemExit):
 
 
 class Batch:
-    """Images and targets of one batch; opaque to Fabric, which would round their floats to bfloat16, boxes too."""
+    """Images and targets of one batch.
+
+    Opaque to Fabric, which would round their floats to bfloat16, boxes too.
+    """
 
     def __init__(self, images: Any, targets: Any) -> None:
         self.images, self.targets = images, targets
@@ -69,33 +73,57 @@ class Objective(nn.Module):
         self.network, self.losses = network, losses
 
     def forward(self, batch: Batch) -> Losses:
-        """Losses of one batch; "loss" is what is minimised."""
+        """Losses of one batch; "loss" is what is minimized."""
         try:
             return self.losses(self.network, batch.images, batch.targets)
-        except NonFiniteInput:  # of the attention: a loss of NaN, of all weights, as DDP waits for each
+        except NonFiniteInput:
+            # of the attention: a loss of NaN, of all weights, as DDP waits for each
             weights = [weight for weight in self.network.parameters() if weight.requires_grad]
-            return {"loss": torch.stack([weight.flatten()[:1].sum() * torch.nan for weight in weights]).sum()}
+            return {
+                "loss": torch.stack(
+                    [weight.flatten()[:1].sum() * torch.nan for weight in weights]
+                ).sum()
+            }
 
 
 class Training:
     """One training under way, from where `state` is; `draw` makes images for TensorBoard."""
 
     def __init__(
-        self, recipe: Recipe, state: TrainingState, checkpoints: Checkpoints, report: Report, draw: Draw | None = None
+        self,
+        recipe: Recipe,
+        state: TrainingState,
+        checkpoints: Checkpoints,
+        report: Report,
+        draw: Draw | None = None,
     ) -> None:
-        self.recipe, self.state, self.checkpoints, self.report, self.draw = recipe, state, checkpoints, report, draw
-        self.task, self.settings, schedule = TASKS[recipe.task], recipe.trainer, recipe.schedule
-        self.fabric, self.data, self.progress = state.fabric, state.data, state.progress
-        self.loader, self.val_loader = self.data.train_dataloader(), self.data.val_dataloader()
+        self.recipe = recipe
+        self.state = state
+        self.checkpoints = checkpoints
+        self.report = report
+        self.draw = draw
+        self.task = TASKS[recipe.task]
+        self.settings = recipe.trainer
+        self.fabric = state.fabric
+        self.data = state.data
+        self.progress = state.progress
+        self.loader = self.data.train_dataloader()
+        self.val_loader = self.data.val_dataloader()
         self.steps_per_epoch = math.ceil(len(self.loader) / self.settings.accumulate)
-        self.steps = schedule.steps or schedule.epochs * self.steps_per_epoch
+        self.steps = recipe.schedule.steps or recipe.schedule.epochs * self.steps_per_epoch
         self.epochs = math.ceil(self.steps / self.steps_per_epoch)
-        self.statistics = [buffer for buffer in state.network.buffers() if all_finite([buffer])]  # to stay so
-        self.stops, self.in_step = list[signal.Signals](), True  # whether the state is not one between two steps
-        self.annealing = TopKAnnealing(state.network, recipe.model.top_k_schedule, recipe.model.top_k_start)
+        # to stay so
+        self.statistics = [buffer for buffer in state.network.buffers() if all_finite([buffer])]
+        self.stops: list[signal.Signals] = []
+        self.in_step = True  # whether the state is not one between two steps
+        self.annealing = TopKAnnealing(
+            state.network, recipe.model.top_k_schedule, recipe.model.top_k_start
+        )
 
     def run(self) -> None:
-        """Train to the end; Preempted where a signal asked to stop, FloatingPointError as `skip` and `end_epoch`."""
+        """Train to the end; Preempted where a signal asked to stop, FloatingPointError as `skip`
+        and `end_epoch`.
+        """
         self.report.begin(self.progress, self.steps, self.epochs, self.state.global_batch)
         self.state.objective.train()
         here = threading.current_thread() is threading.main_thread()  # which alone signals reach
@@ -105,15 +133,21 @@ class Training:
                 self.train_epoch(epoch)
                 self.end_epoch(epoch + 1)
         except Exception as error:
-            if not (self.in_step or self.fabric.world_size > 1 or isinstance(error, FloatingPointError)):
-                self.checkpoints.save(self.state)  # not `save`, which raises anew for too many broken images
+            if not (
+                self.in_step or self.fabric.world_size > 1 or isinstance(error, FloatingPointError)
+            ):
+                # not `save`, which raises again for too many broken images
+                self.checkpoints.save(self.state)
             raise
         finally:
             for number, handler in usual.items():
                 signal.signal(number, handler)
 
     def stop(self, number: int, _: Any) -> None:
-        """Note that a signal asks this process to stop; a second Ctrl-C is Python's own, at once."""
+        """Note that a signal asks this process to stop.
+
+        A second Ctrl-C interrupts at once.
+        """
         if number == signal.SIGINT and signal.SIGINT in self.stops:
             raise KeyboardInterrupt
         self.stops.append(signal.Signals(number))
@@ -125,20 +159,27 @@ class Training:
         self.report.begin_epoch()
         self.loader.device = self.fabric.device
         self.loader.load_state_dict({"epoch": epoch, "batch": self.progress.batch})
-        batches = (Batch(to_precision(self.fabric, images), targets) for images, targets in self.loader)
-        while self.progress.step < self.steps and (of_one_step := list(islice(batches, self.settings.accumulate))):
+        batches = (
+            Batch(to_precision(self.fabric, images), targets) for images, targets in self.loader
+        )
+        while self.progress.step < self.steps and (
+            of_one_step := list(islice(batches, self.settings.accumulate))
+        ):
             self.train_step(of_one_step)
             self.between_steps(self.checkpoints.is_due(self.progress.step))
 
     def train_step(self, batches: Sequence[Batch]) -> None:
-        """Forward, backward, clip, optimizer, average; or, where something is not finite, skip and count."""
+        """Take a step: forward, backward, clip, optimizer, average.
+
+        If anything is not finite, the step is undone, skipped and counted.
+        """
         optimizer, network, progress = self.state.optimizer, self.state.network, self.progress
         self.annealing.progress = progress.step / self.steps
         rate = learning_rate(progress.step, self.steps, self.recipe.optimizer, self.recipe.schedule)
         rate *= batch_scale(self.recipe.optimizer, self.state.global_batch)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        undo, sums = undoing(network), self.state.loss_sums.clone()
+        undo, sums = snapshot_state(network), self.state.loss_sums.clone()
         try:
             losses = self.backward(batches)
         except Exception:
@@ -146,8 +187,13 @@ class Training:
             self.state.loss_sums = sums
             raise
         self.in_step = True
-        self.fabric.strategy.precision.unscale_gradients(optimizer.optimizer)  # the one that a scaler steps
-        watched = [losses["loss"], *(weight.grad for weight in network.parameters()), *self.statistics]
+        # the one that a scaler steps
+        self.fabric.strategy.precision.unscale_gradients(optimizer.optimizer)
+        watched = [
+            losses["loss"],
+            *(weight.grad for weight in network.parameters()),
+            *self.statistics,
+        ]
         progress.batch += len(batches)
         progress.step += 1
         if self.settings.max_skipped is None or not self.any_process(not all_finite(watched)):
@@ -169,19 +215,34 @@ class Training:
         """Add up the gradients of a step's batches; returns the means of their losses."""
         found: list[Losses] = []
         for index, batch in enumerate(batches):
-            reseed("step", self.recipe.seed, self.progress.epoch, self.progress.batch + index, self.fabric.global_rank)
+            reseed(
+                "step",
+                self.recipe.seed,
+                self.progress.epoch,
+                self.progress.batch + index,
+                self.fabric.global_rank,
+            )
             torch.manual_seed(torch.initial_seed())  # devices too
-            with self.fabric.no_backward_sync(self.state.objective, enabled=index + 1 < len(batches)):
+            with self.fabric.no_backward_sync(
+                self.state.objective, enabled=index + 1 < len(batches)
+            ):
                 losses = self.state.objective(batch)
-                self.fabric.backward(losses["loss"] / len(batches))  # an epoch's last step may have fewer
+                # an epoch's last step may have fewer
+                self.fabric.backward(losses["loss"] / len(batches))
             found.append({name: value.detach().float() for name, value in losses.items()})
             loss_and_one = torch.stack([found[-1]["loss"], torch.ones_like(found[-1]["loss"])])
-            self.state.loss_sums += torch.where(loss_and_one[0].isfinite(), loss_and_one * len(batch.images), 0.0)
+            self.state.loss_sums += torch.where(
+                loss_and_one[0].isfinite(), loss_and_one * len(batch.images), 0.0
+            )
         common = [name for name in found[0] if all(name in each for each in found)]
         return {name: torch.stack([each[name] for each in found]).mean() for name in common}
 
     def skip(self, batches: Sequence[Batch], losses: Losses) -> None:
-        """Count a step that is not finite, and tell; FloatingPointError for too many in a row, or a whole epoch's."""
+        """Count a step that is not finite, and log it.
+
+        Raises:
+            FloatingPointError: there are too many in a row, or a whole epoch's.
+        """
         progress, finite_loss = self.progress, math.isfinite(losses["loss"])
         scaler = getattr(self.fabric.strategy.precision, "scaler", None)
         progress.skipped += 1
@@ -195,18 +256,28 @@ class Training:
             LOGGER.warning(f"{place} was skipped, its {kind} is not finite")
         whole_epoch = max(1, len(self.loader) // self.settings.accumulate - 1)
         if progress.skipped_in_a_row > min(self.settings.max_skipped or 0, whole_epoch):
-            traced = (nan_debug(self.state.objective, self.state.network, batch) for batch in batches)
+            traced = (
+                nan_debug(self.state.objective, self.state.network, batch) for batch in batches
+            )
             first = next(filter(None, traced), "nothing in the last batch, run again")
             many = f"{progress.skipped_in_a_row} steps in a row had a loss or gradient that is not finite"
-            raise FloatingPointError(f"{many}, up to {place}, it diverged: {ADVICE}. The first not finite: {first}")
+            raise FloatingPointError(
+                f"{many}, up to {place}, it diverged: {ADVICE}. The first not finite: {first}"
+            )
 
     def any_process(self, decision: bool) -> bool:
-        """Whether any process decides so; all must ask at the same place."""
+        """Whether the decision is true in any process; all processes must ask at the same place."""
         votes = torch.tensor(float(decision), device=self.fabric.device)
-        return bool(self.fabric.all_reduce(votes, reduce_op="sum")) if self.fabric.world_size > 1 else decision
+        return (
+            bool(self.fabric.all_reduce(votes, reduce_op="sum"))
+            if self.fabric.world_size > 1
+            else decision
+        )
 
     def between_steps(self, due: bool) -> None:
-        """Save where it is time; where a signal asked any process to stop, save and raise Preempted."""
+        """Save a checkpoint when one is due; if a signal asked any process to stop, save and raise
+        Preempted.
+        """
         if not self.any_process(due or bool(self.stops)):
             return
         self.save()
@@ -216,44 +287,76 @@ class Training:
         by = self.stops[-1].name if self.stops else "another process"
         kept = "its state could NOT be saved" if failed else f"saved in {self.checkpoints.folder}"
         place = f"step {self.progress.step} (epoch {min(self.progress.epoch + 1, self.epochs)})"
-        LOGGER.info(f"stopped by {by} after {place}, {kept}; `--resume auto` resumes from the last checkpoint")
-        raise Preempted(1 if failed else 130 if signal.SIGINT in self.stops else 0)
+        LOGGER.info(
+            f"stopped by {by} after {place}, {kept}; `--resume auto` resumes from the last checkpoint"
+        )
+        if failed:
+            raise Preempted(1)
+        raise Preempted(130 if signal.SIGINT in self.stops else 0)
 
     def save(self) -> None:
-        """Write a checkpoint of here; a matter of all processes."""
+        """Write a checkpoint of here; all processes must call it."""
         join_broken_images(self.data.broken_images)
         self.checkpoints.save(self.state)
 
     def end_epoch(self, epoch: int) -> None:
         """Validate where it is time, write the epoch's line, save, and stop as `between_steps`.
 
-        Raises FloatingPointError where none of the epoch's images, in any process, had a finite loss.
+        Raises FloatingPointError where none of the epoch's images, in any process, had a finite
+        loss.
         """
         metrics: dict[str, float] = {}
         if epoch == self.epochs or epoch % self.settings.check_val_every == 0:
-            every = self.settings.pictures_every
-            if self.draw is not None and every is not None and (epoch in (1, self.epochs) or epoch % every == 0):
+            if self.draw is not None and self._pictures_are_due(epoch):
                 self.show_images(self.draw)
-            metrics = self.progress.metrics = self.validate()
+            metrics = self.validate()
+            self.progress.metrics = metrics
         join_broken_images(self.data.broken_images)
-        total, count = cast(Tensor, self.fabric.all_reduce(self.state.loss_sums.clone(), reduce_op="sum")).tolist()
-        loss = total / count if count else math.nan
-        if not math.isfinite(loss):
-            raise FloatingPointError(f"the training loss became {loss} in epoch {epoch}: {ADVICE}")
-        self.progress.epoch, self.progress.batch = epoch, 0
+        loss = self._epoch_loss(epoch)
+        self.progress.epoch = epoch
+        self.progress.batch = 0
         self.state.loss_sums.zero_()
-        self.report.epoch(loss, self.state.optimizer.param_groups[0]["lr"], metrics, self.task.summary(metrics))
-        score, best = metrics.get(next(iter(self.task.headline))), self.progress.best
-        if score is not None and (best is None or score > best):
-            self.progress.best = score
-            self.checkpoints.write(self.state, self.checkpoints.folder / "best.ckpt")
+        self.report.epoch(
+            loss, self.state.optimizer.param_groups[0]["lr"], metrics, self.task.summary(metrics)
+        )
+        self._keep_best(metrics)
         if epoch == self.epochs:
             self.save()
         else:
             self.between_steps(self.checkpoints.is_due(self.progress.step, epoch))
 
+    def _pictures_are_due(self, epoch: int) -> bool:
+        """Whether predictions are drawn after an epoch: the first, the last, and every n-th."""
+        every = self.settings.pictures_every
+        return every is not None and (epoch in (1, self.epochs) or epoch % every == 0)
+
+    def _epoch_loss(self, epoch: int) -> float:
+        """The mean loss of the epoch's images, over all processes.
+
+        FloatingPointError where it is not finite.
+        """
+        total, count = cast(
+            Tensor, self.fabric.all_reduce(self.state.loss_sums.clone(), reduce_op="sum")
+        ).tolist()
+        loss = total / count if count else math.nan
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the training loss became {loss} in epoch {epoch}: {ADVICE}")
+        return float(loss)
+
+    def _keep_best(self, metrics: dict[str, float]) -> None:
+        """Write the checkpoint of the best validation, if this was one and is the best so far."""
+        score = metrics.get(next(iter(self.task.headline)))
+        if score is None:
+            return
+        if self.progress.best is None or score > self.progress.best:
+            self.progress.best = score
+            self.checkpoints.write(self.state, self.checkpoints.folder / "best.ckpt")
+
     def validate(self) -> dict[str, float]:
-        """Measure the network, or its average, on the validation images; one process stops there as `between_steps`."""
+        """Measure the network, or its average, on the validation images.
+
+        One process stops there as `between_steps`.
+        """
 
         def between_batches() -> None:
             self.report.write_status("validating")
@@ -266,13 +369,15 @@ class Training:
         return metrics.compute()
 
     def show_images(self, draw: Draw) -> None:
-        """Draw the first validation images from the first process; a failure costs a warning, not the training."""
+        """Draw the first validation images in the first process; a failure is only a warning."""
         if self.report.folder is None or self.state.sharded:
             return
         try:
             network = copy.deepcopy(self.state.evaluated).cpu().eval()
             dataset = self.data.datasets["val"]
-            samples = [dataset[Key(0, 0, index)] for index in range(min(DRAWN_IMAGES, len(dataset)))]
+            samples = [
+                dataset[Key(0, 0, index)] for index in range(min(DRAWN_IMAGES, len(dataset)))
+            ]
             images = [sample[0] for sample in samples if not isinstance(sample, BrokenImage)]
             run = LoadedRun(network, self.recipe, list(self.data.class_names), self.report.folder)
             for name, image in draw(run, images).items():
@@ -281,86 +386,11 @@ class Training:
             LOGGER.warning(f"no images were drawn: {error!r}")
 
 
-def measure(
-    fabric: Fabric, metrics: Any, network: nn.Module, loader: Any, between: Callable[[], None] = lambda: None
-) -> None:
-    """Run one validation, with `between` called before every batch; leaves the network in evaluation mode.
-
-    All processes measure the first one's buffers, which are exported: BatchNorm's differ where each counts alone.
-    """
-    network.eval()
-    for buffer in network.buffers() if world_size() > 1 else ():
-        if buffer.is_floating_point():
-            dist.broadcast(buffer, 0)
-    loader.device = fabric.device
-    with torch.no_grad():
-        for images, targets in loader:
-            between()
-            with fabric.autocast():
-                metrics.update(network, to_precision(fabric, images), targets)
-
-
-def to_precision(fabric: Fabric, images: Any) -> Any:
-    """Images in the type of the weights; under a mixed precision they stay as they are."""
-    precision = fabric.strategy.precision
-    return images if precision.precision.endswith("mixed") else precision.convert_input(images)
-
-
 def join_broken_images(reports: dict[str, BrokenImages]) -> None:
-    """Put the broken images that any process met into the reports of all; BrokenImagesError where they are too many."""
+    """Put the broken images that any process met into the reports of all.
+
+    BrokenImagesError where they are too many.
+    """
     for of_one in gather_objects({part: report.broken for part, report in reports.items()}):
         for part, report in reports.items():
             report.record(BrokenImage(*each) for each in of_one[part].items())
-
-
-def all_finite(tensors: Iterable[Any]) -> bool:
-    """Whether every number of the floating tensors (of a sharded one, its share here) is finite."""
-    local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors if isinstance(each, Tensor)]
-    numbers = [each.detach() for each in local if each.is_floating_point() and each.numel()]
-    # The largest number lets NaN and infinity through; a sum could overflow.
-    return bool(nn.utils.get_total_norm(numbers, torch.inf).isfinite())
-
-
-def undoing(network: nn.Module) -> Callable[[], None]:
-    """A function that undoes what a step's forward, from here on, did to buffers and centroids."""
-    before = [buffer.clone() for buffer in network.buffers()]
-
-    def undo() -> None:
-        with torch.no_grad():
-            for buffer, kept in zip(network.buffers(), before, strict=True):
-                buffer.copy_(kept)
-        for layer in network.modules():
-            if isinstance(layer, CentroidState):
-                layer.group_sums.zero_()
-                layer.group_counts.zero_()
-                layer.seeded = bool(layer.num_updates > 0)
-
-    return undo
-
-
-def nan_debug(objective: nn.Module, network: nn.Module, batch: Any) -> str | None:
-    """Name the first that is not finite in a step, whose gradients are still there; runs its forward again.
-
-    It is the batch, a layer's output, the loss, a buffer, or the gradient of a weight; None where all is finite.
-    """
-    found: list[str] = []
-
-    def look(what: str, values: Any) -> None:
-        if not all_finite(tree_leaves(values)):
-            found.append(what)
-
-    look("the batch itself", [batch.images, batch.targets])
-    layers = [(f"the output of network.{name}", layer) for name, layer in network.named_modules()]
-    handles = [
-        layer.register_forward_hook(lambda _, arguments, output, name=name: look(name, output))
-        for name, layer in layers
-        if not any(layer.children())
-    ]
-    look("the loss", objective(batch)["loss"])
-    for handle in handles:
-        handle.remove()
-    for name, buffer in network.named_buffers():
-        look(f"the buffer network.{name}", buffer)
-    for name, weight in reversed(list(network.named_parameters())):  # about in the order that a backward takes
-        look(f"the gradient of network.{name}", weight.grad)
-    return next(iter(found), None)

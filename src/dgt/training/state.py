@@ -1,21 +1,15 @@
-"""The state of a training: what a checkpoint holds, how it is written and read, and which one a training resumes from.
-
-A checkpoint is a zip of tensors and plain values as `torch.save` writes it, opened without running code and refused
-where a part does not have its checksum, which `torch.load` alone does not look at. A run has the newest
-`checkpoint.keep` of them, `step-00001234.ckpt` after so many optimizer steps, and the best validation's, `best.ckpt`.
+"""The state of a training: what a checkpoint holds of it, when it is written, and how a training
+continues from it.
 """
 
 from __future__ import annotations
 
 import io
-import pickle
 import time
-import zlib
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile, ZipFile
 
 import torch
 from lightning.fabric import Fabric
@@ -24,32 +18,19 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule
 
-from dgt.training.recipe import CheckpointSettings
+from dgt.runs.checkpoints import FORMAT, MODEL, MODEL_EMA, RECORD_KEY, Progress, step_checkpoints
+from dgt.runs.recipe import CheckpointSettings
 from dgt.utils.atomic_write import atomic_write
 from dgt.utils.errors import LOGGER, UserError
 
-FORMAT = 2  # of checkpoints
-RECORD_KEY = "dgt"
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 @dataclass
-class Progress:
-    """How far a training is. No random state: every choice is a function of (seed, epoch, index)."""
-
-    epoch: int = 0  # epochs completed
-    batch: int = 0  # batches of the current epoch that this process has seen
-    step: int = 0  # optimizer steps taken, the skipped ones among them
-    skipped: int = 0  # steps that were not finite
-    skipped_in_a_row: int = 0
-    best: float | None = None  # best value of the task's headline metric so far
-    metrics: dict[str, float] = field(default_factory=dict)  # of the last validation
-    seconds: float = 0.0  # trained so far, over all processes that took turns
-
-
-@dataclass
 class TrainingState:
-    """All that a training is: resumed from it, it is the same to the last bit as one that never stopped."""
+    """The complete state of a training; resumed from it, a training is identical to one that never
+    stopped, to the last bit.
+    """
 
     fabric: Fabric
     objective: Any  # the network with its losses, as Fabric set it up
@@ -70,59 +51,93 @@ class TrainingState:
 
     @property
     def sharded(self) -> bool:
-        """Whether each process holds a share of the weights alone."""
+        """Whether each process holds only a shard of the weights."""
         return isinstance(self.network, FSDPModule)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds; a matter of all processes, of which the first gets shared-out weights."""
-        weights, optimizer = self.network.state_dict(), self.optimizer.state_dict()
-        if self.sharded:
-            weights, optimizer = get_state_dict(self.network, self.optimizer.optimizer, options=WHOLE)
-        return {
+        """The content of a checkpoint. All processes must call this; the first one gets sharded
+        weights in full.
+        """
+        weights, optimizer = self._weights_and_optimizer()
+        stored = {
             "format": FORMAT,
             "progress": asdict(self.progress),
             "loss_sums": self.fabric.all_reduce(self.loss_sums.clone(), reduce_op="sum"),
             "precision": self.fabric.strategy.precision.state_dict(),
             "broken_images": self.data.state_dict(),
             "world_size": self.fabric.world_size,
-            "training_weights": weights,
-            "state_dict": weights if self.average is None else self.average.module.state_dict(),
+            MODEL: weights,
             "optimizer": optimizer,
         }
+        if self.average is not None:
+            stored[MODEL_EMA] = self.average.module.state_dict()
+        return stored
+
+    def evaluated_weights(self) -> dict[str, Any]:
+        """The weights of the final model. All processes must call this; the first one gets sharded
+        weights in full.
+        """
+        if self.average is not None:
+            return dict(self.average.module.state_dict())
+        return self._weights_and_optimizer()[0]
+
+    def _weights_and_optimizer(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        if self.sharded:
+            weights, optimizer = get_state_dict(
+                self.network, self.optimizer.optimizer, options=WHOLE
+            )
+            return weights, dict(optimizer)
+        return self.network.state_dict(), self.optimizer.state_dict()
 
     def load(self, path: Path, stored: dict[str, Any]) -> None:
-        """Go to where a checkpoint was taken, from what `latest_checkpoint` returned; a matter of all processes.
+        """Continue from a checkpoint. All processes must call this.
 
-        UserError for another number of processes, which would share out the images in another way, and for weights that
-        are shared out now and were not, or the other way round: the optimizer's state is kept by name only there.
+        Args:
+            path: the checkpoint, for messages.
+            stored: its content, as `latest_checkpoint` returns it.
+
+        Raises:
+            UserError: another number of processes, which would share out the images in another way;
+                weights that are sharded now and were not, or the reverse: the optimizer's state is
+                kept by name only under fsdp2.
         """
-        before, now = stored["world_size"], self.fabric.world_size
+        before = stored["world_size"]
+        now = self.fabric.world_size
         if before != now:
             hint = "set trainer.devices and trainer.num_nodes as before"
-            raise UserError(f"{path} was trained by {before} processes, now there are {now}: {hint}")
-        if self.sharded != isinstance(stored["optimizer"]["param_groups"][0]["params"][0], str):
+            raise UserError(
+                f"{path} was trained by {before} processes, now there are {now}: {hint}"
+            )
+        was_sharded = isinstance(stored["optimizer"]["param_groups"][0]["params"][0], str)
+        if self.sharded != was_sharded:
             hint = "trainer.strategy must be fsdp2 where it was, and must not be where it was not"
             raise UserError(f"{path} does not fit this run's strategy: {hint}")
         self.progress = Progress(**stored["progress"])
-        if self.fabric.is_global_zero:  # goes on from the sum of all processes
+        if self.fabric.is_global_zero:  # continues from the sum of all processes
             self.loss_sums.copy_(stored["loss_sums"])
         self.fabric.strategy.precision.load_state_dict(stored["precision"])
         self.data.load_state_dict(stored["broken_images"])
-        weights, optimizer = stored["training_weights"], stored["optimizer"]
         if self.sharded:
-            states = {"model_state_dict": weights, "optim_state_dict": optimizer}
-            set_state_dict(self.network, self.optimizer.optimizer, **states, options=WHOLE)
+            set_state_dict(
+                self.network,
+                self.optimizer.optimizer,
+                model_state_dict=stored[MODEL],
+                optim_state_dict=stored["optimizer"],
+                options=WHOLE,
+            )
             return
-        self.network.load_state_dict(weights)
-        self.optimizer.load_state_dict(optimizer)
+        self.network.load_state_dict(stored[MODEL])
+        self.optimizer.load_state_dict(stored["optimizer"])
         if self.average is not None:
-            self.average.module.load_state_dict(stored["state_dict"])
+            self.average.module.load_state_dict(stored[MODEL_EMA])
 
 
 class Checkpoints:
-    """Writes checkpoints, each with `record` (recipe and class names), when they are due, and keeps the newest.
+    """Writes checkpoints, each with `record` (recipe and class names), when they are due, and keeps
+    the newest.
 
-    A write that fails is told and kept in `failure`, not raised: a full disk costs a checkpoint, not the training.
+    A failed write is logged and kept in `failure`, not raised: a full disk costs a checkpoint,
+    not the training.
     """
 
     def __init__(self, folder: Path, settings: CheckpointSettings, record: dict[str, Any]) -> None:
@@ -131,13 +146,21 @@ class Checkpoints:
         self.saved_at = time.monotonic()
 
     def is_due(self, step: int, epoch: int | None = None) -> bool:
-        """Whether steps, minutes or, at the end of an epoch (counted from 1), epochs ask for a checkpoint now."""
-        epochs, steps, minutes = self.settings.every_epochs, self.settings.every_steps, self.settings.every_minutes
+        """Whether steps, minutes or, at the end of an epoch (counted from 1), epochs ask for a
+        checkpoint now.
+        """
+        epochs, steps, minutes = (
+            self.settings.every_epochs,
+            self.settings.every_steps,
+            self.settings.every_minutes,
+        )
         late = minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
-        return late or bool((steps and step % steps == 0) or (epoch and epochs and epoch % epochs == 0))
+        return late or bool(
+            (steps and step % steps == 0) or (epoch and epochs and epoch % epochs == 0)
+        )
 
     def save(self, state: TrainingState) -> None:
-        """Write the newest checkpoint and remove those that are too many; a matter of all processes."""
+        """Write the newest checkpoint and remove the oldest ones; all processes must call this."""
         path = self.folder / f"step-{state.progress.step:08d}.ckpt"
         self.write(state, path)
         self.saved_at = time.monotonic()
@@ -147,7 +170,7 @@ class Checkpoints:
                     old.unlink()
 
     def write(self, state: TrainingState, path: Path) -> None:
-        """Write one checkpoint whole or not at all; a matter of all processes."""
+        """Write one checkpoint whole or not at all; all processes must call it."""
         content, buffer = {RECORD_KEY: self.record, **state.state_dict()}, io.BytesIO()
         if not state.fabric.is_global_zero:
             return
@@ -158,41 +181,3 @@ class Checkpoints:
         except OSError as error:
             self.failure = error
             LOGGER.warning(f"the checkpoint {path} could not be written: {error.strerror or error}")
-
-
-def step_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints of a run's folder that a training can resume from, the newest first."""
-    return sorted((folder / "checkpoints").glob("step-*.ckpt"), reverse=True)
-
-
-def latest_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The newest whole checkpoint of a run, and what it holds; None where there is none, UserError if none is whole."""
-    paths = step_checkpoints(folder)
-    for path in paths:
-        try:
-            stored = read_checkpoint(path)
-            if stored.get("format") != FORMAT:
-                raise UserError(f"it has format {stored.get('format')}, this version reads {FORMAT}")
-            return path, stored
-        except (UserError, OSError) as error:
-            LOGGER.warning(f"{path.name} cannot be used, trying the one before: {error}")
-    if not paths:
-        return None
-    what = f"all {len(paths)} checkpoints in {folder / 'checkpoints'} are damaged or of another version"
-    raise UserError(f"{what}: remove it to begin again")
-
-
-def read_checkpoint(source: Path) -> dict[str, Any]:
-    """What a checkpoint holds, tensors on the CPU.
-
-    OSError where the file cannot be opened; UserError, naming it, where it is cut off, damaged, or not of `dgt train`.
-    """
-    content = io.BytesIO(source.read_bytes())  # read first: torch.load's OSError would look like a missing permission
-    stored = None
-    with suppress(RuntimeError, EOFError, OSError, ValueError, BadZipFile, zlib.error, pickle.UnpicklingError):
-        if ZipFile(content).testzip() is None:  # no part that does not have its checksum
-            content.seek(0)
-            stored = torch.load(content, map_location="cpu", weights_only=True)
-    if not isinstance(stored, dict):
-        raise UserError(f"{source} is cut off or damaged ({len(content.getbuffer())} bytes), or holds Python objects")
-    return stored

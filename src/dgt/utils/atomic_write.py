@@ -1,6 +1,8 @@
-"""Files that are whole or not there: written beside their place under another name, flushed, then renamed onto it.
+"""Files that are whole or not there: written beside their place under another name, flushed, then
+renamed onto it.
 
-And folders in which one process alone writes. The only module of the package that renames files into place.
+And folders in which one process alone writes. The only module of the package that renames files
+into place.
 """
 
 import json
@@ -16,9 +18,11 @@ LEFTOVERS = ("partial", "old")
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """Give a name beside `path` to write a file or a folder at; it takes the place of `path` if the block succeeds.
+    """Give a name beside `path` to write a file or a folder at; it takes the place of `path` if the
+    block succeeds.
 
-    The folder that `path` lies in is made if it is missing. Where the block fails, what was there is as it was.
+    The folder that `path` lies in is made if it is missing. Where the block fails, what was there
+    is as it was.
 
     Raises OSError, naming `path`, where the folder cannot be written to or the disk is full.
     """
@@ -27,7 +31,8 @@ def replacing(path: str | Path) -> Iterator[Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield partial
-        if partial.is_dir() and path.exists():  # no system replaces a folder that holds files in one step
+        # no system replaces a folder that holds files in one step
+        if partial.is_dir() and path.exists():
             os.replace(path, old)
         elif partial.is_file():
             _flush(partial)
@@ -36,7 +41,8 @@ def replacing(path: str | Path) -> Iterator[Path]:
             _flush(path.parent)
     except OSError as error:
         if error.errno is not None and error.filename in (None, partial, str(partial)):
-            raise type(error)(error.errno, error.strerror, str(path)) from error  # else a full disk names no file
+            # else a full disk names no file
+            raise type(error)(error.errno, error.strerror, str(path)) from error
         raise
     finally:
         if old.exists() and not path.exists():
@@ -45,7 +51,8 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
 
 def atomic_write(path: str | Path, content: str | bytes | memoryview) -> None:
-    """Write text (as UTF-8) or bytes so that a reader, a crash or a power cut never meets half of a file.
+    """Write text (as UTF-8) or bytes so that a reader, a crash or a power cut never meets half of a
+    file.
 
     Raises OSError as :func:`replacing`.
     """
@@ -64,11 +71,13 @@ def json_text(value: Any, indent: int | None = None) -> str:
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Make the folder and keep a second process, which would take what is unfinished for left over, out of it.
+def exclusive_lock(folder: Path) -> Iterator[None]:
+    """Make the folder and keep a second process, which would take what is unfinished for left over,
+    out of it.
 
-    However this one ends, the system lets go of its lock at once: no child of it, as a loader's worker is one, has it.
-    Where there are no such locks (Windows, some file systems of networks), nobody is kept out.
+    However this one ends, the system lets go of its lock at once: no child of it, as a loader's
+    worker is one, has it. Where there are no such locks (Windows, some file systems of networks),
+    nobody is kept out.
 
     Raises FileExistsError where another process is in it.
     """
@@ -86,7 +95,10 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what writes that were killed half-way left in a folder; only this process may be writing there."""
+    """Remove what writes that were killed half-way left in a folder.
+
+    Only this process may be writing there.
+    """
     for word in LEFTOVERS:
         _remove(*folder.glob(f".*.*.{word}"))
 

@@ -1,4 +1,7 @@
-"""The processes of a distributed run, as one process sees them; a process alone is a group of one."""
+"""The processes of a distributed run, as one process sees them.
+
+A process alone is a group of one.
+"""
 
 from typing import Any
 
@@ -16,7 +19,7 @@ def world_size() -> int:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """The plain value of every process, in their order; a matter of all processes."""
+    """The plain value of every process, in their order; all processes must call it."""
     found = [value] * world_size()
     if len(found) > 1:
         dist.all_gather_object(found, value)

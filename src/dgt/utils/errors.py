@@ -1,7 +1,8 @@
 """Errors that say to the user what is wrong, as classes, and the package's logger.
 
-The `dgt` command prints an error of these classes as one sentence; any other is a bug and shows its traceback.
-Files that are missing, in the way or unwritable are Python's own `OSError`s, which it prints in the same way.
+The `dgt` command prints an error of these classes as one sentence; any other is a bug and shows its
+traceback. Files that are missing, in the way or unwritable are Python's own `OSError`s, which it
+prints in the same way.
 """
 
 import logging
@@ -14,7 +15,10 @@ class UserError(ValueError):
 
 
 class NonFiniteInput(UserError):
-    """NaN where numbers are needed; in a training it comes of diverging weights, not of the caller."""
+    """NaN where numbers are needed.
+
+    In a training it comes of diverging weights, not of the caller.
+    """
 
 
 class LostProcess(RuntimeError):
@@ -26,7 +30,10 @@ class Disagreement(RuntimeError):
 
 
 def check_range(low: float, high: float | None = None, **values: float | None) -> None:
-    """Raise UserError, naming the argument, for a value below `low` or above `high`; None is no value."""
+    """Raise UserError, naming the argument, for a value below `low` or above `high`.
+
+    None is no value.
+    """
     for name, value in values.items():
         if value is not None and not (low <= value and (high is None or value <= high)):
             expected = f"be at least {low}" if high is None else f"lie in [{low}, {high}]"

@@ -1,34 +1,84 @@
-"""What stands in the record of a measurement: processor, command, a table in Markdown."""
+"""What goes into the record of a measurement: processor, versions, command, and numbers laid out as
+a table.
+"""
 
+import math
 import platform
 import re
 import shlex
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+"""Half of a 95 % interval in standard errors, by degrees of freedom, from 1 on."""
+
 
 def processor() -> str:
-    """Name the GPU, or else the processor, with the family and model by which generations of one name differ."""
+    """Name the GPU, or else the processor, with the family and model by which generations of one
+    name differ.
+    """
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     info = Path("/proc/cpuinfo")
     text = info.read_text(encoding="utf-8") if info.is_file() else ""
     found = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)", text, re.M))
     name = found.get("model name") or platform.processor() or platform.machine()
-    return f"{name} (family {found['cpu family']}, model {found['model']})" if "cpu family" in found else name
+    if "cpu family" not in found:
+        return name
+    return f"{name} (family {found['cpu family']}, model {found['model']})"
 
 
 def command_line() -> str:
     """The command that started this process, as one would type it again."""
     program = Path(sys.argv[0])
-    script = program.suffix == ".py" and program.name != "__main__.py"
-    return shlex.join([*(["python", str(program)] if script else ["dgt"]), *sys.argv[1:]])
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    start = ["dgt"]
+    if module is not None and not module.name.endswith("__main__"):
+        start = ["python", "-m", module.name]
+    elif program.suffix == ".py" and program.name != "__main__.py":
+        start = ["python", str(program)]
+    return shlex.join([*start, *sys.argv[1:]])
 
 
 def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown, its first column to the left, the others to the right."""
+    """Lay rows out as a Markdown table, the first column aligned left and the others right."""
     lines = ["| " + " | ".join(cells) + " |" for cells in (heads, *rows)]
-    return "\n".join([lines[0], "| --- |" + " ---: |" * (len(heads) - 1), *lines[1:]]) + "\n"
+    rule = "| --- |" + " ---: |" * (len(heads) - 1)
+    return "\n".join([lines[0], rule, *lines[1:]]) + "\n"
+
+
+def number(value: float | None, digits: int, factor: float = 1.0, half: float | None = None) -> str:
+    """Format the cell of a table.
+
+    Args:
+        value: the number; None gives a dash.
+        digits: digits after the point.
+        factor: what the number, and `half`, are multiplied by.
+        half: half of its interval, shown after a plus-minus sign; None for none.
+    """
+    text = "-" if value is None else f"{factor * value:.{digits}f}"
+    return text if half is None else f"{text} ± {factor * half:.{digits}f}"
+
+
+def interval(values: Sequence[float]) -> tuple[float, float | None]:
+    """Mean, and half of its 95 % interval by Student's t; None for a single value."""
+    free = len(values) - 1
+    if free < 1:
+        return values[0], None
+    student = STUDENT[free - 1] if free <= len(STUDENT) else 1.96 + 2.37 / free + 2.8 / free**2
+    return statistics.fmean(values), student * statistics.stdev(values) / len(values) ** 0.5
+
+
+def wilson(share: float, count: int, z: float = 1.959964) -> tuple[float, float]:
+    """Wilson's interval for a share that was found among `count` images.
+
+    95 % for the default quantile `z`.
+    """
+    scale = 1 + z * z / count
+    center = (share + z * z / (2 * count)) / scale
+    half = z / scale * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return max(0.0, center - half), min(1.0, center + half)

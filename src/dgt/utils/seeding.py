@@ -1,7 +1,9 @@
-"""Randomness as a function of names and numbers: (seed, epoch, index) in, the same draws out, in any process.
+"""Randomness as a function of names and numbers: (seed, epoch, index) in, the same draws out, in
+any process.
 
-Every random choice of the data layer goes through here, so that neither the number of workers, nor the order in which
-they answer, nor a restart in the middle of an epoch can change what a model sees.
+Every random choice of the data layer goes through here, so that neither the number of workers, nor
+the order in which they answer, nor a restart in the middle of an epoch can change what a model
+sees.
 """
 
 import random
@@ -14,13 +16,20 @@ import torch
 
 
 def generator(*parts: int | str) -> np.random.Generator:
-    """A fresh NumPy generator that depends on `parts` alone, e.g. `("augment", seed, epoch, index)`; none below 0."""
+    """A fresh NumPy generator that depends on `parts` alone, e.g. `("augment", seed, epoch,
+    index)`; none below 0.
+    """
     return np.random.Generator(np.random.PCG64(_words(parts)))
 
 
 def reseed(*parts: int | str) -> None:
-    """Seed the global generators with `parts` anew; to be called inside of `seeded`, which puts the old states back."""
-    python_seed, numpy_seed, torch_seed = map(int, np.random.SeedSequence(_words(parts)).generate_state(3))
+    """Seed the global generators with `parts` again.
+
+    To be called inside of `seeded`, which puts the old states back.
+    """
+    python_seed, numpy_seed, torch_seed = map(
+        int, np.random.SeedSequence(_words(parts)).generate_state(3)
+    )
     random.seed(python_seed)
     np.random.seed(numpy_seed)  # noqa: NPY002
     torch.default_generator.manual_seed(torch_seed)
@@ -32,9 +41,11 @@ def _words(parts: tuple[int | str, ...]) -> list[int]:
 
 @contextmanager
 def seeded(*parts: int | str, device: torch.device | None = None) -> Iterator[None]:
-    """Seed Python's, NumPy's and PyTorch's global generators with `parts`; put their old states back at the end.
+    """Seed Python's, NumPy's and PyTorch's global generators with `parts`; put their old states
+    back at the end.
 
-    For library transforms that draw from the global generators; of PyTorch's, the CPU's, and a CUDA `device`'s.
+    For library transforms that draw from the global generators; of PyTorch's, the CPU's, and a CUDA
+    `device`'s.
     """
     python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
     on_gpu = device is not None and device.type == "cuda"

@@ -1,5 +1,23 @@
-"""Trained weights with their story: folders that say what is in them, where they are found, how they are published."""
+"""Trained weights with their story: folders that say what is in them, where they are found, how
+they are checked.
+"""
 
-from dgt.weights.folder import SHIPPED, check_sums, check_weights, default_models, find_weights, list_weights
+from dgt.weights.folder import (
+    SHIPPED,
+    check_sums,
+    check_weights,
+    default_models,
+    find_weights,
+    list_weights,
+    weights_line,
+)
 
-__all__ = ["SHIPPED", "check_sums", "check_weights", "default_models", "find_weights", "list_weights"]
+__all__ = [
+    "SHIPPED",
+    "check_sums",
+    "check_weights",
+    "default_models",
+    "find_weights",
+    "list_weights",
+    "weights_line",
+]

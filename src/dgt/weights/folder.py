@@ -1,14 +1,17 @@
 """A folder of weights: what belongs into it, its checksums, and where such folders are found.
 
 ```
-NAME/model.safetensors, config.json   the model; of a classifier in timm's format: "local-dir:NAME", "hf-hub:USER/NAME"
-NAME/README.md                        the model card: data, licence, training, metrics with intervals, limits
-NAME/recipe.yaml, log.txt, metrics.jsonl, results.json    what was trained, how it went, and what came out
-NAME/plan.safetensors                 of some: how `dgt.accelerate` does the attention, for `dgt.apply_plan`
-NAME/SHA256SUMS                       the checksums of all these files, as `sha256sum --check` reads them
+NAME/model.safetensors, config.json  the model; a classifier's opens in timm: "local-dir:NAME"
+NAME/README.md                       the model card: data, licence, training, metrics, limits
+NAME/recipe.yaml                     what was trained
+NAME/log.txt, metrics.jsonl          how the training went
+NAME/results.json                    its result
+NAME/plan.safetensors                of some: a plan of `dgt.accelerate`, for `dgt.apply_plan`
+NAME/SHA256SUMS                      the checksums of all these files, for `sha256sum --check`
 ```
 
-NAME is ARCHITECTURE.TAG, as in timm. Looked for are the folders in the one that `DGT_WEIGHTS` names, and the shipped.
+NAME is ARCHITECTURE.TAG, as in timm. Looked for are the folders in the one that `DGT_WEIGHTS`
+names, and the shipped.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +42,23 @@ def write_sums(folder: Path) -> None:
 
 
 def check_sums(folder: Path, names: Sequence[str] | None = None) -> list[str]:
-    """Return these names, by default of all files that belong to a folder of weights, whose checksums are right.
+    """Check files of a folder of weights against its checksums.
 
-    Raises UserError where it lacks SHA256SUMS or one of these files, or a file has another checksum.
+    Args:
+        folder: with SHA256SUMS.
+        names: files to check; None for all that belong to a folder of weights.
+
+    Returns:
+        The names.
+
+    Raises:
+        UserError: SHA256SUMS or a file is missing, or a file has another checksum.
     """
     if not (folder / SUMS).is_file():
-        raise UserError(f"{str(folder)!r} is no folder of weights: it has no {SUMS}, which `dgt weights make` writes")
+        raise UserError(
+            f"{str(folder)!r} is no folder of weights: it has no {SUMS}, "
+            "which `tools/weights.py` writes"
+        )
     lines = (folder / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()
     sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
     names = [*FILES, *({PLAN} & set(sums))] if names is None else list(names)
@@ -62,7 +76,8 @@ def check_sums(folder: Path, names: Sequence[str] | None = None) -> list[str]:
 def check_weights(folder: str | Path) -> dict[str, Any]:
     """Return what results.json of a folder of weights says.
 
-    Raises UserError where a checksum is wrong, the card lacks a section or a metric, or results.json the evaluation.
+    Raises UserError where a checksum is wrong, the card lacks a section or a metric, or
+    results.json the evaluation.
     """
     folder = Path(folder)
     check_sums(folder)
@@ -75,12 +90,21 @@ def check_weights(folder: str | Path) -> dict[str, Any]:
 
 
 def find_weights(name: str) -> Path:
-    """The folder of the weights ARCHITECTURE.TAG; UserError where there is none, or its model has another checksum."""
+    """The folder of the weights ARCHITECTURE.TAG.
+
+    UserError where there is none, or its model has another checksum.
+    """
     found = list_weights()
     if name not in found:
         chosen = os.environ.get(VARIABLE)
-        hint = f"{chosen!r}, which {VARIABLE} names, has none" if chosen else f"{VARIABLE} can name a folder with them"
-        raise UserError(f"there are no weights {name!r} here ({hint}); there are {', '.join(found)}")
+        hint = (
+            f"{chosen!r}, which {VARIABLE} names, has none"
+            if chosen
+            else f"{VARIABLE} can name a folder with them"
+        )
+        raise UserError(
+            f"there are no weights {name!r} here ({hint}); there are {', '.join(found)}"
+        )
     check_sums(found[name], MODEL)
     return found[name]
 
@@ -93,11 +117,28 @@ def list_weights() -> dict[str, Path]:
 
 
 def default_models(runs: str | Path = "runs") -> Iterator[tuple[Path, str]]:
-    """What to use where no model is given, each with a line that says so: finished runs, newest first, then SHIPPED."""
-    models = sorted(Path(runs).glob(f"*/model/{MODEL[0]}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    """What to use where no model is given, each with a line that says so: finished runs, newest
+    first, then SHIPPED.
+    """
+    models = sorted(
+        Path(runs).glob(f"*/model/{MODEL[0]}"), key=lambda path: path.stat().st_mtime, reverse=True
+    )
     for run in (model.parents[1] for model in models):
         yield run, f"no model given: taking the newest run that fits, {run}"
-    yield SHIPPED, f"no model given and no run in {runs}/ that fits: taking {SHIPPED.name}, trained on drawn scenes"
+    yield (
+        SHIPPED,
+        f"no model given and no run in {runs}/ that fits: taking {SHIPPED.name}, "
+        "trained on drawn scenes",
+    )
+
+
+def weights_line(folder: str | Path, results: Mapping[str, Any]) -> str:
+    """A line on a folder of weights that was checked: name, bytes, metrics, place."""
+    path = Path(folder)
+    metrics = results["evaluation"]["metrics"].values()
+    summary = "  ".join(f"{row['label']} {100 * row['value']:.2f} %" for row in metrics)
+    size = (path / MODEL[0]).stat().st_size / 1e6
+    return f"{path.resolve().name:<28}{size:>7.1f} MB  {summary}  {path}"
 
 
 def _digest(path: Path) -> str:

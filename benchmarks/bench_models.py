@@ -1,0 +1,378 @@
+"""Whole models in turns, each in a process of its own: inference or a training step, time and peak
+memory.
+
+Every model runs in every runtime that takes it: eager PyTorch, `torch.compile` (at inference with
+frozen weights, which inductor then packs), and as an ONNX file for images of that one size in
+onnxruntime and OpenVINO, checked first.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import re
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dgt.bench.measures import QUIET_ALLOCATOR, medians, memory_peak, milliseconds, own_process
+from dgt.inference import optimize_for_inference
+from dgt.inference.export import verify
+from dgt.inference.formats import (
+    Runner,
+    Source,
+    check_libraries,
+    check_size,
+    encode_onnx,
+    open_onnx,
+)
+from dgt.layers import DGAttention
+from dgt.models.cost import attention_share, cost, size_option
+from dgt.ops.checks import check_count
+from dgt.utils.errors import LostProcess, UserError, check_range
+from dgt.utils.records import processor
+
+BASELINE = "swin_tiny_patch4_window7_224"
+MODELS = ("dgt_tiny", BASELINE, "convnext_tiny", "deit_small_patch16_224", "dgt_tiny+inference")
+FORMS = ("inference", "global", "checkpointing")
+FREEZING = {"TORCHINDUCTOR_FREEZING": "1"}
+COLUMNS = {
+    "model": "{model}",
+    "runtime": "{runtime}",
+    "px": "{image_size}",
+    "ms per image": "{ms_per_image:.1f}",
+    "images/s": "{images_per_second:.1f}",
+    "relative time": "**{relative_time:.2f}**",
+    "peak MiB": "{peak_mib:.0f}",
+    "processor": "{processor}",
+}
+
+
+def require_openvino() -> None:
+    """Raise UserError, with the remedy, unless OpenVINO and what writes files for it are installed."""
+    check_libraries("OpenVINO", ("onnx", "onnxscript", "openvino"), "openvino")
+
+
+class Candidate(NamedTuple):
+    """A timm model, its pixels a side and the forms in which it runs, read from
+    ``NAME[@PIXELS][+FORM...]``.
+
+    ``inference``: :func:`dgt.optimize_for_inference`; ``global``: global attention in all stages of
+    a DGT; ``checkpointing``: of gradients, in a training step.
+    """
+
+    text: str
+    name: str
+    size: int
+    forms: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str, image_size: int) -> Candidate:
+        """Read a candidate.
+
+        Args:
+            text: ``NAME[@PIXELS][+FORM...]``.
+            image_size: pixels a side where the text has none.
+
+        Raises:
+            UserError: this is no candidate.
+        """
+        match = re.fullmatch(r"([^@+]+)(?:@(\d+))?((?:\+\w+)*)", text)
+        if match is None:
+            raise UserError(f"models must look like NAME[@PIXELS][+FORM...], got {text!r}")
+        name = match[1]
+        size = int(match[2] or image_size)
+        forms = tuple(match[3].split("+")[1:])
+        if not timm.is_model(name):
+            raise UserError(f"models must be timm models, got {name}")
+        check_range(32, image_size=size)
+        for form in forms:
+            if form not in FORMS:
+                raise UserError(
+                    f"the form of a model must be one of {', '.join(FORMS)}, got {form!r} in {text!r}"
+                )
+            if form in ("inference", "global") and not timm.model_entrypoint(
+                name
+            ).__module__.startswith("dgt."):
+                raise UserError(f"the form {form!r} is one of DGT models, got {text!r}")
+        return cls(text, name, size, forms)
+
+    def build(self, device: str = "cpu", training: bool = False) -> nn.Module:
+        """Create the model, with random weights of seed 0.
+
+        UserError for a form that does not go with the mode.
+        """
+        purpose = "training" if training else "inference"
+        wrong = "inference" if training else "checkpointing"
+        if wrong in self.forms:
+            raise UserError(f"the form {wrong!r} is not one for {purpose}: {self.text}")
+        options: dict[str, Any] = size_option(self.name, self.size)
+        if "global" in self.forms:
+            options["attention"] = ("global",) * 4
+        torch.manual_seed(0)
+        model: Any = timm.create_model(self.name, **options).to(device).train(training)
+        if "checkpointing" in self.forms:
+            model.set_grad_checkpointing()
+        return optimize_for_inference(model) if "inference" in self.forms else model
+
+    def step(
+        self, batch_size: int, device: str = "cpu", training: bool = False, runtime: str = "eager"
+    ) -> Callable[[], object]:
+        """Return what is timed: one inference, or one training step (forward, backward, AdamW), on
+        random images.
+        """
+        model = self.build(device, training)
+        run: Any = model
+        if runtime == "compile":
+            run = torch.compile(model)
+        elif runtime in OPENERS:
+            run = self._open(model, batch_size, runtime)
+        images = torch.randn(batch_size, 3, self.size, self.size, device=device)
+        if not training:
+            return torch.inference_mode()(lambda: run(images))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+        def train() -> None:
+            optimizer.zero_grad()
+            F.cross_entropy(run(images), torch.arange(batch_size, device=device)).backward()
+            optimizer.step()
+
+        return train
+
+    def _open(self, model: nn.Module, batch_size: int, runtime: str) -> Runner:
+        """The model as an ONNX file for images of this one size, checked, in another runtime."""
+        if "inference" in self.forms:
+            raise UserError(f"the form 'inference' is for PyTorch, export {self.name} itself")
+        file = encode_onnx(Source(model, fixed=(batch_size, self.size, self.size)))
+        runner = OPENERS[runtime](file, torch.get_num_threads())
+        verify(model, runner, [(self.size, self.size)], batch=batch_size)
+        return runner
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How models are timed.
+
+    Args:
+        image_size: pixels a side, where a name does not say.
+        batch_size: images in a batch.
+        device: where it runs.
+        rounds: how often the candidates take turns; medians of a step a turn are reported.
+        training: time a training step in place of inference.
+        memory: measure peaks of memory as well (Linux, CPU): weights, and whatever the step adds to
+            them.
+    """
+
+    image_size: int = 224
+    batch_size: int = 8
+    device: str = "cpu"
+    rounds: int = 7
+    training: bool = False
+    memory: bool = False
+
+
+DEFAULTS = Settings()
+
+
+def bench_models(
+    names: tuple[str, ...] = MODELS,
+    runtimes: tuple[str, ...] = ("eager",),
+    settings: Settings = DEFAULTS,
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Time the inference, or a training step, of whole models in several runtimes, in turns.
+
+    Args:
+        names: as `Candidate` reads them; times are relative to plain Swin-T in the same runtime,
+            else to the first.
+        runtimes: "eager", "compile", "onnxruntime" or "openvino", each with as many threads.
+        settings: how they are timed.
+
+    Returns:
+        One row for each model and runtime: its name, size, times, the settings, the processor, peak
+            memory in MiB (None
+        where not measured), and what it saves beside global attention. And a line for each runtime
+        that refused a model.
+
+    Raises:
+        UserError: something cannot be timed.
+        LostProcess: the process of a model failed; the message has the reason.
+    """
+    check_count("batch_size", settings.batch_size)
+    candidates = {name: Candidate.parse(name, settings.image_size) for name in names}
+    _check_runtimes(runtimes, settings)
+    with ExitStack() as stack:
+        timers, refused = _start(stack, candidates, runtimes, settings)
+        median = medians(settings.rounds, timers)
+    rows = []
+    for (name, runtime), ms in median.items():
+        peers = {peer: peer_ms for (peer, where), peer_ms in median.items() if where == runtime}
+        row = {
+            "model": name,
+            "ms_per_image": ms / settings.batch_size,
+            "images_per_second": 1e3 * settings.batch_size / ms,
+            "relative_time": ms / peers.get(BASELINE, next(iter(peers.values()))),
+            "peak_mib": _peak_in_own_process(candidates[name], runtime, settings),
+            "batch_size": settings.batch_size,
+            "training": settings.training,
+            "image_size": candidates[name].size,
+            "runtime": runtime,
+            "processor": processor(),
+        }
+        whole = peers.get(f"{name}+global")
+        if whole is not None:
+            row["time_of_global"] = ms / whole
+            row |= _beside_global(candidates[name])
+        rows.append(row)
+    return rows, refused
+
+
+def _check_runtimes(runtimes: tuple[str, ...], settings: Settings) -> None:
+    for runtime in set(runtimes).intersection(OPENERS):
+        if settings.training or settings.device != "cpu":
+            raise UserError(
+                f"{runtime} runs inference on a CPU: leave out --train and --device, or {runtime}"
+            )
+        if runtime == "openvino":
+            require_openvino()
+        else:
+            check_libraries()
+
+
+Timers = dict[tuple[str, str], Callable[[], float]]
+
+
+def _start(
+    stack: ExitStack,
+    candidates: dict[str, Candidate],
+    runtimes: tuple[str, ...],
+    settings: Settings,
+) -> tuple[Timers, list[str]]:
+    """Start a process for each model and runtime.
+
+    What times a step there, and a line for each that is refused.
+    """
+    timers: Timers = {}
+    refused = []
+    environment = None if settings.training else FREEZING
+    for name, runtime in itertools.product(candidates, runtimes):
+        ask = stack.enter_context(own_process(f"{name} in {runtime}", environment))
+        time = partial(ask, _time, candidates[name], runtime, settings)
+        try:
+            time()
+        except LostProcess as error:
+            if runtime == "eager" or not isinstance(error.__cause__, UserError):
+                raise
+            refused.append(f"{runtime} does not take {name}: {error.__cause__}")
+        else:
+            timers[name, runtime] = time
+    return timers, refused
+
+
+def _peak_in_own_process(candidate: Candidate, runtime: str, settings: Settings) -> float | None:
+    if not settings.memory or settings.device != "cpu":
+        return None
+    with own_process(candidate.text, QUIET_ALLOCATOR | FREEZING) as ask:
+        peak: float | None = ask(_peak, candidate, runtime, settings)
+        return peak
+
+
+def _beside_global(candidate: Candidate) -> dict[str, Any]:
+    """Beside the model with global attention: the share of its multiply-adds, and by Eq. 7 of each
+    grouped stage's.
+    """
+    model: Any = candidate._replace(forms=()).build()
+    whole_model = candidate._replace(forms=("global",)).build()
+    side = candidate.size
+    plain = cost(model, (side, side)).flops
+    whole = cost(whole_model, (side, side)).flops
+    shares = []
+    for stage, stride in zip(model.stages, model.strides[1:], strict=True):
+        layer = stage.blocks[0].attn
+        tokens = math.ceil(side / stride) ** 2
+        if isinstance(layer, DGAttention):
+            shares.append(
+                attention_share(
+                    tokens, layer.qkv.in_features, layer.top_k, layer.centroids.shape[1]
+                )
+            )
+    return {"work_of_global": plain / whole, "eq7_by_stage": shares}
+
+
+def summary(rows: list[dict[str, Any]]) -> list[str]:
+    """Lines to read first: every model in its best runtime, the fastest first, and what groups
+    save.
+    """
+    best: dict[str, dict[str, Any]] = {}
+    for row in sorted(rows, key=lambda row: float(row["ms_per_image"])):
+        best.setdefault(f"{row['model']} at {row['image_size']} px", row)
+    lines = [
+        f"best of {name}: {row['runtime']}, {row['ms_per_image']:.1f} ms"
+        for name, row in best.items()
+    ]
+    for row in rows:
+        if "time_of_global" in row:
+            shares = ", ".join(f"{share:.2f}" for share in row["eq7_by_stage"])
+            lines.append(
+                f"{row['model']} at {row['image_size']} px in {row['runtime']}: {row['time_of_global']:.2f} of its "
+                f"time with global attention, {row['work_of_global']:.2f} of its multiply-adds; "
+                f"by Eq. 7 of the attention's by stage: {shares}"
+            )
+    return lines
+
+
+def open_openvino(content: bytes, threads: int | None = None) -> Runner:
+    """Return a function that runs an ONNX file in OpenVINO, on the CPU, in float32."""
+    require_openvino()
+    import openvino
+
+    core = openvino.Core()
+    options = {
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_PRECISION_HINT": "f32",
+        "INFERENCE_NUM_THREADS": threads or 0,
+    }
+    compiled = core.compile_model(core.read_model(io.BytesIO(content)), "CPU", options)
+    request, shape = compiled.create_infer_request(), compiled.input(0).partial_shape
+    sizes = [side.get_length() if side.is_static else None for side in shape]
+
+    def run(images: Tensor) -> list[Tensor]:
+        check_size(images, sizes)
+        found = request.infer([images.numpy()], share_inputs=True)
+        return [torch.from_numpy(found[output].copy()) for output in compiled.outputs]
+
+    return run
+
+
+OPENERS: dict[str, Callable[[bytes, int | None], Runner]] = {
+    "onnxruntime": open_onnx,
+    "openvino": open_openvino,
+}
+
+
+_kept_step = cache(Candidate.step)  # in the process of a candidate
+
+
+def _time(candidate: Candidate, runtime: str, settings: Settings) -> float:
+    step = _kept_step(candidate, settings.batch_size, settings.device, settings.training, runtime)
+    step()  # brings the model back into the caches, which the others have used since
+    return milliseconds(step)
+
+
+def _peak(candidate: Candidate, runtime: str, settings: Settings) -> float | None:
+    small = Candidate.parse("test_resnet", 64)
+    small.step(1, training=settings.training)()  # loads code and starts threads
+
+    def run() -> None:
+        step = candidate.step(settings.batch_size, settings.device, settings.training, runtime)
+        step()
+        step()
+
+    return memory_peak(run)

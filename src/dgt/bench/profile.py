@@ -1,0 +1,226 @@
+"""Which way of attending pays at one size on this machine: the ways of `dgt profile`, timed side by
+side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dgt.bench.measures import (
+    QUIET_ALLOCATOR,
+    check_usable,
+    medians,
+    memory_peak,
+    milliseconds,
+    own_process,
+)
+from dgt.models import DynamicGroupTransformer, capture
+from dgt.models.cost import explain_size_errors, size_option
+from dgt.ops import dynamic_group_attention
+from dgt.utils.errors import UserError
+
+GLOBAL = "PyTorch, all keys"
+
+
+class Way(NamedTuple):
+    """One way of attending: the backend, and whether the keys that are not selected are summarized."""
+
+    backend: str
+    remainder: bool = False
+
+
+WAYS = {
+    "auto": Way("auto"),
+    "auto, remainder": Way("auto", remainder=True),
+    "triton": Way("triton"),
+}
+"""Ways by name, beside `GLOBAL`, PyTorch's own attention."""
+COLUMNS = {
+    "attention": "{case}",
+    "way": "{way}",
+    "forward ms": "{ms:.2f}",
+    "times as fast": "**{ratio:.2f}**",
+    "with backward ms": "{backward_ms:.2f}",
+    "so many times": "**{ratio_backward:.2f}**",
+    "peak extra MiB": "{peak_mib:.1f}",
+}
+WORTHWHILE = 1.05  # times as fast as all keys: below it groups are not worth having
+
+
+class Case(NamedTuple):
+    """One size of attention: the shape (B, H, L, D) of its operands, G and k."""
+
+    shape: tuple[int, ...]
+    groups: int
+    top_k: int
+
+    def __str__(self) -> str:
+        sizes = zip("BHLDGk", (*self.shape, self.groups, self.top_k), strict=True)
+        return " ".join(f"{letter}{size}" for letter, size in sizes)
+
+
+class Inputs(NamedTuple):
+    """Operands of one attention, (B, H, L, D), and centroids (H, G, D) of unit norm."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    centroids: Tensor
+
+
+def time_ways(
+    case: Case, device: str = "cpu", rounds: int = 7, ways: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Time ways of attending, forward and with backward, in turns.
+
+    Args:
+        case: the size of the attention.
+        device: where it runs.
+        rounds: how often the ways take turns; medians are reported.
+        ways: `GLOBAL` or names of `WAYS`; none for all that the device has, `GLOBAL` first.
+
+    Returns:
+        One row for each way: milliseconds, how many times as fast as the first way it is, and the
+            MiB that a forward
+        adds to memory (on a CPU).
+    """
+    if not ways:
+        ways = [GLOBAL, *(way for way in WAYS if way != "triton" or device == "cuda")]
+    inputs = make_inputs(case, device)
+    forward = medians(rounds, {way: _timer(way, inputs, case.top_k) for way in ways})
+    leaves = inputs._replace(
+        query=inputs.query.detach().requires_grad_(),
+        key=inputs.key.detach().requires_grad_(),
+        value=inputs.value.detach().requires_grad_(),
+    )
+    backward = medians(
+        max(3, rounds // 3), {way: _timer(way, leaves, case.top_k, grad=True) for way in ways}
+    )
+    first = ways[0]
+    rows = []
+    with own_process("the attention", QUIET_ALLOCATOR) as ask:
+        for way in ways:
+            row = {
+                "case": str(case),
+                "way": way,
+                "ms": forward[way],
+                "backward_ms": backward[way],
+                "ratio": forward[first] / forward[way],
+                "ratio_backward": backward[first] / backward[way],
+                "peak_mib": ask(peak_of_forward, way, case) if device == "cpu" else None,
+            }
+            rows.append(row)
+    return rows
+
+
+def make_inputs(case: Case, device: str) -> Inputs:
+    """Random operands of a case, and centroids; UserError for a device that is not here."""
+    check_usable(device)
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, *case.shape).to(device)
+    centroids = torch.randn(case.shape[1], case.groups, case.shape[3]).to(device)
+    return Inputs(query, key, value, F.normalize(centroids, dim=-1))
+
+
+def _timer(way: str, inputs: Inputs, top_k: int, grad: bool = False) -> Callable[[], float]:
+    """A function that returns the milliseconds of one call, with the gradients of the operands if
+    asked for.
+    """
+    query, key, value, centroids = inputs
+    chosen = WAYS.get(way, WAYS["auto"])
+
+    def attended() -> Tensor:
+        if way == GLOBAL:
+            return F.scaled_dot_product_attention(query, key, value)
+        result = dynamic_group_attention(
+            query, key, value, centroids, top_k, backend=chosen.backend, remainder=chosen.remainder
+        )
+        return result.output
+
+    def with_gradients() -> object:
+        return torch.autograd.grad(attended().sum(), (query, key, value))
+
+    return partial(milliseconds, with_gradients if grad else attended)
+
+
+def peak_of_forward(way: str, case: Case) -> float | None:
+    """MiB that one forward adds, output included; None where the system does not tell."""
+    small = case._replace(shape=(1, 1, 256, case.shape[3]))
+    _measure_peak(way, small)  # loads code and starts threads
+    return _measure_peak(way, case)
+
+
+def _measure_peak(way: str, case: Case) -> float | None:
+    inputs = make_inputs(case, "cpu")
+    return memory_peak(_timer(way, inputs, min(case.top_k, case.shape[2])))
+
+
+def advice(rows: list[dict[str, Any]]) -> str:
+    """One sentence on the rows of one case: what to take for prediction and for training."""
+    parts = []
+    for purpose, ratio in (("predict", "ratio"), ("train", "ratio_backward")):
+        best = max(rows, key=lambda row: row[ratio])
+        if best[ratio] > WORTHWHILE:
+            parts.append(f"to {purpose} take {best['way']}, {best[ratio]:.1f} times as fast")
+        else:
+            parts.append(f"to {purpose} keep all keys")
+    return f"{rows[0]['case']}: {'; '.join(parts)}."
+
+
+def cases_of_model(name: str, size: int, groups: int, top_k: int) -> list[Case]:
+    """Find the sizes of attention in a timm model on one image.
+
+    Args:
+        name: of the model.
+        size: side of the image in pixels.
+        groups, top_k: G and k of the cases; a DGT has its own.
+
+    Raises:
+        UserError: timm has no such model, it takes no such image, or it has no attention of a query
+            for each key.
+    """
+    if not timm.is_model(name):
+        raise UserError(f"{name!r} is no model of timm: give a name, or --shape B,H,L,D")
+
+    def find(sides: tuple[int, int]) -> list[Case]:
+        model = timm.create_model(name, **size_option(name, sides)).eval()
+        images = torch.zeros(1, 3, *sides)
+        if isinstance(model, DynamicGroupTransformer):
+            return _cases_of_dgt(model, images)
+        return _cases_of_sdpa(model, images, groups, top_k)
+
+    found = explain_size_errors(name, (size, size), find)
+    if not found:
+        raise UserError(
+            f"{name!r} attends nowhere through PyTorch's function with a query for each key: give --shape"
+        )
+    return list(dict.fromkeys(found))
+
+
+def _cases_of_dgt(model: DynamicGroupTransformer, images: Tensor) -> list[Case]:
+    def size_of(seen: Any) -> Case:
+        tokens = seen.x.shape[1:3].numel()
+        heads = seen.layer.num_heads
+        channels = seen.x.shape[3] // heads
+        return Case((1, heads, tokens, channels), seen.layer.centroids.shape[1], seen.layer.top_k)
+
+    return capture(model, images, size_of)[0]
+
+
+def _cases_of_sdpa(model: nn.Module, images: Tensor, groups: int, top_k: int) -> list[Case]:
+    attend = F.scaled_dot_product_attention
+    with torch.inference_mode(), patch.object(F, attend.__name__, wraps=attend) as spy:
+        model(images)
+    cases = []
+    for (query, key, *_), _ in spy.call_args_list:
+        if query.shape == key.shape and query.dim() == 4:
+            cases.append(Case(tuple(query.shape), groups, top_k))
+    return cases

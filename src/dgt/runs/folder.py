@@ -1,0 +1,122 @@
+"""The folder of a run: where it is and what is written into it.
+
+```
+RUN/recipe.yaml           the complete recipe, written before training starts
+RUN/metrics.jsonl         loss, learning rate and accuracy by step; events.* hold the same for TensorBoard
+RUN/log.txt               a line for each epoch, and for whatever else happened
+RUN/status.json           where the training is: `dgt status RUN`
+RUN/checkpoints/          best.ckpt and the newest step-*.ckpt, from which a stopped training resumes
+RUN/model/                model.safetensors and config.json; a classifier's opens in timm:
+                          timm.create_model("local-dir:RUN/model", pretrained=True)
+RUN/broken_images.txt     images that could not be read, if there were any
+RUN/results.json          metrics, epochs, seconds, seed, versions and the command
+```
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from dgt.runs.recipe import Recipe, flatten, load_recipe
+from dgt.utils.errors import UserError
+
+RESULTS = "results.json"
+
+MUTABLE_KEYS = re.compile(
+    r"name|out|checkpoint\..*|data\.(root|num_workers|cache|max_broken_share)"
+    r"|trainer\.(accelerator|devices|num_nodes|strategy|check_val_every|max_skipped|pictures_every|compile)"
+)
+"""Keys of a recipe that may change between a stop and its resumption.
+
+Another number of processes, or a change from or to fsdp2, is refused where the checkpoint is
+loaded.
+"""
+
+
+def run_folder(recipe: Recipe, resume: bool = False) -> Path:
+    """Choose the folder of a recipe's run, and check that the run may write there.
+
+    Args:
+        recipe: the complete recipe.
+        resume: continue what an earlier run left in the folder.
+
+    Returns:
+        The recipe's `out`, or runs/NAME. Without `out` and `resume`: the first of runs/NAME,
+            runs/NAME-2, ... that
+        does not exist.
+
+    Raises:
+        FileExistsError: the folder holds other files, a run (without `resume`) or the run of
+            another recipe.
+        NotADirectoryError: as `check_folder`.
+    """
+    if recipe.out is None and not resume:
+        return _unused_folder(recipe.name)
+    folder = Path(recipe.out or f"runs/{recipe.name}")
+    check_folder(folder)
+    problem = _conflict(folder, recipe, resume)
+    if problem is not None:
+        raise FileExistsError(f"{folder} {problem}: give another folder with --out")
+    return folder
+
+
+def _unused_folder(name: str) -> Path:
+    """The first of runs/NAME, runs/NAME-2, ... that does not exist."""
+    for number in count(1):
+        suffix = "" if number == 1 else f"-{number}"
+        folder = Path("runs") / f"{name}{suffix}"
+        if not folder.exists():
+            return folder
+    raise AssertionError("count() never ends")
+
+
+def _conflict(folder: Path, recipe: Recipe, resume: bool) -> str | None:
+    """Why a run of this recipe must not write into an existing folder; None if it may."""
+    visible = any(folder.glob("[!.]*"))  # a killed process may leave hidden files before its recipe
+    if visible and not is_run(folder):
+        return "holds files that are not a run's"
+    started = any((folder / "checkpoints").glob("*.ckpt")) or (folder / RESULTS).exists()
+    if not started:
+        return None
+    if not resume:
+        return "holds a run already"
+    before = flatten(load_recipe(folder / "recipe.yaml").to_dict())
+    now = flatten(recipe.to_dict())
+    for key in {**before, **now}:
+        if before.get(key) != now.get(key) and not MUTABLE_KEYS.fullmatch(key):
+            return f"was begun with {key} {before.get(key)!r}, now {now.get(key)!r} is asked for"
+    return None
+
+
+def check_folder(folder: Path) -> None:
+    """Raise NotADirectoryError if a file stands in the place of the folder or of one of its
+    parents.
+    """
+    for place in (folder, *folder.parents):
+        if place.exists() and not place.is_dir():
+            raise NotADirectoryError(f"out must be a folder, {place} is a file")
+
+
+def is_run(folder: Path, name: str = "") -> bool:
+    """Whether a folder holds the recipe that a run writes first and, if a name is given, a recipe
+    of that name.
+    """
+    recipe = folder / "recipe.yaml"
+    start = f"name: {name}\n" if name else "name: "
+    return recipe.is_file() and recipe.read_bytes().startswith(start.encode())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a run's folder.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path} is damaged: {error}") from error

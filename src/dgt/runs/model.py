@@ -1,0 +1,286 @@
+"""Trained models as files: written when a training ends, and opened again by every other command.
+
+Weights are read without unpickling code; whatever is wrong with a file is reported in a sentence that
+names it.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from dgt.models.heads.backbone import FeatureBackbone
+from dgt.runs.checkpoints import RECORD_KEY, evaluated_weights, read_checkpoint
+from dgt.runs.folder import read_json
+from dgt.runs.recipe import Recipe, parse_recipe
+from dgt.tasks import TASKS
+from dgt.tasks.base import LoadedRun
+from dgt.tasks.network import ModelSettings, model_arguments
+from dgt.utils.atomic_write import atomic_write, write_json
+from dgt.utils.errors import UserError
+from dgt.weights import check_sums
+from dgt.weights.folder import SUMS
+
+RECORD_FORMAT = 1
+RECORD_ENTRIES = {"format", "recipe", "class_names"}
+WEIGHT_FILES = (
+    "model/model.safetensors",
+    "model.safetensors",
+    "checkpoints/step-*.ckpt",
+    "checkpoints/best.ckpt",
+)
+NO_MODEL_ARGUMENTS = ("drop_path_rate", "pretrained")  # of training and of the first weights
+# entries of timm's configuration that we pass on
+KEPT_CONFIG = ("first_conv", "classifier", "fixed_input_size")
+
+
+def make_record(recipe: Recipe, class_names: Sequence[str]) -> dict[str, Any]:
+    """What a checkpoint must hold, beside its weights, to be rebuilt.
+
+    Names in the order of the logits.
+    """
+    return {"format": RECORD_FORMAT, "recipe": recipe.to_dict(), "class_names": list(class_names)}
+
+
+def export_model(
+    folder: Path,
+    network: nn.Module,
+    record: dict[str, Any],
+    weights: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write a trained network as `model.safetensors` and `config.json` into a folder.
+
+    timm opens a classifier's folder: `create_model("local-dir:FOLDER", pretrained=True)`.
+
+    Args:
+        folder: made if it is missing.
+        network: the trained network.
+        record: its `make_record`.
+        weights: written in place of the network's own.
+    """
+    task = TASKS[record["recipe"]["task"]]
+    config = {} if task.has_backbone else _timm_config(network, record)
+    state = weights or network.state_dict()
+    tensors = {key: value.detach().cpu().contiguous() for key, value in state.items()}
+    atomic_write(
+        folder / "model.safetensors", safetensors.torch.save(tensors, metadata={"format": "pt"})
+    )
+    write_json(folder / "config.json", {**config, RECORD_KEY: record})
+
+
+def _timm_config(network: nn.Module, record: dict[str, Any]) -> dict[str, Any]:
+    """What timm's `config.json` says of a classifier."""
+    settings = ModelSettings(**record["recipe"]["model"])
+    data = record["recipe"]["data"]
+    names = record["class_names"]
+    size = data["image_size"]
+    known = dict(getattr(network, "pretrained_cfg", None) or {})
+    arguments = model_arguments(settings, size)
+    return {
+        "architecture": settings.name.partition(".")[0],
+        "num_classes": len(names),
+        "num_features": getattr(network, "num_features", None),
+        "label_names": names,
+        "model_args": {
+            key: value for key, value in arguments.items() if key not in NO_MODEL_ARGUMENTS
+        },
+        "pretrained_cfg": {
+            **{key: known[key] for key in KEPT_CONFIG if known.get(key)},
+            "num_classes": len(names),
+            "input_size": [3, size, size],
+            "crop_pct": data["crop_ratio"],
+            "interpolation": data["augmentation"]["interpolation"],
+            "mean": data["mean"],
+            "std": data["std"],
+        },
+    }
+
+
+def load_run(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRun:
+    """Open a trained model.
+
+    Args:
+        path: a `.ckpt` of a training; a run folder, of which the finished model is taken, else the
+            last checkpoint; or a model folder with `config.json` and `model.safetensors`, of this
+            package, of a classifier that timm wrote, or of transformers' wrapper of a timm model.
+        overrides: changes to its recipe, as on the command line; the network is built for that
+            `data.image_size`.
+
+    Returns:
+        The network in evaluation mode on the CPU, with its recipe and class names.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        UserError: the file is cut off, was not written by this package, or holds another model's
+            weights; in a folder with SHA256SUMS, a checksum is wrong; or an override is refused.
+
+    Example:
+        >>> from dgt.runs import load_run
+        >>> run = load_run("runs/scenes")  # doctest: +SKIP
+        >>> run.network(images).argmax(1)  # doctest: +SKIP
+    """
+    source, weights, record = _read(path)
+    recipe = parse_recipe(record["recipe"], overrides)
+    names = record["class_names"]
+    arguments = {key: value for key, value in recipe.model.args.items() if key != "pretrained"}
+    settings = replace(recipe.model, args=arguments)
+    network = TASKS[recipe.task].build(settings, len(names), recipe.data["image_size"])
+    _load_weights(network, weights, f"model {recipe.model.name!r}", str(source))
+    return LoadedRun(network.eval(), recipe, names, source)
+
+
+def initialize(network: nn.Module, path: str | Path) -> None:
+    """Take the weights of another run as first weights; a classifier with other classes keeps its
+    own last layer.
+
+    A network with a backbone takes the weights of a classifier of that architecture, or of a
+    network like itself.
+
+    Args:
+        network: changed in place.
+        path: as `load_run` takes it.
+
+    Raises:
+        FileNotFoundError, UserError: as `load_run`.
+        UserError: these are the weights of another model.
+    """
+    source, weights, _ = _read(path)
+    name = "the recipe's model"
+    backbone = getattr(network, "backbone", None)
+    own_kind = any(key.startswith("backbone.") for key in weights)
+    if isinstance(backbone, FeatureBackbone) and not own_kind:
+        network = backbone.model
+        name = "the recipe's backbone"
+        # it has no classifier
+        weights = {key: weights[key] for key in network.state_dict() if key in weights}
+    last_layers = _last_layers(network)
+    for key, value in network.state_dict().items():
+        if key.startswith(last_layers) and key in weights and weights[key].shape != value.shape:
+            weights[key] = value
+    _load_weights(network, weights, name, f"model.init_from: {source}")
+
+
+def _last_layers(network: nn.Module) -> tuple[str, ...]:
+    """What the names of the last layer's weights start with."""
+    config = getattr(network, "pretrained_cfg", None) or {}
+    names = config.get("classifier") or "head"
+    if isinstance(names, str):
+        names = [names]
+    return tuple(f"{name}." for name in names)
+
+
+def _load_weights(
+    network: nn.Module, weights: Mapping[str, Tensor], name: str, source: str
+) -> None:
+    """Load weights that must fit exactly, or raise UserError with the beginning of what torch
+    reports.
+    """
+    try:
+        network.load_state_dict(weights)
+    except RuntimeError as error:
+        reason = textwrap.shorten(str(error), 400)
+        raise UserError(
+            f"{source} holds the weights of another model than {name}: {reason}"
+        ) from error
+
+
+def _read(path: str | Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
+    """File, weights and record of a checkpoint, a run folder or a model folder.
+
+    Raises as `load_run`.
+    """
+    source = _weight_file(Path(path))
+    weights: Any
+    record: Any
+    if source.suffix == ".safetensors":
+        weights, record = _read_model_folder(source)
+    else:
+        stored = read_checkpoint(source)
+        weights = evaluated_weights(stored)
+        record = stored.get(RECORD_KEY)
+    complete = isinstance(record, dict) and record.keys() >= RECORD_ENTRIES and weights is not None
+    if not complete or record["format"] != RECORD_FORMAT:
+        raise UserError(
+            f"{source} is cut off or damaged, or was not written by `dgt train` of this version"
+        )
+    return source, weights, record
+
+
+def _read_model_folder(source: Path) -> tuple[dict[str, Tensor], Any]:
+    """Weights and record of a `model.safetensors` and the `config.json` beside it."""
+    config = source.with_name("config.json")
+    if (source.parent / SUMS).is_file():
+        check_sums(source.parent, (source.name, config.name))
+    description = read_json(config)
+    try:
+        weights = safetensors.torch.load_file(source)
+    except SafetensorError as error:
+        raise UserError(
+            f"{source} is cut off or damaged ({source.stat().st_size} bytes): {error}"
+        ) from error
+    if RECORD_KEY in description:
+        return weights, description[RECORD_KEY]
+    # Written by timm, or by transformers, which has timm's model inside its own
+    weights = {key.removeprefix("timm_model."): value for key, value in weights.items()}
+    return weights, _record_of_timm(config, description)
+
+
+def _weight_file(path: Path) -> Path:
+    """The file with the weights: `path` itself, or that of the folder or `config.json` that it is."""
+    if path.name == "config.json":
+        path = path.with_name("model.safetensors")
+    if not path.is_dir():
+        if path.exists():
+            return path
+    else:
+        for pattern in WEIGHT_FILES:
+            newest_first = sorted(path.glob(pattern), reverse=True)
+            if newest_first:
+                return newest_first[0]
+    expected = f"expected a file, or a folder with one of {', '.join(WEIGHT_FILES)}"
+    raise FileNotFoundError(
+        f"there is no checkpoint, run folder or model folder {str(path)!r}: {expected}"
+    )
+
+
+def _record_of_timm(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """The record of a classifier that timm wrote, or transformers for its wrapper of timm, from
+    `config.json`.
+    """
+    prepared = config.get("pretrained_cfg") or config  # timm before 1.0 wrote one level
+    architecture = config.get("architecture")
+    count = prepared.get("num_classes", config.get("num_classes"))
+    if not architecture or not count:
+        needed = "entry 'dgt' with the recipe, nor 'architecture' and 'num_classes' of a classifier"
+        raise UserError(f"{path} was not written by `dgt train` nor by timm: it has no {needed}")
+    arguments = dict(config.get("model_args") or {})
+    arguments.pop("num_classes", None)
+    labels = config.get("label_names")
+    if not isinstance(labels, list) or len(labels) != count:
+        labels = [str(index) for index in range(count)]
+    recipe = {
+        "name": path.parent.name or architecture,
+        "model": {"name": architecture, "args": arguments},
+        "data": _data_of_timm(prepared),
+    }
+    return {"format": RECORD_FORMAT, "recipe": recipe, "class_names": labels}
+
+
+def _data_of_timm(prepared: dict[str, Any]) -> dict[str, Any]:
+    """Settings of the data, from the part of timm's configuration on the preparation of images."""
+    names = {"crop_ratio": "crop_pct", "mean": "mean", "std": "std"}
+    data: dict[str, Any] = {
+        ours: prepared[theirs] for ours, theirs in names.items() if theirs in prepared
+    }
+    if "input_size" in prepared:
+        data["image_size"] = int(prepared["input_size"][-1])
+    if "interpolation" in prepared:
+        data["augmentation"] = {"interpolation": prepared["interpolation"]}
+    return data

@@ -1,0 +1,129 @@
+"""Measuring a network on validation images, in a training and after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from torch import nn
+
+from dgt.runs.model import load_run
+from dgt.runs.recipe import build_data, override_keys, parse_recipe
+from dgt.tasks import TASKS
+from dgt.tasks.base import LoadedRun
+from dgt.training.fabric import build_fabric
+from dgt.utils.atomic_write import write_json
+from dgt.utils.distributed import world_size
+from dgt.utils.errors import UserError
+
+EVALUATION_KEYS = ("data.", "trainer.accelerator", "trainer.precision")
+"""Keys of a recipe that an evaluation may change."""
+
+
+def evaluate(
+    path: str | Path | LoadedRun,
+    overrides: Sequence[str] = (),
+    predictions: str | Path | None = None,
+    metrics: Callable[[Any], Any] | None = None,
+) -> dict[str, Any]:
+    """Measure a trained model on the validation images of its recipe's data, or of other data.
+
+    Args:
+        path: checkpoint, run folder or model folder, or a run already loaded.
+        overrides: changes to the recipe's `data`, `trainer.accelerator` and `trainer.precision`,
+            such as `["--data.root", "images"]`. The rest of the recipe is the model's past.
+        predictions: file for a detector's detections, in the format of COCO's results; None to
+            write none.
+        metrics: makes the `Metrics` to measure from the data module, set up; None for the task's
+            own.
+
+    Returns:
+        The task's metrics (for classification `loss`, `top1`, `top5`; shares in [0, 1]), the number
+        of `images` and of `broken_images`.
+
+    Raises:
+        FileNotFoundError, UserError: as `load_run` and the data do.
+        UserError: the data has other classes, the machine lacks what `trainer` asks for, another
+            key is changed, or the task does not write `predictions`.
+    """
+    for key in sorted(override_keys(overrides)):
+        if not key.startswith(EVALUATION_KEYS):
+            allowed = ", ".join(EVALUATION_KEYS)
+            raise UserError(
+                f"recipe key {key!r} cannot be changed in an evaluation, only {allowed}"
+            )
+    run = path if isinstance(path, LoadedRun) else load_run(path, overrides)
+    task = TASKS[run.recipe.task]
+    if predictions is not None and not task.has_results:
+        raise UserError(
+            f"predictions are written of detectors alone, {run.source} is of task {task.name!r}"
+        )
+    recipe = parse_recipe(run.recipe.to_dict(), overrides)
+    data = build_data(recipe)
+    data.setup("validate")
+    _check_classes(run, list(data.class_names))
+    fabric = build_fabric(replace(recipe.trainer, devices=1, num_nodes=1, strategy="auto"), task)
+    network = fabric.strategy.precision.convert_module(run.network).to(fabric.device)
+    make_metrics = task.metrics if metrics is None else metrics
+    measured = make_metrics(data)
+    measure(fabric, measured, network, data.val_dataloader())
+    found = measured.compute()
+    if predictions is not None:
+        write_json(Path(predictions), measured.results)
+    report = data.broken_images["val"]
+    return {**found, "images": report.total - len(report), "broken_images": len(report)}
+
+
+def _check_classes(run: LoadedRun, names: list[str]) -> None:
+    """Raise UserError unless the data has the classes that the model was trained on."""
+    if names == run.class_names:
+        return
+    theirs = f"{len(names)} ({', '.join(names[:5])})"
+    ours = f"{len(run.class_names)} ({', '.join(run.class_names[:5])})"
+    raise UserError(
+        f"the data has other classes than the model: {theirs} in the data, {ours} in {run.source}"
+    )
+
+
+def measure(
+    fabric: Fabric,
+    metrics: Any,
+    network: nn.Module,
+    loader: Any,
+    between: Callable[[], None] | None = None,
+) -> None:
+    """Run one validation; leaves the network in evaluation mode.
+
+    All processes measure the buffers of the first, which are exported: BatchNorm's differ where
+    each process keeps its own statistics.
+
+    Args:
+        fabric: says the device and the precision.
+        metrics: the `Metrics` to update.
+        network: in any mode.
+        loader: of the validation images.
+        between: called before every batch.
+    """
+    network.eval()
+    if world_size() > 1:
+        for buffer in network.buffers():
+            if buffer.is_floating_point():
+                dist.broadcast(buffer, 0)
+    loader.device = fabric.device
+    with torch.no_grad():
+        for images, targets in loader:
+            if between is not None:
+                between()
+            with fabric.autocast():
+                metrics.update(network, to_precision(fabric, images), targets)
+
+
+def to_precision(fabric: Fabric, images: Any) -> Any:
+    """Images in the type of the weights; under a mixed precision they stay as they are."""
+    precision = fabric.strategy.precision
+    return images if precision.precision.endswith("mixed") else precision.convert_input(images)

@@ -1,0 +1,81 @@
+"""Devices, precision and strategy of a training, by Lightning Fabric.
+
+Processes are started by Fabric itself, torchrun or Slurm. Under "ddp" each holds the whole network,
+under "fsdp2" a share of the weights, gradients and optimizer's moments.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import ModelParallelStrategy
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+from dgt.runs.recipe import TrainerSettings
+from dgt.tasks import Task
+from dgt.utils.distributed import world_size
+from dgt.utils.errors import UserError
+
+
+def build_fabric(settings: TrainerSettings, task: Task) -> Fabric:
+    """Build a Fabric with the recipe's devices and precision, not yet launched.
+
+    Raises:
+        UserError: the machine or the task lacks what the settings ask for.
+    """
+    if settings.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(settings.deterministic)
+    torch.backends.cudnn.benchmark = not settings.deterministic
+    strategy: Any = settings.strategy
+    if strategy == "fsdp2":
+        strategy = ModelParallelStrategy(_shard)
+    precision: Any = _precision(settings, task)
+    devices: Any = settings.devices
+    try:
+        return Fabric(
+            accelerator=settings.accelerator,
+            strategy=strategy,
+            precision=precision,
+            devices=devices,
+            num_nodes=settings.num_nodes,
+        )
+    except (ValueError, TypeError, RuntimeError, MisconfigurationException) as error:
+        raise UserError(f"recipe section 'trainer' does not fit this machine: {error}") from error
+
+
+def _precision(settings: TrainerSettings, task: Task) -> str:
+    """The precision that a recipe asks for; its `auto` is bf16-mixed on a GPU that has it."""
+    precision = settings.precision
+    if precision == task.refused_precision:
+        mixed = precision.replace("true", "mixed")
+        raise UserError(
+            f"trainer.precision must not be {precision!r} for task {task.name!r}; {mixed!r} is possible"
+        )
+    if precision != "auto":
+        return precision
+    on_gpu = settings.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+    return "bf16-mixed" if on_gpu and torch.cuda.is_bf16_supported() else "32-true"
+
+
+def _shard(objective: nn.Module, _: Any) -> nn.Module:
+    """Shard every block of the network, and the rest as one unit.
+
+    Its `forward_methods` gather weights as well.
+    """
+    network = cast(nn.Module, objective.network)
+    device = "cuda" if torch.cuda.is_available() and dist.get_backend() == "nccl" else "cpu"
+    mesh = init_device_mesh(device, (world_size(),))
+    blocks = [module for module in network.modules() if "Block" in type(module).__name__]
+    for module in [*blocks, network]:
+        fully_shard(module, mesh=mesh)
+    for name in getattr(network, "forward_methods", ()):
+        register_fsdp_forward_method(network, name)
+    return objective

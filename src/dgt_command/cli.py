@@ -1,0 +1,122 @@
+"""All commands under one name, and what becomes of their errors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import click
+
+from dgt_command import looking, measuring, moved, training, using
+from dgt_command.recipe_files import RecipeFileError
+
+COMMANDS = (
+    training.demo,
+    training.train,
+    training.status,
+    training.ablate,
+    using.evaluate,
+    using.predict,
+    using.accelerate,
+    using.weights,
+    using.export,
+    looking.visualize,
+    looking.diagnose,
+    looking.explore,
+    measuring.info,
+    measuring.profile,
+    moved.bench,
+)
+
+
+class Commands(click.Group):
+    """The commands, listed in the order of `COMMANDS`."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names in the order in which they were added."""
+        return list(self.commands)
+
+
+@click.group(
+    cls=Commands,
+    commands=COMMANDS,
+    epilog="`dgt COMMAND --help` tells more. Start with `dgt demo`.",
+    no_args_is_help=False,
+    context_settings={"max_content_width": 120},
+)
+def dgt() -> None:
+    """Dynamic Group Transformer: train, use and look into vision transformers with dynamic groups."""
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; errors of the user's are printed in one sentence, and any other is a bug and
+    raised.
+
+    Args:
+        arguments: the words after `dgt`; None for those of this process.
+
+    Returns:
+        The exit status.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        with dgt.make_context("dgt", words) as context:
+            status = dgt.invoke(context)
+        sys.stdout.flush()
+        return int(status or 0)
+    except click.exceptions.Exit as finished:  # after --help
+        return finished.exit_code
+    except click.ClickException as error:
+        _print_usage_error(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("dgt: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        if _reader_has_closed():
+            return 1
+        raise
+    except Exception as error:
+        status, sentence = _explain(error, f"`dgt {next(iter(words), '')}`")
+        if sentence is None:
+            raise
+        print(f"dgt: error: {sentence}", file=sys.stderr)
+        return status
+
+
+def _print_usage_error(error: click.ClickException) -> None:
+    if isinstance(error, click.UsageError) and error.ctx is not None:
+        print(error.ctx.get_usage(), file=sys.stderr)
+    print(f"dgt: error: {error.format_message()}", file=sys.stderr)
+
+
+def _reader_has_closed() -> bool:
+    """Whether a broken pipe is that of standard output, whose reader, such as `head`, has closed
+    it.
+    """
+    try:
+        print(flush=True)
+    except BrokenPipeError:
+        sys.stdout = None  # which Python would flush at its end, and complain
+        return True
+    return False
+
+
+def _explain(error: Exception, what: str) -> tuple[int, str | None]:
+    """Exit status and sentence for an error that is the user's or the machine's.
+
+    No sentence for a bug.
+    """
+    if isinstance(error, OSError | RecipeFileError):
+        return 2, str(error)
+    # the command that failed has loaded them
+    from dgt.utils.errors import Disagreement, LostProcess, UserError
+    from dgt.utils.extras import explain_missing
+
+    if isinstance(error, UserError):
+        return 2, str(error)
+    if isinstance(error, LostProcess | Disagreement | FloatingPointError):
+        return 1, str(error)
+    if isinstance(error, ModuleNotFoundError):
+        return 2, explain_missing(error, what)
+    return 1, None

@@ -1,0 +1,119 @@
+"""Commands that count and time: `info`, `profile`."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from dgt_command.parameters import AT_LEAST_1, Mistake, Shape
+
+
+@click.command()
+@click.argument("model", required=False)
+@click.option(
+    "--task",
+    metavar="TASK",
+    default="classify",
+    show_default=True,
+    help="classify, segment or detect.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print what is found as JSON.")
+@click.option(
+    "--size",
+    metavar="H W",
+    nargs=2,
+    type=AT_LEAST_1,
+    help="Size of the images (default: the paper's).",
+)
+@click.option(
+    "--comparators", is_flag=True, help="Instead, every row of the paper's table of this task."
+)
+def info(
+    model: str | None, task: str, as_json: bool, size: tuple[int, int] | None, comparators: bool
+) -> None:
+    """Print parameters and FLOPs of models beside the paper's, and which native kernels are in use.
+
+    MODEL is any timm model (default: all of this package).
+    """
+    if comparators and (model is not None or size is not None):
+        raise Mistake(
+            "--comparators lists the paper's models at the paper's sizes: name no model and no --size"
+        )
+
+    from dgt.app.info import comparator_rows, model_rows, model_table, native_line
+
+    rows = comparator_rows(task) if comparators else model_rows(model, size, task)
+    print(json.dumps(rows, indent=2) if as_json else f"{model_table(rows)}\n\n{native_line()}")
+
+
+@click.command()
+@click.argument("model", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print what is found as JSON.")
+@click.option(
+    "--shape", metavar="B,H,L,D", type=Shape(), help="Batch, heads, tokens, channels of a head."
+)
+@click.option(
+    "--groups",
+    metavar="N",
+    type=AT_LEAST_1,
+    default=48,
+    show_default=True,
+    help="Number of groups, G.",
+)
+@click.option(
+    "--top-k",
+    metavar="N",
+    type=AT_LEAST_1,
+    default=98,
+    show_default=True,
+    help="Keys of a group, k.",
+)
+@click.option("--device", metavar="NAME", default="cpu", show_default=True, help="cpu or cuda.")
+@click.option(
+    "--rounds",
+    metavar="N",
+    type=AT_LEAST_1,
+    default=7,
+    show_default=True,
+    help="Turns of each candidate.",
+)
+@click.option(
+    "--size",
+    metavar="PIXELS",
+    type=AT_LEAST_1,
+    default=224,
+    show_default=True,
+    help="Side of the images.",
+)
+def profile(
+    model: str | None,
+    as_json: bool,
+    shape: tuple[int, ...] | None,
+    groups: int,
+    top_k: int,
+    device: str,
+    rounds: int,
+    size: int,
+) -> None:
+    """Tell which way of attending pays at one size on this machine.
+
+    MODEL is a timm model, in place of --shape: then all sizes of attention in it are timed.
+    """
+    if (model is None) == (shape is None):
+        raise Mistake("name a timm model, or give --shape B,H,L,D: one of both")
+
+    from dgt.bench import profile as profiling
+    from dgt.bench.measures import machine, table
+
+    if shape is not None:
+        cases = [profiling.Case(shape, groups, top_k)]
+    else:
+        cases = profiling.cases_of_model(str(model), size, groups, top_k)
+    rows_of_cases = [profiling.time_ways(case, device, rounds) for case in cases]
+    rows = [row for rows_of_case in rows_of_cases for row in rows_of_case]
+    if as_json:
+        print(json.dumps({"machine": machine(), "rows": rows}, indent=2))
+        return
+    print(table(rows, profiling.COLUMNS))
+    print("\n".join(profiling.advice(rows_of_case) for rows_of_case in rows_of_cases))

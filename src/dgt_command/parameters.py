@@ -1,0 +1,67 @@
+"""Types and checks that several commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dgt_command.recipe_files import known_keys, override_keys, wrong_key
+
+WITH_KEYS = {"ignore_unknown_options": True}
+"""Settings of a command that takes keys of a recipe among its words, `--section.key value`."""
+AT_LEAST_0 = click.IntRange(min=0)
+AT_LEAST_1 = click.IntRange(min=1)
+
+
+class Mistake(click.ClickException):
+    """What is wrong with the input, in one sentence, found before anything is loaded."""
+
+    exit_code = 2
+
+
+class Shape(click.ParamType):  # type: ignore[type-arg]  # generic in some versions of Click alone
+    """Four whole numbers B,H,L,D."""
+
+    name = "shape"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        """Turn the text into numbers."""
+        if isinstance(value, tuple):
+            return value
+        parts = str(value).split(",")
+        if len(parts) != 4 or not all(part.isdecimal() and int(part) > 0 for part in parts):
+            self.fail(f"must be four whole numbers B,H,L,D, got {value!r}", param, ctx)
+        return tuple(int(part) for part in parts)
+
+
+def existing_model(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
+    """Refuse a checkpoint, or one of several, that is not there."""
+    paths = value if isinstance(value, tuple) else (value,)
+    for path in paths:
+        if path is not None and not Path(path).exists():
+            raise Mistake(f"there is no checkpoint, run folder or model folder {path!r}")
+    return value
+
+
+def existing_folder(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    """Refuse a folder that is not there."""
+    if not Path(value).is_dir():
+        raise Mistake(f"there is no folder {value!r}")
+    return value
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Refuse the words of a command line if they set a key that the recipes of no task have.
+
+    Args:
+        words: what the command did not take for itself.
+    """
+    keys: dict[str, Any] = {key: {} for key in sorted(override_keys(words))}
+    mistake = wrong_key(keys, known_keys(None) or {})
+    if mistake is not None:
+        raise Mistake(mistake)

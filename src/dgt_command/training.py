@@ -1,0 +1,195 @@
+"""Commands that train: `demo`, `train`, `status`, `ablate`."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import click
+
+from dgt_command.moved import refuse_moved_study
+from dgt_command.parameters import AT_LEAST_0, AT_LEAST_1, WITH_KEYS, Mistake, check_words
+from dgt_command.recipe_files import (
+    RECIPES,
+    TABLES,
+    find_file,
+    flatten,
+    known_keys,
+    override_keys,
+    read_recipe,
+    shipped,
+    wrong_key,
+)
+
+SECTIONS = {
+    "name": "name of the experiment, and of its run folder",
+    "task": "classify, segment or detect",
+    "seed": "every random choice follows from it",
+    "out": "folder of the run",
+    "model": "which timm model, its arguments and first weights",
+    "data": "the images: folder, size, batches, augmentation",
+    "optimizer": "AdamW",
+    "schedule": "length and learning rates",
+    "ema": "average of the weights",
+    "trainer": "devices and precision",
+    "checkpoint": "how often the training is saved",
+}
+"""What a recipe consists of; `dgt train RECIPE --help` lists the keys."""
+TRAIN_USAGE = "Usage: dgt train RECIPE [--resume auto] [--data.root DIR] [--section.key value ...]"
+
+
+@click.command()
+@click.option(
+    "--out", metavar="DIR", default="runs/demo", show_default=True, help="Folder to write."
+)
+@click.option(
+    "--epochs", metavar="N", type=AT_LEAST_1, help="Passes over the scenes (default: the recipe's)."
+)
+@click.option(
+    "--seed",
+    metavar="N",
+    type=AT_LEAST_0,
+    default=0,
+    show_default=True,
+    help="Seed of the training.",
+)
+def demo(out: str, epochs: int | None, seed: int) -> None:
+    """Train, evaluate and draw on the built-in scenes, in a few minutes."""
+    import dgt.training  # noqa: F401  # isort: skip  (first: without the extra, it is what is named)
+    from dgt.app.demo import run
+
+    quiet_fabric()
+    print(run(out, seed=seed, epochs=epochs))
+
+
+@click.command(context_settings={**WITH_KEYS, "help_option_names": []}, add_help_option=False)
+@click.option(
+    "-h",
+    "--help",
+    "show_help",
+    is_flag=True,
+    help="Show this text, the recipes and all their keys.",
+)
+@click.option(
+    "--resume",
+    type=click.Choice(["never", "auto"]),
+    default="never",
+    help="auto: resume where it stopped",
+)
+@click.argument("recipe", required=False)
+@click.argument("keys", nargs=-1, type=click.UNPROCESSED)
+def train(show_help: bool, resume: str, recipe: str | None, keys: tuple[str, ...]) -> None:
+    """Train a recipe and write its run folder."""
+    if recipe is None and show_help:
+        print(_train_help())
+        return
+    if recipe is None:
+        raise Mistake(f"name a recipe, one of {', '.join(shipped())}, or the path of a YAML file")
+    task = _check_recipe(recipe, keys)
+
+    from dgt.runs.recipe import help_text, load_recipe
+
+    if show_help:
+        print(help_text(task))
+        return
+    from dgt.training import fit  # isort: skip  (first: where the extra is missing, this is what is named)
+    from dgt.app.visualize import draw_training
+    from dgt.tasks import TASKS
+    from dgt.utils.distributed import rank
+
+    quiet_fabric()
+    settings = load_recipe(recipe, keys)
+    result = fit(settings, resume == "auto", draw_training)
+    if rank() == 0:
+        print(f"{TASKS[settings.task].summary(result.metrics)}  in {result.folder}")
+
+
+def _check_recipe(recipe: str, words: tuple[str, ...]) -> str:
+    """Refuse keys that do not exist, of the file or the command line, and return the recipe's task."""
+    values = read_recipe(recipe)
+    task = str(values.get("task", "classify"))
+    known = known_keys(task)
+    if known is not None:  # an unknown task is refused with the recipe's other values
+        given = flatten(values) | {key: {} for key in sorted(override_keys(words))}
+        mistake = wrong_key(given, known)
+        if mistake is not None:
+            raise Mistake(mistake)
+    return task
+
+
+def _train_help() -> str:
+    """The shipped recipes, each with the first line of its header, and the sections of a recipe."""
+    lines = [
+        TRAIN_USAGE,
+        "",
+        "Train a recipe, shipped by name or the path of a YAML file, and write its run folder (runs/NAME).",
+        "",
+        "Options:",
+        "  --resume auto        resume what an earlier `dgt train` began",
+        "",
+        "Recipes:",
+    ]
+    for name in shipped():
+        header = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0]
+        lines.append(f"  {name:<20} {header.lstrip('# ')}")
+    lines += [
+        "",
+        "Sections of a recipe (`dgt train RECIPE --help` lists every key with its default):",
+    ]
+    lines += [f"  --{name:<18} {about}" for name, about in SECTIONS.items()]
+    return "\n".join(lines)
+
+
+@click.command()
+@click.argument("folder", metavar="RUN")
+@click.option("--json", "as_json", is_flag=True, help="Print what is found as JSON.")
+def status(folder: str, as_json: bool) -> None:
+    """Tell how a training stands: running, stopped, killed, finished."""
+    if not (Path(folder) / "recipe.yaml").is_file():
+        raise Mistake(f"{folder!r} is not the folder of a run: it has no recipe.yaml")
+
+    from dgt.runs.status import run_status, status_text
+
+    found = run_status(folder)
+    print(json.dumps(found, indent=2) if as_json else status_text(found))
+
+
+@click.command(context_settings=WITH_KEYS)
+@click.argument("table", required=False)
+@click.argument("keys", nargs=-1, type=click.UNPROCESSED)
+@click.option(
+    "--seeds", metavar="N", type=AT_LEAST_1, default=3, show_default=True, help="Seeds of each row."
+)
+@click.option("--size", metavar="NAME", help="Size of the models (default: the table's first).")
+@click.option(
+    "--out", metavar="DIR", help="Folder (default: runs/ablate-TABLE-SIZE); resumes where it was."
+)
+def ablate(
+    table: str | None, keys: tuple[str, ...], seeds: int, size: str | None, out: str | None
+) -> None:
+    """Train the rows of a table with several seeds and write it beside the paper's numbers.
+
+    TABLE is a shipped table (without it: list them) or a YAML file; KEYS change the recipe of all
+    its rows: --data.root DIR, --section.key value.
+    """
+    refuse_moved_study(table)
+    if table is not None:
+        find_file("table", table, TABLES)
+        check_words(keys)
+
+    from dgt.experiments.tables import tables_text
+
+    if table is None:
+        print(tables_text())
+        return
+    from dgt.experiments.ablate import ablate as make_table
+
+    quiet_fabric()
+    folder = make_table(table, keys, seeds, out, size)
+    print((folder / "table.md").read_text(encoding="utf-8") + f"\n{folder / 'table.json'}")
+
+
+def quiet_fabric() -> None:
+    """Keep Fabric's notes about hardware out of the output; its warnings and errors stay."""
+    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)

@@ -1,0 +1,254 @@
+"""Commands that use a trained model: `evaluate`, `predict`, `accelerate`, `weights`, `export`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+
+import click
+
+from dgt_command import moved
+from dgt_command.parameters import (
+    AT_LEAST_1,
+    WITH_KEYS,
+    Mistake,
+    check_words,
+    existing_folder,
+    existing_model,
+)
+from dgt_command.training import quiet_fabric
+
+MODEL_ENDINGS = (".ckpt", ".safetensors", ".json")
+IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
+
+
+@click.command(context_settings=WITH_KEYS)
+@click.argument("checkpoint", callback=existing_model)
+@click.argument("keys", nargs=-1, type=click.UNPROCESSED)
+@click.option("--json", "as_json", is_flag=True, help="Print what is found as JSON.")
+@click.option(
+    "--predictions", metavar="FILE", help="Also write a detector's results as COCO's JSON."
+)
+@click.option(
+    "--plan", metavar="FILE", help="With its attention as a plan of `dgt accelerate` has it."
+)
+def evaluate(
+    checkpoint: str, keys: tuple[str, ...], as_json: bool, predictions: str | None, plan: str | None
+) -> None:
+    """Measure a trained model on the validation images.
+
+    CHECKPOINT is a checkpoint (.ckpt), a run folder, or a model folder. Of the recipe's KEYS,
+    data.*, trainer.accelerator and trainer.precision can be changed: --data.root DIR, --data.key
+    value.
+    """
+    check_words(keys)
+
+    from dgt.runs import load_run
+    from dgt.tasks import TASKS
+    from dgt.training import evaluate as measure
+
+    quiet_fabric()
+    if plan is None:
+        metrics = measure(checkpoint, keys, predictions)
+    else:
+        from dgt.acceleration import apply_plan
+
+        run = load_run(checkpoint)
+        apply_plan(run.network, plan)
+        metrics = measure(run, keys, predictions)
+    if as_json:
+        print(json.dumps(metrics))
+        return
+    summaries = [task.summary(metrics) for task in TASKS.values()]
+    shown = [summary for summary in summaries if summary]
+    if "loss" in metrics:
+        shown.append(f"loss {metrics['loss']:.4f}")
+    print("  ".join(shown))
+    print(f"{metrics['images']} images, {metrics['broken_images']} unreadable")
+
+
+@click.command()
+@click.argument("words", metavar="[CHECKPOINT] IMAGE...", nargs=-1, required=True)
+@click.option("--json", "as_json", is_flag=True, help="Print what is found as JSON.")
+@click.option(
+    "--top-k",
+    metavar="N",
+    type=AT_LEAST_1,
+    default=5,
+    show_default=True,
+    help="Classes for each image.",
+)
+@click.option(
+    "--out", metavar="DIR", default="predictions", show_default=True, help="Folder of the drawings."
+)
+def predict(words: tuple[str, ...], as_json: bool, top_k: int, out: str) -> int:
+    """Print the most probable classes of image files, or draw their label maps, boxes and masks.
+
+    CHECKPOINT is a checkpoint (.ckpt), a run folder, or a model folder (default: the newest run).
+    """
+    model, images = _model_and_images(words)
+    if model is not None and not images:
+        raise Mistake(f"{model!r} is taken as the model: name image files after it")
+    if model is not None and not Path(model).exists():
+        raise Mistake(f"there is no checkpoint, run folder or model folder {model!r}")
+
+    from dgt.app.predict import predict_files, prediction_lines
+    from dgt.runs import load_run
+    from dgt.weights import default_models
+
+    place: str | Path
+    if model is None:
+        place, line = next(default_models())
+        print(line, file=sys.stderr)
+    else:
+        place = model
+    found = predict_files(load_run(place), images, out, top_k)
+    if as_json:
+        print(json.dumps(found, indent=2))
+    for prediction in found:
+        if prediction["error"] is not None:
+            print(f"dgt: error: {prediction['error']}", file=sys.stderr)
+        elif not as_json:
+            print("\n".join([prediction["image"], *prediction_lines(prediction)]))
+    return int(any(prediction["error"] is not None for prediction in found))
+
+
+def _model_and_images(words: tuple[str, ...]) -> tuple[str | None, list[str]]:
+    """Tell whether the first word names a model: a file of one, or neither a file nor named like an
+    image.
+    """
+    first = Path(words[0])
+    is_image = first.suffix.lower() in IMAGE_ENDINGS and not first.is_dir()
+    is_model = first.suffix in MODEL_ENDINGS or not (is_image or first.is_file())
+    if is_model:
+        return words[0], list(words[1:])
+    return None, list(words)
+
+
+@click.command()
+@click.argument("model")
+@click.option(
+    "--images", metavar="DIR", required=True, help="Folder of images of the kind that it will see."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print what is found as JSON.")
+@click.option(
+    "--error",
+    metavar="E",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    default=0.01,
+    show_default=True,
+    help="Relative error of the output.",
+)
+@click.option(
+    "--size", metavar="PIXELS", type=AT_LEAST_1, help="Side of the images (default: the model's)."
+)
+@click.option(
+    "--count",
+    metavar="N",
+    type=click.IntRange(min=2),
+    default=32,
+    show_default=True,
+    help="Images to choose and to check by.",
+)
+@click.option(
+    "--out",
+    metavar="FILE",
+    default="plan.safetensors",
+    show_default=True,
+    help="Where the plan goes, for dgt.apply_plan.",
+)
+@click.option("--plot", metavar="FILE", help="A picture of what was chosen, .png, .pdf or .svg.")
+def accelerate(
+    model: str,
+    images: str,
+    as_json: bool,
+    error: float,
+    size: int | None,
+    count: int,
+    out: str,
+    plot: str | None,
+) -> None:
+    """Do a pretrained model's attention by groups, within an error, where that is faster.
+
+    MODEL is a model of timm or transformers: its name, or a folder of either.
+    """
+    from dgt.app.accelerate import accelerate_model, check_places
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    check_places({"--out": out, "--plot": plot})
+    report = accelerate_model(model, images, error, size, count)
+    report.save(out)
+    if plot:
+        report.plot(plot)
+    print(json.dumps(report.to_json(), indent=2) if as_json else f"{report}\n{out}")
+
+
+@click.group()
+def weights() -> None:
+    """List and check folders of trained weights: the shipped ones, and those in the folder of
+    DGT_WEIGHTS.
+    """
+
+
+@weights.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print what is found as JSON.")
+def list_folders(as_json: bool) -> None:
+    """List all folders of weights that are found, each checked."""
+    from dgt.weights import list_weights
+
+    _print_weights([str(folder) for folder in list_weights().values()], as_json)
+
+
+@weights.command("check")
+@click.argument("folder", callback=existing_folder)
+@click.option("--json", "as_json", is_flag=True, help="Print what is found as JSON.")
+def check_folder(folder: str, as_json: bool) -> None:
+    """Check the files of a folder of weights against its checksums, and its card for completeness."""
+    _print_weights([folder], as_json)
+
+
+weights.add_command(moved.make_weights, "make")
+weights.add_command(moved.publish_weights, "publish")
+
+
+def _print_weights(folders: list[str], as_json: bool) -> None:
+    from dgt.weights import check_weights, weights_line
+
+    found = {folder: check_weights(folder) for folder in folders}
+    if as_json:
+        print(
+            json.dumps(
+                {Path(folder).resolve().name: results for folder, results in found.items()},
+                indent=2,
+            )
+        )
+    else:
+        print("\n".join(weights_line(folder, results) for folder, results in found.items()))
+
+
+@click.command()
+@click.argument("checkpoint", callback=existing_model)
+@click.argument("out")
+@click.option("--features", is_flag=True, help="The backbone's feature maps instead of its task.")
+@click.option(
+    "--size", metavar="H W", nargs=2, type=AT_LEAST_1, help="For images of this size alone."
+)
+@click.option(
+    "--batch",
+    metavar="N",
+    type=AT_LEAST_1,
+    help="With --size: the number of images at a time (default: 1).",
+)
+def export(
+    checkpoint: str, out: str, features: bool, size: tuple[int, int] | None, batch: int | None
+) -> None:
+    """Write a trained model for other programs, and check the result.
+
+    CHECKPOINT is a checkpoint (.ckpt), a run folder, or a model folder; OUT a file ending in .onnx
+    or .pt2 or, without an ending, a folder for timm.
+    """
+    from dgt.export import export as export_run
+
+    print(export_run(checkpoint, out, features, size, batch))

@@ -1,0 +1,203 @@
+"""A trained model whose attention gets other keys, nothing trained: what is left of its answers,
+selector by selector.
+
+Measured on the same images: the task's headline metric, and beside the model with all keys (k = L)
+the share of labels that agree, the KL divergence and the relative error of the logits, with 95 %
+intervals over images. The subjects are those of `studies.key_choice` and `studies.replacement`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from dgt.runs.recipe import Recipe, build_data, parse_recipe
+from dgt.tasks.base import Task
+from dgt.utils.errors import LOGGER, check_range
+from dgt.utils.records import interval, markdown_table, number
+from dgt.utils.seeding import seeded
+from studies.key_selectors import Operands, attend_by
+from studies.report import write_results
+
+Answer = Callable[[Operands], Tensor]
+"""Attends: the operands of one attention -> its output."""
+
+
+class Measure(NamedTuple):
+    """How a measure is shown in the table."""
+
+    heading: str
+    factor: float
+    digits: int
+
+
+MEASURES = {
+    "score": Measure("{metric}, %", 100, 1),
+    "agreement": Measure("labels as with all keys, %", 100, 1),
+    "divergence": Measure("KL divergence from all keys", 1, 4),
+    "error": Measure("relative error of the logits, %", 100, 1),
+}
+COMPARED = ("agreement", "divergence", "error")  # the rows of what `compare` returns
+
+
+class Subject(NamedTuple):
+    """A trained network with its task and data, set up.
+
+    Inside of ``swap(answer)`` its attention is that answer's.
+    """
+
+    network: Callable[[Tensor], Tensor]
+    task: Task
+    data: Any
+    swap: Callable[[Answer], AbstractContextManager[None]]
+
+
+@torch.no_grad()
+def measure(subject: Subject) -> tuple[float, list[Tensor]]:
+    """The headline metric, and the logits of every call of the network."""
+    metrics = subject.task.metrics(subject.data)
+    kept: list[Tensor] = []
+
+    def recorded(images: Tensor) -> Tensor:
+        logits = subject.network(images)
+        kept.append(logits)
+        return logits
+
+    for images, targets in subject.data.val_dataloader():
+        metrics.update(cast(nn.Module, recorded), images, targets)
+    headline = next(iter(subject.task.headline))
+    return metrics.compute()[headline], kept
+
+
+def compare(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> Tensor:
+    """(3, images): agreement, divergence and error of logits, calls of (B, classes, ...)."""
+    calls = []
+    for own, full in zip(found, wanted, strict=True):
+        agreement = (own.argmax(1) == full.argmax(1)).float()
+        divergence = (full.softmax(1) * (full.log_softmax(1) - own.log_softmax(1))).sum(1)
+        error = (own - full).flatten(1).norm(dim=1) / full.flatten(1).norm(dim=1)
+        means = [part.reshape(len(own), -1).mean(1) for part in (agreement, divergence, error)]
+        calls.append(torch.stack(means))
+    return torch.cat(calls, dim=1)
+
+
+def study(
+    folder: Path,
+    settings: dict[str, Any],
+    subject: Subject,
+    selectors: Sequence[str],
+    counts: Sequence[int],
+    seeds: int,
+) -> Path:
+    """Measure what is missing of all selectors, k by k, and write `NAME.json` and `NAME.md` of the
+    folder.
+
+    Args:
+        folder: where to write; it is returned.
+        settings: of the study; its "experiment" is NAME.
+        subject: the trained model.
+        selectors: names among `SELECTORS`.
+        counts: k.
+        seeds: how often random selectors are drawn.
+
+    Raises:
+        UserError: a number below 1; and as `write_results`.
+    """
+    check_range(1, seeds=seeds, top_k=min(counts))
+    tokens: dict[str, int] = {}
+
+    def all_keys(given: Operands) -> Tensor:
+        tokens[given.name] = given.query.shape[2]
+        return attend_by("groups", given.query.shape[2], given)
+
+    def find(content: dict[str, Any]) -> Iterator[None]:
+        rows = content.setdefault("rows", [])
+        done = {row["top_k"] for row in rows}
+        missing = [top_k for top_k in counts if top_k not in done]
+        if not missing:
+            return
+        with subject.swap(all_keys):
+            score, wanted = measure(subject)
+        content["metric"] = next(iter(subject.task.headline.values()))
+        content["score"] = score
+        content["tokens"] = tokens
+        content["images"] = sum(len(logits) for logits in wanted)
+        for top_k in missing:
+            for selector in selectors:
+                row = _measure_selector(subject, selector, top_k, seeds, wanted)
+                rows.append(row)
+                LOGGER.info("k %d, %s: %.1f %%", top_k, selector, 100 * row["score"])
+            yield
+
+    return write_results(folder / f"{settings['experiment']}.json", settings, find, markdown)
+
+
+def _measure_selector(
+    subject: Subject, selector: str, top_k: int, seeds: int, wanted: Sequence[Tensor]
+) -> dict[str, Any]:
+    """One row: means over draws, with intervals over images."""
+    scores = []
+    draws = []
+    for seed in range(seeds if selector.startswith("random") else 1):
+        with (
+            seeded("choices", selector, top_k, seed),
+            subject.swap(partial(attend_by, selector, top_k)),
+        ):
+            score, found = measure(subject)
+        scores.append(score)
+        draws.append(compare(found, wanted))
+    row: dict[str, Any] = {"choice": selector, "top_k": top_k, "score": sum(scores) / len(scores)}
+    for key, values in zip(COMPARED, torch.stack(draws).mean(0), strict=True):
+        mean, half = interval(values.tolist())
+        row[key] = mean
+        row[f"{key}_half"] = half
+    return row
+
+
+def open_data(recipe: Recipe, keys: Sequence[str], images: int) -> Any:
+    """The data of a recipe with some keys changed, set up for validation, of at most so many
+    images.
+    """
+    check_range(1, images=images)
+    keys = ["--data.num_workers=0", "--data.batch_size=4", *keys]
+    data = _set_up(recipe, keys)
+    if len(data.datasets["val"]) > images:
+        data = _set_up(recipe, [*keys, f"--data.val_size={images}"])
+    return data
+
+
+def _set_up(recipe: Recipe, keys: Sequence[str]) -> Any:
+    data = build_data(parse_recipe(recipe.to_dict(), keys))
+    data.setup("validate")
+    return data
+
+
+def markdown(content: dict[str, Any]) -> str:
+    """A table of each of `MEASURES`, selectors by k.
+
+    And the layers' tokens: where k reaches them all agree.
+    """
+    rows = content["rows"]
+    by_selector_and_k = {(row["choice"], row["top_k"]): row for row in rows}
+    counts = sorted({row["top_k"] for row in rows})
+    tokens = ", ".join(f"{name} {count}" for name, count in content["tokens"].items())
+    parts = [
+        f"{content['images']} images. Tokens of the layers, from which k on choices do not differ: {tokens}.\n"
+    ]
+    for key, shown in MEASURES.items():
+        table = []
+        for selector in dict.fromkeys(row["choice"] for row in rows):
+            cells = [selector]
+            for top_k in counts:
+                row = by_selector_and_k[selector, top_k]
+                cells.append(number(row[key], shown.digits, shown.factor, row.get(f"{key}_half")))
+            table.append(cells)
+        heads = [shown.heading.format(metric=content["metric"]), *(f"k {k}" for k in counts)]
+        parts.append(markdown_table(heads, table))
+    return "\n".join(parts)

@@ -1,0 +1,280 @@
+"""Do like attend to like? What the paper's Figure 3 shows of one picture, as numbers, for a trained
+model.
+
+The figure's groups hold the queries of a bird, of branches and of the background, and are said to
+attend to the keys of the bird, the branches and the background. A token's label is that of most of
+its pixels. For every DG-Attention layer, as shares of its queries that have a label:
+
+- pure: those with the label of most of their group, of labels that tie one; the same in groups of
+  the same sizes, drawn at random, and in patches of neighbors, as many as groups or nearly (a
+  square number);
+- like: of a query's keys that have a label, those with its own: its group's, as many in a window
+  around it, all by the weight that global attention would give them, as many at random;
+
+and far: the mean distance from a query to its group's keys in tokens, beside that to any token.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+
+from dgt.data.coco import CocoImages, draw_masks
+from dgt.data.image_io import BrokenImage
+from dgt.data.scenes import Scenes
+from dgt.data.segmentation import fitting_size
+from dgt.data.transforms import Normalize
+from dgt.models.inspect import LayerInput, capture
+from dgt.runs import load_run
+from dgt.runs.recipe import parse_recipe
+from dgt.tasks import TASKS
+from dgt.utils.errors import UserError, check_range
+from dgt.utils.records import markdown_table, number
+from studies.command import run_study
+from studies.fixed_weights import open_data
+from studies.key_selectors import nearest
+from studies.report import read_words, write_results
+
+NAME = "like_to_like"
+AT_ONCE = 512  # queries whose attention to all tokens is in memory at a time
+Labelled = tuple[list[str], Iterator[tuple[Tensor, Tensor]]]
+SHARES = {  # of queries, or of their keys: heads of the table
+    "pure": "pure groups, %",
+    "random_pure": "drawn groups",
+    "patch_pure": "patches",
+    "like": "like among the group's keys, %",
+    "window": "in a window",
+    "attention": "by global attention",
+    "random": "at random",
+}
+
+
+def like_to_like(words: Sequence[str] = (), seeds: int = 3, out: str | Path | None = None) -> Path:
+    """Measure, unless the folder has it, and write `like_to_like.json` and `like_to_like.md`.
+
+    Args:
+        words: `--run RUN`, a classifier of scenes, a segmenter, or with `--coco DIR` any
+            classifier, on COCO's validation images cut to `--size` pixels (224); `--images N` at
+            most (256); `--data.KEY VALUE`.
+        seeds: how often groups of random queries are drawn.
+        out: the folder, which is returned; None for runs/ablate-like_to_like.
+
+    UserError, OSError for wrong words, no run or data there, a run without DG-Attention or whose
+    images have no label maps; and as `CocoImages` and :func:`write_results`.
+    """
+    options, keys = read_words(words, run="", images=256, coco="", size=224)
+    if not options["run"]:
+        raise UserError(f"{NAME} needs a trained model: give --run RUN")
+    check_range(1, seeds=seeds, images=options["images"], size=options["size"])
+
+    def find(content: dict[str, Any]) -> Iterator[None]:
+        if "rows" in content:
+            return
+        run = load_run(options["run"])
+        open_images = (
+            partial(_coco, options["coco"], options["size"]) if options["coco"] else _labelled
+        )
+        names, pairs = open_images(run.recipe, keys, options["images"])
+        layers: dict[str, dict[str, Any]] = {}
+        for image, labels in pairs:
+            look = partial(measure, labels=labels, count=len(names), seeds=seeds)
+            for name, found in capture(run.network, image, look)[0]:
+                sums = layers.setdefault(name, {})
+                sums |= {
+                    k: sums.get(k, 0) + v if isinstance(v, Tensor) else v for k, v in found.items()
+                }
+        content["rows"] = [_row(name, sums, names) for name, sums in layers.items()]
+        yield
+
+    path, settings = (
+        Path(out or f"runs/ablate-{NAME}", f"{NAME}.json"),
+        {"keys": keys, "seeds": seeds},
+    )
+    return write_results(path, {"experiment": NAME, **options, **settings}, find, markdown)
+
+
+def _labelled(recipe: Any, keys: Sequence[str], images: int) -> Labelled:
+    """Names of labels, and normalized images (1, 3, H, W) with label maps (H', W'), 255 where there
+    is no label.
+    """
+    data = parse_recipe(recipe.to_dict(), keys).data
+    task = TASKS[recipe.task]
+    # a classifier's, which has no label maps of its own
+    if not task.has_backbone and data["dataset"] == "scenes":
+        scenes, normalise = (
+            Scenes("val", images, data["image_size"]),
+            Normalize(data["mean"], data["std"]),
+        )
+        drawn = (scenes[i] for i in range(images))
+        return ["background", "object"], (
+            (normalise(s.image)[None], (s.label_map > 0).long()) for s in drawn
+        )
+    if not task.has_label_maps:
+        expected = "a classifier of scenes or a segmenter, or --coco DIR be given"
+        raise UserError(f"--run must be {expected}, got one of task {recipe.task!r}")
+    module = open_data(recipe, keys, images)
+
+    def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+        for batch, maps in module.val_dataloader():
+            for image, labels in zip(batch, maps, strict=True):
+                size = fitting_size((image.shape[1], image.shape[2]), tuple(data["scale"]))
+                yield (
+                    F.interpolate(image[None], size, mode="bilinear", antialias=True),
+                    labels.long(),
+                )
+
+    return list(module.class_names), pairs()
+
+
+def _coco(root: str, size: int, recipe: Any, keys: Sequence[str], images: int) -> Labelled:
+    """The same of COCO's validation images, cut to squares: a pixel has the category of the
+    smallest object there.
+    """
+    if TASKS[recipe.task].has_backbone or keys:
+        raise UserError(
+            f"--coco is for a classifier, and takes no --data keys; got task {recipe.task!r}, keys {keys}"
+        )
+    coco = CocoImages(Path(root, "annotations", "instances_val2017.json"), Path(root, "val2017"))
+    cut = v2.Compose([v2.Resize(size), v2.CenterCrop(size)])
+    normalise = Normalize(recipe.data["mean"], recipe.data["std"])
+
+    def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+        for index in range(min(images, len(coco))):
+            if isinstance(sample := coco[index], BrokenImage):
+                continue
+            image, labels = tv_tensors.Image(sample[0]), torch.zeros(1, *sample[0].size[::-1])
+            entries = sorted(coco.by_image[sample[1]], key=lambda entry: -entry["area"])
+            for entry, mask in zip(
+                entries, torch.from_numpy(draw_masks(entries, *labels.shape[1:])), strict=True
+            ):
+                labels[:, mask > 0] = (
+                    255 if entry["iscrowd"] else 1 + coco.category_ids.index(entry["category_id"])
+                )
+            image, labels = cut(image, tv_tensors.Mask(labels))
+            yield normalise(image.as_subclass(Tensor))[None], labels[0].as_subclass(Tensor).long()
+
+    return ["background", *coco.class_names], pairs()
+
+
+def measure(seen: LayerInput, labels: Tensor, count: int, seeds: int) -> tuple[str, dict[str, Any]]:
+    """Of one layer and image: sums over queries and heads by label, (count,), distances, and the
+    layer's numbers.
+
+    ``labels`` is int64 (H, W), ``count`` and above where there is none. UserError for tokens that
+    lie on no grid.
+    """
+    if seen.grid is None or seen.prefix:
+        raise UserError(
+            f"the tokens of layer {seen.name!r} must lie on a grid, got {tuple(seen.x.shape)}"
+        )
+    pixels = F.one_hot(labels.clamp(max=count), count + 1).permute(2, 0, 1).float()
+    token = F.one_hot(F.adaptive_avg_pool2d(pixels, seen.grid).flatten(1).argmax(0), count + 1)[
+        :, :count
+    ].float()
+    _, group_ids, key_ids = (part[0] for part in seen.layer.inspect(seen.x))
+    query, key, _ = (part[0] for part in seen.layer.split_heads(seen.x))  # (H, L, D)
+    heads, tokens = group_ids.shape
+    of_group = _shares(token, key_ids).gather(1, group_ids[..., None].expand(-1, -1, count))
+    mixed = [
+        group_ids[:, torch.randperm(tokens, generator=torch.Generator().manual_seed(s))]
+        for s in range(seeds)
+    ]
+    sums: dict[str, Any] = {"queries": heads * token.sum(0), "like": (of_group * token).sum((0, 1))}
+    sums |= {
+        "pure": _pure(token, group_ids),
+        "random_pure": sum(_pure(token, ids) for ids in mixed) / seeds,
+    }
+    sums["patch_pure"] = heads * _pure(token, _patches(seen.grid, key_ids.shape[1])[None])
+    sums["random"] = token.mean(0) / token.mean(0).sum().clamp(min=1e-9) * sums["queries"]
+    sums["window"] = heads * (_shares(token, nearest(seen.grid, key_ids.shape[2])) * token).sum(0)
+    attend = partial(
+        F.scaled_dot_product_attention,
+        key=key,
+        value=token.expand(heads, -1, -1),
+        scale=seen.layer.scale,
+    )
+    mass = torch.cat([attend(part) for part in query.split(AT_ONCE, 1)], 1)
+    sums["attention"] = (F.normalize(mass, 1, -1) * token).sum((0, 1))
+    places = torch.cartesian_prod(*(torch.arange(side, dtype=torch.float32) for side in seen.grid))
+    between = torch.cdist(places, places)
+    sums["far"] = torch.stack(
+        [between.gather(1, k[g]).mean() for k, g in zip(key_ids, group_ids, strict=True)]
+    ).mean()
+    sums |= {"anywhere": between.mean(), "images": torch.ones(())}
+    return seen.name, {
+        **sums,
+        "tokens": tokens,
+        "top_k": key_ids.shape[2],
+        "groups": key_ids.shape[1],
+    }
+
+
+def _patches(grid: tuple[int, int], count: int) -> Tensor:
+    """(L,): of every token its patch, of a square number of them near ``count``."""
+    side = round(count**0.5)
+    row, column = (torch.arange(length) * side // length for length in grid)
+    return (row[:, None] * side + column).flatten()
+
+
+def _shares(token: Tensor, ids: Tensor) -> Tensor:
+    """Shares of labels among the labeled ones of lists of tokens: (..., K) ids to (..., labels)."""
+    found = token[ids].sum(-2)
+    return found / found.sum(-1, keepdim=True).clamp(min=1)
+
+
+def _pure(token: Tensor, group_ids: Tensor) -> Tensor:
+    """(labels,): how many queries with each label are in a group whose label it is.
+
+    A tie counts each label in part.
+    """
+    counts = F.one_hot(group_ids).float().transpose(1, 2) @ token  # (H, G, labels)
+    return (counts * F.normalize((counts == counts.amax(-1, keepdim=True)).float(), 1, -1)).sum(
+        (0, 1)
+    )
+
+
+def _row(name: str, sums: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Means over queries, of all and by label."""
+    queries = sums["queries"]
+    row = {
+        "layer": name,
+        **{key: sums[key] for key in ("tokens", "groups", "top_k")},
+        "images": int(sums["images"]),
+    }
+    row |= {key: float(sums[key].sum() / queries.sum()) for key in SHARES}
+    row |= {key: float(sums[key] / sums["images"]) for key in ("far", "anywhere")}
+    shares = {**{key: sums[key] / queries for key in SHARES}, "share": queries / queries.sum()}
+    there = [(i, label) for i, label in enumerate(names) if queries[i] > 0]
+    return row | {
+        "by_label": {label: {key: float(of[i]) for key, of in shares.items()} for i, label in there}
+    }
+
+
+def markdown(content: dict[str, Any]) -> str:
+    """One line a layer; of the first layer, one a label."""
+    rows = content["rows"]
+    units = {**dict.fromkeys(SHARES, 100), "far": 1, "anywhere": 1}
+    heads = [[str(row[key]) for key in ("layer", "tokens", "top_k")] for row in rows]
+    table = [
+        head + [number(row[key], 1, units[key]) for key in units]
+        for head, row in zip(heads, rows, strict=True)
+    ]
+    text = markdown_table(["layer", "tokens", "k", *SHARES.values(), "far", "anywhere"], table)
+    cells = [
+        [name, *(number(of[k], 1, 100) for k in ("share", *SHARES))]
+        for name, of in rows[0]["by_label"].items()
+    ]
+    return f"{text}\n{markdown_table([rows[0]['layer'], 'share, %', *SHARES.values()], cells)}"
+
+
+if __name__ == "__main__":
+    sys.exit(run_study(NAME, str(__doc__), like_to_like))

@@ -1,0 +1,141 @@
+"""The model card of a folder of weights: `weights_card.md` filled in from what a run left behind.
+
+What it says of the data, by data set, stands in `weights_about.yaml`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import ModelCard, ModelCardData
+
+from dgt.utils.errors import UserError
+
+TEMPLATE = Path(__file__).with_name("weights_card.md")
+KNOWN_DATA = Path(__file__).with_name("weights_about.yaml")
+ABOUT = ("data", "licence", "licence_id", "limits")
+PARTS = 10
+"""Parts of the images that are left out in turn for a jackknife."""
+STUDENT = 2.262
+"""Student's 97.5 % quantile for `PARTS` values."""
+
+
+def jackknife(value: float, left_out: Sequence[float]) -> tuple[float, float]:
+    """A 95 % interval for a measure of all images, from its values with each of `PARTS` equal parts
+    left out.
+    """
+    mean = sum(left_out) / PARTS
+    squares = sum((each - mean) ** 2 for each in left_out)
+    half = STUDENT * math.sqrt((PARTS - 1) / PARTS * squares)
+    return max(0.0, value - half), min(1.0, value + half)
+
+
+def about_data(names: Sequence[str], given: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """What the card says of the data.
+
+    Args:
+        names: of the data set and the recipe; the first that begins like a known one is taken.
+        given: takes precedence over what is known.
+
+    Returns:
+        A text for each key of `ABOUT`.
+
+    Raises:
+        UserError: `given` lacks a key, or nothing is known of the data.
+    """
+    found = _known_data(names) if given is None else given
+    missing = [key for key in ABOUT if not found.get(key)]
+    if missing:
+        what = (
+            f"what is known of the data of recipe {names[-1]!r}"
+            if given is None
+            else "the description"
+        )
+        raise UserError(
+            f"{what} lacks {', '.join(missing)}: give --about FILE, YAML with {', '.join(ABOUT)}"
+        )
+    return {key: str(found[key]).strip() for key in ABOUT}
+
+
+def _known_data(names: Sequence[str]) -> Mapping[str, Any]:
+    known: dict[str, dict[str, Any]] = yaml.safe_load(KNOWN_DATA.read_text(encoding="utf-8"))
+    for name in names:
+        for start, about in known.items():
+            if name.startswith(start):
+                return about
+    return {}
+
+
+def card_text(
+    name: str, results: Mapping[str, Any], about: Mapping[str, str], timm: bool, size: int
+) -> str:
+    """Write the card of a folder of weights.
+
+    Args:
+        name: of the folder.
+        results: content of the run's `results.json`, with its `evaluation`.
+        about: from `about_data`.
+        timm: whether timm opens the weights.
+        size: of the weights in bytes.
+    """
+    evaluation = results["evaluation"]
+    metrics = evaluation["metrics"]
+    plan = evaluation.get("plan")
+    use = [f"dgt predict {name} image.jpg", f"dgt evaluate {name}"]
+    tags = ["dynamic-group-transformer"]
+    if timm:
+        use.append(f'timm.create_model("local-dir:{name}", pretrained=True)  # after import dgt')
+        tags += ["image-classification", "timm"]
+    if plan:
+        use.append(f'dgt.apply_plan(model, "{name}/plan.safetensors")')
+    header = ModelCardData(
+        license=about["licence_id"], library_name="timm" if timm else "dgt", tags=tags
+    )
+    versions = ", ".join(
+        f"{key} {version}" for key, version in results["versions"].items() if version
+    )
+    values = {
+        **results,
+        **evaluation,
+        **about,
+        "name": name,
+        "use": "\n    ".join(use),
+        "rows": "\n".join(_row(row) for row in metrics.values()),
+        "versions": versions,
+        "millions": f"{results['parameters'] / 1e6:.2f}",
+        "megabytes": f"{size / 1e6:.1f}",
+        "hours": f"{results['seconds'] / 3600:.2f}",
+        "plan_text": plan_text(plan, metrics) if plan else "",
+    }
+    return (
+        str(
+            ModelCard.from_template(
+                header, template_str=TEMPLATE.read_text(encoding="utf-8"), **values
+            )
+        )
+        + "\n"
+    )
+
+
+def _row(row: Mapping[str, Any]) -> str:
+    value, low, high = (f"{100 * row[key]:.2f}" for key in ("value", "low", "high"))
+    return f"| {row['label']} | {value} % | {low} to {high} % | {100 * row['of_the_run']:.2f} % |"
+
+
+def plan_text(plan: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
+    """A paragraph on what the plan of an accelerated model gains and costs."""
+    values = ", ".join(
+        f"{metrics[key]['label']} {100 * value:.2f} %" for key, value in plan["metrics"].items()
+    )
+    attention, model, bound = (
+        f"{1 / plan[key]:.2f}" for key in ("attention_speedup", "model_speedup", "bound")
+    )
+    return (
+        f"\n\nWith the plan, on these images: {values}. {plan['grouped']} of {plan['attentions']} attentions "
+        f"are in groups; where it was made, attention took {attention} of its time and the model {model} ({bound} "
+        f"without attention). The output's relative error: {plan['measured_error']:.2g} of {plan['asked_error']:.2g}."
+    )
