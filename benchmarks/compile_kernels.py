@@ -73,6 +73,7 @@ WIDE = {  # what differs for D 64 and D 128
         "score_tokens": (240, 24576, 700, 2), "mark_candidates": (64, 32768, 220, 6),
         "attend_tiles": (176, 53248, 360, 2), "query_gradient": (168, 65536, 320, 2),
         "key_gradients": (176, 40960, 320, 2), "sum_run": (240, 32768, 720, 2),
+        "add_runs": (96, 8192, 110, 6),
     },
 }  # fmt: skip
 
