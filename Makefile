@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 NATIVE := $(VENV)/.native
 KERNELS := $(wildcard src/dgt/ops/native/kernels/*)
+CPP := $(KERNELS) $(wildcard tests/native/*.cpp tests/native/*.h)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TELL_NATIVE := ls src/dgt/ops/native/*.so >/dev/null 2>&1 || \
 	echo "note: the native kernels were not built; $(BIN)/pip install --verbose --no-deps --editable . says why"
@@ -66,12 +67,14 @@ docs: $(NATIVE) ## check every number of the pages, build the site in build/site
 	$(BIN)/python benchmarks/tables.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-lint: $(NATIVE) ## ruff and mypy (strict)
+lint: $(NATIVE) ## ruff, mypy (strict), and the format of the C++
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
 
-format: $(NATIVE) ## let ruff sort the imports and repair what it can
+format: $(NATIVE) ## let ruff sort the imports and repair what it can, and format the C++
 	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $(CPP)
 
 bench: $(NATIVE) ## speed and memory, beside the alternatives
 	$(BIN)/python benchmarks/bench.py attention

@@ -35,7 +35,8 @@ double output_tolerance(dgt_type type) {
 
 constexpr double GRADIENT_TOLERANCE = 1e-4;  // relative to 1 + |x|, of sums over all queries of a key
 
-// ---- lists -----------------------------------------------------------------------------------------------------------
+// ---- lists
+// -----------------------------------------------------------------------------------------------------------
 
 // Whether all ids are in range, so that they can be followed.
 bool check_ranges(const Head& head, const std::string& name) {
@@ -126,7 +127,8 @@ void check_statistics(const Head& head, const std::string& name) {
     expect(std::equal(counts.begin(), counts.end(), ours), "counts of groups", name);
 }
 
-// ---- outputs and gradients -------------------------------------------------------------------------------------------
+// ---- outputs and gradients
+// -------------------------------------------------------------------------------------------
 
 double relative(double ours, double expected) { return std::abs(ours - expected) / (1 + std::abs(expected)); }
 
@@ -163,7 +165,8 @@ void report(const Case& c, const Errors& errors, const char* what) {
     std::printf("%-90s output %.1e gradients %.1e\n", name.c_str(), errors.output, errors.gradients);
 }
 
-// ---- the checks ------------------------------------------------------------------------------------------------------
+// ---- the checks
+// ------------------------------------------------------------------------------------------------------
 
 // Step by step, the lists are the same; the output may be summed up in another order.
 void check_steps(const Case& c, const Data& whole) {
@@ -254,7 +257,8 @@ void check_nan(const Case& c) {
     expect(call(dgt_attention, key) == DGT_NAN_IN_KEY, "NaN is reported", name_of(c) + ", key");
 }
 
-// ---- cases -----------------------------------------------------------------------------------------------------------
+// ---- cases
+// -----------------------------------------------------------------------------------------------------------
 
 Case sizes(int64_t images, int64_t heads, int64_t tokens, int64_t channels, int64_t groups, int64_t top_k,
            int64_t threads) {
@@ -329,6 +333,4 @@ int run(bool reduced) {
 }  // namespace
 }  // namespace native_check
 
-int main(int count, char** words) {
-    return native_check::run(count > 1 && std::strcmp(words[1], "reduced") == 0);
-}
+int main(int count, char** words) { return native_check::run(count > 1 && std::strcmp(words[1], "reduced") == 0); }

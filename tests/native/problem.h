@@ -66,7 +66,8 @@ inline std::string name_of(const Case& c) {
     return name;
 }
 
-// ---- 16-bit numbers, of which only those are written that the type holds exactly --------------------------------------
+// ---- 16-bit numbers, of which only those are written that the type holds exactly
+// --------------------------------------
 
 inline float float_of_half(uint16_t bits, dgt_type type) {
     if (type == DGT_BFLOAT16) {
@@ -145,7 +146,8 @@ private:
     std::vector<uint16_t> halves_;
 };
 
-// ---- what a problem reads and writes ----------------------------------------------------------------------------------
+// ---- what a problem reads and writes
+// ----------------------------------------------------------------------------------
 
 struct Data {
     Case size;

@@ -17,7 +17,9 @@ constexpr float LOG2_E = 1.44269504088896f;
 constexpr float LN_2 = 0.693147180559945f;
 
 // Keys of a block: scores, panels and values of a block share the caches.
-constexpr int64_t key_block(int64_t channels) { return max<int64_t>(32, round_up(min<int64_t>(128, 4096 / channels), 16)); }
+constexpr int64_t key_block(int64_t channels) {
+    return max<int64_t>(32, round_up(min<int64_t>(128, 4096 / channels), 16));
+}
 
 // Queries of a part at most: their rows fit the second cache, and a head of many queries has parts for 16 threads.
 constexpr int64_t part_size(const dgt_problem& x) {
@@ -102,11 +104,11 @@ DGT_INLINE int64_t take_keys(const KeyList& list, int64_t& cursor, int64_t most,
 struct KeyBlock {
     int32_t* ids;
     int64_t count;
-    float* rows;      // tokens that are converted
-    float* panels;    // keys
-    float* copies;    // values side by side
-    int64_t* offsets; // of values that stay where they are
-    float* biases;    // of keys, in units of log 2
+    float* rows;       // tokens that are converted
+    float* panels;     // keys
+    float* copies;     // values side by side
+    int64_t* offsets;  // of values that stay where they are
+    float* biases;     // of keys, in units of log 2
     Values values;
 
     KeyBlock(Arena& arena, const dgt_problem& x) {
@@ -181,11 +183,11 @@ inline void add_mask(const dgt_problem& x, const Head& h, int64_t query, int64_t
 constexpr int64_t NEAR = 8;  // rows ahead that are brought near
 
 struct AttendBuffers {
-    float* queries;    // rows of the part, scaled
-    float* outputs;    // rows so far, not yet divided by their sums
-    float* largest;    // score of every row so far
-    Floats* sums;      // of every row's exponentials, lane by lane
-    float* scores;     // (MOST_ROWS, key_block)
+    float* queries;  // rows of the part, scaled
+    float* outputs;  // rows so far, not yet divided by their sums
+    float* largest;  // score of every row so far
+    Floats* sums;    // of every row's exponentials, lane by lane
+    float* scores;   // (MOST_ROWS, key_block)
     KeyBlock keys;
 
     AttendBuffers(Arena& arena, const dgt_problem& x) : keys(arena, x) {
@@ -214,8 +216,8 @@ DGT_INLINE void exponentials(float* scores, int64_t vectors, Bits last, Floats l
 }
 
 // Attend from up to MOST_ROWS queries of a part, from row `first` on, to a block of keys.
-inline void attend_rows(const dgt_problem& x, const Head& h, const Part& part, int64_t first, int rows, int64_t first_key,
-                        bool is_first_block, const AttendBuffers& b) {
+inline void attend_rows(const dgt_problem& x, const Head& h, const Part& part, int64_t first, int rows,
+                        int64_t first_key, bool is_first_block, const AttendBuffers& b) {
     const KeyBlock& keys = b.keys;
     int64_t width = round_up(x.channels, W);
     int64_t vectors = divide_up(keys.count, W);
@@ -242,8 +244,7 @@ inline void attend_rows(const dgt_problem& x, const Head& h, const Part& part, i
         fade[r] = faded[0];
         b.largest[first + r] = largest[r][0];
     }
-    for (int r = 0; r < rows; ++r)
-        exponentials(b.scores + r * stride, vectors, last, largest[r], b.sums[first + r]);
+    for (int r = 0; r < rows; ++r) exponentials(b.scores + r * stride, vectors, last, largest[r], b.sums[first + r]);
     row_weigh({b.scores, stride, 1}, rows, keys.values, keys.count, b.outputs + first * width, width, width,
               is_first_block ? nullptr : fade);
 }

@@ -14,7 +14,7 @@ namespace dgt {
 
 constexpr int64_t MOST_WHOLE_SLOTS = 16;   // of a head, for lists of all keys
 constexpr int64_t MOST_GROUP_SLOTS = 256;  // of a head, for lists of groups, beside one of every group
-constexpr int64_t FEW_QUERIES = 16;       // whose weights and their gradients stay in the first cache
+constexpr int64_t FEW_QUERIES = 16;        // whose weights and their gradients stay in the first cache
 
 // Sums of the gradients of the keys of one list.
 struct Slot {
@@ -45,10 +45,10 @@ struct BackwardBuffers {
     float* key_panels;
     float* value_panels;
     float* key_rows;
-    float* rows;          // tokens that are converted
+    float* rows;  // tokens that are converted
     float* biases;
-    float* weights;       // (FEW_QUERIES, key_block): P
-    float* grad_scores;   // (FEW_QUERIES, key_block): dS
+    float* weights;      // (FEW_QUERIES, key_block): P
+    float* grad_scores;  // (FEW_QUERIES, key_block): dS
     int32_t* ids;
 
     BackwardBuffers(Arena& arena, const dgt_problem& x) {
@@ -122,11 +122,8 @@ inline void weights_of(const dgt_problem& x, const Head& h, const Part& part, in
 // Add up the gradients of a block of keys, and of some queries.
 inline void add_products(const dgt_problem& x, int64_t first, int64_t queries, int64_t keys, float* grad_keys,
                          float* grad_values, float* grad_biases, const BackwardBuffers& b) {
-    static const float ones[MOST_ROWS] = {1, 1, 1, 1
-#if !defined(DGT_AVX2)
-                                          , 1, 1, 1, 1
-#endif
-    };
+    float ones[MOST_ROWS];  // nothing fades
+    for (float& one : ones) one = 1.0f;
     int64_t width = round_up(x.channels, W);
     int64_t stride = key_block(x.channels);
     for (int64_t r = 0; r < queries; r += MOST_ROWS) {  // dQ += dS K

@@ -1,4 +1,5 @@
-// Dynamic Group Attention on CPUs (section 3.1 of the paper): group, select, attend, and the gradients; dense attention.
+// Dynamic Group Attention on CPUs (section 3.1 of the paper): group, select, attend, and the gradients; dense
+// attention.
 //
 //   grouping.h    every query joins its nearest centroid
 //   selection.h   every centroid selects its k best keys                (Eq. 1)
@@ -287,7 +288,9 @@ int share_heads(const dgt_problem& x, const Steps& steps) {
     return status.get();
 }
 
-int run(const dgt_problem& x, const Steps& steps) { return shares_heads(x) ? share_heads(x, steps) : do_heads(x, steps); }
+int run(const dgt_problem& x, const Steps& steps) {
+    return shares_heads(x) ? share_heads(x, steps) : do_heads(x, steps);
+}
 
 // ---- dense attention ---------------------------------------------------------------------------------------------
 
@@ -345,8 +348,9 @@ void cut_into_slots(const dgt_problem& x, const Head& h, SlotTable& table) {
         read_ids(h.group_ids, x.queries, table.parts.groups);
         read_ids(h.key_ids, x.groups * x.list_length, table.parts.lists);
         cut_by_group(x, h, table.parts);
+    } else {
+        cut_densely(x, h, table.parts);
     }
-    else cut_densely(x, h, table.parts);
     const Part* parts = table.parts.parts;
     int64_t total = *table.parts.count;
     *table.count = 0;

@@ -1,8 +1,8 @@
 // Attention inside groups where keys are few (Eq. 2): no gathering.
 //
-// To gather and transpose a group's keys costs more than their scores where a group has a handful of queries. So all keys
-// of a head are transposed once, a query's scores with all of them are computed, and those with the keys of its group
-// are moved together: the list of the group is a bit a key.
+// To gather and transpose a group's keys costs more than their scores where a group has a handful of queries. So all
+// keys of a head are transposed once, a query's scores with all of them are computed, and those with the keys of its
+// group are moved together: the list of the group is a bit a key.
 #pragma once
 
 #include "attention.h"
@@ -109,7 +109,8 @@ DGT_INLINE float move_together(float* scores, const Marks& marks, int64_t vector
 }
 
 // Attend from the queries of a part to its keys; false, and nothing done, where their list does not ascend.
-inline bool attend_few(const dgt_problem& x, const Head& h, const Part& part, const FewKeys& keys, const FewBuffers& b) {
+inline bool attend_few(const dgt_problem& x, const Head& h, const Part& part, const FewKeys& keys,
+                       const FewBuffers& b) {
     constexpr int64_t STRIDE = FEW_KEYS + W;
     int64_t width = round_up(x.channels, W);
     int64_t vectors = divide_up(x.keys, W);
@@ -124,7 +125,8 @@ inline bool attend_few(const dgt_problem& x, const Head& h, const Part& part, co
         int rows = (int)divide_up(part.count - first, pieces - piece);
         float largest[MOST_ROWS];
         float sums[MOST_ROWS];
-        for (int r = 0; r < rows; ++r) copy_row(h.query, part.query(first + r), x.channels, factor, b.queries + r * width);
+        for (int r = 0; r < rows; ++r)
+            copy_row(h.query, part.query(first + r), x.channels, factor, b.queries + r * width);
         row_scores(b.queries, width, rows, keys.panels, vectors, x.channels, h.key_bias ? keys.biases : nullptr,
                    b.scores, STRIDE, nullptr);
         for (int r = 0; r < rows; ++r) {

@@ -22,8 +22,8 @@ struct GroupBuffers {
     }
 };
 
-// group_ids[i] = argmax_g <query[i], centroids[g]>, the lowest of equal ones, for i from begin to end; -1 where the mask
-// hides a query. False where a score of a real query is NaN.
+// group_ids[i] = argmax_g <query[i], centroids[g]>, the lowest of equal ones, for i from begin to end; -1 where the
+// mask hides a query. False where a score of a real query is NaN.
 inline bool group_queries(const Rows& query, int64_t begin, int64_t end, const uint8_t* mask, const float* centroids,
                           int64_t groups, int64_t channels, int32_t* group_ids, const GroupBuffers& buffers) {
     bool found_nan = false;
@@ -54,8 +54,7 @@ inline bool group_queries(const Rows& query, int64_t begin, int64_t end, const u
                 id = choose(is_equal(load(scores + g * CHUNK), best), group, id);
             }
             int64_t there = min<int64_t>(W, count - v * W);
-            for (int64_t i = 0; i < there; ++i)
-                group_ids[start + v * W + i] = real >> i & 1 ? id[i] : -1;
+            for (int64_t i = 0; i < there; ++i) group_ids[start + v * W + i] = real >> i & 1 ? id[i] : -1;
         }
     }
     return !found_nan;

@@ -53,18 +53,18 @@ struct dgt_problem {
     dgt_type type;        // of query, key, value, output and grad_output
 
     // Inputs.
-    dgt_tokens query;               // (B, H, L, D)
-    dgt_tokens key;                 // (B, key_heads, S, D)
-    dgt_tokens value;               // (B, key_heads, S, D)
-    const float* centroids;         // (G, D) of every head, contiguous
-    int64_t centroids_image_stride; // 0 where images share them
-    const uint8_t* query_mask;      // (B, L), 1 where a query is real; null: all are
-    const uint8_t* key_mask;        // (B, S)
-    const float* key_bias;          // (B, H, S), added to the scores of a key; null: nothing
-    const void* mask;               // of dense attention, (B, H, L, S): bool, 1 where a query sees a key, or float, added
+    dgt_tokens query;                // (B, H, L, D)
+    dgt_tokens key;                  // (B, key_heads, S, D)
+    dgt_tokens value;                // (B, key_heads, S, D)
+    const float* centroids;          // (G, D) of every head, contiguous
+    int64_t centroids_image_stride;  // 0 where images share them
+    const uint8_t* query_mask;       // (B, L), 1 where a query is real; null: all are
+    const uint8_t* key_mask;         // (B, S)
+    const float* key_bias;           // (B, H, S), added to the scores of a key; null: nothing
+    const void* mask;  // of dense attention, (B, H, L, S): bool, 1 where a query sees a key, or float, added
     dgt_mask_type mask_type;
-    int64_t mask_strides[4];        // of image, head, query, key
-    double scale;                   // on the scores
+    int64_t mask_strides[4];  // of image, head, query, key
+    double scale;             // on the scores
 
     // Results; inputs of the steps that follow.
     int64_t* group_ids;  // (B, H, L), -1 for a query of no group

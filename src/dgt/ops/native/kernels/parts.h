@@ -15,7 +15,7 @@ struct Parts {
     int32_t* order;   // queries by group
     int32_t* starts;  // of every group, in that order
     Part* parts;
-    int64_t* count;   // of parts
+    int64_t* count;  // of parts
 
     Parts(Arena& arena, const dgt_problem& x) {
         groups = arena.take<int32_t>(x.queries);

@@ -3,8 +3,8 @@
 //   scores   rows times panels of W tokens:  S[r, j] = sum_d A[r, d] B[j, d] + start[j]
 //   weigh    weights times rows:             O[r, d] = fade[r] O[r, d] + sum_j P[r, j] V[j, d]
 //
-// Both keep R x C vectors of sums in registers; R rows are broadcast, C vectors stand beside each other. Every size that
-// fits the registers is a function of its own, in a table.
+// Both keep R x C vectors of sums in registers; R rows are broadcast, C vectors stand beside each other. Every size
+// that fits the registers is a function of its own, in a table.
 #pragma once
 
 #include "lanes.h"
@@ -106,16 +106,14 @@ using WeighFunction = decltype(&weigh_of<1, 1>);
 
 // Row R of a table: R rows, 1 to 8 vectors beside each other, or as many as fit.
 #define DGT_SIZE(F, R, C) F<R, min(C, vectors_beside(R))>
-#define DGT_ROW(F, R)                                                                                             \
-    {                                                                                                             \
-        DGT_SIZE(F, R, 1), DGT_SIZE(F, R, 2), DGT_SIZE(F, R, 3), DGT_SIZE(F, R, 4), DGT_SIZE(F, R, 5),            \
-            DGT_SIZE(F, R, 6), DGT_SIZE(F, R, 7), DGT_SIZE(F, R, 8)                                               \
-    }
+#define DGT_ROW(F, R)                                                            \
+    {DGT_SIZE(F, R, 1), DGT_SIZE(F, R, 2), DGT_SIZE(F, R, 3), DGT_SIZE(F, R, 4), \
+     DGT_SIZE(F, R, 5), DGT_SIZE(F, R, 6), DGT_SIZE(F, R, 7), DGT_SIZE(F, R, 8)}
 #if defined(DGT_AVX2)
 #define DGT_TABLE(F) {DGT_ROW(F, 1), DGT_ROW(F, 2), DGT_ROW(F, 3), DGT_ROW(F, 4)}
 #else
-#define DGT_TABLE(F)                                                                                              \
-    {DGT_ROW(F, 1), DGT_ROW(F, 2), DGT_ROW(F, 3), DGT_ROW(F, 4),                                                  \
+#define DGT_TABLE(F)                                             \
+    {DGT_ROW(F, 1), DGT_ROW(F, 2), DGT_ROW(F, 3), DGT_ROW(F, 4), \
      DGT_ROW(F, 5), DGT_ROW(F, 6), DGT_ROW(F, 7), DGT_ROW(F, 8)}
 #endif
 static const ScoresFunction SCORES[MOST_ROWS][MOST_VECTORS] = DGT_TABLE(scores_of);

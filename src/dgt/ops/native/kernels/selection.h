@@ -113,8 +113,8 @@ DGT_INLINE void choose_bounds(const Bracket& bracket, int64_t top_k, int turn, f
     for (int i = 0; i < 3; ++i) bounds[i] = float_of_rank((int32_t)(first + max<int64_t>(1, ranks * (i + 1) / 4)));
 }
 
-// The scores from `low` to below `high`, which are W at most, moved together: the n-th largest of them, and how many are
-// larger than that.
+// The scores from `low` to below `high`, which are W at most, moved together: the n-th largest of them, and how many
+// are larger than that.
 struct Place {
     float score;
     int64_t larger;

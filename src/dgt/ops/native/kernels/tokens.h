@@ -52,8 +52,8 @@ DGT_INLINE Floats floats_of_float16(Halves x) {
     Words bits = __builtin_convertvector(x, Words);
     Words sign = (bits & 0x8000u) << 16;
     Words magnitude = (bits & 0x7FFFu) << 13;
-    Floats scaled = (Floats)magnitude * 5.192296858534828e33f;      // 2^112
-    Words special = (Words)(magnitude >= 0x0F800000u);              // infinity and NaN
+    Floats scaled = (Floats)magnitude * 5.192296858534828e33f;  // 2^112
+    Words special = (Words)(magnitude >= 0x0F800000u);          // infinity and NaN
     Words found = ((Words)scaled & ~special) | ((magnitude | 0x7F800000u) & special);
     return (Floats)(found | sign);
 }
@@ -63,8 +63,8 @@ DGT_INLINE Halves float16_of_floats(Floats x) {
     Words sign = bits >> 16 & 0x8000u;
     Words magnitude = bits & 0x7FFFFFFFu;
     Words is_nan_value = (Words)(magnitude > 0x7F800000u);
-    Words overflows = (Words)(magnitude >= 0x477FF000u);            // 65520 and more round to infinity
-    Words is_small = (Words)(magnitude < 0x38800000u);              // below 2^-14: subnormal
+    Words overflows = (Words)(magnitude >= 0x477FF000u);  // 65520 and more round to infinity
+    Words is_small = (Words)(magnitude < 0x38800000u);    // below 2^-14: subnormal
     Words normal = (magnitude - 0x38000000u + 0xFFFu + (magnitude >> 13 & 1u)) >> 13;
     Words subnormal = (Words)((Floats)magnitude + 0.5f) - 0x3F000000u;  // adding 0.5 rounds at the last place
     Words found = (subnormal & is_small) | (normal & ~is_small);
@@ -183,7 +183,8 @@ DGT_INLINE Bits bits_of_mask(const uint8_t* mask, int64_t start, int64_t count) 
     Bits lanes = first_lanes(count);
     if (!mask) return lanes;
 #if defined(DGT_AVX512)
-    if (count >= W) return (Bits)_mm_movemask_epi8(_mm_cmpgt_epi8(_mm_loadu_si128((const __m128i*)(mask + start)), __m128i{}));
+    if (count >= W)
+        return (Bits)_mm_movemask_epi8(_mm_cmpgt_epi8(_mm_loadu_si128((const __m128i*)(mask + start)), __m128i{}));
 #endif
     Bits bits = 0;
     int64_t there = min<int64_t>(count, W);
