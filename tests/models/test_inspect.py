@@ -96,13 +96,15 @@ def test_a_capture_also_returns_what_the_model_does(small) -> None:
 def test_records_are_what_forward_uses(post_norm, small, monkeypatch) -> None:
     model, images = small(post_norm=post_norm), torch.randn(2, 3, 64, 75)
     used = []
-    original = scripting.dynamic_group_attention
+    original = scripting.attention_output
 
-    def recording(*args, **kwargs):
-        used.append(original(*args, **kwargs))
-        return used[-1]
+    def recording(*args):
+        found = dgt.dynamic_group_attention(*args)
+        assert torch.equal(original(*args), found.output)
+        used.append(found)
+        return found.output
 
-    monkeypatch.setattr(scripting, "dynamic_group_attention", recording)
+    monkeypatch.setattr(scripting, "attention_output", recording)
     model(images)
     monkeypatch.undo()
     records = dgt.group_records(model, images)
