@@ -7,7 +7,7 @@ The operator, its gradients and the forms of the appendix are walked on meta ten
 of DGT-T's stages, and all that they would launch is compiled. Exits with 1 if a kernel does not
 compile, spills registers, or, in bfloat16 for sm_90, exceeds its budget of registers, shared
 memory, programs at once or instructions of a loop. ``--others`` compiles what a model launches for
-other GPUs and types, two shapes each, and checks that it fits their shared memory.
+other GPUs and types, two shapes each, checks that it fits their shared memory, and prints what spills.
 """
 
 import argparse
@@ -260,21 +260,26 @@ def others() -> Iterator[tuple[int, str, Report]]:
 
 
 def check_others() -> int:
-    """Compile for the others and print one line each.
+    """Compile for the others and print one line each, and one for every kernel that spills registers.
 
-    1 if a kernel does not compile, spills, or does not fit.
+    Spilling makes a kernel slower, not wrong: its sizes are chosen for sm_90 in bfloat16.
+
+    Returns:
+        1 if a kernel does not compile or does not fit, otherwise 0.
     """
-    failed, count = [], collections.Counter[str]()
+    failed, spilling = [], []
+    count = collections.Counter[str]()
     for arch, dtype, row in others():
-        count[f"sm_{arch} {dtype}"] += 1
-        # Float32 is multiplied without the matrix units, which takes more registers than a thread
-        # has.
-        words = over_budget(
-            row._replace(spilled_bytes=0) if dtype == "float32" else row, arch, budgets=False
-        )
-        failed += [f"sm_{arch} {dtype} {row.kernel} on {row.shape}: {words}"] if words else []
+        target = f"sm_{arch} {dtype}"
+        count[target] += 1
+        words = over_budget(row._replace(spilled_bytes=0), arch, budgets=False)
+        if words:
+            failed.append(f"{target} {row.kernel} on {row.shape}: {words}")
+        elif row.spilled_bytes:
+            spilling.append(f"{target} {row.kernel} on {row.shape} spills {row.spilled_bytes} bytes")
     for target, number in count.items():
         print(f"{target}: {number} kernels")
+    print(*spilling, sep="\n")
     print(*failed, sep="\n", file=sys.stderr)
     return int(bool(failed))
 
