@@ -14,16 +14,14 @@ import argparse
 import json
 import re
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from native_attention import busy_processes
 
 import dgt
 from dgt.bench.measures import machine, milliseconds
@@ -40,18 +38,6 @@ CASES = (  # batch x heads x tokens x channels : keys of a group
     "1x1x16384x64:98",
     "1x1x16384x64:512",
 )
-
-
-@contextmanager
-def busy_processes(count: int):
-    """So many processes that never wait."""
-    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 def check(tensors: list[torch.Tensor], centroids: torch.Tensor, top_k: int) -> None:

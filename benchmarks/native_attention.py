@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dgt
+from dgt.utils.records import command_line, processor
 
 CASES = (  # images x heads x tokens x channels : keys of a group
     "8x8x196x32:98",
@@ -69,16 +70,6 @@ def parse_case(text: str) -> Case:
     if not re.fullmatch(r"\d+x\d+x\d+x\d+:\d+", text):
         raise argparse.ArgumentTypeError(f"expected BxHxLxD:k such as {CASES[0]}, got {text!r}")
     return Case(*map(int, re.split("[x:]", text)))
-
-
-def processor() -> str:
-    """Name the processor with its family and model, which tell generations of one name apart."""
-    try:
-        info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return platform.processor() or platform.machine()
-    fields = dict(re.findall(r"^(model name|cpu family|model)\s*: (.+)$", info, re.MULTILINE))
-    return f"{fields.get('model name', 'unknown')}, family {fields.get('cpu family')}, model {fields.get('model')}"
 
 
 @contextmanager
@@ -188,7 +179,7 @@ def main() -> None:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "level": status.level,
-        "command": f"python benchmarks/native_attention.py {' '.join(sys.argv[1:])}",
+        "command": command_line(),
     }
     wanted = {"no": (False,), "yes": (True,), "both": (False, True)}[args.backward]
     rows: list[dict[str, Any]] = []

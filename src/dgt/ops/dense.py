@@ -8,9 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dgt.ops.checks import has_tangent
-
-MAX_CHANNELS = 256  # of a head that the native kernel takes
-NATIVE_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+from dgt.ops.native_loader import can_run_native
 
 
 def dense_attention(
@@ -72,17 +70,17 @@ def _can_run_native(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
         return False
     if any(tensor.device.type != "cpu" or tensor.is_nested or 0 in tensor.shape for tensor in tensors):
         return False
-    if query.dtype not in NATIVE_TYPES or key.dtype != query.dtype or value.dtype != query.dtype:
+    if key.dtype != query.dtype or value.dtype != query.dtype:
         return False
     if mask is not None and (mask.requires_grad or mask.dtype not in (torch.bool, torch.float32, query.dtype)):
         return False
-    return _shapes_fit(query, key, value, mask, enable_gqa) and _is_built()
+    return _shapes_fit(query, key, value, mask, enable_gqa) and can_run_native(query)
 
 
 def _shapes_fit(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool) -> bool:
     if not query.dim() == key.dim() == value.dim() >= 2 or key.shape != value.shape:
         return False
-    if query.shape[-1] != key.shape[-1] or query.shape[-1] > MAX_CHANNELS:
+    if query.shape[-1] != key.shape[-1]:
         return False
     same_heads = query.shape[:-2] == key.shape[:-2]
     if enable_gqa and query.dim() == 4:
@@ -94,13 +92,6 @@ def _shapes_fit(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
     return len(padded) == len(wanted) and all(
         size in (1, want) for size, want in zip(padded, wanted, strict=True)
     )
-
-
-@torch.compiler.assume_constant_result
-def _is_built() -> bool:
-    from dgt.ops.native import library
-
-    return library.load() is not None
 
 
 def _as_four_dimensions(tensor: Tensor) -> Tensor:
