@@ -1,0 +1,342 @@
+"""Approximations of a trained model's attention at equal measured time, on the same queries, keys, and values.
+
+    python -m studies.residual_rivals --weights dinov2_small.safetensors --photographs A.jpg,B.jpg,C.jpg --out DIR
+
+DINOv2-S is called for every photograph and size. What its layers attend with is given to residual keys
+(`dgt.clustered_attention`) and to nine others, each with several settings. `--what` is one of:
+
+- errors: the relative error of the output of single layers;
+- model: that of the model's tokens, with the same method in all layers;
+- times: of single layers on the first photograph, in turns, the fastest of three: on a quiet machine.
+  "ready" is logged when everything was compiled and called once. Nothing else needs a clock.
+
+What was found is kept in DIR; a second call goes on where the first one stopped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dgt.utils.errors import UserError
+from studies import rival_attentions, rival_blocks
+from studies.captured_attention import (
+    EXACT,
+    PATCH,
+    Captured,
+    attention_as,
+    capture,
+    load_dinov2,
+    middle_of,
+    read_photograph,
+    to_tensor,
+)
+from studies.command import run_study
+from studies.figure_rivals import figure_rivals
+from studies.report import read_words, write_results
+from studies.rival_summary import summary
+
+LOGGER = logging.getLogger(__name__)
+SIZES = (518, 784, 1036)
+LAYERS = (0, 4, 8, 11)
+GLOBAL_LAYERS = (2, 5, 8, 11)  # those of twelve that stay dense beside windows, as in ViTDet
+TURNS = 3
+WHAT = ("errors", "model", "times")
+Content = dict[str, Any]
+Setting = dict[str, Any]
+
+
+class Method(NamedTuple):
+    """A way to attend, its settings for a number of patches, and whether its time depends on values."""
+
+    attend: Callable[..., Tensor]
+    settings: Callable[[int], list[Setting]]
+    depends: bool
+
+
+class Place(NamedTuple):
+    """Where something is measured: the side of the image in pixels, the layer, the photograph."""
+
+    size: int
+    layer: int
+    image: int
+
+
+def grid_of(**values: tuple[Any, ...]) -> Callable[[int], list[Setting]]:
+    """Every combination of some values, whatever the number of patches."""
+    combinations = [
+        dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())
+    ]
+    return lambda _: combinations
+
+
+def split_budgets(tokens: int) -> list[Setting]:
+    """Groups, residual keys, and selected keys by the rule of docs/remainder.md, for several budgets."""
+    found = []
+    for share, shared in itertools.product((0.02, 0.03, 0.05, 0.08, 0.12, 0.2), (False, True)):
+        pairs = share * tokens
+        setting = {
+            "groups": max(4, round(0.16 * pairs)),
+            "residual": max(2, round(0.25 * pairs)),
+            "keys": max(4, round(0.35 * pairs)),
+            "shared": shared,
+        }
+        found.append(setting)
+    return found
+
+
+ENGINES = ("torch", "native")
+METHODS = {
+    "dense": Method(rival_attentions.dense, grid_of(engine=ENGINES), False),
+    "residual keys": Method(rival_attentions.residual_keys, split_budgets, True),
+    "one residual key": Method(
+        rival_attentions.single_remainder,
+        grid_of(groups=(32, 64, 128), keys=(32, 96, 256)),
+        True,
+    ),
+    "pooled keys": Method(
+        rival_attentions.pooled, grid_of(factor=(2, 3, 4, 6), engine=ENGINES), False
+    ),
+    "strided keys": Method(
+        rival_attentions.strided,
+        grid_of(step=(2, 3, 4), mean=(False, True), engine=ENGINES),
+        False,
+    ),
+    "merged tokens (ToMe)": Method(
+        rival_attentions.merged,
+        grid_of(share=(0.5, 0.25, 0.125), queries=(False, True), engine=ENGINES),
+        False,
+    ),
+    "windows": Method(
+        rival_attentions.windows, grid_of(side=(7, 14, 19, 28), engine=ENGINES), False
+    ),
+    "blocks (SpargeAttn)": Method(
+        rival_blocks.sparge,
+        grid_of(mass=(0.2, 0.4, 0.6, 0.8, 0.95), likeness=(-1.0, 0.6)),
+        True,
+    ),
+    "blocks of clusters (SVG 2)": Method(
+        rival_blocks.clustered_blocks,
+        grid_of(clusters=(32, 64), mass=(0.2, 0.4, 0.6, 0.8)),
+        True,
+    ),
+    "with compensation (SVG-EAR)": Method(
+        rival_blocks.compensated_blocks,
+        grid_of(clusters=(32, 64), share=(0.05, 0.1, 0.2, 0.4)),
+        True,
+    ),
+}
+
+
+def residual_rivals(
+    words: Sequence[str] = (), seeds: int = 3, out: str | Path | None = None
+) -> Path:
+    """Measure what is missing; write `residual_rivals.json` and `residual_rivals.md`.
+
+    Args:
+        words: `--weights FILE`, `--photographs FILE,FILE`, `--sizes 518,1036` (multiples of 14),
+            `--layers 0,4`, `--what errors`, `model`, or `times` (one after another, all by default).
+        seeds: not used: nothing is drawn at random.
+        out: the folder; None for runs/residual_rivals.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError, OSError: wrong words, missing files; and as `write_results`.
+    """
+    options, keys = read_words(
+        words, weights="", photographs="", sizes=SIZES, layers=LAYERS, what=",".join(WHAT)
+    )
+    check_options(options, keys)
+    photographs = [Path(name) for name in options["photographs"].split(",")]
+    model = load_dinov2(options["weights"])
+    images = [read_photograph(path) for path in photographs]
+    settings = {
+        "experiment": "residual_rivals",
+        "photographs": [path.name for path in photographs],
+        "sizes": list(options["sizes"]),
+        "layers": list(options["layers"]),
+    }
+    find = partial(find_all, model, images, options["what"].split(","), settings)
+    folder = Path(out or "runs/residual_rivals")
+    return write_results(folder / "residual_rivals.json", settings, find, summary)
+
+
+def check_options(options: Setting, keys: list[str]) -> None:
+    """Refuse words of the command line that make no sense."""
+    if keys:
+        raise UserError(f"residual_rivals takes no {keys[0]}")
+    if not options["photographs"]:
+        raise UserError("--photographs must name at least one file, got none")
+    if unknown := set(options["what"].split(",")) - set(WHAT):
+        raise UserError(f"--what must be of {', '.join(WHAT)}, got {min(unknown)!r}")
+    if odd := [size for size in options["sizes"] if size < PATCH or size % PATCH]:
+        raise UserError(f"--sizes must be multiples of {PATCH}, got {odd[0]}")
+
+
+@torch.inference_mode()
+def find_all(
+    model: nn.Module, images: list[Any], what: list[str], settings: Setting, content: Content
+) -> Iterator[None]:
+    """Add the rows that are missing, and yield after each part."""
+    for name in WHAT:
+        content.setdefault(name, [])
+    pixels = {
+        (size, number): to_tensor(middle_of(image, size, size))
+        for size in settings["sizes"]
+        for number, image in enumerate(images)
+    }
+    layers = tuple(settings["layers"])
+    if "errors" in what:
+        for (size, number), image in pixels.items():
+            found = capture(model, image, layers)
+            for layer, call in found.items():
+                yield from add_errors(content["errors"], Place(size, layer, number), call)
+    if "model" in what:
+        for (size, number), image in pixels.items():
+            yield from add_model_errors(content["model"], model, image, (size, number))
+    if "times" in what:
+        first = {size: image for (size, number), image in pixels.items() if number == 0}
+        calls = {
+            (size, layer): call
+            for size, image in first.items()
+            for layer, call in capture(model, image, layers).items()
+        }
+        yield from add_times(content["times"], calls)
+
+
+def without_engine(settings: list[Setting]) -> list[Setting]:
+    """Settings that differ in more than the engine, which makes no difference to an error."""
+    kept: dict[str, Setting] = {}
+    for setting in settings:
+        plain = {name: value for name, value in setting.items() if name != "engine"}
+        kept.setdefault(json.dumps(plain), plain)
+    return list(kept.values())
+
+
+def runnable(setting: Setting, method: Method, tokens: int) -> Setting:
+    """A setting with an engine, where the method has several."""
+    engines = any("engine" in one for one in method.settings(tokens))
+    return {**setting, "engine": "native"} if engines else setting
+
+
+def relative_error(found: Tensor, right: Tensor) -> float:
+    """|found - right| / |right|."""
+    return float((found - right).norm() / right.norm())
+
+
+def add_errors(rows: list[Setting], place: Place, call: Captured) -> Iterator[None]:
+    """The errors of all methods in one layer."""
+    tokens = call.grid[0] * call.grid[1]
+    here = place._asdict()
+    known = {
+        json.dumps([row["method"], row["setting"]])
+        for row in rows
+        if all(row[name] == value for name, value in here.items())
+    }
+    right = EXACT(call.query, call.key, call.value)
+    for name, method in METHODS.items():
+        for setting in without_engine(method.settings(tokens)):
+            if json.dumps([name, setting]) in known:
+                continue
+            found = method.attend(call, **runnable(setting, method, tokens))
+            error = relative_error(found, right)
+            rows.append({**here, "method": name, "setting": setting, "error": error})
+    LOGGER.info("errors: %s", place)
+    yield
+
+
+def add_model_errors(
+    rows: list[Setting], model: nn.Module, image: Tensor, place: tuple[int, int]
+) -> Iterator[None]:
+    """The errors of the model's tokens, with each method in all layers."""
+    features: Callable[[Tensor], Tensor] = model.forward_features  # type: ignore[assignment]
+    right = features(image)
+    grid = (image.shape[2] // PATCH, image.shape[3] // PATCH)
+    tokens, prefix = grid[0] * grid[1], right.shape[1] - grid[0] * grid[1]
+    known = {
+        json.dumps([row["method"], row["setting"]])
+        for row in rows
+        if (row["size"], row["image"]) == place
+    }
+    for name, method in METHODS.items():
+        for setting in without_engine(method.settings(tokens)):
+            if json.dumps([name, setting]) in known:
+                continue
+            options = runnable(setting, method, tokens)
+
+            def answer(
+                layer: int,
+                query: Tensor,
+                key: Tensor,
+                value: Tensor,
+                method: Method = method,
+                options: Setting = options,
+            ) -> Tensor:
+                if method is METHODS["windows"] and layer in GLOBAL_LAYERS:
+                    return EXACT(query, key, value)
+                return method.attend(Captured(query, key, value, grid, prefix), **options)
+
+            with attention_as(answer):
+                error = relative_error(features(image), right)
+            size, number = place
+            rows.append(
+                {"size": size, "image": number, "method": name, "setting": setting, "error": error}
+            )
+        LOGGER.info("model: %d px, photograph %d, %s", *place, name)
+        yield
+
+
+def add_times(
+    rows: list[Setting], calls: dict[tuple[int, int], Captured]
+) -> Iterator[None]:
+    """Milliseconds of all methods in all layers, in turns; where values do not matter, in the first layer."""
+    done = {(row["size"], row["layer"]) for row in rows}
+    runs: dict[tuple[int, int], list[tuple[str, Setting, Callable[[], Tensor]]]] = {}
+    first = min(layer for _, layer in calls)
+    for place, call in calls.items():
+        if place in done:
+            continue
+        runs[place] = [
+            (name, setting, partial(method.attend, call, **setting))
+            for name, method in METHODS.items()
+            if method.depends or place[1] == first
+            for setting in method.settings(call.grid[0] * call.grid[1])
+        ]
+    for called in runs.values():
+        for _, _, run in called:
+            run()
+    LOGGER.info("ready")
+    for (size, layer), called in runs.items():
+        fastest = [float("inf")] * len(called)
+        for _ in range(TURNS):
+            for number, (_, _, run) in enumerate(called):
+                fastest[number] = min(fastest[number], milliseconds(run))
+        for (name, setting, _), ms in zip(called, fastest, strict=True):
+            rows.append(
+                {"size": size, "layer": layer, "method": name, "setting": setting, "ms": ms}
+            )
+        LOGGER.info("times: %d px, layer %d", size, layer)
+        yield
+
+
+def milliseconds(run: Callable[[], Any]) -> float:
+    """How long one call takes."""
+    start = time.perf_counter()
+    run()
+    return 1e3 * (time.perf_counter() - start)
+
+
+if __name__ == "__main__":
+    sys.exit(run_study("residual_rivals", str(__doc__), residual_rivals, figure_rivals))

@@ -1,0 +1,177 @@
+"""What `studies.residual_rivals` found, in words: who has the smallest error at equal measured time, and where."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NamedTuple
+
+from dgt.utils.records import markdown_table
+
+BUDGETS = (0.5, 0.25, 0.15)
+"""Time allowed, beside PyTorch's dense attention."""
+OURS = "residual keys"
+MODEL = "model"
+NO_RIVALS = (OURS, "dense")
+
+
+class Point(NamedTuple):
+    """A setting of a method at one place: its time beside PyTorch's dense attention, and its error."""
+
+    method: str
+    setting: dict[str, Any]
+    share: float
+    error: float
+
+
+class Cell(NamedTuple):
+    """One comparison: for a size, a layer (or "model"), and a budget, the best of each method, None for none."""
+
+    size: int
+    layer: int | str
+    budget: float
+    best: dict[str, Point | None]
+
+    @property
+    def ours(self) -> float:
+        """The error of residual keys; infinite where no setting keeps to the budget."""
+        return self._error(OURS)
+
+    @property
+    def rival(self) -> str:
+        """The best of the others."""
+        others = [name for name in self.best if name not in NO_RIVALS]
+        return min(others, key=self._error)
+
+    @property
+    def theirs(self) -> float:
+        """Its error."""
+        return self._error(self.rival)
+
+    @property
+    def won(self) -> bool:
+        """Whether residual keys are equal or better."""
+        return self.ours <= self.theirs and math.isfinite(self.ours)
+
+    def _error(self, name: str) -> float:
+        point = self.best.get(name)
+        return math.inf if point is None else point.error
+
+
+def plain(setting: dict[str, Any]) -> str:
+    """A setting without its engine, as a key."""
+    return json.dumps({name: value for name, value in setting.items() if name != "engine"})
+
+
+def mean_error(rows: list[dict[str, Any]]) -> float:
+    """Root of the mean squared error over photographs."""
+    return math.sqrt(sum(row["error"] ** 2 for row in rows) / len(rows))
+
+
+def times_of(content: dict[str, Any], size: int) -> dict[tuple[str, str], dict[int, float]]:
+    """Milliseconds by method and setting, then by layer; of several engines the fastest."""
+    found: dict[tuple[str, str], dict[int, float]] = {}
+    for row in content["times"]:
+        if row["size"] == size:
+            layers = found.setdefault((row["method"], plain(row["setting"])), {})
+            layers[row["layer"]] = min(row["ms"], layers.get(row["layer"], math.inf))
+    return found
+
+
+def dense_ms(content: dict[str, Any], size: int) -> float:
+    """PyTorch's dense attention, in milliseconds."""
+    return min(
+        row["ms"]
+        for row in content["times"]
+        if row["size"] == size
+        and row["method"] == "dense"
+        and row["setting"]["engine"] == "torch"
+    )
+
+
+def points(content: dict[str, Any], size: int, layer: int | str) -> list[Point]:
+    """All methods and settings at one place that have both a time and an error.
+
+    A method whose time does not depend on values was timed in one layer. The time of the model's
+    attention is that of the mean layer that was timed; of windows a third of the layers is dense.
+    """
+    times, whole = times_of(content, size), dense_ms(content, size)
+    part = "model" if layer == MODEL else "errors"
+    errors: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in content[part]:
+        if row["size"] == size and row.get("layer", MODEL) == layer:
+            errors.setdefault((row["method"], plain(row["setting"])), []).append(row)
+    found = []
+    for (method, setting), rows in errors.items():
+        layers = times.get((method, setting))
+        if not layers:
+            continue
+        own = layers.get(layer) if isinstance(layer, int) else None
+        ms = own or sum(layers.values()) / len(layers)
+        if method == "windows" and layer == MODEL:
+            ms = (2 * ms + min(times[("dense", "{}")].values())) / 3
+        found.append(Point(method, rows[0]["setting"], ms / whole, mean_error(rows)))
+    return found
+
+
+def cells(content: dict[str, Any]) -> list[Cell]:
+    """Every comparison that the content allows."""
+    found = []
+    layers = [*content["settings"]["layers"], MODEL]
+    for size in content["settings"]["sizes"]:
+        if not any(row["size"] == size for row in content["times"]):
+            continue
+        for layer in layers:
+            here = points(content, size, layer)
+            for budget in BUDGETS if here else ():
+                found.append(Cell(size, layer, budget, best_within(here, budget)))
+    return found
+
+
+def best_within(here: list[Point], budget: float) -> dict[str, Point | None]:
+    """Of every method the setting with the smallest error that keeps to a budget."""
+    found: dict[str, Point | None] = {}
+    for name in dict.fromkeys(point.method for point in here):
+        within = [point for point in here if point.method == name and point.share <= budget]
+        found[name] = min(within, key=lambda point: point.error, default=None)
+    return found
+
+
+def shown(point: Point | None) -> str:
+    """An error as a cell of a table, in percent."""
+    return "-" if point is None else f"{100 * point.error:.2g}"
+
+
+def rows_of_table(found: list[Cell]) -> list[list[str]]:
+    """Heads, and a row for every cell: errors in percent, the smallest in bold."""
+    names = [name for name in found[0].best if name != "dense"] if found else []
+    table = [["px", "layer", "time allowed", *names]]
+    for cell in found:
+        texts = [shown(cell.best.get(name)) for name in names]
+        errors = [
+            math.inf if (point := cell.best.get(name)) is None else point.error for name in names
+        ]
+        if math.isfinite(min(errors)):
+            least = errors.index(min(errors))
+            texts[least] = f"**{texts[least]}**"
+        table.append([str(cell.size), str(cell.layer), f"{100 * cell.budget:.0f} %", *texts])
+    return table
+
+
+def summary(content: dict[str, Any]) -> str:
+    """The table and the cells that residual keys lost, in Markdown."""
+    found = cells(content)
+    heads, *rows = rows_of_table(found)
+    lines = ["Errors in percent, of the best setting within the time; '-': none is so fast.", ""]
+    lines += [markdown_table(heads, rows), ""]
+    lost = [cell for cell in found if not cell.won]
+    lines.append(f"Residual keys are equal or better in {len(found) - len(lost)} of {len(found)} cells.")
+    for cell in lost:
+        text = f"lost: {cell.size} px, layer {cell.layer}, {100 * cell.budget:.0f} % of the time: "
+        if math.isinf(cell.theirs):
+            lines.append(text + "no method is so fast")
+        else:
+            lines.append(
+                text + f"{cell.rival} {100 * cell.theirs:.2g} %, residual keys {100 * cell.ours:.2g} %"
+            )
+    return "\n".join(lines) + "\n"
