@@ -25,15 +25,19 @@ from dgt.ops.native.interface import (
     with_channels_together,
 )
 from dgt.ops.remainder import summarize_unselected
+from dgt.ops.residual_keys import summarize_clusters
+from dgt.ops.torch_clusters import cluster_tokens
 
 __all__ = [
     "attend",
     "attend_with_logsumexp",
     "attention",
     "attention_output",
+    "cluster_tokens",
     "group_queries",
     "group_statistics",
     "select_keys",
+    "summarize_clusters",
     "summarize_unselected",
 ]
 
