@@ -44,6 +44,7 @@ from studies.captured_attention import (
 from studies.command import run_study
 from studies.figure_rivals import figure_rivals
 from studies.report import read_words, write_results
+from studies.rival_budgets import split_budget
 from studies.rival_summary import summary
 
 LOGGER = logging.getLogger(__name__)
@@ -80,25 +81,19 @@ def grid_of(**values: tuple[Any, ...]) -> Callable[[int], list[Setting]]:
     return lambda _: combinations
 
 
-def split_budgets(tokens: int) -> list[Setting]:
-    """Groups, residual keys, and selected keys by the rule of docs/remainder.md, for several budgets."""
-    found = []
-    for share, shared in itertools.product((0.02, 0.03, 0.05, 0.08, 0.12, 0.2), (False, True)):
-        pairs = share * tokens
-        setting = {
-            "groups": max(4, round(0.16 * pairs)),
-            "residual": max(2, round(0.25 * pairs)),
-            "keys": max(4, round(0.35 * pairs)),
-            "shared": shared,
-        }
-        found.append(setting)
-    return found
+def several_budgets(tokens: int) -> list[Setting]:
+    """Several budgets split by the rule, with key clusters of each head and of all heads together."""
+    return [
+        {**split_budget(tokens, share), "shared": shared}
+        for share in (0.02, 0.03, 0.05, 0.08, 0.12, 0.2)
+        for shared in (False, True)
+    ]
 
 
 ENGINES = ("torch", "native")
 METHODS = {
     "dense": Method(rival_attentions.dense, grid_of(engine=ENGINES), False),
-    "residual keys": Method(rival_attentions.residual_keys, split_budgets, True),
+    "residual keys": Method(rival_attentions.residual_keys, several_budgets, True),
     "one residual key": Method(
         rival_attentions.single_remainder,
         grid_of(groups=(32, 64, 128), keys=(32, 96, 256)),

@@ -1,0 +1,96 @@
+"""What `dgt.accelerate` finds in every architecture of timm that has pretrained weights.
+
+Families are timm's own: the files that its registry names. Each architecture is built without values
+(the "meta" device) and called once at its own size; no weights are downloaded, nothing is measured.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+Row = dict[str, Any]
+SOFTMAX = ("softmax", "_softmax")
+LEAST_KEYS = 16  # a softmax over fewer is no attention over tokens, but over branches or channels
+OWN = "a softmax of its own, not F.scaled_dot_product_attention"
+NONE = "no attention"
+
+
+class SoftmaxCounter(TorchFunctionMode):
+    """Counts softmax over the last dimension of matrices: attention that calls no function for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if getattr(function, "__name__", "") in SOFTMAX and isinstance(found, torch.Tensor):
+            matrices = found.dim() >= 3 and min(found.shape[-2:]) >= LEAST_KEYS
+            self.count += matrices
+        return found
+
+
+def summarize(rows: Any) -> Row:
+    """Rows of `inspect_model` as a row of the results."""
+    reasons = collections.Counter(row.reason.partition(",")[0] for row in rows if row.reason)
+    return {
+        "attentions": len(rows),
+        "grouped": sum(row.choice == "groups" for row in rows),
+        "tokens": max(row.tokens for row in rows),
+        "prefix": max(row.prefix for row in rows),
+        "reasons": dict(reasons),
+    }
+
+
+def refused(reason: str) -> Row:
+    """A row of the results for what has nothing that could be grouped."""
+    return {"attentions": 0, "grouped": 0, "reasons": {reason: 1}}
+
+
+def why_refused(model: torch.nn.Module, images: Any, error: Exception) -> str:
+    """The reason for a model that never calls PyTorch's function, or the error itself."""
+    if "must call F.scaled_dot_product_attention" not in str(error):
+        return str(error).partition(", got")[0]
+    with SoftmaxCounter() as counter, torch.no_grad():
+        model(**images) if isinstance(images, dict) else model(images)
+    return OWN if counter.count else NONE
+
+
+def look(name: str) -> Row:
+    """What is found in one architecture: its attentions, those that can be grouped, and why the
+    others cannot.
+    """
+    import timm
+
+    from dgt.acceleration import inspect_model
+
+    with torch.device("meta"):
+        model = timm.create_model(name).eval()
+        images = torch.empty(1, *model.default_cfg["input_size"])
+        try:
+            rows = inspect_model(model, images, least_tokens=0)
+        except ValueError as error:
+            return refused(why_refused(model, images, error))
+    return {"pixels": images.shape[-1], **summarize(rows)}
+
+
+def look_at_timm(only: str) -> Iterator[tuple[str, Row]]:
+    """Every architecture with pretrained weights, family by family."""
+    import timm
+
+    tags = collections.Counter(tag.split(".")[0] for tag in timm.list_pretrained())
+    for family in timm.list_modules():
+        for name in timm.list_models(only, module=family):
+            if not tags[name]:
+                continue
+            try:
+                result = look(name)
+            except Exception as error:
+                # what cannot be built without values: the table goes on, and says so
+                result = refused(f"not tried: {type(error).__name__}")
+            yield name, {"family": family, "tags": tags[name], **result}

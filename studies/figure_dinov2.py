@@ -1,0 +1,190 @@
+"""Pictures of DINOv2-S on a photograph: its tokens before and after acceleration, and its groups and their keys.
+
+    python -m studies.figure_dinov2 --weights dinov2_small.safetensors --photograph face.dat --out docs/images
+
+`face.dat` is the photograph of a raccoon that SciPy below 1.12 packs (`scipy/misc/face.dat`), 1,024 x 768
+pixels, in the public domain. Without `--plan`, of `dgt.accelerate`, all layers attend by
+`dgt.clustered_attention` with `--share` of dense attention's products. Writes two pictures and what their
+captions say, `figure_dinov2.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor, nn
+
+import dgt
+from dgt.figures import GroupPanel, figure_groups, save_figure
+from dgt.figures.drawing import sheet, spread
+from dgt.runs.environment import environment
+from dgt.utils.atomic_write import write_json
+from dgt.utils.errors import UserError
+from studies.captured_attention import (
+    PATCH,
+    Captured,
+    attention_as,
+    capture,
+    load_dinov2,
+    middle_of,
+    read_photograph,
+    to_tensor,
+)
+from studies.rival_attentions import residual_keys
+from studies.rival_budgets import split_budget
+
+Array = NDArray[Any]
+LAYERS = (0, 4, 8, 11)  # those whose groups are drawn
+GROUPS, KEYS = 32, 64  # few enough to be seen
+HEAD = 0
+MOST_ERROR = 0.1  # of a token, drawn white
+
+
+class Tokens(NamedTuple):
+    """Patch tokens (L, D) of one image, dense and accelerated."""
+
+    before: Tensor
+    after: Tensor
+
+    @property
+    def error(self) -> float:
+        """Relative, of all tokens together."""
+        return float((self.after - self.before).norm() / self.before.norm())
+
+    @property
+    def cosines(self) -> Tensor:
+        """(L,): of each token with itself."""
+        return F.cosine_similarity(self.before, self.after, dim=-1)
+
+
+@torch.inference_mode()
+def tokens_of(model: nn.Module, image: Tensor, share: float, plan: Path | None) -> Tokens:
+    """Tokens behind the prefix, by the model as it is, and by one that is accelerated."""
+    features = model.forward_features
+    prefix = int(getattr(model, "num_prefix_tokens", 0))
+    before = features(image)[0, prefix:]  # type: ignore[operator]
+    if plan is not None:
+        dgt.apply_plan(model, plan)
+        after = features(image)[0, prefix:]  # type: ignore[operator]
+        return Tokens(before, after)
+    grid = grid_of(image)
+    setting = split_budget(len(before), share)
+
+    def answer(_: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return residual_keys(Captured(query, key, value, grid, prefix), **setting)
+
+    with attention_as(answer):
+        after = features(image)[0, prefix:]  # type: ignore[operator]
+    return Tokens(before, after)
+
+
+def grid_of(image: Tensor) -> tuple[int, int]:
+    """Rows and columns of patches."""
+    return image.shape[2] // PATCH, image.shape[3] // PATCH
+
+
+def as_colors(tokens: Tokens) -> tuple[Array, Array]:
+    """Two (L, 3) in [0, 1]: both on the first three principal components of the dense tokens."""
+    mean = tokens.before.mean(0)
+    axes = torch.linalg.svd(tokens.before - mean, full_matrices=False).Vh[:3].T
+    parts = [(part - mean) @ axes for part in tokens]
+    low, high = (parts[0].quantile(level, dim=0) for level in (0.01, 0.99))
+    before, after = (((part - low) / (high - low)).clamp(0, 1).numpy() for part in parts)
+    return before, after
+
+
+def figure_tokens(photograph: Image.Image, tokens: Tokens) -> Figure:
+    """The photograph, its tokens' principal components before and after, and how far each token moved."""
+    image = np.asarray(photograph) / 255
+    grid = (photograph.height // PATCH, photograph.width // PATCH)
+    before, after = (
+        spread(colors.reshape(*grid, 3), image.shape) for colors in as_colors(tokens)
+    )
+    moved = (tokens.after - tokens.before).norm(dim=-1) / tokens.before.norm(dim=-1)
+    light = (moved / MOST_ERROR).clamp(max=1).numpy().reshape(grid)
+    gray = np.repeat(spread(light, image.shape)[..., None], 3, axis=-1)
+    cells = [
+        (image, (1, 1), f"photograph, {photograph.width} x {photograph.height} px"),
+        (before, (1, 1), "principal components: dense attention"),
+        (after, (1, 1), "the same: accelerated"),
+        (gray, (1, 1), f"how far tokens moved: white {100 * MOST_ERROR:.0f} %"),
+    ]
+    return sheet(cells, 2, 3.3)
+
+
+def panel_of(photograph: Image.Image, call: Captured, title: str) -> GroupPanel:
+    """Groups of one head's queries, and the keys that score highest with the mean query of each."""
+    queries, keys = (part[:, HEAD : HEAD + 1, call.prefix :] for part in (call.query, call.key))
+    clusters = dgt.cluster_tokens(queries, GROUPS)
+    scores = clusters.centroids[0, 0] @ keys[0, 0].T * queries.shape[-1] ** -0.5
+    best = scores.softmax(-1).topk(KEYS)
+    return GroupPanel(
+        np.asarray(photograph),
+        call.grid,
+        clusters.ids[0, 0],
+        best.indices,
+        title,
+        best.values,
+    )
+
+
+def figure_groups_of_layers(photograph: Image.Image, calls: dict[int, Captured]) -> Figure:
+    """A row for each layer: three groups of queries and their keys."""
+    panels = [panel_of(photograph, call, f"layer {layer}") for layer, call in calls.items()]
+    return figure_groups(panels, 3)
+
+
+def main() -> int:
+    """Draw both pictures."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--weights", type=Path, required=True)
+    parser.add_argument("--photograph", type=Path, required=True)
+    parser.add_argument("--plan", type=Path, help="of dgt.accelerate, for the tokens")
+    parser.add_argument("--share", type=float, default=0.1, help="of the products, without a plan")
+    parser.add_argument("--out", type=Path, default=Path("docs/images"))
+    options = parser.parse_args()
+    try:
+        draw(options)
+    except (UserError, OSError) as error:
+        print(f"figure_dinov2: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def draw(options: argparse.Namespace) -> None:
+    """Write the pictures, and what was measured for their captions."""
+    model = load_dinov2(options.weights)
+    whole = read_photograph(options.photograph)
+    size = (whole.height // PATCH * PATCH, whole.width // PATCH * PATCH)
+    photograph = middle_of(whole, *size)
+    image = to_tensor(photograph)
+    calls = capture(model, image, LAYERS)
+    save_figure(figure_groups_of_layers(photograph, calls), options.out / "dinov2-groups.png", dpi=120)
+    tokens = tokens_of(model, image, options.share, options.plan)
+    save_figure(figure_tokens(photograph, tokens), options.out / "dinov2-tokens.png", dpi=120)
+    found = {
+        "photograph": options.photograph.name,
+        "pixels": [photograph.width, photograph.height],
+        "tokens": len(tokens.before),
+        "share": None if options.plan else options.share,
+        "setting": None if options.plan else split_budget(len(tokens.before), options.share),
+        "error": tokens.error,
+        "cosine": float(tokens.cosines.mean()),
+        "lowest_hundredth": float(tokens.cosines.quantile(0.01)),
+    }
+    write_json(options.out / "figure_dinov2.json", {**found, **environment()})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

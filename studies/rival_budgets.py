@@ -1,0 +1,16 @@
+"""How a budget is split between groups, residual keys, and selected keys."""
+
+from __future__ import annotations
+
+# Of the budget, a share of L keys for every query: measured to be near the best split (docs/remainder.md).
+GROUPS_SHARE, RESIDUAL_SHARE, KEYS_SHARE = 0.16, 0.25, 0.35
+
+
+def split_budget(tokens: int, share: float) -> dict[str, int]:
+    """Groups, residual keys, and keys of a group for a share of dense attention's products."""
+    pairs = share * tokens
+    return {
+        "groups": max(4, round(GROUPS_SHARE * pairs)),
+        "residual": max(2, round(RESIDUAL_SHARE * pairs)),
+        "keys": max(4, round(KEYS_SHARE * pairs)),
+    }
