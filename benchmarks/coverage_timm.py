@@ -1,13 +1,14 @@
 """What `dgt.accelerate` finds in every architecture of timm that has pretrained weights.
 
-Families are timm's own: the files that its registry names. Each architecture is built without values
-(the "meta" device) and called once at its own size; no weights are downloaded, nothing is measured.
+Families are timm's own: the files that its registry names. Each architecture is built without
+values (the "meta" device) and called once at its own size; no weights are downloaded, nothing is
+measured.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,17 +18,19 @@ Row = dict[str, Any]
 SOFTMAX = ("softmax", "_softmax")
 LEAST_KEYS = 16  # a softmax over fewer is no attention over tokens, but over branches or channels
 OWN = "a softmax of its own, not F.scaled_dot_product_attention"
-NONE = "no attention"
+NONE = "no attention found"
 
 
 class SoftmaxCounter(TorchFunctionMode):
-    """Counts softmax over the last dimension of matrices: attention that calls no function for it."""
+    """Counts softmax over the last dimension of matrices: attention that calls no function."""
 
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         found = function(*args, **(kwargs or {}))
         if getattr(function, "__name__", "") in SOFTMAX and isinstance(found, torch.Tensor):
             matrices = found.dim() >= 3 and min(found.shape[-2:]) >= LEAST_KEYS
@@ -79,18 +82,27 @@ def look(name: str) -> Row:
     return {"pixels": images.shape[-1], **summarize(rows)}
 
 
-def look_at_timm(only: str) -> Iterator[tuple[str, Row]]:
-    """Every architecture with pretrained weights, family by family."""
+@cache
+def architectures() -> dict[str, tuple[str, int]]:
+    """Family and number of pretrained tags of every architecture that has any."""
     import timm
 
     tags = collections.Counter(tag.split(".")[0] for tag in timm.list_pretrained())
-    for family in timm.list_modules():
-        for name in timm.list_models(only, module=family):
-            if not tags[name]:
-                continue
-            try:
-                result = look(name)
-            except Exception as error:
-                # what cannot be built without values: the table goes on, and says so
-                result = refused(f"not tried: {type(error).__name__}")
-            yield name, {"family": family, "tags": tags[name], **result}
+    return {
+        name: (family, tags[name])
+        for family in timm.list_modules()
+        for name in timm.list_models(module=family)
+        if tags[name]
+    }
+
+
+def look_at_architecture(name: str) -> Row:
+    """A row of the results."""
+    family, tags = architectures()[name]
+    try:
+        found = look(name)
+    except (
+        Exception
+    ) as error:  # what cannot be built without values: the table goes on, and says so
+        found = refused(f"not tried: {type(error).__name__}")
+    return {"family": family, "tags": tags, **found}

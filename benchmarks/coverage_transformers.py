@@ -1,34 +1,48 @@
 """What `dgt.accelerate` finds in every encoder of images or video that transformers registers.
 
-Each is built small from its own configuration, two layers deep with random weights, and called with one
-random image or clip; those that cannot be built so are built whole, without values (the "meta" device).
-Nothing is downloaded or measured. Models that take text, too, are left out: their encoders stand in the
-registry by themselves.
+Each is built small from its own configuration, two layers deep with random weights, and called with
+one random image or clip; those that cannot be built so are built whole, without values (the "meta"
+device). Nothing is downloaded or measured. Models that take text, too, are left out: their encoders
+stand in the registry by themselves.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 import warnings
-from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
 from coverage_timm import Row, refused, summarize, why_refused
 from torch import nn
 
+LOGGER = logging.getLogger(__name__)
 LAYERS = 2
-DEPTHS = ("num_hidden_layers", "num_layers", "depth", "encoder_layers", "decoder_layers")
+DEPTHS = (
+    "num_hidden_layers",
+    "num_layers",
+    "depth",
+    "encoder_layers",
+    "decoder_layers",
+    "pred_num_hidden_layers",
+)
 STAGES = ("depths", "num_blocks", "layers_per_stage", "blocks_per_stage")
 ENCODERS = ("image", "video")
 SIDE = 224
 FRAMES = 4
-LEAST_SIDE, MOST_SIDE = 96, 512
+FRAME_COUNTS = ("num_frames", "frames_per_clip")
+LEAST_SIDE, MOST_SIDE = 96, 1536
+MOST_PARAMETERS = 300e6  # of a model that is built whole, with values
 Inputs = dict[str, Any]
 
 
+@cache
 def registered() -> dict[str, type[nn.Module]]:
-    """Classes of models by their kind in transformers' registry: those that take images or video, and no text."""
+    """Classes of models by their kind in transformers' registry: those that take images or video,
+    and no text.
+    """
     import transformers
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_IMAGE_MAPPING_NAMES,
@@ -45,6 +59,8 @@ def registered() -> dict[str, type[nn.Module]]:
             continue
         words = {modalities} if isinstance(modalities, str) else set(modalities)
         images = "pixel_values" in str(model.main_input_name)
+        if name.startswith("Timm"):  # timm's own are looked at by themselves
+            continue
         if words <= set(ENCODERS) or (images and kind in MODEL_FOR_IMAGE_MAPPING_NAMES):
             found[kind] = model
     return found
@@ -55,6 +71,9 @@ def shrink(config: Any) -> None:
     for name in DEPTHS:
         if isinstance(getattr(config, name, None), int):
             setattr(config, name, min(LAYERS, getattr(config, name)))
+    for name in FRAME_COUNTS:
+        if isinstance(getattr(config, name, None), int):
+            setattr(config, name, min(FRAMES, getattr(config, name)))
     for name in STAGES:
         depths = getattr(config, name, None)
         if isinstance(depths, list | tuple) and all(isinstance(depth, int) for depth in depths):
@@ -65,7 +84,9 @@ def shrink(config: Any) -> None:
 
 
 def number(config: Any, *names: str, default: int) -> int:
-    """The first whole number, or the first of a pair, that a configuration has under one of these names."""
+    """The first whole number, or the first of a pair, that a configuration has under one of these
+    names.
+    """
     for name in names:
         value = getattr(config, name, None)
         if isinstance(value, list | tuple) and value:
@@ -93,7 +114,7 @@ def image(config: Any) -> Inputs:
 def clip(config: Any) -> Inputs:
     """One clip, under the name that the model has for it."""
     side = side_of(config)
-    frames = number(config, "num_frames", "frames_per_clip", default=FRAMES)
+    frames = number(config, *FRAME_COUNTS, default=FRAMES)
     return {"pixel_values": torch.rand(1, frames, 3, side, side)}
 
 
@@ -102,17 +123,48 @@ def clip_by_name(config: Any) -> Inputs:
     return {"pixel_values_videos": clip(config)["pixel_values"]}
 
 
-def grid(config: Any, name: str = "hidden_states") -> Inputs:
+def patches(config: Any) -> Inputs:
     """Patches of one image in a row, and its grid, as encoders of language models take them."""
     patch = number(config, "patch_size", default=14)
     values = number(config, "in_channels", "in_chans", "num_channels", default=3) * patch**2
-    values *= number(config, "temporal_patch_size", default=1)
-    return {name: torch.rand(16 * 16, values), "grid_thw": torch.tensor([[1, 16, 16]])}
+    frames = number(config, "temporal_patch_size", default=1)
+    return {
+        "hidden_states": torch.rand(16 * 16, values * frames),
+        "grid_thw": torch.tensor([[1, 16, 16]]),
+    }
 
 
-def grid_of_pixels(config: Any) -> Inputs:
+def patches_as_pixels(config: Any) -> Inputs:
     """The same under another name."""
-    return grid(config, "pixel_values")
+    row = patches(config)
+    return {"pixel_values": row["hidden_states"], "grid_thw": row["grid_thw"]}
+
+
+def patches_of_two_frames(config: Any) -> Inputs:
+    """The same, two frames deep."""
+    row = patches_as_pixels(config)
+    return {**row, "pixel_values": row["pixel_values"].repeat(1, 2)}
+
+
+def square_patches(config: Any) -> Inputs:
+    """The same, each patch a small image."""
+    patch = number(config, "patch_size", default=14)
+    return {
+        "pixel_values": torch.rand(16 * 16, 3, patch, patch),
+        "grid_thw": torch.tensor([[1, 16, 16]]),
+    }
+
+
+def patches_of_images(config: Any) -> Inputs:
+    """The same, the grid under another name."""
+    row = patches_as_pixels(config)
+    return {"pixel_values": row["pixel_values"], "image_grid_thw": row["grid_thw"]}
+
+
+def pair(config: Any) -> Inputs:
+    """Two images, as matchers take them."""
+    one = image(config)["pixel_values"]
+    return {"pixel_values": torch.stack([one, one.flip(-1)], dim=1)}
 
 
 def padded(config: Any) -> Inputs:
@@ -137,50 +189,87 @@ def with_size(config: Any) -> Inputs:
     return {**image(config), "image_sizes": torch.tensor([[side, side]])}
 
 
-FORMS = (image, clip, clip_by_name, grid, grid_of_pixels, padded, with_mask, with_size)
+FORMS = (
+    image,
+    clip,
+    clip_by_name,
+    patches,
+    patches_as_pixels,
+    patches_of_two_frames,
+    square_patches,
+    patches_of_images,
+    padded,
+    with_mask,
+    with_size,
+    pair,
+)
+ATTEMPTS = (
+    ("cpu", True),
+    ("meta", False),
+    ("cpu", False),
+)  # a device, and whether two layers are enough
 
 
-def attempts(model: type[nn.Module]) -> Iterator[tuple[nn.Module, Inputs]]:
-    """Models and inputs, the likeliest first: small ones with values, then whole ones without."""
-    wanted = inspect.signature(model.forward).parameters
-    for device in ("cpu", "meta"):
+def build(model: type[nn.Module], device: str, small: bool) -> tuple[nn.Module, Any]:
+    """A model in evaluation mode, and its configuration."""
+    for attention in ("sdpa", "eager"):  # what from_pretrained sets for most; some refuse the first
         config = model.config_class()
-        if device == "cpu":
+        if small:
             shrink(config)
-        config._attn_implementation = "sdpa"  # what from_pretrained sets for most
-        with torch.device(device):
-            built = model(config).eval()
-        for form in FORMS:
-            inputs = form(config)
-            if set(inputs) <= set(wanted):
-                yield built, {name: value.to(device) for name, value in inputs.items()}
+        config._attn_implementation = attention
+        try:
+            with torch.device(device):
+                return model(config).eval(), config
+        except (ImportError, ValueError) as refusal:
+            if attention == "eager":
+                raise
+            LOGGER.debug("%s: %s", model.__name__, refusal)
+    raise AssertionError("one of two attentions was built or raised")
 
 
 def look(model: type[nn.Module]) -> Row:
     """What is found in one class of models."""
+    reason = "it could not be built from its configuration alone"
+    parameters = 0
+    for device, small in ATTEMPTS:
+        if (device, small) == ("cpu", False) and not 0 < parameters < MOST_PARAMETERS:
+            continue
+        try:
+            built, config = build(model, device, small)
+        except Exception as error:  # whatever an unusual configuration raises: the table goes on
+            LOGGER.debug("%s on %s: %r", model.__name__, device, error)
+            continue
+        parameters = sum(parameter.numel() for parameter in built.parameters())
+        reason = "it was not called: it takes inputs of another kind"
+        if (row := look_with_inputs(built, config, device)) is not None:
+            return row
+    return refused(reason)
+
+
+def look_with_inputs(built: nn.Module, config: Any, device: str) -> Row | None:
+    """What is found with the first inputs that a model takes; None where it takes none."""
     from dgt.acceleration import inspect_model
 
-    last = "it could not be built from its configuration alone"
-    tried: Callable[..., Iterator[tuple[nn.Module, Inputs]]] = attempts
-    try:
-        for built, inputs in tried(model):
-            try:
-                return summarize(inspect_model(built, inputs, least_tokens=0))
-            except ValueError as error:
-                if "must call F.scaled_dot_product_attention" in str(error):
-                    return refused(why_refused(built, inputs, error))
-                last = "it was not called: inputs of another kind"
-    except Exception as error:  # whatever an unusual configuration raises: the table goes on, and says so
-        last = f"it could not be built from its configuration alone: {type(error).__name__}"
-    return refused(last)
+    wanted = inspect.signature(built.forward).parameters
+    for form in FORMS:
+        inputs = {name: value.to(device) for name, value in form(config).items()}
+        if not set(inputs) <= set(wanted):
+            continue
+        try:
+            return summarize(inspect_model(built, inputs, least_tokens=0))
+        except Exception as error:  # whatever a model raises for inputs that it does not take
+            if "must call F.scaled_dot_product_attention" in str(error):
+                return refused(why_refused(built, inputs, error))
+            LOGGER.debug("%s with %s: %s", type(built).__name__, form.__name__, error)
+    return None
 
 
-def look_at_transformers() -> Iterator[tuple[str, Row]]:
-    """Every encoder, by its kind."""
+def look_at_encoder(kind: str) -> Row:
+    """A row of the results."""
     import transformers
 
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    for kind, model in sorted(registered().items()):
-        yield kind, {"class": model.__name__, **look(model)}
+    model = registered()[kind]
+    return {"class": model.__name__, **look(model)}

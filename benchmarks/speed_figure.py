@@ -1,10 +1,12 @@
-"""The figure of attention's speed over tokens, from the raw results of `benchmarks/native_attention.py`.
+"""The figure of attention's speed over tokens, from the raw results of
+`benchmarks/native_attention.py`.
 
     python benchmarks/speed_figure.py [--results FILE] [--out FILE]
 
-Cases have other numbers of images and heads, so that times are divided by images, heads, and tokens: what
-one query costs. Dense attention costs as much more as there are more keys; a query in a group does not.
-The bound is our dense attention's time times the share of its products that groups leave.
+Cases have other numbers of images and heads, so that times are divided by images, heads, and
+tokens: what one query costs. Dense attention costs as much more as there are more keys; a query in
+a group does not. The bound is our dense attention's time times the share of its products that
+groups leave.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ def read_case(text: str) -> Case:
 
 
 def speeds(rows: list[dict[str, Any]], backward: bool) -> list[Speed]:
-    """What a query costs in float32 on two threads that nothing disturbs, by tokens; the largest case of each."""
+    """What a query costs in float32 on two threads that nothing disturbs, by tokens; the largest
+    case of each.
+    """
     found: dict[int, tuple[int, Speed]] = {}
     for row in rows:
         case = read_case(row["case"])
@@ -84,7 +88,11 @@ def figure_speed(content: dict[str, Any]) -> Figure:
     plots[0].set_ylabel("time of one query in one head")
     tidy(*plots, size=8)
     figure.legend(
-        *plots[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=8.5
+        *plots[0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=4,
+        frameon=False,
+        fontsize=8.5,
     )
     return figure
 
@@ -95,7 +103,9 @@ def draw(axes: Axes, found: list[Speed]) -> None:
     for name, (color, marker, line, label) in LINES.items():
         times = [speed.nanoseconds[name] for speed in found]
         width = 2.2 if name == "grouped" else 1.4
-        axes.plot(tokens, times, marker + line, color=color, label=label, linewidth=width, markersize=4.5)
+        axes.plot(
+            tokens, times, marker + line, color=color, label=label, linewidth=width, markersize=4.5
+        )
     last = found[-1].nanoseconds
     axes.annotate(
         "",

@@ -59,7 +59,8 @@ def load_dinov2(weights: str | Path) -> nn.Module:
 
 
 def read_photograph(path: str | Path) -> Image.Image:
-    """An RGB image from a file of any common kind, or from `face.dat`, the raccoon of SciPy below 1.12.
+    """An RGB image from a file of any common kind, or from `face.dat`, the raccoon of SciPy below
+    1.12.
 
     Raises:
         UserError: there is no such file.
@@ -90,7 +91,9 @@ def to_tensor(image: Image.Image) -> Tensor:
 
 @contextmanager
 def attention_as(answer: Callable[[int, Tensor, Tensor, Tensor], Tensor]) -> Iterator[None]:
-    """Inside, each call of PyTorch's attention is answered by ``answer(number of the call, q, k, v)``."""
+    """Inside, each call of PyTorch's attention is answered by ``answer(number of the call, q, k,
+    v)``.
+    """
     calls = iter(range(1_000_000))
 
     def instead(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:

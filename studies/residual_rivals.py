@@ -1,14 +1,16 @@
-"""Approximations of a trained model's attention at equal measured time, on the same queries, keys, and values.
+r"""Approximations of a trained model's attention at equal measured time, on the same queries, keys,
+and values.
 
-    python -m studies.residual_rivals --weights dinov2_small.safetensors --photographs A.jpg,B.jpg,C.jpg --out DIR
+    python -m studies.residual_rivals --weights dinov2_small.safetensors \
+        --photographs A.jpg,B.jpg,C.jpg --out DIR
 
-DINOv2-S is called for every photograph and size. What its layers attend with is given to residual keys
-(`dgt.clustered_attention`) and to nine others, each with several settings. `--what` is one of:
+DINOv2-S is called for every photograph and size. What its layers attend with is given to residual
+keys (`dgt.clustered_attention`) and to nine others, each with several settings. `--what` is one of:
 
 - errors: the relative error of the output of single layers;
 - model: that of the model's tokens, with the same method in all layers;
-- times: of single layers on the first photograph, in turns, the fastest of three: on a quiet machine.
-  "ready" is logged when everything was compiled and called once. Nothing else needs a clock.
+- times: of single layers on the first photograph, in turns, the fastest of three: on a quiet
+machine. "ready" is logged when everything was compiled and called once. Nothing else needs a clock.
 
 What was found is kept in DIR; a second call goes on where the first one stopped.
 """
@@ -55,10 +57,13 @@ TURNS = 3
 WHAT = ("errors", "model", "times")
 Content = dict[str, Any]
 Setting = dict[str, Any]
+Run = tuple[str, Setting, Callable[[], Tensor]]
 
 
 class Method(NamedTuple):
-    """A way to attend, its settings for a number of patches, and whether its time depends on values."""
+    """A way to attend, its settings for a number of patches, and whether its time depends on
+    values.
+    """
 
     attend: Callable[..., Tensor]
     settings: Callable[[int], list[Setting]]
@@ -82,12 +87,16 @@ def grid_of(**values: tuple[Any, ...]) -> Callable[[int], list[Setting]]:
 
 
 def several_budgets(tokens: int) -> list[Setting]:
-    """Several budgets split by the rule, with key clusters of each head and of all heads together."""
-    return [
-        {**split_budget(tokens, share), "shared": shared}
-        for share in (0.02, 0.03, 0.05, 0.08, 0.12, 0.2)
-        for shared in (False, True)
-    ]
+    """Several budgets split by the rule; also with keys clustered for all heads together, or with
+    twice the groups.
+    """
+    found = []
+    for share in (0.02, 0.03, 0.05, 0.08, 0.12, 0.2):
+        plain = split_budget(tokens, share)
+        found.append({**plain, "shared": False})
+        found.append({**plain, "shared": True})
+        found.append({**plain, "groups": 2 * plain["groups"], "shared": False})
+    return found
 
 
 ENGINES = ("torch", "native")
@@ -140,7 +149,7 @@ def residual_rivals(
 
     Args:
         words: `--weights FILE`, `--photographs FILE,FILE`, `--sizes 518,1036` (multiples of 14),
-            `--layers 0,4`, `--what errors`, `model`, or `times` (one after another, all by default).
+            `--layers 0,4`, `--what errors`, `model`, or `times` (all by default).
         seeds: not used: nothing is drawn at random.
         out: the folder; None for runs/residual_rivals.
 
@@ -199,7 +208,7 @@ def find_all(
             for layer, call in found.items():
                 yield from add_errors(content["errors"], Place(size, layer, number), call)
     if "model" in what:
-        for (size, number), image in pixels.items():
+        for (size, number), image in sorted(pixels.items(), key=lambda item: item[0][::-1]):
             yield from add_model_errors(content["model"], model, image, (size, number))
     if "times" in what:
         first = {size: image for (size, number), image in pixels.items() if number == 0}
@@ -293,12 +302,12 @@ def add_model_errors(
         yield
 
 
-def add_times(
-    rows: list[Setting], calls: dict[tuple[int, int], Captured]
-) -> Iterator[None]:
-    """Milliseconds of all methods in all layers, in turns; where values do not matter, in the first layer."""
+def add_times(rows: list[Setting], calls: dict[tuple[int, int], Captured]) -> Iterator[None]:
+    """Milliseconds of all methods in all layers, in turns; where values do not matter, in the first
+    layer.
+    """
     done = {(row["size"], row["layer"]) for row in rows}
-    runs: dict[tuple[int, int], list[tuple[str, Setting, Callable[[], Tensor]]]] = {}
+    runs: dict[tuple[int, int], list[Run]] = {}
     first = min(layer for _, layer in calls)
     for place, call in calls.items():
         if place in done:
@@ -310,8 +319,7 @@ def add_times(
             for setting in method.settings(call.grid[0] * call.grid[1])
         ]
     for called in runs.values():
-        for _, _, run in called:
-            run()
+        warm_up(called)
     LOGGER.info("ready")
     for (size, layer), called in runs.items():
         fastest = [float("inf")] * len(called)
@@ -324,6 +332,13 @@ def add_times(
             )
         LOGGER.info("times: %d px, layer %d", size, layer)
         yield
+
+
+def warm_up(called: list[Run]) -> None:
+    """Call every method once, so that it is compiled for these shapes."""
+    first = {name: run for name, _, run in reversed(called)}
+    for run in first.values():
+        run()
 
 
 def milliseconds(run: Callable[[], Any]) -> float:

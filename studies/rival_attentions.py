@@ -1,4 +1,5 @@
-"""What else approximates the attention of a trained model: short lists of keys, windows, merged tokens, groups.
+"""What else approximates the attention of a trained model: short lists of keys, windows, merged
+tokens, groups.
 
 Each function takes one captured attention and its own settings, and returns (1, H, L, D). Class and
 register tokens attend to everything, and everything attends to them, whatever a method does with
@@ -27,7 +28,9 @@ def dense(call: Captured, engine: str) -> Tensor:
 
 
 def over_few_keys(call: Captured, key: Tensor, value: Tensor, bias: Tensor, engine: str) -> Tensor:
-    """Attention over the prefix and a few keys (1, H, N, D) for all patches, with a bias (1, H or 1, N)."""
+    """Attention over the prefix and a few keys (1, H, N, D) for all patches, with a bias (1, H or
+    1, N).
+    """
     seen_key = torch.cat([call.key[:, :, : call.prefix], key], dim=2)
     seen_value = torch.cat([call.value[:, :, : call.prefix], value], dim=2)
     seen_bias = F.pad(bias, (call.prefix, 0))[:, :, None]
@@ -84,7 +87,8 @@ def strided(call: Captured, step: int, mean: bool, engine: str) -> Tensor:
 
 
 def merge_map(key: Tensor, keep: int) -> Tensor:
-    """ToMe's bipartite matching (Bolya et al., 2023): which of ``keep`` tokens each of (L, D) joins.
+    """ToMe's bipartite matching (Bolya et al., 2023): which of ``keep`` tokens each of (L, D)
+    joins.
 
     Every other token joins the likest of the rest, the likest pairs first, round after round.
     """
@@ -113,9 +117,11 @@ def mean_by(tokens: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def merged(call: Captured, share: float, queries: bool, engine: str) -> Tensor:
-    """ToMe: a share of the patches is left, by likeness of their keys; each counts as often as it has members.
+    """ToMe: a share of the patches is left, by likeness of their keys; each counts as often as it
+    has members.
 
-    All heads merge alike. With ``queries`` these merge as well, and their outputs are copied to all members.
+    All heads merge alike. With ``queries`` these merge as well, and their outputs are copied to all
+    members.
     """
     patches = [part[0, :, call.prefix :].transpose(0, 1) for part in call[:3]]  # (L, H, D) each
     heads, channels = patches[1].shape[1:]
@@ -180,7 +186,9 @@ def single_remainder(call: Captured, groups: int, keys: int) -> Tensor:
 def residual_keys(
     call: Captured, groups: int, residual: int, keys: int, shared: bool = False
 ) -> Tensor:
-    """Groups of queries, the best keys of each, and several residual keys: `dgt.clustered_attention`."""
+    """Groups of queries, the best keys of each, and several residual keys:
+    `dgt.clustered_attention`.
+    """
     return dgt.clustered_attention(
         call.query,
         call.key,

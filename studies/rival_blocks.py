@@ -1,4 +1,5 @@
-"""Block-sparse rivals on FlexAttention, which PyTorch compiles for CPUs: which blocks of scores are computed.
+"""Block-sparse rivals on FlexAttention, which PyTorch compiles for CPUs: which blocks of scores are
+computed.
 
 The rules are those of SpargeAttn (Zhang et al., 2025), Sparse VideoGen 2 (Yang et al., 2025), and
 SVG-EAR, in PyTorch. What only GPUs gain from (8-bit products, skipping inside a warp) is left out.
@@ -21,10 +22,13 @@ from studies.rival_attentions import with_prefix
 
 BLOCK = (128, 64)  # queries and keys of a block, as in SpargeAttn
 HIDDEN = -1e9
+MOST_SHAPES = 64  # beyond, FlexAttention would run uncompiled
 
 
 class Blocks(NamedTuple):
-    """A sequence in blocks: means (1, H, blocks, D), likeness (1, H, blocks), and members (blocks,)."""
+    """A sequence in blocks: means (1, H, blocks, D), likeness (1, H, blocks), and members
+    (blocks,).
+    """
 
     mean: Tensor
     likeness: Tensor
@@ -40,7 +44,7 @@ class Pieces(NamedTuple):
 
 
 def blocks_of(tokens: Tensor, size: int) -> Blocks:
-    """Means of blocks of (1, H, L, D), and the mean cosine between members, as SpargeAttn has them."""
+    """Means of blocks of (1, H, L, D), and the mean cosine between members (SpargeAttn)."""
     length = tokens.shape[2]
     count = math.ceil(length / size)
     members = torch.full((count,), float(size))
@@ -102,7 +106,7 @@ def taken(tokens: Tensor, order: Tensor) -> Tensor:
 @cache
 def compiled() -> Any:
     """FlexAttention, compiled for every shape it meets."""
-    return torch.compile(flex_attention, dynamic=False)
+    return torch.compile(flex_attention, dynamic=False, recompile_limit=MOST_SHAPES)
 
 
 def numbers_and_ids(chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,7 +162,9 @@ def attend_with_compensation(pieces: Pieces, chosen: Tensor) -> Tensor:
 
 
 def compensated_mask(pieces: Pieces, chosen: Tensor, length: int) -> BlockMask:
-    """Chosen blocks of the first ``length`` keys, and means, behind their padding, of the other blocks."""
+    """Chosen blocks of the first ``length`` keys, and means, behind their padding, of the other
+    blocks.
+    """
     count = chosen.shape[-1]
     start = count * BLOCK[1]
 
@@ -185,7 +191,8 @@ def compensated_mask(pieces: Pieces, chosen: Tensor, length: int) -> BlockMask:
 
 def sparge(call: Captured, mass: float, likeness: float) -> Tensor:
     """SpargeAttn's blocks, tokens in the order of the image."""
-    pieces = Pieces(call.query[:, :, call.prefix :], call.key, call.value)
+    patches = call.query[:, :, call.prefix :].contiguous()
+    pieces = Pieces(patches, call.key, call.value)
     found = attend_to_blocks(pieces, sparge_choice(pieces, mass, likeness))
     return with_prefix(call, found)
 

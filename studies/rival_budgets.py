@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Of the budget, a share of L keys for every query: measured to be near the best split (docs/remainder.md).
+# Of the budget, a share of L keys for every query: near the best split (docs/remainder.md).
 GROUPS_SHARE, RESIDUAL_SHARE, KEYS_SHARE = 0.16, 0.25, 0.35
 
 

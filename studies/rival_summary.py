@@ -1,4 +1,6 @@
-"""What `studies.residual_rivals` found, in words: who has the smallest error at equal measured time, and where."""
+"""What `studies.residual_rivals` found, in words: who has the smallest error at equal measured
+time, and where.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ NO_RIVALS = (OURS, "dense")
 
 
 class Point(NamedTuple):
-    """A setting of a method at one place: its time beside PyTorch's dense attention, and its error."""
+    """A setting of a method at one place: its time beside dense attention's, and its error."""
 
     method: str
     setting: dict[str, Any]
@@ -25,7 +27,9 @@ class Point(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """One comparison: for a size, a layer (or "model"), and a budget, the best of each method, None for none."""
+    """One comparison: for a size, a layer (or "model"), and a budget, the best of each method, None
+    for none.
+    """
 
     size: int
     layer: int | str
@@ -52,6 +56,11 @@ class Cell(NamedTuple):
     def won(self) -> bool:
         """Whether residual keys are equal or better."""
         return self.ours <= self.theirs and math.isfinite(self.ours)
+
+    @property
+    def decided(self) -> bool:
+        """Whether any method keeps to the budget."""
+        return math.isfinite(min(self.ours, self.theirs))
 
     def _error(self, name: str) -> float:
         point = self.best.get(name)
@@ -83,9 +92,7 @@ def dense_ms(content: dict[str, Any], size: int) -> float:
     return min(
         row["ms"]
         for row in content["times"]
-        if row["size"] == size
-        and row["method"] == "dense"
-        and row["setting"]["engine"] == "torch"
+        if row["size"] == size and row["method"] == "dense" and row["setting"]["engine"] == "torch"
     )
 
 
@@ -102,9 +109,10 @@ def points(content: dict[str, Any], size: int, layer: int | str) -> list[Point]:
         if row["size"] == size and row.get("layer", MODEL) == layer:
             errors.setdefault((row["method"], plain(row["setting"])), []).append(row)
     found = []
+    photographs = max((len(rows) for rows in errors.values()), default=0)
     for (method, setting), rows in errors.items():
         layers = times.get((method, setting))
-        if not layers:
+        if not layers or len(rows) < photographs:  # the study was stopped
             continue
         own = layers.get(layer) if isinstance(layer, int) else None
         ms = own or sum(layers.values()) / len(layers)
@@ -164,14 +172,20 @@ def summary(content: dict[str, Any]) -> str:
     heads, *rows = rows_of_table(found)
     lines = ["Errors in percent, of the best setting within the time; '-': none is so fast.", ""]
     lines += [markdown_table(heads, rows), ""]
-    lost = [cell for cell in found if not cell.won]
-    lines.append(f"Residual keys are equal or better in {len(found) - len(lost)} of {len(found)} cells.")
+    decided = [cell for cell in found if cell.decided]
+    lost = [cell for cell in decided if not cell.won]
+    won = len(decided) - len(lost)
+    lines.append(f"Residual keys are equal or better in {won} of {len(decided)} cells.")
     for cell in lost:
-        text = f"lost: {cell.size} px, layer {cell.layer}, {100 * cell.budget:.0f} % of the time: "
-        if math.isinf(cell.theirs):
-            lines.append(text + "no method is so fast")
-        else:
-            lines.append(
-                text + f"{cell.rival} {100 * cell.theirs:.2g} %, residual keys {100 * cell.ours:.2g} %"
-            )
+        errors = f"{cell.rival} {100 * cell.theirs:.2g} %, residual keys {100 * cell.ours:.2g} %"
+        lines.append(f"lost: {place_of(cell)}: {errors}")
+    for cell in found:
+        if not cell.decided:
+            lines.append(f"open: {place_of(cell)}: no method is so fast")
     return "\n".join(lines) + "\n"
+
+
+def place_of(cell: Cell) -> str:
+    """Where a comparison was made."""
+    where = "the model" if cell.layer == MODEL else f"layer {cell.layer}"
+    return f"{cell.size} px, {where}, {100 * cell.budget:.0f} % of the time"

@@ -1,0 +1,40 @@
+"""Tables and numbers of docs/dinov2.md: residual keys beside other approximations at equal measured
+time.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+
+from tables_shared import ROOT, Cells, number_of_text, read, table
+
+sys.path.insert(0, str(ROOT))
+from studies.rival_summary import Cell, cells, rows_of_table
+
+SHORT = {
+    "merged tokens (ToMe)": "ToMe",
+    "blocks (SpargeAttn)": "SpargeAttn",
+    "blocks of clusters (SVG 2)": "SVG 2",
+    "with compensation (SVG-EAR)": "SVG-EAR",
+}
+
+
+@cache
+def found() -> list[Cell]:
+    """Every comparison of the raw results."""
+    return cells(read("residual_rivals"))
+
+
+@table
+def rivals() -> Cells:
+    """A row for each size, layer, and time allowed: errors in percent."""
+    heads, *rows = rows_of_table(found())
+    return [[SHORT.get(head, head) for head in heads], *rows]
+
+
+@number_of_text
+def cells_won() -> str:
+    """In how many of the comparisons residual keys are equal or better."""
+    decided = [cell for cell in found() if cell.decided]
+    return f"{sum(cell.won for cell in decided)} of {len(decided)}"
