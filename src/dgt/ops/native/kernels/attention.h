@@ -79,9 +79,9 @@ struct Pairs {
 
 // The keys that a part attends to, without those that are hidden.
 struct KeyList {
-    const int32_t* ids;                         // null: 0, 1, 2 and so on
-    int64_t length;                             // places, of which some may hold -1
-    const uint8_t* mask;                        // 1 where a key is real; null: all are
+    const int32_t* ids;                   // null: 0, 1, 2 and so on
+    int64_t length;                       // places, of which some may hold -1
+    const uint8_t* mask;                  // 1 where a key is real; null: all are
     Pairs pairs = {nullptr, nullptr, 0};  // behind the places
 
     bool is_whole() const { return !ids && !mask; }
