@@ -87,7 +87,19 @@ class SelfAttention(nn.Module):
 
 @register_notrace_module
 class GlobalAttention(SelfAttention):
-    """Attention of every token to every token; arguments as in :class:`SelfAttention`."""
+    """Attention of every token to every token.
+
+    Args:
+        dim, num_heads, qkv_bias, cosine: as in :class:`SelfAttention`.
+
+    Raises:
+        TypeError, ValueError: as :class:`SelfAttention`.
+
+    Example:
+        >>> layer = GlobalAttention(64, num_heads=2)
+        >>> layer(torch.randn(2, 7, 7, 64)).shape
+        torch.Size([2, 7, 7, 64])
+    """
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, H, W, C) or (B, L, C) to the same shape.
@@ -125,6 +137,11 @@ class DGAttention(SelfAttention, CentroidState):
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
+
+    Example:
+        >>> layer = DGAttention(64, num_heads=2, num_groups=48, top_k=98)
+        >>> layer(torch.randn(2, 28, 28, 64)).shape
+        torch.Size([2, 28, 28, 64])
     """
 
     def __init__(

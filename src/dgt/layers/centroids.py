@@ -305,7 +305,18 @@ register_optimizer_step_post_hook(_after_step)
 
 
 def renormalize_centroids(model: nn.Module) -> None:
-    """Bring all centroids of a model to unit norm in place, for example after averaging weights."""
+    """Bring all centroids of a model to unit norm in place, for example after averaging weights.
+
+    Args:
+        model: any module; its :class:`dgt.DGAttention` layers are changed, nothing else.
+
+    Example:
+        >>> layer = dgt.DGAttention(64, num_heads=2)
+        >>> _ = layer.centroids.mul_(3)
+        >>> renormalize_centroids(layer)
+        >>> torch.allclose(layer.centroids.norm(dim=-1), torch.ones(2, 48))
+        True
+    """
     with torch.no_grad():
         for layer in model.modules():
             if isinstance(layer, CentroidState):

@@ -1,11 +1,13 @@
 """The backends of the operator: names, the choice of ``"auto"``, and their modules.
 
-==============  ======================================================================================================
-``reference``   :mod:`dgt.ops.reference`: dense, any type and device, twice differentiable; the oracle of all others
-``native``      :mod:`dgt.ops.native.operators`: the C++ kernel for CPUs, where it was built
-``torch``       :mod:`dgt.ops.torch_ops`: PyTorch's own kernels, any device (on CPUs within :mod:`dgt.ops.operators`)
-``triton``      :mod:`dgt.ops.triton.backend`: fused kernels for CUDA
-==============  ======================================================================================================
+=============  =====================================================================================
+``reference``  :mod:`dgt.ops.reference`: dense, any type and device, twice differentiable; the
+               oracle of all others
+``native``     :mod:`dgt.ops.native.operators`: the C++ kernel for CPUs, where it was built
+``torch``      :mod:`dgt.ops.torch_ops`: PyTorch's own kernels, any device (on CPUs within
+               :mod:`dgt.ops.operators`)
+``triton``     :mod:`dgt.ops.triton.backend`: fused kernels for CUDA
+=============  =====================================================================================
 
 Each module offers the same functions over arguments that are right already; their contracts are in
 :mod:`dgt.ops.torch_ops`:

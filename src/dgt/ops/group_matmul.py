@@ -46,15 +46,17 @@ def group_matmul(
 
     Query i works with keys ``ids_i = key_ids[b, h, group_ids[b, h, i]]``.
 
-    ======  ==================  ===================  ====================================================
-    form    left                right                result
-    ======  ==================  ===================  ====================================================
-    1       queries (B,H,L,D)   keys (B,H,M,D)       (B,H,L,K): ``left[i] . right[ids_i[p]]``
-    2       weights (B,H,L,K)   values (B,H,M,D)     (B,H,L,D): sum over p of ``left[i,p] right[ids_i[p]]``
-    3       queries (B,H,L,D)   weights (B,H,L,K)    (B,H,D,M): form 4 of (right, left), transposed
-    4       weights (B,H,L,K)   rows (B,H,L,D)       (B,H,M,D): in row j the sum of ``left[i,p] right[i]``
-                                                     over all i, p with ``ids_i[p] = j``
-    ======  ==================  ===================  ====================================================
+    ====  ==================  ==================  ==================================================
+    form  left                right               result
+    ====  ==================  ==================  ==================================================
+    1     queries (B,H,L,D)   keys (B,H,M,D)      (B,H,L,K): ``left[i] . right[ids_i[p]]``
+    2     weights (B,H,L,K)   values (B,H,M,D)    (B,H,L,D): sum over p of
+                                                  ``left[i,p] right[ids_i[p]]``
+    3     queries (B,H,L,D)   weights (B,H,L,K)   (B,H,D,M): form 4 of (right, left), transposed
+    4     weights (B,H,L,K)   rows (B,H,L,D)      (B,H,M,D): in row j the sum of
+                                                  ``left[i,p] right[i]`` over all i, p with
+                                                  ``ids_i[p] = j``
+    ====  ==================  ==================  ==================================================
 
     Args:
         form: 1 to 4, as numbered in the paper's appendix.
@@ -66,8 +68,18 @@ def group_matmul(
         backend: ``"auto"``, ``"torch"`` (PyTorch's own operators) or ``"triton"``; one that is
             named is never exchanged for another.
 
+    Returns:
+        As in the table, of the type of ``left``.
+
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
+
+    Example:
+        >>> query, key = torch.randn(2, 1, 2, 196, 32)
+        >>> group_ids = torch.randint(48, (1, 2, 196))
+        >>> key_ids = torch.rand(1, 2, 48, 196).topk(98).indices
+        >>> group_matmul(1, query, key, group_ids, key_ids).shape
+        torch.Size([1, 2, 196, 98])
     """
     _check(form, left, right, group_ids, key_ids, tokens)
     if has_tangent(left, right):

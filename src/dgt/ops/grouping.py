@@ -64,9 +64,19 @@ def group_statistics(
 ) -> tuple[Tensor, Tensor]:
     """Sum the normalized queries of every group over batch and tokens, and count them (Eq. 3).
 
-    Returns float32 ``(sums, counts)``, (H, G, D) and (H, G), of (B, H, L, D) queries whose (B, H,
-    L) groups are known; -1 (padding) is not counted. Statistics of parts of a batch add up;
-    ``backend`` as for the whole operator.
+    Statistics of parts of a batch add up.
+
+    Args:
+        query: (B, H, L, D) float tensor.
+        group_ids: (B, H, L) int64 from :func:`group_queries`; -1 (padding) is not counted.
+        num_groups: G.
+        backend: as in :func:`dgt.dynamic_group_attention`.
+
+    Returns:
+        ``(sums, counts)``, float32 (H, G, D) and (H, G).
+
+    Raises:
+        TypeError, ValueError: for a wrong type, rank, shape or device.
     """
     steps = load_backend(resolve_backend(backend, query), query)
     sums, counts = steps.group_statistics(query, group_ids, num_groups)
@@ -107,6 +117,13 @@ def update_centroids(centroids: Tensor, query: Tensor, group_ids: Tensor, rate: 
 
     Raises:
         TypeError, ValueError: for a wrong type, rank, shape, device, or a rate outside [0, 1].
+
+    Example:
+        >>> query = torch.randn(4, 2, 196, 32)
+        >>> centroids = F.normalize(torch.randn(2, 48, 32), dim=-1)
+        >>> group_ids = group_queries(query, centroids)
+        >>> update_centroids(centroids, query, group_ids, rate=0.9).shape
+        torch.Size([2, 48, 32])
     """
     check_tokens("query", query, centroids)
     check_tensor("group_ids", group_ids, "BHL", floating=False)
@@ -136,6 +153,10 @@ def seed_centroids(tokens: Tensor, num_groups: int, steps: int = 10) -> Tensor:
     Raises:
         TypeError, ValueError: for a wrong type or rank, an empty sample, ``num_groups`` < 1 or
             ``steps`` < 0.
+
+    Example:
+        >>> seed_centroids(torch.randn(2, 1000, 32), num_groups=48).shape
+        torch.Size([2, 48, 32])
     """
     check_tensor("tokens", tokens, "HND", floating=True)
     check_count("num_groups", num_groups)
@@ -164,6 +185,11 @@ def find_centroids(query: Tensor, centroids: Tensor, steps: int = 2) -> Tensor:
 
     Raises:
         TypeError, ValueError: for a wrong type, rank or shape, or ``steps`` < 0.
+
+    Example:
+        >>> centroids = F.normalize(torch.randn(2, 48, 32), dim=-1)
+        >>> find_centroids(torch.randn(4, 2, 196, 32), centroids).shape
+        torch.Size([4, 2, 48, 32])
     """
     check_count("steps", steps, least=0)
     if isinstance(centroids, Tensor) and centroids.dim() == 3:

@@ -60,6 +60,10 @@ class PaddedMaskRCNN(MaskRCNN):  # type: ignore[misc]  # torchvision is not type
         backbone: gives four maps.
         channels: of the pyramid's levels.
         options: of torchvision's `MaskRCNN`.
+
+    Example:
+        >>> detector = build_mask_rcnn("dgt_nano", 91, image_size=224).eval()
+        >>> detections = detector([torch.rand(3, 224, 300)])
     """
 
     def __init__(self, backbone: FeatureBackbone, channels: int, **options: Any) -> None:

@@ -40,10 +40,8 @@ def score_keys(
     across = tl.trans(load_rows(rows, place, stride, inside, D, DP))
     score = exact(center, (across, across, across))
     if MASKED:
-        inside &= (
-            tl.load(key_mask + (head // heads).to(tl.int64) * tokens + place, mask=inside, other=0)
-            != 0
-        )
+        mask_row = key_mask + (head // heads).to(tl.int64) * tokens
+        inside &= tl.load(mask_row + place, mask=inside, other=0) != 0
     return score, inside
 
 
@@ -63,16 +61,15 @@ def best_of_blocks(
     block = piece * T + tl.arange(0, T)
     full, passes = tokens // N, tl.cdiv(tokens, N)  # the last pass is apart where keys end in it
     for TAIL in tl.static_range(2):
-        for nth in tl.range(
-            full * TAIL, full + (passes - full) * TAIL, num_stages=1 if TAIL else None
-        ):
+        begin, end = full * TAIL, full + (passes - full) * TAIL
+        for nth in tl.range(begin, end, num_stages=1 if TAIL else None):
             place = nth * N + ((block - (nth * (nth + 1) >> 1) * TURN) & (N - 1))
             score, inside = score_keys(
                 center, rows, key_mask, head, heads, place, kl, tokens, D, DP, TAIL == 1, MASKED
             )  # fmt: skip
-            result = tl.maximum(
-                result, tl.where(inside[None, :], score, float("-inf")) if MASKED or TAIL else score
-            )
+            if MASKED or TAIL:
+                score = tl.where(inside[None, :], score, float("-inf"))
+            result = tl.maximum(result, score)
     row = best + (head.to(tl.int64) * groups + ids)[:, None] * N
     tl.store(row + block[None, :], result, mask=(ids < groups)[:, None] & (block < N)[None, :])
 

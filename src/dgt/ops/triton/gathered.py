@@ -111,9 +111,8 @@ def attend_tiles(
         result += tl.where(bias > float("-inf"), rest, 0.0)[None, :]
     full = count // N * N
     for LAST in tl.static_range(2):  # the last block is masked, and apart
-        for start in tl.range(
-            full * LAST, full + (count - full) * LAST, N, num_stages=1 if LAST else None
-        ):
+        begin, end = full * LAST, full + (count - full) * LAST
+        for start in tl.range(begin, end, N, num_stages=1 if LAST else None):
             ids = tl.load(listed + start + tl.arange(0, N))
             score = multiply(q, tl.trans(load_listed(key_rows, ids, kl, D, DP)))
             if biases is not None:
