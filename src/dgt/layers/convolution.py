@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Proxy
 
+from dgt.layers.native import predicts_natively
 from dgt.layers.scripting import scripting
+from dgt.ops.native import convolution
 
 
 def mask_padding(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -53,7 +55,11 @@ class TokenLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, ..., in_features) to (B, ..., out_features)."""
-        if scripting() or not self.as_convolution(x):
+        if scripting():
+            return F.linear(x, self.weight, self.bias)
+        if predicts_natively(x, self.weight, self.bias):
+            return convolution.linear(x, self.weight, self.bias)
+        if not self.as_convolution(x):
             return F.linear(x, self.weight, self.bias)
         maps = x if x.dim() == 4 else x.flatten(1, -2).unsqueeze(1)
         weight = self.weight[:, :, None, None]
@@ -256,6 +262,12 @@ class ConditionalPositionEncoding(nn.Module):
         """Map (B, H, W, C) to (B, H, W, C)."""
         return _nhwc(self.conv(_nchw(x)))
 
+    def add_to(self, x: Tensor) -> Tensor:
+        """Add the encoding of (B, H, W, C) to itself."""
+        if not scripting() and predicts_natively(x, self.conv.weight, self.conv.bias):
+            return convolution.depthwise_convolution(x, self.conv.weight, self.conv.bias, True)
+        return x + self(x)
+
 
 class InvertedResidualFFN(nn.Module):
     """CMT's feed-forward network (Eq. 10): expand, residual depthwise 3x3, project.
@@ -283,6 +295,8 @@ class InvertedResidualFFN(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, H, W, C) to (B, H, W, C)."""
+        if not scripting() and self.runs_natively(x):
+            return self.run_natively(x, mask)
         x = self.expand(_nchw(x))
         if scripting():
             x = self.project(self.norm2(self.act(self.mix(self.norm1(self.act(x)), mask))))
@@ -295,3 +309,34 @@ class InvertedResidualFFN(nn.Module):
         """Add to (B, hidden, H, W) its depthwise convolution, between neighbours."""
         x = x if mask is None else x * mask.unsqueeze(1)
         return x + self.depthwise(x)
+
+    @torch.jit.ignore
+    def runs_natively(self, x: Tensor) -> bool:
+        """Tell whether the native kernel takes (B, H, W, C): in evaluation, without dropout."""
+        norms = (self.norm1, self.norm2, self.norm3)
+        if self.training or any(type(norm) is not nn.BatchNorm2d for norm in norms):
+            return False
+        if any(norm.training or norm.running_var is None for norm in norms):
+            return False
+        convs = (self.expand, self.depthwise, self.project)
+        return predicts_natively(x, *(parameter for conv in convs for parameter in conv.parameters()))
+
+    @torch.jit.ignore
+    def run_natively(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Map (B, H, W, C) to (B, H, W, C) by the native kernel."""
+        norms = (self.norm1, self.norm2, self.norm3)
+        return torch.ops.dgt.native_feed_forward(
+            x,
+            self.expand.weight,
+            self.expand.bias,
+            convolution.statistics(self.norm1),
+            self.depthwise.weight,
+            self.depthwise.bias,
+            convolution.statistics(self.norm2),
+            self.project.weight,
+            self.project.bias,
+            convolution.statistics(self.norm3),
+            [norm.eps for norm in norms],
+            mask,
+            None,
+        )

@@ -47,19 +47,42 @@ private:
     size_t used_ = 0;
 };
 
-// A block for a call; freed at its end.
+// A block for a call. When the call ends, a block of moderate size is kept for the next one: a system that hands out
+// fresh pages, page by page, can take longer than the kernel itself.
 class Block {
 public:
-    explicit Block(size_t size) : memory_((char*)malloc(size + Arena::ALIGNMENT)) {}
+    explicit Block(size_t size) : memory_(take_kept()) {
+        size_t needed = size + Arena::ALIGNMENT;
+        if (memory_ && memory_->size >= needed) return;
+        free(memory_);
+        memory_ = (Memory*)malloc(sizeof(Memory) + needed);
+        if (memory_) memory_->size = needed;
+    }
     Block(const Block&) = delete;
     Block& operator=(const Block&) = delete;
-    ~Block() { free(memory_); }
+    ~Block() {
+        if (memory_ && memory_->size <= MOST_KEPT) memory_ = __atomic_exchange_n(&kept(), memory_, __ATOMIC_ACQ_REL);
+        free(memory_);
+    }
 
     bool failed() const { return memory_ == nullptr; }
-    char* aligned() const { return (char*)round_up((int64_t)(intptr_t)memory_, Arena::ALIGNMENT); }
+    char* aligned() const { return (char*)round_up((int64_t)(intptr_t)(memory_ + 1), Arena::ALIGNMENT); }
 
 private:
-    char* memory_;
+    struct Memory {
+        size_t size;  // of what follows
+    };
+
+    static constexpr size_t MOST_KEPT = (size_t)32 << 20;
+
+    // The block that is kept; null while a call has it.
+    static Memory*& kept() {
+        static Memory* memory = nullptr;
+        return memory;
+    }
+    static Memory* take_kept() { return __atomic_exchange_n(&kept(), (Memory*)nullptr, __ATOMIC_ACQ_REL); }
+
+    Memory* memory_;
 };
 
 // A number that threads share.

@@ -1,0 +1,187 @@
+"""Linear layers, depthwise convolutions and the feed-forward network on the native kernels, in evaluation.
+
+Maps are (B, H, W, C), contiguous, float32. None of these has gradients: :func:`takes` tells where they can be used.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
+
+from dgt.ops.native.convolution_interface import (
+    BatchNorm,
+    DepthwiseProblem,
+    FeedForwardProblem,
+    LinearProblem,
+    run,
+)
+from dgt.ops.native.interface import as_mask, pointer
+
+# Without the wrapper of `torch.library.custom_op`, which takes as long as a small layer.
+LIBRARY = torch.library.Library("dgt", "FRAGMENT")
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return ``F.linear(x, weight, bias)``.
+
+    Args:
+        x: (..., inputs).
+        weight: (outputs, inputs).
+        bias: (outputs,) or None.
+
+    Returns:
+        (..., outputs), contiguous.
+    """
+    output: Tensor = torch.ops.dgt.native_linear(x, weight, bias)
+    return output
+
+
+def depthwise_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, residual: bool) -> Tensor:
+    """Convolve every channel with its own 3x3 kernel, with zeros around the map.
+
+    Args:
+        x: (B, H, W, C).
+        weight: (C, 1, 3, 3).
+        bias: (C,) or None.
+        residual: add the input.
+
+    Returns:
+        (B, H, W, C), contiguous.
+    """
+    output: Tensor = torch.ops.dgt.native_depthwise_convolution(x, weight, bias, residual)
+    return output
+
+
+LIBRARY.define("native_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+LIBRARY.define(
+    "native_depthwise_convolution(Tensor x, Tensor weight, Tensor? bias, bool residual) -> Tensor"
+)
+LIBRARY.define(
+    "native_feed_forward(Tensor x, Tensor expand_weight, Tensor? expand_bias, Tensor[] norm1, "
+    "Tensor depthwise_weight, Tensor? depthwise_bias, Tensor[] norm2, Tensor project_weight, Tensor? project_bias, "
+    "Tensor[] norm3, float[] epsilons, Tensor? mask, Tensor? residual) -> Tensor"
+)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    x = x.contiguous()
+    weight = weight.contiguous()
+    outputs, inputs = weight.shape
+    output = x.new_empty((*x.shape[:-1], outputs))
+    problem = LinearProblem()
+    problem.tokens = x.numel() // inputs
+    problem.inputs = inputs
+    problem.outputs = outputs
+    problem.input = x.data_ptr()
+    problem.weight = weight.data_ptr()
+    problem.bias = pointer(bias)
+    problem.output = output.data_ptr()
+    run("dgt_linear", problem)
+    return output
+
+
+def _depthwise(x: Tensor, weight: Tensor, bias: Tensor | None, residual: bool) -> Tensor:
+    x = x.contiguous()
+    weight = weight.contiguous()
+    output = torch.empty_like(x)
+    problem = DepthwiseProblem()
+    problem.images, problem.height, problem.width, problem.channels = x.shape
+    problem.with_input = residual
+    problem.input = x.data_ptr()
+    problem.weight = weight.data_ptr()
+    problem.bias = pointer(bias)
+    problem.output = output.data_ptr()
+    run("dgt_depthwise_convolution", problem)
+    return output
+
+
+def _feed_forward(
+    x: Tensor,
+    expand_weight: Tensor,
+    expand_bias: Tensor | None,
+    norm1: Sequence[Tensor],
+    depthwise_weight: Tensor,
+    depthwise_bias: Tensor | None,
+    norm2: Sequence[Tensor],
+    project_weight: Tensor,
+    project_bias: Tensor | None,
+    norm3: Sequence[Tensor],
+    epsilons: Sequence[float],
+    mask: Tensor | None,
+    residual: Tensor | None,
+) -> Tensor:
+    x = x.contiguous()
+    weights = [weight.contiguous() for weight in (expand_weight, depthwise_weight, project_weight)]
+    mask = as_mask(mask)
+    residual = None if residual is None else residual.contiguous()
+    output = torch.empty_like(x)
+    problem = FeedForwardProblem()
+    problem.images, problem.height, problem.width, problem.channels = x.shape
+    problem.hidden = len(expand_weight)
+    problem.input = x.data_ptr()
+    problem.mask = pointer(mask)
+    problem.expand_weight, problem.depthwise_weight, problem.project_weight = map(pointer, weights)
+    problem.expand_bias = pointer(expand_bias)
+    problem.depthwise_bias = pointer(depthwise_bias)
+    problem.project_bias = pointer(project_bias)
+    norms = (norm1, norm2, norm3)
+    problem.norm1, problem.norm2, problem.norm3 = map(_batch_norm, norms, epsilons)
+    problem.residual = pointer(residual)
+    problem.output = output.data_ptr()
+    run("dgt_feed_forward", problem)
+    return output
+
+
+def _batch_norm(norm: Sequence[Tensor], epsilon: float) -> BatchNorm:
+    if not norm:
+        return BatchNorm()
+    return BatchNorm(*map(pointer, norm), epsilon)
+
+
+def statistics(norm: nn.Module) -> list[Tensor]:
+    """Return what BatchNorm in evaluation consists of: weight, bias, mean and variance, each (C,)."""
+    normed: Any = norm
+    return [normed.weight, normed.bias, normed.running_mean, normed.running_var]
+
+
+def _new_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _new_map(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+LIBRARY.impl("native_linear", _linear, "CPU")
+LIBRARY.impl("native_depthwise_convolution", _depthwise, "CPU")
+LIBRARY.impl("native_feed_forward", _feed_forward, "CPU")
+torch.library.register_fake("dgt::native_linear", _new_linear)
+torch.library.register_fake("dgt::native_depthwise_convolution", _new_map)
+torch.library.register_fake("dgt::native_feed_forward", _new_map)
+
+
+def _linear_flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:
+    return 2 * _tokens(x) * int(weight[0]) * int(weight[1])
+
+
+def _depthwise_flops(x: Any, *_: Any, **__: Any) -> int:
+    return 2 * 9 * _tokens(x) * int(x[-1])
+
+
+def _feed_forward_flops(x: Any, expand_weight: Any, *_: Any, **__: Any) -> int:
+    hidden = int(expand_weight[0])
+    return 2 * _tokens(x) * hidden * (2 * int(x[-1]) + 9)
+
+
+def _tokens(shape: Any) -> int:
+    count = 1
+    for size in shape[:-1]:
+        count *= int(size)
+    return count
+
+
+register_flop_formula(torch.ops.dgt.native_linear)(_linear_flops)
+register_flop_formula(torch.ops.dgt.native_depthwise_convolution)(_depthwise_flops)
+register_flop_formula(torch.ops.dgt.native_feed_forward)(_feed_forward_flops)

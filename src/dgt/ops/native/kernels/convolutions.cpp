@@ -1,0 +1,102 @@
+// What stands around attention in a block: linear layers, depthwise convolutions, and the feed-forward network.
+
+#include "convolution_interface.h"
+#include "depthwise.h"
+#include "feed_forward.h"
+#include "linear.h"
+#include "parallel.h"
+
+namespace dgt {
+namespace {
+
+int run_linear(const dgt_linear_problem& x) {
+    struct Buffers {
+        Panels panels;
+        float* bias;
+        Buffers(Arena& arena, const dgt_linear_problem& x)
+            : panels(arena, x.inputs, x.outputs), bias(take_channels(arena, x.outputs)) {}
+    };
+    Arena measure;
+    Buffers laid_out(measure, x);
+    Block block(measure.used());
+    if (block.failed()) return DGT_NO_MEMORY;
+    Arena arena(block.aligned(), measure.used());
+    Buffers own(arena, x);
+    copy_channels(x.bias, x.outputs, own.bias);
+    TokenBlocks blocks(x.tokens, x.inputs);
+    auto finish = [&](const Tile& tile) {
+        for (int64_t r = 0; r < tile.rows; ++r) {
+            int64_t offset = (tile.first_token + r) * x.outputs;
+            for (int64_t i = 0; i < tile.vectors; ++i) {
+                int64_t channel = (tile.first_vector + i) * W;
+                Floats y = tile.vector(r, i);
+                if (x.residual) y += load_channels(x.residual + offset, channel, x.outputs);
+                store_channels(x.output + offset, channel, x.outputs, y);
+            }
+        }
+    };
+    in_parallel(x, thread_count(x), [&](Member& member) {
+        member.share(own.panels.count(), [&](int64_t panel) { own.panels.pack(x.weight, panel); });
+        member.share(blocks.count() * own.panels.groups(), [&](int64_t piece) {
+            int64_t block = piece % blocks.count();
+            multiply(x.input, x.inputs, blocks.first(block), blocks.length(block), own.panels, piece / blocks.count(),
+                     own.bias, finish);
+        });
+    });
+    return DGT_GOOD;
+}
+
+// Convolve W channels of a line of the map.
+template <class Load>
+DGT_INLINE void convolve_channels(const dgt_depthwise_problem& x, const Taps& taps, const float* bias, int64_t line,
+                                  int64_t channel, const Load& load_vector) {
+    int64_t row = line % x.height;
+    int64_t line_floats = x.width * x.channels;
+    const float* here = x.input + line * line_floats + channel;
+    Lines lines = {row > 0 ? here - line_floats : nullptr, here, row + 1 < x.height ? here + line_floats : nullptr,
+                   x.width, x.channels};
+    auto finish = [&](int64_t place, Floats input, Floats sum) {
+        if (x.with_input) sum += input;
+        store_channels(x.output + line * line_floats + place * x.channels, channel, x.channels, sum);
+    };
+    convolve_vector(lines, taps, channel, load(bias + channel), load_vector, finish);
+}
+
+int run_depthwise(const dgt_depthwise_problem& x) {
+    struct Buffers {
+        Taps taps;
+        float* bias;
+        Buffers(Arena& arena, const dgt_depthwise_problem& x)
+            : taps(arena, x.channels), bias(take_channels(arena, x.channels)) {}
+    };
+    Arena measure;
+    Buffers laid_out(measure, x);
+    Block block(measure.used());
+    if (block.failed()) return DGT_NO_MEMORY;
+    Arena arena(block.aligned(), measure.used());
+    Buffers own(arena, x);
+    own.taps.copy(x.weight, x.channels);
+    copy_channels(x.bias, x.channels, own.bias);
+    Bits last_lanes = first_lanes(x.channels % W);
+    in_parallel(x, thread_count(x), [&](Member& member) {
+        member.share(x.images * x.height, [&](int64_t line) {
+            int64_t channel = 0;
+            for (; channel + W <= x.channels; channel += W) {
+                convolve_channels(x, own.taps, own.bias, line, channel, [](const float* from) { return load(from); });
+            }
+            if (channel == x.channels) return;
+            auto load_last = [&](const float* from) { return load_lanes(from, last_lanes); };
+            convolve_channels(x, own.taps, own.bias, line, channel, load_last);
+        });
+    });
+    return DGT_GOOD;
+}
+
+}  // namespace
+}  // namespace dgt
+
+int dgt_linear(const dgt_linear_problem* problem) { return dgt::run_linear(*problem); }
+
+int dgt_depthwise_convolution(const dgt_depthwise_problem* problem) { return dgt::run_depthwise(*problem); }
+
+int dgt_feed_forward(const dgt_feed_forward_problem* problem) { return dgt::run_feed_forward(*problem); }
