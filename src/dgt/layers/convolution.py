@@ -8,7 +8,7 @@ real, zeroes padding before every spatial convolution, so that a padded image gi
 alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -22,6 +22,14 @@ from torch.fx import Proxy
 from dgt.layers.native import predicts_natively
 from dgt.layers.scripting import scripting
 from dgt.ops.native import convolution
+
+
+def are_evaluated(norms: Iterable[nn.Module]) -> bool:
+    """Tell whether all of these are BatchNorm that uses its running statistics."""
+    for norm in norms:
+        if type(norm) is not nn.BatchNorm2d or norm.training or norm.running_var is None:
+            return False
+    return True
 
 
 def mask_padding(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -219,6 +227,8 @@ class ConvStem(nn.Module):
     def forward(self, image: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, in_chans, H, W) images to (B, H', W', width); ``mask`` is (B, H', W')."""
         x = image.contiguous(memory_format=torch.channels_last)
+        if not scripting() and self.runs_natively(x):
+            return self.run_natively(_nhwc(x), mask)
         for conv, norm in zip(self.convs, self.norms):  # noqa: B905 (TorchScript knows no strict=)
             x = conv(x)
             if scripting():  # noqa: SIM108 (TorchScript compiles both sides of an expression)
@@ -227,6 +237,18 @@ class ConvStem(nn.Module):
                 x = activate_and_norm(x, self.act, norm)
             x = x if mask is None else x * mask.unsqueeze(1)
         return _nhwc(x)
+
+    @torch.jit.ignore
+    def runs_natively(self, x: Tensor) -> bool:
+        """Tell whether the native kernel takes the (B, C, H, W) image: in evaluation."""
+        return are_evaluated(self.norms) and predicts_natively(x, *self.convs.parameters())
+
+    @torch.jit.ignore
+    def run_natively(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Map (B, H, W, in_chans) to (B, H', W', width) by the native kernel."""
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = convolution.convolution(x, conv.weight, conv.bias, conv.stride[0], True, norm, mask)
+        return x
 
 
 class PatchMerging(nn.Module):
@@ -245,7 +267,10 @@ class PatchMerging(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, H, W, in_dim) to (B, ceil(H / 2), ceil(W / 2), dim)."""
-        return self.norm(_nhwc(self.conv(_nchw(x))))
+        conv = self.conv
+        if not scripting() and predicts_natively(x, conv.weight, conv.bias):
+            return self.norm(convolution.convolution(x, conv.weight, conv.bias, 2))
+        return self.norm(_nhwc(conv(_nchw(x))))
 
 
 class ConditionalPositionEncoding(nn.Module):
@@ -313,10 +338,7 @@ class InvertedResidualFFN(nn.Module):
     @torch.jit.ignore
     def runs_natively(self, x: Tensor) -> bool:
         """Tell whether the native kernel takes (B, H, W, C): in evaluation, without dropout."""
-        norms = (self.norm1, self.norm2, self.norm3)
-        if self.training or any(type(norm) is not nn.BatchNorm2d for norm in norms):
-            return False
-        if any(norm.training or norm.running_var is None for norm in norms):
+        if not are_evaluated((self.norm1, self.norm2, self.norm3)) or self.drop.training:
             return False
         convs = (self.expand, self.depthwise, self.project)
         return predicts_natively(x, *(parameter for conv in convs for parameter in conv.parameters()))

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from dgt.ops.native.convolution_interface import (
     BatchNorm,
+    ConvolutionProblem,
     DepthwiseProblem,
     FeedForwardProblem,
     LinearProblem,
@@ -38,6 +39,36 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return output
 
 
+def convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: int,
+    with_gelu: bool = False,
+    norm: nn.Module | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Return ``norm(gelu(convolution of x))``: 3x3, with zeros around the map.
+
+    Args:
+        x: (B, H, W, C).
+        weight: (C', C, 3, 3).
+        bias: (C',) or None.
+        stride: 1 or 2.
+        with_gelu: whether GELU follows.
+        norm: BatchNorm in evaluation that follows, or None.
+        mask: bool (B, H', W'), True where a token is real, or None; elsewhere the result is zero.
+
+    Returns:
+        (B, H', W', C'), contiguous.
+    """
+    normed: Any = norm
+    found = [] if norm is None else statistics(norm)
+    epsilon = 0.0 if norm is None else float(normed.eps)
+    output: Tensor = torch.ops.dgt.native_convolution(x, weight, bias, stride, with_gelu, found, epsilon, mask)
+    return output
+
+
 def depthwise_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, residual: bool) -> Tensor:
     """Convolve every channel with its own 3x3 kernel, with zeros around the map.
 
@@ -55,6 +86,10 @@ def depthwise_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, residu
 
 
 LIBRARY.define("native_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+LIBRARY.define(
+    "native_convolution(Tensor x, Tensor weight, Tensor? bias, SymInt stride, bool with_gelu, Tensor[] norm, "
+    "float epsilon, Tensor? mask) -> Tensor"
+)
 LIBRARY.define(
     "native_depthwise_convolution(Tensor x, Tensor weight, Tensor? bias, bool residual) -> Tensor"
 )
@@ -79,6 +114,35 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     problem.bias = pointer(bias)
     problem.output = output.data_ptr()
     run("dgt_linear", problem)
+    return output
+
+
+def _convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: int,
+    with_gelu: bool,
+    norm: Sequence[Tensor],
+    epsilon: float,
+    mask: Tensor | None,
+) -> Tensor:
+    x = x.contiguous()
+    weight = weight.contiguous()
+    mask = as_mask(mask)
+    output = _new_convolved(x, weight, bias, stride)
+    problem = ConvolutionProblem()
+    problem.images, problem.height, problem.width, problem.channels = x.shape
+    problem.outputs = len(weight)
+    problem.stride = stride
+    problem.with_gelu = with_gelu
+    problem.input = x.data_ptr()
+    problem.mask = pointer(mask)
+    problem.weight = weight.data_ptr()
+    problem.bias = pointer(bias)
+    problem.norm = _batch_norm(norm, epsilon)
+    problem.output = output.data_ptr()
+    run("dgt_convolution", problem)
     return output
 
 
@@ -150,20 +214,32 @@ def _new_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
+def _new_convolved(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, *_: Any) -> Tensor:
+    images, height, width, _ = x.shape
+    return x.new_empty((images, (height - 1) // stride + 1, (width - 1) // stride + 1, weight.shape[0]))
+
+
 def _new_map(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
 LIBRARY.impl("native_linear", _linear, "CPU")
+LIBRARY.impl("native_convolution", _convolution, "CPU")
 LIBRARY.impl("native_depthwise_convolution", _depthwise, "CPU")
 LIBRARY.impl("native_feed_forward", _feed_forward, "CPU")
 torch.library.register_fake("dgt::native_linear", _new_linear)
+torch.library.register_fake("dgt::native_convolution", _new_convolved)
 torch.library.register_fake("dgt::native_depthwise_convolution", _new_map)
 torch.library.register_fake("dgt::native_feed_forward", _new_map)
 
 
 def _linear_flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:
     return 2 * _tokens(x) * int(weight[0]) * int(weight[1])
+
+
+def _convolution_flops(x: Any, weight: Any, bias: Any, stride: int, *_: Any, **__: Any) -> int:
+    places = int(x[0]) * ((int(x[1]) - 1) // stride + 1) * ((int(x[2]) - 1) // stride + 1)
+    return 2 * 9 * places * int(weight[0]) * int(weight[1])
 
 
 def _depthwise_flops(x: Any, *_: Any, **__: Any) -> int:
@@ -183,5 +259,6 @@ def _tokens(shape: Any) -> int:
 
 
 register_flop_formula(torch.ops.dgt.native_linear)(_linear_flops)
+register_flop_formula(torch.ops.dgt.native_convolution)(_convolution_flops)
 register_flop_formula(torch.ops.dgt.native_depthwise_convolution)(_depthwise_flops)
 register_flop_formula(torch.ops.dgt.native_feed_forward)(_feed_forward_flops)

@@ -43,6 +43,28 @@ class LinearProblem(ctypes.Structure):
     ]
 
 
+class ConvolutionProblem(ctypes.Structure):
+    """``dgt_convolution_problem``."""
+
+    _fields_ = [
+        ("images", ctypes.c_int64),
+        ("height", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("channels", ctypes.c_int64),
+        ("outputs", ctypes.c_int64),
+        ("stride", ctypes.c_int64),
+        ("with_gelu", ctypes.c_int64),
+        ("input", ctypes.c_void_p),
+        ("mask", ctypes.c_void_p),
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("norm", BatchNorm),
+        ("output", ctypes.c_void_p),
+        ("threads", ctypes.c_int64),
+        ("parallel_for", ctypes.c_void_p),
+    ]
+
+
 class DepthwiseProblem(ctypes.Structure):
     """``dgt_depthwise_problem``."""
 

@@ -31,6 +31,25 @@ struct dgt_linear_problem {
     dgt_parallel_for parallel_for;
 };
 
+// A convolution of 3 x 3 with zeros around the map: output = norm(gelu(convolution + bias)).
+struct dgt_convolution_problem {
+    int64_t images;
+    int64_t height;  // of the input
+    int64_t width;
+    int64_t channels;
+    int64_t outputs;      // channels
+    int64_t stride;       // 1 or 2: (H' - 1) stride + 1 <= H
+    int64_t with_gelu;    // 0: no GELU
+    const float* input;   // (B, H, W, C)
+    const uint8_t* mask;  // (B, H', W'), 0 where the output is zero, or null
+    const float* weight;  // (outputs, C, 3, 3)
+    const float* bias;    // (outputs), or null
+    dgt_batch_norm norm;
+    float* output;  // (B, H', W', outputs)
+    int64_t threads;
+    dgt_parallel_for parallel_for;
+};
+
 // A depthwise convolution of 3 x 3, stride 1, with zeros around the map: output = convolution + bias (+ input).
 struct dgt_depthwise_problem {
     int64_t images;
@@ -73,5 +92,6 @@ struct dgt_feed_forward_problem {
 
 // Each returns a dgt_status.
 DGT_EXPORT int dgt_linear(const dgt_linear_problem* problem);
+DGT_EXPORT int dgt_convolution(const dgt_convolution_problem* problem);
 DGT_EXPORT int dgt_depthwise_convolution(const dgt_depthwise_problem* problem);
 DGT_EXPORT int dgt_feed_forward(const dgt_feed_forward_problem* problem);

@@ -1,5 +1,6 @@
 // What stands around attention in a block: linear layers, depthwise convolutions, and the feed-forward network.
 
+#include "convolution.h"
 #include "convolution_interface.h"
 #include "depthwise.h"
 #include "feed_forward.h"
@@ -96,6 +97,8 @@ int run_depthwise(const dgt_depthwise_problem& x) {
 }  // namespace dgt
 
 int dgt_linear(const dgt_linear_problem* problem) { return dgt::run_linear(*problem); }
+
+int dgt_convolution(const dgt_convolution_problem* problem) { return dgt::run_convolution(*problem); }
 
 int dgt_depthwise_convolution(const dgt_depthwise_problem* problem) { return dgt::run_depthwise(*problem); }
 

@@ -4,6 +4,7 @@
 // the map, so it is kept for one band alone, which stays in the cache, and is never written to memory.
 #pragma once
 
+#include "batch_norm.h"
 #include "convolution_interface.h"
 #include "depthwise.h"
 #include "gelu.h"
@@ -12,27 +13,6 @@
 namespace dgt {
 
 constexpr int64_t BAND_BYTES = (int64_t)1700 << 10;  // of the hidden map
-
-// A BatchNorm in evaluation, as a scale and a shift for every channel.
-struct Affine {
-    float* scale;
-    float* shift;
-    int64_t channels;
-
-    Affine(Arena& arena, int64_t channels)
-        : scale(take_channels(arena, channels)), shift(take_channels(arena, channels)), channels(channels) {}
-
-    void set(const dgt_batch_norm& norm) const {
-        for (int64_t i = 0; i < round_up(channels, W); ++i) {
-            bool is_normed = norm.weight && i < channels;
-            double factor = is_normed ? norm.weight[i] / __builtin_sqrt(norm.variance[i] + norm.epsilon) : 1.0;
-            scale[i] = (float)factor;
-            shift[i] = is_normed ? (float)(norm.bias[i] - norm.mean[i] * factor) : 0.0f;
-        }
-    }
-
-    Floats apply(Floats x, int64_t channel) const { return x * load(scale + channel) + load(shift + channel); }
-};
 
 // Consecutive lines of a batch, of one image or of whole images.
 struct Band {

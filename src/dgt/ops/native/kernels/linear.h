@@ -35,6 +35,23 @@ struct Panels {
             transpose(rows, first, min<int64_t>(W, inputs - first), to + first * W);
         }
     }
+
+    // Write one panel from (outputs, channels, taps) weights, whose inputs become (taps, channels).
+    void pack_taps(const float* weight, int64_t taps, int64_t panel) const {
+        const float* rows[W];
+        for (int64_t i = 0; i < W; ++i) rows[i] = weight + min(panel * W + i, outputs - 1) * inputs;
+        float* to = at + panel * inputs * W;
+        int64_t channels = inputs / taps;
+        float columns[W * W];
+        for (int64_t first = 0; first < inputs; first += W) {
+            int64_t count = min<int64_t>(W, inputs - first);
+            transpose(rows, first, count, columns);
+            for (int64_t i = 0; i < count; ++i) {
+                int64_t place = (first + i) % taps * channels + (first + i) / taps;
+                store(to + place * W, load(columns + i * W));
+            }
+        }
+    }
 };
 
 // Some tokens that pass by some panels: the products of one tile, (rows, vectors, W).
