@@ -21,7 +21,7 @@ from torch.fx import Proxy
 
 from dgt.layers.native import predicts_natively
 from dgt.layers.scripting import scripting
-from dgt.ops.native import convolution
+from dgt.ops.native import convolution, feed_forward
 
 
 def are_evaluated(norms: Iterable[nn.Module]) -> bool:
@@ -346,9 +346,12 @@ class InvertedResidualFFN(nn.Module):
     @torch.jit.ignore
     def run_natively(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Map (B, H, W, C) to (B, H, W, C) by the native kernel."""
-        norms = (self.norm1, self.norm2, self.norm3)
-        return torch.ops.dgt.native_feed_forward(
-            x,
+        return feed_forward.feed_forward(x, self.weights(), mask)
+
+    @torch.jit.ignore
+    def weights(self) -> feed_forward.Weights:
+        """Return the parameters as the native kernel takes them."""
+        return feed_forward.Weights(
             self.expand.weight,
             self.expand.bias,
             convolution.statistics(self.norm1),
@@ -358,7 +361,5 @@ class InvertedResidualFFN(nn.Module):
             self.project.weight,
             self.project.bias,
             convolution.statistics(self.norm3),
-            [norm.eps for norm in norms],
-            mask,
-            None,
+            [self.norm1.eps, self.norm2.eps, self.norm3.eps],
         )

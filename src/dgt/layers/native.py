@@ -1,5 +1,8 @@
 """When a layer may leave its work to the native CPU kernels, which predict and have no gradients."""
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -35,3 +38,28 @@ def predicts_natively(x: Tensor, *parameters: Tensor | None) -> bool:
 
 def _is_float32_on_cpu(x: Tensor) -> bool:
     return x.dtype == torch.float32 and x.device.type == "cpu"
+
+
+class Prepared:
+    """Weights as a native kernel reads them, for as long as they stay what they are."""
+
+    def __init__(self) -> None:
+        self._key: tuple[tuple[int, int], ...] = ()
+        self._memory: Tensor | None = None
+
+    def __reduce__(self) -> Any:
+        return Prepared, ()  # copies and files leave it out: another processor may read weights otherwise
+
+    def of(self, parameters: Iterable[Tensor | None], prepare: Callable[[], Tensor]) -> Tensor | None:
+        """Return what ``prepare()`` returned when these parameters were last seen to change.
+
+        None while a compiler follows, or where changes cannot be seen.
+        """
+        tensors = [parameter for parameter in parameters if parameter is not None]
+        if torch.compiler.is_compiling() or any(tensor.is_inference() for tensor in tensors):
+            return None
+        key = tuple((tensor.data_ptr(), tensor._version) for tensor in tensors)
+        if key != self._key:
+            self._memory = prepare()
+            self._key = key
+        return self._memory

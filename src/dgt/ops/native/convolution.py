@@ -1,6 +1,6 @@
-"""Linear layers, depthwise convolutions and the feed-forward network on the native kernels, in evaluation.
+"""Linear layers and convolutions on the native kernels, for what predicts: they have no gradients.
 
-Maps are (B, H, W, C), contiguous, float32. None of these has gradients: :func:`takes` tells where they can be used.
+Maps are (B, H, W, C), float32. :func:`dgt.layers.native.predicts_natively` tells where they can be used.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from dgt.ops.native.convolution_interface import (
     BatchNorm,
     ConvolutionProblem,
     DepthwiseProblem,
-    FeedForwardProblem,
     LinearProblem,
+    new_prepared,
     run,
 )
 from dgt.ops.native.interface import as_mask, pointer
@@ -24,19 +24,31 @@ from dgt.ops.native.interface import as_mask, pointer
 LIBRARY = torch.library.Library("dgt", "FRAGMENT")
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, prepared: Tensor | None = None
+) -> Tensor:
     """Return ``F.linear(x, weight, bias)``.
 
     Args:
         x: (..., inputs).
         weight: (outputs, inputs).
         bias: (outputs,) or None.
+        prepared: what :func:`prepare_linear` returned for these weights, or None.
 
     Returns:
         (..., outputs), contiguous.
     """
-    output: Tensor = torch.ops.dgt.native_linear(x, weight, bias)
+    output: Tensor = torch.ops.dgt.native_linear(x, weight, bias, prepared)
     return output
+
+
+def prepare_linear(weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the weights of a linear layer as the kernel reads them, for many calls: bytes."""
+    problem = _describe_linear(weight, bias)
+    prepared = new_prepared("dgt_linear_bytes", problem)
+    problem.prepared = prepared.data_ptr()
+    run("dgt_prepare_linear", problem)
+    return prepared
 
 
 def convolution(
@@ -85,7 +97,7 @@ def depthwise_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, residu
     return output
 
 
-LIBRARY.define("native_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+LIBRARY.define("native_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? prepared) -> Tensor")
 LIBRARY.define(
     "native_convolution(Tensor x, Tensor weight, Tensor? bias, SymInt stride, bool with_gelu, Tensor[] norm, "
     "float epsilon, Tensor? mask) -> Tensor"
@@ -93,28 +105,27 @@ LIBRARY.define(
 LIBRARY.define(
     "native_depthwise_convolution(Tensor x, Tensor weight, Tensor? bias, bool residual) -> Tensor"
 )
-LIBRARY.define(
-    "native_feed_forward(Tensor x, Tensor expand_weight, Tensor? expand_bias, Tensor[] norm1, "
-    "Tensor depthwise_weight, Tensor? depthwise_bias, Tensor[] norm2, Tensor project_weight, Tensor? project_bias, "
-    "Tensor[] norm3, float[] epsilons, Tensor? mask, Tensor? residual) -> Tensor"
-)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, prepared: Tensor | None) -> Tensor:
     x = x.contiguous()
     weight = weight.contiguous()
-    outputs, inputs = weight.shape
-    output = x.new_empty((*x.shape[:-1], outputs))
-    problem = LinearProblem()
-    problem.tokens = x.numel() // inputs
-    problem.inputs = inputs
-    problem.outputs = outputs
+    output = _new_linear(x, weight)
+    problem = _describe_linear(weight, bias)
+    problem.tokens = x.numel() // weight.shape[1]
     problem.input = x.data_ptr()
-    problem.weight = weight.data_ptr()
-    problem.bias = pointer(bias)
+    problem.prepared = pointer(prepared)
     problem.output = output.data_ptr()
     run("dgt_linear", problem)
     return output
+
+
+def _describe_linear(weight: Tensor, bias: Tensor | None) -> LinearProblem:
+    problem = LinearProblem()
+    problem.outputs, problem.inputs = weight.shape
+    problem.weight = weight.data_ptr()
+    problem.bias = pointer(bias)
+    return problem
 
 
 def _convolution(
@@ -128,7 +139,9 @@ def _convolution(
     mask: Tensor | None,
 ) -> Tensor:
     x = x.contiguous()
-    weight = weight.contiguous()
+    channels_last = weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
+    if not channels_last:
+        weight = weight.contiguous()
     mask = as_mask(mask)
     output = _new_convolved(x, weight, bias, stride)
     problem = ConvolutionProblem()
@@ -139,8 +152,9 @@ def _convolution(
     problem.input = x.data_ptr()
     problem.mask = pointer(mask)
     problem.weight = weight.data_ptr()
+    problem.taps_last = not channels_last
     problem.bias = pointer(bias)
-    problem.norm = _batch_norm(norm, epsilon)
+    problem.norm = batch_norm(norm, epsilon)
     problem.output = output.data_ptr()
     run("dgt_convolution", problem)
     return output
@@ -161,44 +175,8 @@ def _depthwise(x: Tensor, weight: Tensor, bias: Tensor | None, residual: bool) -
     return output
 
 
-def _feed_forward(
-    x: Tensor,
-    expand_weight: Tensor,
-    expand_bias: Tensor | None,
-    norm1: Sequence[Tensor],
-    depthwise_weight: Tensor,
-    depthwise_bias: Tensor | None,
-    norm2: Sequence[Tensor],
-    project_weight: Tensor,
-    project_bias: Tensor | None,
-    norm3: Sequence[Tensor],
-    epsilons: Sequence[float],
-    mask: Tensor | None,
-    residual: Tensor | None,
-) -> Tensor:
-    x = x.contiguous()
-    weights = [weight.contiguous() for weight in (expand_weight, depthwise_weight, project_weight)]
-    mask = as_mask(mask)
-    residual = None if residual is None else residual.contiguous()
-    output = torch.empty_like(x)
-    problem = FeedForwardProblem()
-    problem.images, problem.height, problem.width, problem.channels = x.shape
-    problem.hidden = len(expand_weight)
-    problem.input = x.data_ptr()
-    problem.mask = pointer(mask)
-    problem.expand_weight, problem.depthwise_weight, problem.project_weight = map(pointer, weights)
-    problem.expand_bias = pointer(expand_bias)
-    problem.depthwise_bias = pointer(depthwise_bias)
-    problem.project_bias = pointer(project_bias)
-    norms = (norm1, norm2, norm3)
-    problem.norm1, problem.norm2, problem.norm3 = map(_batch_norm, norms, epsilons)
-    problem.residual = pointer(residual)
-    problem.output = output.data_ptr()
-    run("dgt_feed_forward", problem)
-    return output
-
-
-def _batch_norm(norm: Sequence[Tensor], epsilon: float) -> BatchNorm:
+def batch_norm(norm: Sequence[Tensor], epsilon: float) -> BatchNorm:
+    """Describe what :func:`statistics` returned; nothing, where that is empty."""
     if not norm:
         return BatchNorm()
     return BatchNorm(*map(pointer, norm), epsilon)
@@ -210,7 +188,7 @@ def statistics(norm: nn.Module) -> list[Tensor]:
     return [normed.weight, normed.bias, normed.running_mean, normed.running_var]
 
 
-def _new_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _new_linear(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
@@ -226,11 +204,9 @@ def _new_map(x: Tensor, *_: Any) -> Tensor:
 LIBRARY.impl("native_linear", _linear, "CPU")
 LIBRARY.impl("native_convolution", _convolution, "CPU")
 LIBRARY.impl("native_depthwise_convolution", _depthwise, "CPU")
-LIBRARY.impl("native_feed_forward", _feed_forward, "CPU")
 torch.library.register_fake("dgt::native_linear", _new_linear)
 torch.library.register_fake("dgt::native_convolution", _new_convolved)
 torch.library.register_fake("dgt::native_depthwise_convolution", _new_map)
-torch.library.register_fake("dgt::native_feed_forward", _new_map)
 
 
 def _linear_flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:
@@ -246,11 +222,6 @@ def _depthwise_flops(x: Any, *_: Any, **__: Any) -> int:
     return 2 * 9 * _tokens(x) * int(x[-1])
 
 
-def _feed_forward_flops(x: Any, expand_weight: Any, *_: Any, **__: Any) -> int:
-    hidden = int(expand_weight[0])
-    return 2 * _tokens(x) * hidden * (2 * int(x[-1]) + 9)
-
-
 def _tokens(shape: Any) -> int:
     count = 1
     for size in shape[:-1]:
@@ -261,4 +232,3 @@ def _tokens(shape: Any) -> int:
 register_flop_formula(torch.ops.dgt.native_linear)(_linear_flops)
 register_flop_formula(torch.ops.dgt.native_convolution)(_convolution_flops)
 register_flop_formula(torch.ops.dgt.native_depthwise_convolution)(_depthwise_flops)
-register_flop_formula(torch.ops.dgt.native_feed_forward)(_feed_forward_flops)

@@ -4,7 +4,6 @@ As in ``kernels/convolution_interface.h``. Everything is float32.
 """
 
 import ctypes
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ class LinearProblem(ctypes.Structure):
         ("input", ctypes.c_void_p),
         ("weight", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
-        ("residual", ctypes.c_void_p),
+        ("prepared", ctypes.c_void_p),
         ("output", ctypes.c_void_p),
         ("threads", ctypes.c_int64),
         ("parallel_for", ctypes.c_void_p),
@@ -57,6 +56,7 @@ class ConvolutionProblem(ctypes.Structure):
         ("input", ctypes.c_void_p),
         ("mask", ctypes.c_void_p),
         ("weight", ctypes.c_void_p),
+        ("taps_last", ctypes.c_int64),
         ("bias", ctypes.c_void_p),
         ("norm", BatchNorm),
         ("output", ctypes.c_void_p),
@@ -103,7 +103,7 @@ class FeedForwardProblem(ctypes.Structure):
         ("project_weight", ctypes.c_void_p),
         ("project_bias", ctypes.c_void_p),
         ("norm3", BatchNorm),
-        ("residual", ctypes.c_void_p),
+        ("prepared", ctypes.c_void_p),
         ("output", ctypes.c_void_p),
         ("threads", ctypes.c_int64),
         ("parallel_for", ctypes.c_void_p),
@@ -121,3 +121,11 @@ def run(name: str, problem: Any) -> None:
     loaded: Any = library.load()
     if getattr(loaded, name)(ctypes.byref(problem)) == NO_MEMORY:
         raise MemoryError(f"no memory for what {name} keeps while it runs")
+
+
+def new_prepared(name: str, problem: Any) -> Tensor:
+    """Return memory for prepared weights, as large as a function of the library says; bytes."""
+    loaded: Any = library.load()
+    count = getattr(loaded, name)
+    count.restype = ctypes.c_int64
+    return torch.empty(count(ctypes.byref(problem)), dtype=torch.uint8)

@@ -77,7 +77,10 @@ struct Convolution {
 
     void run(Member& member) const {
         float* rows = gathered + member.seat() * blocks.size * row;
-        member.share(panels.count(), [&](int64_t panel) { panels.pack_taps(x.weight, TAPS, panel); });
+        member.share(panels.count(), [&](int64_t panel) {
+            if (x.taps_last) panels.pack_taps(x.weight, TAPS, panel);
+            else panels.pack(x.weight, panel);
+        });
         member.share(blocks.count() * chunks, [&](int64_t piece) {
             int64_t block = piece / chunks;
             int64_t chunk = piece % chunks;

@@ -17,7 +17,7 @@ struct dgt_batch_norm {
     double epsilon;
 };
 
-// Tokens times weights: output = input weight^T + bias (+ residual).
+// Tokens times weights: output = input weight^T + bias.
 struct dgt_linear_problem {
     int64_t tokens;
     int64_t inputs;
@@ -25,7 +25,7 @@ struct dgt_linear_problem {
     const float* input;     // (tokens, inputs)
     const float* weight;    // (outputs, inputs)
     const float* bias;      // (outputs), or null
-    const float* residual;  // (tokens, outputs), or null
+    void* prepared;         // what dgt_prepare_linear wrote, or null: weights are rearranged in every call
     float* output;          // (tokens, outputs)
     int64_t threads;
     dgt_parallel_for parallel_for;
@@ -42,7 +42,8 @@ struct dgt_convolution_problem {
     int64_t with_gelu;    // 0: no GELU
     const float* input;   // (B, H, W, C)
     const uint8_t* mask;  // (B, H', W'), 0 where the output is zero, or null
-    const float* weight;  // (outputs, C, 3, 3)
+    const float* weight;  // (outputs, C, 3, 3), or (outputs, 3, 3, C)
+    int64_t taps_last;    // 1 for the former
     const float* bias;    // (outputs), or null
     dgt_batch_norm norm;
     float* output;  // (B, H', W', outputs)
@@ -66,7 +67,7 @@ struct dgt_depthwise_problem {
 };
 
 // The inverted residual feed-forward network in evaluation (Eq. 10):
-//   y = norm1(gelu(expand(x)));  y = norm2(gelu(y + depthwise(y)));  output = norm3(project(y)) (+ residual)
+//   y = norm1(gelu(expand(x)));  y = norm2(gelu(y + depthwise(y)));  output = norm3(project(y))
 struct dgt_feed_forward_problem {
     int64_t images;
     int64_t height;
@@ -84,7 +85,7 @@ struct dgt_feed_forward_problem {
     const float* project_weight;    // (C, R C)
     const float* project_bias;      // (C)
     dgt_batch_norm norm3;           // C
-    const float* residual;          // (B, H, W, C), or null
+    void* prepared;                 // what dgt_prepare_feed_forward wrote, or null
     float* output;                  // (B, H, W, C)
     int64_t threads;
     dgt_parallel_for parallel_for;
@@ -95,3 +96,9 @@ DGT_EXPORT int dgt_linear(const dgt_linear_problem* problem);
 DGT_EXPORT int dgt_convolution(const dgt_convolution_problem* problem);
 DGT_EXPORT int dgt_depthwise_convolution(const dgt_depthwise_problem* problem);
 DGT_EXPORT int dgt_feed_forward(const dgt_feed_forward_problem* problem);
+
+// Weights as the kernels read them, for many calls: `prepared` is aligned to 64 bytes and has as many as these return.
+DGT_EXPORT int64_t dgt_linear_bytes(const dgt_linear_problem* problem);
+DGT_EXPORT int64_t dgt_feed_forward_bytes(const dgt_feed_forward_problem* problem);
+DGT_EXPORT int dgt_prepare_linear(const dgt_linear_problem* problem);              // -> prepared
+DGT_EXPORT int dgt_prepare_feed_forward(const dgt_feed_forward_problem* problem);  // -> prepared

@@ -10,42 +10,66 @@
 namespace dgt {
 namespace {
 
+// The weights of a linear layer, as the kernel reads them.
+struct LinearWeights {
+    Panels panels;
+    float* bias;
+
+    LinearWeights(Arena& arena, const dgt_linear_problem& x)
+        : panels(arena, x.inputs, x.outputs), bias(take_channels(arena, x.outputs)) {}
+
+    void fill(const dgt_linear_problem& x, Member& member) const {
+        member.share(panels.count() + 1, [&](int64_t i) {
+            if (i == 0) copy_channels(x.bias, x.outputs, bias);
+            else panels.pack(x.weight, i - 1);
+        });
+    }
+};
+
 int run_linear(const dgt_linear_problem& x) {
-    struct Buffers {
-        Panels panels;
-        float* bias;
-        Buffers(Arena& arena, const dgt_linear_problem& x)
-            : panels(arena, x.inputs, x.outputs), bias(take_channels(arena, x.outputs)) {}
-    };
     Arena measure;
-    Buffers laid_out(measure, x);
-    Block block(measure.used());
+    LinearWeights measured(measure, x);
+    Block block(x.prepared ? 0 : measure.used());
     if (block.failed()) return DGT_NO_MEMORY;
-    Arena arena(block.aligned(), measure.used());
-    Buffers own(arena, x);
-    copy_channels(x.bias, x.outputs, own.bias);
+    Arena arena(x.prepared ? (char*)x.prepared : block.aligned(), measure.used());
+    LinearWeights weights(arena, x);
     TokenBlocks blocks(x.tokens, x.inputs);
     auto finish = [&](const Tile& tile) {
         for (int64_t r = 0; r < tile.rows; ++r) {
-            int64_t offset = (tile.first_token + r) * x.outputs;
-            for (int64_t i = 0; i < tile.vectors; ++i) {
-                int64_t channel = (tile.first_vector + i) * W;
-                Floats y = tile.vector(r, i);
-                if (x.residual) y += load_channels(x.residual + offset, channel, x.outputs);
-                store_channels(x.output + offset, channel, x.outputs, y);
-            }
+            float* to = x.output + (tile.first_token + r) * x.outputs;
+            for (int64_t i = 0; i < tile.vectors; ++i)
+                store_channels(to, (tile.first_vector + i) * W, x.outputs, tile.vector(r, i));
         }
     };
     in_parallel(x, thread_count(x), [&](Member& member) {
-        member.share(own.panels.count(), [&](int64_t panel) { own.panels.pack(x.weight, panel); });
-        member.share(blocks.count() * own.panels.groups(), [&](int64_t piece) {
+        if (!x.prepared) weights.fill(x, member);
+        member.share(blocks.count() * weights.panels.groups(), [&](int64_t piece) {
             int64_t block = piece % blocks.count();
-            multiply(x.input, x.inputs, blocks.first(block), blocks.length(block), own.panels, piece / blocks.count(),
-                     own.bias, finish);
+            multiply(x.input, x.inputs, blocks.first(block), blocks.length(block), weights.panels,
+                     piece / blocks.count(), weights.bias, finish);
         });
     });
     return DGT_GOOD;
 }
+
+// ---- weights for many calls --------------------------------------------------------------------------------------
+
+template <class Weights, class Problem>
+int64_t weight_bytes(const Problem& x) {
+    Arena measure;
+    Weights measured(measure, x);
+    return (int64_t)measure.used();
+}
+
+template <class Weights, class Problem>
+int prepare(const Problem& x) {
+    Arena arena((char*)x.prepared, (size_t)weight_bytes<Weights>(x));
+    Weights weights(arena, x);
+    in_parallel(x, thread_count(x), [&](Member& member) { weights.fill(x, member); });
+    return DGT_GOOD;
+}
+
+// ---- depthwise convolutions --------------------------------------------------------------------------------------
 
 // Convolve W channels of a line of the map.
 template <class Load>
@@ -103,3 +127,15 @@ int dgt_convolution(const dgt_convolution_problem* problem) { return dgt::run_co
 int dgt_depthwise_convolution(const dgt_depthwise_problem* problem) { return dgt::run_depthwise(*problem); }
 
 int dgt_feed_forward(const dgt_feed_forward_problem* problem) { return dgt::run_feed_forward(*problem); }
+
+int64_t dgt_linear_bytes(const dgt_linear_problem* problem) { return dgt::weight_bytes<dgt::LinearWeights>(*problem); }
+
+int64_t dgt_feed_forward_bytes(const dgt_feed_forward_problem* problem) {
+    return dgt::weight_bytes<dgt::FeedForwardWeights>(*problem);
+}
+
+int dgt_prepare_linear(const dgt_linear_problem* problem) { return dgt::prepare<dgt::LinearWeights>(*problem); }
+
+int dgt_prepare_feed_forward(const dgt_feed_forward_problem* problem) {
+    return dgt::prepare<dgt::FeedForwardWeights>(*problem);
+}

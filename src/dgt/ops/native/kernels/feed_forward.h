@@ -48,10 +48,8 @@ struct Bands {
     }
 };
 
-// Everything that a call keeps.
-struct FeedForward {
-    const dgt_feed_forward_problem& x;
-    Bands bands;
+// The weights, as the kernel reads them.
+struct FeedForwardWeights {
     Panels expand;
     Panels project;
     Taps taps;
@@ -61,14 +59,9 @@ struct FeedForward {
     float* expand_bias;
     float* depthwise_bias;
     float* project_bias;
-    int64_t stride;    // from a place of the hidden map to the next: odd in cache lines, or rows would share ways
-    float* expanded;   // the hidden map of a band and of its neighbors
-    float* convolved;  // of a band
 
-    FeedForward(Arena& arena, const dgt_feed_forward_problem& x)
-        : x(x),
-          bands(x),
-          expand(arena, x.channels, x.hidden),
+    FeedForwardWeights(Arena& arena, const dgt_feed_forward_problem& x)
+        : expand(arena, x.channels, x.hidden),
           project(arena, x.hidden, x.channels),
           taps(arena, x.hidden),
           norm1(arena, x.hidden),
@@ -76,12 +69,19 @@ struct FeedForward {
           norm3(arena, x.channels),
           expand_bias(take_channels(arena, x.hidden)),
           depthwise_bias(take_channels(arena, x.hidden)),
-          project_bias(take_channels(arena, x.channels)),
-          stride((divide_up(x.hidden, 16) | 1) * 16),
-          expanded(arena.take<float>(bands.most_hidden() * x.width * stride)),
-          convolved(arena.take<float>(bands.most * x.width * stride)) {}
+          project_bias(take_channels(arena, x.channels)) {}
 
-    void copy_channels_of_all() const {
+    void fill(const dgt_feed_forward_problem& x, Member& member) const {
+        int64_t panels = expand.count() + project.count();
+        member.share(panels + 1, [&](int64_t i) {
+            if (i == 0) copy_small(x);
+            else if (i <= expand.count()) expand.pack(x.expand_weight, i - 1);
+            else project.pack(x.project_weight, i - 1 - expand.count());
+        });
+    }
+
+private:
+    void copy_small(const dgt_feed_forward_problem& x) const {
         taps.copy(x.depthwise_weight, x.hidden);
         norm1.set(x.norm1);
         norm2.set(x.norm2);
@@ -90,11 +90,24 @@ struct FeedForward {
         copy_channels(x.depthwise_bias, x.hidden, depthwise_bias);
         copy_channels(x.project_bias, x.channels, project_bias);
     }
+};
 
-    void pack(int64_t panel) const {
-        if (panel < expand.count()) expand.pack(x.expand_weight, panel);
-        else project.pack(x.project_weight, panel - expand.count());
-    }
+// What a call keeps besides, and who does what.
+struct FeedForward {
+    const dgt_feed_forward_problem& x;
+    const FeedForwardWeights& weights;
+    Bands bands;
+    int64_t stride;    // from a place of the hidden map to the next: odd in cache lines, or rows would share ways
+    float* expanded;   // the hidden map of a band and of its neighbors
+    float* convolved;  // of a band
+
+    FeedForward(Arena& arena, const dgt_feed_forward_problem& x, const FeedForwardWeights& weights)
+        : x(x),
+          weights(weights),
+          bands(x),
+          stride((divide_up(x.hidden, 16) | 1) * 16),
+          expanded(arena.take<float>(bands.most_hidden() * x.width * stride)),
+          convolved(arena.take<float>(bands.most * x.width * stride)) {}
 
     // norm1(gelu(expand(x))) of a block of tokens, zero where there is only padding.
     void expand_block(const Band& band, const TokenBlocks& blocks, int64_t piece) const {
@@ -108,13 +121,13 @@ struct FeedForward {
                 float* to = expanded + token * stride;
                 for (int64_t i = 0; i < tile.vectors; ++i) {
                     int64_t channel = (tile.first_vector + i) * W;
-                    Floats y = norm1.apply(gelu(tile.vector(r, i)), channel);
+                    Floats y = weights.norm1.apply(gelu(tile.vector(r, i)), channel);
                     store(to + channel, mask && !mask[token] ? Floats{} : y);
                 }
             }
         };
-        multiply(from, x.channels, blocks.first(block), blocks.length(block), expand, piece / blocks.count(),
-                 expand_bias, finish);
+        multiply(from, x.channels, blocks.first(block), blocks.length(block), weights.expand, piece / blocks.count(),
+                 weights.expand_bias, finish);
     }
 
     // norm2(gelu(y + depthwise(y))) of a line.
@@ -130,13 +143,13 @@ struct FeedForward {
                            x.width, stride};
             auto load_vector = [](const float* from) { return load(from); };
             auto finish = [&](int64_t place, Floats input, Floats sum) {
-                store(to + place * stride + channel, norm2.apply(gelu(input + sum), channel));
+                store(to + place * stride + channel, weights.norm2.apply(gelu(input + sum), channel));
             };
-            convolve_vector(lines, taps, channel, load(depthwise_bias + channel), load_vector, finish);
+            convolve_vector(lines, weights.taps, channel, load(weights.depthwise_bias + channel), load_vector, finish);
         }
     }
 
-    // norm3(project(y)) (+ residual) of a block of tokens.
+    // norm3(project(y)) of a block of tokens.
     void project_block(const Band& band, const TokenBlocks& blocks, int64_t piece) const {
         int64_t block = piece % blocks.count();
         int64_t first = band.first * x.width;
@@ -145,38 +158,40 @@ struct FeedForward {
                 int64_t offset = (first + tile.first_token + r) * x.channels;
                 for (int64_t i = 0; i < tile.vectors; ++i) {
                     int64_t channel = (tile.first_vector + i) * W;
-                    Floats y = norm3.apply(tile.vector(r, i), channel);
-                    if (x.residual) y += load_channels(x.residual + offset, channel, x.channels);
+                    Floats y = weights.norm3.apply(tile.vector(r, i), channel);
                     store_channels(x.output + offset, channel, x.channels, y);
                 }
             }
         };
-        multiply(convolved, stride, blocks.first(block), blocks.length(block), project, piece / blocks.count(),
-                 project_bias, finish);
+        multiply(convolved, stride, blocks.first(block), blocks.length(block), weights.project, piece / blocks.count(),
+                 weights.project_bias, finish);
     }
 
     // One band, by all threads together.
     void run(Member& member, const Band& band) const {
         TokenBlocks hidden((band.end_hidden - band.first_hidden) * x.width, x.channels);
-        member.share(hidden.count() * expand.groups(), [&](int64_t i) { expand_block(band, hidden, i); });
+        member.share(hidden.count() * weights.expand.groups(), [&](int64_t i) { expand_block(band, hidden, i); });
         member.share(band.end - band.first, [&](int64_t i) { convolve_line(band, band.first + i); });
         TokenBlocks own((band.end - band.first) * x.width, x.hidden);
-        member.share(own.count() * project.groups(), [&](int64_t i) { project_block(band, own, i); });
+        member.share(own.count() * weights.project.groups(), [&](int64_t i) { project_block(band, own, i); });
     }
 };
 
 inline int run_feed_forward(const dgt_feed_forward_problem& x) {
     Arena measure;
-    FeedForward laid_out(measure, x);
-    Block block(measure.used());
+    FeedForwardWeights measured(measure, x);
+    size_t weight_bytes = x.prepared ? 0 : measure.used();
+    Arena measure_rest;
+    FeedForward measured_rest(measure_rest, x, measured);
+    Block block(weight_bytes + measure_rest.used());
     if (block.failed()) return DGT_NO_MEMORY;
-    Arena arena(block.aligned(), measure.used());
-    FeedForward network(arena, x);
-    network.copy_channels_of_all();
+    Arena weight_arena(x.prepared ? (char*)x.prepared : block.aligned(), measure.used());
+    Arena arena(block.aligned() + weight_bytes, measure_rest.used());
+    FeedForwardWeights weights(weight_arena, x);
+    FeedForward network(arena, x, weights);
     for (int64_t i = 0; i < network.bands.count(); ++i) {
         in_parallel(x, thread_count(x), [&](Member& member) {
-            int64_t panels = network.expand.count() + network.project.count();
-            if (i == 0) member.share(panels, [&](int64_t panel) { network.pack(panel); });
+            if (i == 0 && !x.prepared) weights.fill(x, member);
             network.run(member, network.bands.band(i));
         });
     }

@@ -102,10 +102,6 @@ DGT_INLINE void store_channels(float* row, int64_t channel, int64_t width, Float
     else store_lanes(row + channel, x, first_lanes(width - channel));
 }
 
-DGT_INLINE Floats load_channels(const float* row, int64_t channel, int64_t width) {
-    return channel + W <= width ? load(row + channel) : load_lanes(row + channel, first_lanes(width - channel));
-}
-
 // A parameter of every channel, filled up to whole vectors.
 inline float* take_channels(Arena& arena, int64_t channels) { return arena.take<float>(round_up(channels, W)); }
 
