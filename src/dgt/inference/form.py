@@ -53,6 +53,8 @@ def inference_form(module: nn.Module) -> nn.Module:
 
     May change it in place.
     """
+    if isinstance(module, PredictsOnly):
+        return module
     if type(module) in FORMS:
         return FORMS[type(module)](module)
     for name, child in list(module.named_children()):
