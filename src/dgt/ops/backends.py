@@ -13,6 +13,8 @@ Each module offers the same functions over arguments that are right already; the
 - ``group_queries(query, centroids, key_mask)``, ``select_keys(centroids, key, top_k, key_mask)``
 - ``attend(query, key, value, group_ids, key_ids, scale, key_bias)``, and ``attend_with_logsumexp`` of the same
 - ``summarize_unselected(query, key, value, group_ids, key_ids, scale, key_mask)``
+- ``cluster_tokens(tokens, num_clusters, steps, every, mask)``, and ``summarize_clusters`` as ``summarize_unselected``,
+  with ``key_cluster_ids, num_clusters`` in place of ``key_mask``
 - ``group_statistics(query, group_ids, num_groups)``
 - ``attention(query, key, value, centroids, top_k, scale, key_mask, num_prefix_tokens, remainder)``, only where it has
   the steps in one: what :func:`dgt.dynamic_group_attention` returns; or None where such a call takes the three steps.
@@ -28,6 +30,7 @@ import torch
 from torch import Tensor
 
 from dgt.ops import operators, reference, torch_ops
+from dgt.ops.checks import has_tangent
 from dgt.ops.native_loader import can_run_native, check_native, load_native
 from dgt.ops.triton import fallback
 
@@ -67,6 +70,26 @@ def resolve_backend(backend: str, tokens: Tensor | None = None) -> str:
     if tokens.is_cuda:
         return "triton" if _may_take_triton(tokens) else "torch"
     return "native" if can_run_native(tokens) else "torch"
+
+
+def resolve_call(backend: str, forward_only: str | None, *tensors: Tensor | None) -> str:
+    """The backend that a call runs on.
+
+    Args:
+        backend: as the caller named it.
+        forward_only: what the call asks for that some backends have no gradients of; None where it is nothing.
+        tensors: all that could ask for gradients, tokens first.
+    """
+    resolved = resolve_backend(backend, tensors[0])
+    if resolved != "reference" and has_tangent(*tensors):
+        raise ValueError(f'backend must be "reference" for forward-mode differentiation, got "{backend}"')
+    if forward_only is None or resolved not in FORWARD_ONLY or not torch.is_grad_enabled():
+        return resolved
+    if not any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        return resolved
+    if backend == resolved:
+        raise ValueError(f'backend must be "torch" or "reference" for gradients of {forward_only}, got "{backend}"')
+    return "torch"
 
 
 def load_backend(backend: str, tokens: Tensor) -> ModuleType:

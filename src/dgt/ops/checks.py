@@ -70,16 +70,44 @@ def check_tokens(name: str, tokens: Tensor, centroids: Tensor) -> None:
     check_device(name, tokens, centroids=centroids)
 
 
-def check_key_mask(key_mask: Tensor | None, batch: int, tokens: int, like: Tensor) -> None:
+def check_key_mask(
+    key_mask: Tensor | None, batch: int, tokens: int, like: Tensor, name: str = "key_mask", like_name: str = "key"
+) -> None:
     """Check a bool (B, L) mask, True where a token is real."""
     if key_mask is None:
         return
-    expected = f"key_mask must be a bool (B, L) = ({batch}, {tokens}) tensor, True where a token is real"
+    expected = f"{name} must be a bool (B, L) = ({batch}, {tokens}) tensor, True where a token is real"
     if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
         raise TypeError(f"{expected}, got {describe(key_mask)}")
     if key_mask.shape != (batch, tokens):
         raise ValueError(f"{expected}, got {describe(key_mask)}")
-    check_device("key", like, key_mask=key_mask)
+    if key_mask.device != like.device:
+        raise ValueError(f"{name} must be on {like_name}'s device {like.device}, got {key_mask.device}")
+
+
+def check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Check query, key and value against each other."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, tensor, "BHLD", floating=True)
+        if tensor.dtype != query.dtype:
+            raise TypeError(f"{name} must have query's type {query.dtype}, got {tensor.dtype}")
+    check_shape("key", key, "BHLD", (*query.shape[:2], key.shape[2], query.shape[3]), "query")
+    check_shape("value", value, "BHLD", tuple(key.shape), "key")
+    check_device("query", query, key=key, value=value)
+    if query.numel() == 0 or key.numel() == 0:
+        raise ValueError(f"query and key must not be empty, got {tuple(query.shape)} and {tuple(key.shape)}")
+
+
+def repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Repeat key heads that serve several heads of queries."""
+    if not all(isinstance(tensor, Tensor) and tensor.dim() == 4 for tensor in (query, key, value)):
+        return key, value  # the checks that follow refuse them
+    if key.shape[1] == query.shape[1]:
+        return key, value
+    if 0 in key.shape[:2] or query.shape[1] % key.shape[1]:
+        raise ValueError(f"key must have heads that divide query's {query.shape[1]}, got {key.shape[1]}")
+    each = query.shape[1] // key.shape[1]
+    return key.repeat_interleave(each, dim=1), value.repeat_interleave(each, dim=1)
 
 
 def check_choice(query: Tensor, key: Tensor, group_ids: Tensor, key_ids: Tensor) -> None:

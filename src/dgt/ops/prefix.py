@@ -42,9 +42,9 @@ def join_prefix(
     Args:
         output: (B, H, L - P, D) of the tokens behind the prefix.
         group_ids: (B, H, L - P) int64, theirs.
-        query, key, value: (B, H, L, D).
+        query, key, value: (B, H, L, D), or keys and values of S other tokens.
         scale: factor on the scores.
-        key_mask: optional bool (B, L), True where a token is real.
+        key_mask: optional bool (B, S), True where a key is real, and a query too where L is S.
 
     Returns:
         (B, H, L, D) output and (B, H, L) groups, -1 for the prefix.
@@ -53,6 +53,6 @@ def join_prefix(
     sees = None if key_mask is None else key_mask[:, None, None]
     with full_precision(query.device):
         whole = dense_attention(query[:, :, :prefix], key, value, sees, scale=scale)
-    if key_mask is not None:
+    if key_mask is not None and query.shape[2] == key.shape[2]:
         whole = whole.masked_fill(~key_mask[:, None, :prefix, None], 0.0)
     return torch.cat([whole, output], dim=2), F.pad(group_ids, (prefix, 0), value=-1)

@@ -8,17 +8,21 @@ from torch import Tensor
 from dgt.ops.checks import check_no_nan
 from dgt.ops.prefix import join_prefix, prepend_prefix
 from dgt.ops.remainder import summarize_unselected
+from dgt.ops.residual_keys import summarize_clusters
+from dgt.ops.torch_clusters import cluster_tokens
 from dgt.ops.triton import operators
 
 __all__ = [
     "attend",
     "attend_with_logsumexp",
     "attention",
+    "cluster_tokens",
     "group_matmul",
     "group_queries",
     "group_statistics",
     "move_centroids",
     "select_keys",
+    "summarize_clusters",
     "summarize_unselected",
 ]
 

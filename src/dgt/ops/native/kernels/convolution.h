@@ -95,11 +95,10 @@ struct Convolution {
 };
 
 inline int run_convolution(const dgt_convolution_problem& x) {
-    Arena measure;
-    Convolution laid_out(measure, x);
-    Block block(measure.used());
+    size_t bytes = bytes_of<Convolution>(x);
+    Block block(bytes);
     if (block.failed()) return DGT_NO_MEMORY;
-    Arena arena(block.aligned(), measure.used());
+    Arena arena(block.aligned(), bytes);
     Convolution convolution(arena, x);
     convolution.norm.set(x.norm);
     copy_channels(x.bias, x.outputs, convolution.bias);

@@ -1,6 +1,6 @@
 // The C interface of the kernels around attention: linear layers, depthwise convolutions, and the feed-forward network
-// of CMT (IRFFN), in which both meet. ops/native/convolution_interface.py fills these structures through ctypes; the two
-// must change together, and DGT_ABI_VERSION with them.
+// of CMT (IRFFN), in which both meet. ops/native/convolution_interface.py fills these structures through ctypes; the
+// two must change together, and DGT_ABI_VERSION with them.
 //
 // Letters: B images, H x W places of a map, C channels, R C hidden channels. Everything is float32. A map is
 // (B, H, W, C) and contiguous, so that its places are tokens and no layout has to change between layers.
@@ -22,11 +22,11 @@ struct dgt_linear_problem {
     int64_t tokens;
     int64_t inputs;
     int64_t outputs;
-    const float* input;     // (tokens, inputs)
-    const float* weight;    // (outputs, inputs)
-    const float* bias;      // (outputs), or null
-    void* prepared;         // what dgt_prepare_linear wrote, or null: weights are rearranged in every call
-    float* output;          // (tokens, outputs)
+    const float* input;   // (tokens, inputs)
+    const float* weight;  // (outputs, inputs)
+    const float* bias;    // (outputs), or null
+    void* prepared;       // what dgt_prepare_linear wrote, or null: weights are rearranged in every call
+    float* output;        // (tokens, outputs)
     int64_t threads;
     dgt_parallel_for parallel_for;
 };

@@ -27,11 +27,10 @@ struct LinearWeights {
 };
 
 int run_linear(const dgt_linear_problem& x) {
-    Arena measure;
-    LinearWeights measured(measure, x);
-    Block block(x.prepared ? 0 : measure.used());
+    size_t bytes = bytes_of<LinearWeights>(x);
+    Block block(x.prepared ? 0 : bytes);
     if (block.failed()) return DGT_NO_MEMORY;
-    Arena arena(x.prepared ? (char*)x.prepared : block.aligned(), measure.used());
+    Arena arena(x.prepared ? (char*)x.prepared : block.aligned(), bytes);
     LinearWeights weights(arena, x);
     TokenBlocks blocks(x.tokens, x.inputs);
     auto finish = [&](const Tile& tile) {
@@ -55,15 +54,8 @@ int run_linear(const dgt_linear_problem& x) {
 // ---- weights for many calls --------------------------------------------------------------------------------------
 
 template <class Weights, class Problem>
-int64_t weight_bytes(const Problem& x) {
-    Arena measure;
-    Weights measured(measure, x);
-    return (int64_t)measure.used();
-}
-
-template <class Weights, class Problem>
 int prepare(const Problem& x) {
-    Arena arena((char*)x.prepared, (size_t)weight_bytes<Weights>(x));
+    Arena arena((char*)x.prepared, bytes_of<Weights>(x));
     Weights weights(arena, x);
     in_parallel(x, thread_count(x), [&](Member& member) { weights.fill(x, member); });
     return DGT_GOOD;
@@ -87,19 +79,20 @@ DGT_INLINE void convolve_channels(const dgt_depthwise_problem& x, const Taps& ta
     convolve_vector(lines, taps, channel, load(bias + channel), load_vector, finish);
 }
 
+struct DepthwiseWeights {
+    Taps taps;
+    float* bias;
+
+    DepthwiseWeights(Arena& arena, const dgt_depthwise_problem& x)
+        : taps(arena, x.channels), bias(take_channels(arena, x.channels)) {}
+};
+
 int run_depthwise(const dgt_depthwise_problem& x) {
-    struct Buffers {
-        Taps taps;
-        float* bias;
-        Buffers(Arena& arena, const dgt_depthwise_problem& x)
-            : taps(arena, x.channels), bias(take_channels(arena, x.channels)) {}
-    };
-    Arena measure;
-    Buffers laid_out(measure, x);
-    Block block(measure.used());
+    size_t bytes = bytes_of<DepthwiseWeights>(x);
+    Block block(bytes);
     if (block.failed()) return DGT_NO_MEMORY;
-    Arena arena(block.aligned(), measure.used());
-    Buffers own(arena, x);
+    Arena arena(block.aligned(), bytes);
+    DepthwiseWeights own(arena, x);
     own.taps.copy(x.weight, x.channels);
     copy_channels(x.bias, x.channels, own.bias);
     Bits last_lanes = first_lanes(x.channels % W);
@@ -128,10 +121,12 @@ int dgt_depthwise_convolution(const dgt_depthwise_problem* problem) { return dgt
 
 int dgt_feed_forward(const dgt_feed_forward_problem* problem) { return dgt::run_feed_forward(*problem); }
 
-int64_t dgt_linear_bytes(const dgt_linear_problem* problem) { return dgt::weight_bytes<dgt::LinearWeights>(*problem); }
+int64_t dgt_linear_bytes(const dgt_linear_problem* problem) {
+    return (int64_t)dgt::bytes_of<dgt::LinearWeights>(*problem);
+}
 
 int64_t dgt_feed_forward_bytes(const dgt_feed_forward_problem* problem) {
-    return dgt::weight_bytes<dgt::FeedForwardWeights>(*problem);
+    return (int64_t)dgt::bytes_of<dgt::FeedForwardWeights>(*problem);
 }
 
 int dgt_prepare_linear(const dgt_linear_problem* problem) { return dgt::prepare<dgt::LinearWeights>(*problem); }

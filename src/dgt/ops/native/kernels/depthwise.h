@@ -12,7 +12,8 @@ struct Taps {
     float* at;
     int64_t stride;
 
-    Taps(Arena& arena, int64_t channels) : at(take_channels(arena, TAPS * round_up(channels, W))), stride(round_up(channels, W)) {}
+    Taps(Arena& arena, int64_t channels)
+        : at(take_channels(arena, TAPS * round_up(channels, W))), stride(round_up(channels, W)) {}
 
     void copy(const float* weight, int64_t channels) const {
         for (int64_t tap = 0; tap < TAPS; ++tap)

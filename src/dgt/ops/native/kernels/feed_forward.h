@@ -95,15 +95,14 @@ private:
 // What a call keeps besides, and who does what.
 struct FeedForward {
     const dgt_feed_forward_problem& x;
-    const FeedForwardWeights& weights;
+    const FeedForwardWeights* weights = nullptr;
     Bands bands;
     int64_t stride;    // from a place of the hidden map to the next: odd in cache lines, or rows would share ways
     float* expanded;   // the hidden map of a band and of its neighbors
     float* convolved;  // of a band
 
-    FeedForward(Arena& arena, const dgt_feed_forward_problem& x, const FeedForwardWeights& weights)
+    FeedForward(Arena& arena, const dgt_feed_forward_problem& x)
         : x(x),
-          weights(weights),
           bands(x),
           stride((divide_up(x.hidden, 16) | 1) * 16),
           expanded(arena.take<float>(bands.most_hidden() * x.width * stride)),
@@ -121,13 +120,13 @@ struct FeedForward {
                 float* to = expanded + token * stride;
                 for (int64_t i = 0; i < tile.vectors; ++i) {
                     int64_t channel = (tile.first_vector + i) * W;
-                    Floats y = weights.norm1.apply(gelu(tile.vector(r, i)), channel);
+                    Floats y = weights->norm1.apply(gelu(tile.vector(r, i)), channel);
                     store(to + channel, mask && !mask[token] ? Floats{} : y);
                 }
             }
         };
-        multiply(from, x.channels, blocks.first(block), blocks.length(block), weights.expand, piece / blocks.count(),
-                 weights.expand_bias, finish);
+        multiply(from, x.channels, blocks.first(block), blocks.length(block), weights->expand, piece / blocks.count(),
+                 weights->expand_bias, finish);
     }
 
     // norm2(gelu(y + depthwise(y))) of a line.
@@ -143,9 +142,10 @@ struct FeedForward {
                            x.width, stride};
             auto load_vector = [](const float* from) { return load(from); };
             auto finish = [&](int64_t place, Floats input, Floats sum) {
-                store(to + place * stride + channel, weights.norm2.apply(gelu(input + sum), channel));
+                store(to + place * stride + channel, weights->norm2.apply(gelu(input + sum), channel));
             };
-            convolve_vector(lines, weights.taps, channel, load(weights.depthwise_bias + channel), load_vector, finish);
+            convolve_vector(lines, weights->taps, channel, load(weights->depthwise_bias + channel), load_vector,
+                            finish);
         }
     }
 
@@ -158,37 +158,35 @@ struct FeedForward {
                 int64_t offset = (first + tile.first_token + r) * x.channels;
                 for (int64_t i = 0; i < tile.vectors; ++i) {
                     int64_t channel = (tile.first_vector + i) * W;
-                    Floats y = weights.norm3.apply(tile.vector(r, i), channel);
+                    Floats y = weights->norm3.apply(tile.vector(r, i), channel);
                     store_channels(x.output + offset, channel, x.channels, y);
                 }
             }
         };
-        multiply(convolved, stride, blocks.first(block), blocks.length(block), weights.project, piece / blocks.count(),
-                 weights.project_bias, finish);
+        multiply(convolved, stride, blocks.first(block), blocks.length(block), weights->project, piece / blocks.count(),
+                 weights->project_bias, finish);
     }
 
     // One band, by all threads together.
     void run(Member& member, const Band& band) const {
         TokenBlocks hidden((band.end_hidden - band.first_hidden) * x.width, x.channels);
-        member.share(hidden.count() * weights.expand.groups(), [&](int64_t i) { expand_block(band, hidden, i); });
+        member.share(hidden.count() * weights->expand.groups(), [&](int64_t i) { expand_block(band, hidden, i); });
         member.share(band.end - band.first, [&](int64_t i) { convolve_line(band, band.first + i); });
         TokenBlocks own((band.end - band.first) * x.width, x.hidden);
-        member.share(own.count() * weights.project.groups(), [&](int64_t i) { project_block(band, own, i); });
+        member.share(own.count() * weights->project.groups(), [&](int64_t i) { project_block(band, own, i); });
     }
 };
 
 inline int run_feed_forward(const dgt_feed_forward_problem& x) {
-    Arena measure;
-    FeedForwardWeights measured(measure, x);
-    size_t weight_bytes = x.prepared ? 0 : measure.used();
-    Arena measure_rest;
-    FeedForward measured_rest(measure_rest, x, measured);
-    Block block(weight_bytes + measure_rest.used());
+    size_t weight_bytes = bytes_of<FeedForwardWeights>(x);
+    size_t bytes = bytes_of<FeedForward>(x);
+    Block block(x.prepared ? bytes : bytes + weight_bytes);
     if (block.failed()) return DGT_NO_MEMORY;
-    Arena weight_arena(x.prepared ? (char*)x.prepared : block.aligned(), measure.used());
-    Arena arena(block.aligned() + weight_bytes, measure_rest.used());
+    Arena arena(block.aligned(), bytes);
+    Arena weight_arena(x.prepared ? (char*)x.prepared : block.aligned() + bytes, weight_bytes);
     FeedForwardWeights weights(weight_arena, x);
-    FeedForward network(arena, x, weights);
+    FeedForward network(arena, x);
+    network.weights = &weights;
     for (int64_t i = 0; i < network.bands.count(); ++i) {
         in_parallel(x, thread_count(x), [&](Member& member) {
             if (i == 0 && !x.prepared) weights.fill(x, member);

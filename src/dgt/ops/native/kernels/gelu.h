@@ -1,8 +1,8 @@
 // GELU, x times the normal distribution at x.
 //
-// The distribution is 1/2 + x P(x^2) / Q(x^2), with P and Q of degree 5 fitted to it by least squares that were weighted
-// again and again until all extremes of the error were alike: 1e-8, which rounding hides. Beyond 5.6 the fraction is
-// 1/2 to the last bit and stays so.
+// The distribution is 1/2 + x P(x^2) / Q(x^2), with P and Q of degree 5 fitted to it by least squares that were
+// weighted again and again until all extremes of the error were alike: 1e-8, which rounding hides. Beyond 5.6 the
+// fraction is 1/2 to the last bit and stays so.
 #pragma once
 
 #include "lanes.h"

@@ -11,9 +11,9 @@ namespace dgt {
 
 constexpr int LINEAR_ROWS = REGISTERS == 32 ? 6 : 4;
 constexpr int LINEAR_VECTORS = vectors_beside(LINEAR_ROWS);
-constexpr int64_t MOST_TILE = MOST_SUMS * W;        // floats
-constexpr int64_t BLOCK_FLOATS = 98304;             // of tokens that pass by a panel, and should be near
-constexpr int64_t MOST_BLOCK = 42 * LINEAR_ROWS;    // tokens
+constexpr int64_t MOST_TILE = MOST_SUMS * W;      // floats
+constexpr int64_t BLOCK_FLOATS = 98304;           // of tokens that pass by a panel, and should be near
+constexpr int64_t MOST_BLOCK = 42 * LINEAR_ROWS;  // tokens
 
 struct Panels {
     float* at;  // (outputs / W, inputs, W)

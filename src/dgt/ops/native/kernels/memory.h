@@ -6,6 +6,13 @@
 #include <stdlib.h>
 #include <string.h>
 
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#else
+#define ASAN_POISON_MEMORY_REGION(address, size) ((void)(address), (void)(size))
+#define ASAN_UNPOISON_MEMORY_REGION(address, size) ((void)(address), (void)(size))
+#endif
+
 namespace dgt {
 
 template <class T>
@@ -32,9 +39,12 @@ public:
     template <class T>
     T* take(int64_t count) {
         T* piece = (T*)(block_ + used_);
-        used_ += (size_t)round_up(count * (int64_t)sizeof(T) + ALIGNMENT, ALIGNMENT);
-        if (block_ && used_ > size_) abort();  // the layout was measured with other numbers: a bug
-        return block_ ? piece : nullptr;
+        size_t taken = (size_t)round_up(count * (int64_t)sizeof(T), ALIGNMENT);
+        used_ += taken + ALIGNMENT;
+        if (!block_) return nullptr;
+        if (used_ > size_) abort();  // the layout was measured with other numbers: a bug
+        ASAN_POISON_MEMORY_REGION((char*)piece + taken, ALIGNMENT);  // the address sanitizer sees who goes beyond
+        return piece;
     }
 
     size_t used() const { return used_; }
@@ -47,8 +57,16 @@ private:
     size_t used_ = 0;
 };
 
+// What a structure of working memory takes for a problem.
+template <class Buffers, class Problem>
+size_t bytes_of(const Problem& x) {
+    Arena measure;
+    Buffers buffers(measure, x);
+    return measure.used();
+}
+
 // A block for a call. When the call ends, a block of moderate size is kept for the next one: a system that hands out
-// fresh pages, page by page, can take longer than the kernel itself.
+// fresh pages, one by one, can take longer than the kernel itself.
 class Block {
 public:
     explicit Block(size_t size) : memory_(take_kept()) {
@@ -61,7 +79,9 @@ public:
     Block(const Block&) = delete;
     Block& operator=(const Block&) = delete;
     ~Block() {
-        if (memory_ && memory_->size <= MOST_KEPT) memory_ = __atomic_exchange_n(&kept(), memory_, __ATOMIC_ACQ_REL);
+        if (!memory_) return;
+        ASAN_UNPOISON_MEMORY_REGION(memory_ + 1, memory_->size);
+        if (memory_->size <= MOST_KEPT) memory_ = __atomic_exchange_n(&kept_, memory_, __ATOMIC_ACQ_REL);
         free(memory_);
     }
 
@@ -75,13 +95,9 @@ private:
 
     static constexpr size_t MOST_KEPT = (size_t)32 << 20;
 
-    // The block that is kept; null while a call has it.
-    static Memory*& kept() {
-        static Memory* memory = nullptr;
-        return memory;
-    }
-    static Memory* take_kept() { return __atomic_exchange_n(&kept(), (Memory*)nullptr, __ATOMIC_ACQ_REL); }
+    static Memory* take_kept() { return __atomic_exchange_n(&kept_, (Memory*)nullptr, __ATOMIC_ACQ_REL); }
 
+    static inline Memory* kept_ = nullptr;  // null while a call has it
     Memory* memory_;
 };
 
