@@ -14,7 +14,9 @@ from dgt.layers.native import Prepared, predicts_natively
 from dgt.models import DynamicGroupTransformer
 from dgt.ops.native import library
 
-pytestmark = pytest.mark.skipif(library.load() is None, reason="the native kernels are not built here")
+pytestmark = pytest.mark.skipif(
+    library.load() is None, reason="the native kernels are not built here"
+)
 
 
 def small_model() -> DynamicGroupTransformer:
@@ -60,7 +62,9 @@ def test_tangents_and_files_keep_pytorchs_operators() -> None:
     torch.testing.assert_close(tangent, torch.ones_like(x) @ layer.weight.T)
     for part in (ConvStem(3, 8).eval(), InvertedResidualFFN(8).eval(), layer):
         part.requires_grad_(False)
-        sample = torch.randn(1, 3, 16, 16) if isinstance(part, ConvStem) else torch.randn(1, 4, 4, 8)
+        sample = (
+            torch.randn(1, 3, 16, 16) if isinstance(part, ConvStem) else torch.randn(1, 4, 4, 8)
+        )
         exported = torch.export.export(part, (sample,))
         targets = [str(node.target) for node in exported.graph.nodes]
         assert not any("native" in target for target in targets)
@@ -80,7 +84,9 @@ def test_a_model_predicts_the_same(size, is_masked, without_native) -> None:
     with torch.inference_mode():
         expected = without_native(model.forward_features, images, mask)
         for found in (model, form, copy.deepcopy(form)):
-            torch.testing.assert_close(found.forward_features(images, mask), expected, atol=2e-5, rtol=2e-5)
+            torch.testing.assert_close(
+                found.forward_features(images, mask), expected, atol=2e-5, rtol=2e-5
+            )
 
 
 def test_training_is_not_touched(without_native) -> None:

@@ -268,7 +268,9 @@ class PreparedLinear(PredictsOnly):
         if not predicts_natively(x, weight, bias):
             found: Tensor = self.linear(x)
             return found
-        prepared = self.prepared.of((weight, bias), lambda: convolution.prepare_linear(weight, bias))
+        prepared = self.prepared.of(
+            (weight, bias), lambda: convolution.prepare_linear(weight, bias)
+        )
         return convolution.linear(x, weight, bias, prepared)
 
 

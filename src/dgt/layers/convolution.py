@@ -9,7 +9,7 @@ alone.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -99,6 +99,9 @@ class PixelConv2d(nn.Conv2d):
         """Map (B, C, H, W) to (B, C', H, W)."""
         if scripting():
             return F.conv2d(x, self.weight, self.bias)
+        channels_last = x.is_contiguous(memory_format=torch.channels_last)
+        if channels_last and predicts_natively(x, self.weight, self.bias):
+            return _nchw(convolution.linear(_nhwc(x), self.weight.flatten(1), self.bias))
         return convolve_pixels(x, self.weight, self.bias)
 
 
@@ -246,7 +249,8 @@ class ConvStem(nn.Module):
     @torch.jit.ignore
     def run_natively(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Map (B, H, W, in_chans) to (B, H', W', width) by the native kernel."""
-        for conv, norm in zip(self.convs, self.norms, strict=True):
+        convs = cast(list[nn.Conv2d], self.convs)
+        for conv, norm in zip(convs, self.norms, strict=True):
             x = convolution.convolution(x, conv.weight, conv.bias, conv.stride[0], True, norm, mask)
         return x
 
@@ -341,7 +345,9 @@ class InvertedResidualFFN(nn.Module):
         if not are_evaluated((self.norm1, self.norm2, self.norm3)) or self.drop.training:
             return False
         convs = (self.expand, self.depthwise, self.project)
-        return predicts_natively(x, *(parameter for conv in convs for parameter in conv.parameters()))
+        return predicts_natively(
+            x, *(parameter for conv in convs for parameter in conv.parameters())
+        )
 
     @torch.jit.ignore
     def run_natively(self, x: Tensor, mask: Tensor | None) -> Tensor:

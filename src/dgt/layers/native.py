@@ -19,25 +19,17 @@ def predicts_natively(x: Tensor, *parameters: Tensor | None) -> bool:
     They do in float32 on a CPU, where nobody asks for gradients. Files that other processes run,
     exported or traced, keep PyTorch's operators.
     """
-    if type(x) not in PLAIN or not _is_float32_on_cpu(x):
-        return False
     if torch.compiler.is_exporting() or torch.jit.is_tracing() or torch.is_autocast_enabled("cpu"):
         return False
     asked = torch.is_grad_enabled()
-    if asked and x.requires_grad:
-        return False
-    for parameter in parameters:
-        if parameter is None:
+    for tensor in (x, *parameters):
+        if tensor is None:
             continue
-        if type(parameter) not in PLAIN or not _is_float32_on_cpu(parameter):
+        if type(tensor) not in PLAIN or tensor.dtype != torch.float32 or not tensor.is_cpu:
             return False
-        if asked and parameter.requires_grad:
+        if asked and tensor.requires_grad:
             return False
     return x.numel() > 0 and not has_tangent(x) and reason_against_native() is None
-
-
-def _is_float32_on_cpu(x: Tensor) -> bool:
-    return x.dtype == torch.float32 and x.device.type == "cpu"
 
 
 class Prepared:
@@ -48,9 +40,14 @@ class Prepared:
         self._memory: Tensor | None = None
 
     def __reduce__(self) -> Any:
-        return Prepared, ()  # copies and files leave it out: another processor may read weights otherwise
+        return (
+            Prepared,
+            (),
+        )  # copies and files leave it out: another processor may read weights otherwise
 
-    def of(self, parameters: Iterable[Tensor | None], prepare: Callable[[], Tensor]) -> Tensor | None:
+    def of(
+        self, parameters: Iterable[Tensor | None], prepare: Callable[[], Tensor]
+    ) -> Tensor | None:
         """Return what ``prepare()`` returned when these parameters were last seen to change.
 
         None while a compiler follows, or where changes cannot be seen.

@@ -77,7 +77,9 @@ def convolution(
     normed: Any = norm
     found = [] if norm is None else statistics(norm)
     epsilon = 0.0 if norm is None else float(normed.eps)
-    output: Tensor = torch.ops.dgt.native_convolution(x, weight, bias, stride, with_gelu, found, epsilon, mask)
+    output: Tensor = torch.ops.dgt.native_convolution(
+        x, weight, bias, stride, with_gelu, found, epsilon, mask
+    )
     return output
 
 
@@ -139,14 +141,16 @@ def _convolution(
     mask: Tensor | None,
 ) -> Tensor:
     x = x.contiguous()
-    channels_last = weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
+    channels_last = (
+        weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
+    )
     if not channels_last:
         weight = weight.contiguous()
     mask = as_mask(mask)
     output = _new_convolved(x, weight, bias, stride)
     problem = ConvolutionProblem()
     problem.images, problem.height, problem.width, problem.channels = x.shape
-    problem.outputs = len(weight)
+    problem.outputs = output.shape[3]
     problem.stride = stride
     problem.with_gelu = with_gelu
     problem.input = x.data_ptr()
@@ -194,7 +198,9 @@ def _new_linear(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
 
 def _new_convolved(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, *_: Any) -> Tensor:
     images, height, width, _ = x.shape
-    return x.new_empty((images, (height - 1) // stride + 1, (width - 1) // stride + 1, weight.shape[0]))
+    return x.new_empty(
+        (images, (height - 1) // stride + 1, (width - 1) // stride + 1, weight.shape[0])
+    )
 
 
 def _new_map(x: Tensor, *_: Any) -> Tensor:

@@ -35,11 +35,17 @@ class Weights(NamedTuple):
     def parameters(self) -> list[Tensor]:
         """Return all tensors of them."""
         tensors = [self.expand_weight, self.depthwise_weight, self.project_weight]
-        tensors += [bias for bias in (self.expand_bias, self.depthwise_bias, self.project_bias) if bias is not None]
+        tensors += [
+            bias
+            for bias in (self.expand_bias, self.depthwise_bias, self.project_bias)
+            if bias is not None
+        ]
         return tensors + self.norm1 + self.norm2 + self.norm3
 
 
-def feed_forward(x: Tensor, weights: Weights, mask: Tensor | None, prepared: Tensor | None = None) -> Tensor:
+def feed_forward(
+    x: Tensor, weights: Weights, mask: Tensor | None, prepared: Tensor | None = None
+) -> Tensor:
     """Return ``norm3(project(norm2(gelu(y + depthwise(y)))))`` with ``y = norm1(gelu(expand(x)))`` (Eq. 10).
 
     Args:
