@@ -196,7 +196,9 @@ def _new_linear(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def _new_convolved(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, *_: Any) -> Tensor:
+def _new_convolved(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, *rest: Any
+) -> Tensor:
     images, height, width, _ = x.shape
     return x.new_empty(
         (images, (height - 1) // stride + 1, (width - 1) // stride + 1, weight.shape[0])
