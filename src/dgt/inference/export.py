@@ -109,7 +109,8 @@ def export(
         )
     if openvino_extension and path.suffix != ".onnx":
         raise UserError(f"--openvino-extension goes with a file that ends in .onnx, got {out}")
-    extension = openvino_extension_path() if openvino_extension else None  # before a model is opened
+    # before a model is opened, which takes longer than to see that nothing compiles
+    extension = openvino_extension_path() if openvino_extension else None
     run = load_run(checkpoint)
     if path.suffix:
         fixed = None if size is None else (batch or 1, *size)

@@ -60,13 +60,14 @@ def _joined_attention_of_projection(
 ) -> Tensor:
     heads, _, channels = centroids.shape
     parts = qkv.unflatten(-1, [3, heads, channels]).permute(HEADS_FIRST)
-    output = dynamic_group_attention(*parts.unbind(), centroids, top_k, scale).output
+    query, key, value = parts.unbind()
+    output = dynamic_group_attention(query, key, value, centroids, top_k, scale).output
     return output.transpose(1, 2).flatten(2).contiguous()
 
 
 @_joined_attention_of_projection.register_fake
 def _(qkv: Tensor, centroids: Tensor, *_: Any) -> Tensor:
-    heads, _, channels = centroids.shape
+    heads, channels = centroids.shape[0], centroids.shape[2]
     return qkv.new_empty((*qkv.shape[:2], heads * channels))
 
 
@@ -158,7 +159,7 @@ def _find_attention(node: Any) -> _Attention | None:
 def _find_projection(attention: _Attention) -> Any:
     """The (B, L, 3 H D) projections that query, key and value are views of; None where not."""
     parts = (attention.query, attention.key, attention.value)
-    split = parts[0].args[0] if parts[0].args else None
+    split: Any = parts[0].args[0] if parts[0].args else None
     for place, part in enumerate(parts):
         if part.op != "call_function" or part.args != (split, place):
             return None
@@ -177,8 +178,8 @@ def _find_projection(attention: _Attention) -> Any:
 
 
 def _find_merged_heads(node: Any) -> Any:
-    """The node that makes (B, L, H D) of an attention's (B, H, L, D), and nothing else is made of it;
-    None where there is none.
+    """The node that makes (B, L, H D) of an attention's (B, H, L, D); None where there is none, or
+    something else is made of it, too.
     """
     for target, places in (
         (torch.ops.aten.transpose.int, (1, 2)),

@@ -58,7 +58,7 @@ class _Wheel(NamedTuple):
 
     @property
     def libraries(self) -> list[Path]:
-        """What an extension is linked with: OpenVINO and its threads, each with its version in the name."""
+        """What an extension is linked with: OpenVINO and its threads, versions in their names."""
         folder = self.folder / "libs"
         return [*folder.glob("libopenvino.so.*"), *folder.glob("libtbb.so.*")]
 
@@ -100,7 +100,7 @@ def openvino_extension_path() -> Path:
 
 
 def add_openvino_extension(core: Any, path: str | Path | None = None) -> Path:
-    """Teach an `openvino.Core` DG-Attention, so that it reads files of `dgt export --openvino-extension`.
+    """Teach an `openvino.Core` the files of `dgt export --openvino-extension`.
 
     Args:
         core: an `openvino.Core`.
@@ -164,7 +164,7 @@ _HINT = "dgt.export.openvino_extension_path() compiles one for what is installed
 
 
 def _check_library(path: Path) -> None:
-    """Refuse a library that is not there, or not for this OpenVINO and this processor, by its name."""
+    """Refuse, by its name, a library that is missing or for another OpenVINO or processor."""
     if not path.is_file():
         raise UserError(f"there is no OpenVINO extension {path}; {_HINT}")
     named = NAME.fullmatch(path.name)
@@ -173,11 +173,13 @@ def _check_library(path: Path) -> None:
     version = _find_wheel().version
     if named["version"] != version:
         raise UserError(
-            f"the extension {path} is for OpenVINO {named['version']}, installed is {version}; {_HINT}"
+            f"the extension {path} is for OpenVINO {named['version']}, installed is {version}; "
+            f"{_HINT}"
         )
     if not library.has_level(named["level"]):
         raise UserError(
-            f"the extension {path} is for processors with {named['level']}, which this one lacks; {_HINT}"
+            f"the extension {path} is for processors with {named['level']}, which this one lacks; "
+            f"{_HINT}"
         )
 
 
@@ -192,8 +194,8 @@ def _find_wheel() -> _Wheel:
     wheel = _Wheel(version, folder)
     if not (folder / HEADER).is_file() or len(wheel.libraries) < 2:
         raise UserError(
-            f"the OpenVINO {version} in {folder} has no C++ headers or libraries for its extension: "
-            "install the wheel of PyPI, pip install openvino"
+            f"the OpenVINO {version} in {folder} has no C++ headers or libraries for its "
+            "extension: install the wheel of PyPI, pip install openvino"
         )
     return wheel
 
@@ -244,7 +246,8 @@ def _find_compiler() -> tuple[str, ...]:
         if found:
             return (found,)
     raise UserError(
-        "the OpenVINO extension needs a C++ compiler, and there is none: install g++ or clang++, or name one by CXX"
+        "the OpenVINO extension needs a C++ compiler, and there is none: "
+        "install g++ or clang++, or name one by CXX"
     )
 
 
@@ -253,10 +256,11 @@ def _run(command: Sequence[str], wheel: _Wheel) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
-        raise UserError(f"the C++ compiler {command[0]!r} cannot be run: {error.strerror}") from error
+        reason = error.strerror
+        raise UserError(f"the C++ compiler {command[0]!r} cannot be run: {reason}") from error
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-        reason = lines[0].strip() if lines else f"exit status {done.returncode}"
+        lines = done.stderr.splitlines() or [f"exit status {done.returncode}"]
+        reason = next((line for line in lines if "error" in line), lines[0]).strip()
         raise UserError(
             f"{command[0]} cannot compile the extension for OpenVINO {wheel.version}: {reason}"
         )

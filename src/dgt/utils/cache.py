@@ -5,5 +5,8 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """The package's folder in the user's cache folder: `$XDG_CACHE_HOME/dgt`, or `~/.cache/dgt`; it may not exist."""
+    """Return the package's folder in the user's cache folder, which may not exist yet.
+
+    It is `$XDG_CACHE_HOME/dgt`, or `~/.cache/dgt`.
+    """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dgt"
