@@ -19,9 +19,12 @@ from dgt.models import (
     set_attention,
 )
 from dgt.ops import (
+    Clusters,
     DynamicGroupAttentionOutput,
     attend,
     attend_with_logsumexp,
+    cluster_tokens,
+    clustered_attention,
     dense_attention,
     dynamic_group_attention,
     find_centroids,
@@ -36,6 +39,7 @@ from dgt.ops import (
 __version__ = "0.2.0"
 
 __all__ = [
+    "Clusters",
     "DGAttention",
     "DynamicGroupAttentionOutput",
     "DynamicGroupTransformer",
@@ -47,6 +51,8 @@ __all__ = [
     "build_mask_rcnn",
     "build_upernet",
     "calibrate",
+    "cluster_tokens",
+    "clustered_attention",
     "cost",
     "dense_attention",
     "diagnose",

@@ -15,7 +15,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from dgt.ops.backends import FORWARD_ONLY, load_backend, resolve_backend
+from dgt.ops.backends import load_backend, resolve_call
 from dgt.ops.checks import (
     check_choice,
     check_count,
@@ -23,12 +23,15 @@ from dgt.ops.checks import (
     check_ids,
     check_key_ids,
     check_key_mask,
+    check_operands,
     check_scale,
     check_shape,
     check_tensor,
     check_tokens,
-    has_tangent,
+    describe,
+    repeat_heads,
 )
+from dgt.ops.clusters import cluster_keys
 from dgt.ops.prefix import join_prefix, prepend_prefix
 from dgt.ops.remainder import add_remainder
 from dgt.ops.triton.fallback import falls_back
@@ -59,7 +62,8 @@ def dynamic_group_attention(
     key_mask: Tensor | None = None,
     backend: str = "auto",
     num_prefix_tokens: int = 0,
-    remainder: bool = False,
+    remainder: bool | int = False,
+    key_cluster_ids: Tensor | None = None,
 ) -> DynamicGroupAttentionOutput:
     """Attend from every query to the ``top_k`` keys of its group, anywhere in the image (Eqs. 1-2).
 
@@ -82,12 +86,15 @@ def dynamic_group_attention(
             - ``"native"``: a C++ kernel for CPUs; up to 256 channels per head, no float64.
             - ``"torch"``: PyTorch's own kernels, any device and type. (``"eager"`` is its old name.)
             - ``"triton"``: fused kernels for CUDA; up to 128 channels per head, no float64, no gradients of a
-              remainder.
+              remainder; several residual keys are summed up by PyTorch's.
 
         num_prefix_tokens: the first P tokens (class, registers, text) are of no group: they attend to all tokens, and
             every token attends to them besides the keys of its group. L must be S.
-        remainder: attend also to what the selected keys leave out, summed up in one key a group
-            (:mod:`dgt.ops.remainder`): for models that were trained with global attention.
+        remainder: attend also to what the selected keys leave out, summed up in M residual keys a group; True is 1
+            (:mod:`dgt.ops.remainder`): for models that were trained with global attention. With M > 1 there is one for
+            each cluster of keys.
+        key_cluster_ids: (B, H, S) int64, the cluster of every key, 0 to M - 1; a key of cluster -1 is part of no
+            residual key. None: :func:`dgt.cluster_tokens` finds them where M > 1.
 
     Returns:
         :class:`DynamicGroupAttentionOutput`: ``output``, ``group_ids`` (-1 also for prefix tokens), ``key_ids`` (the
@@ -103,28 +110,43 @@ def dynamic_group_attention(
         >>> dynamic_group_attention(query, key, value, centroids, top_k=98).output.shape
         torch.Size([1, 2, 196, 32])
     """
-    key, value = _repeat_heads(query, key, value)
-    _check_operands(query, key, value)
-    if isinstance(centroids, Tensor) and centroids.dim() == 4:
-        _check_own_centroids(query, centroids, key_mask)
-        images = query.shape[:2]
-        query, key, value = (tensor.flatten(0, 1)[None] for tensor in (query, key, value))  # heads of one image
-        centroids = centroids.flatten(0, 1)
-    else:
-        images = None
-    check_tokens("query", query, centroids)
-    check_count("top_k", top_k)
-    check_key_mask(key_mask, key.shape[0], key.shape[2], key)
+    own_key = key
+    key, value = repeat_heads(query, key, value)
+    check_operands(query, key, value)
     _check_prefix(query, key, num_prefix_tokens)
+    count = _check_remainder(remainder, key_cluster_ids, key, num_prefix_tokens)
+    check_key_mask(key_mask, key.shape[0], key.shape[2], key)
+    has_own = isinstance(centroids, Tensor) and centroids.dim() == 4
+    if has_own:
+        _check_own_centroids(query, centroids, key_mask)
+    else:
+        check_tokens("query", query, centroids)
+    check_count("top_k", top_k)
     scale = check_scale(scale, query.shape[-1])
-    backend = _resolve(backend, "a remainder" if remainder else None, query, key, value)
-
+    steps = load_backend(resolve_call(backend, "a remainder" if count else None, query, key, value), query)
+    if count > 1 and key_cluster_ids is None:
+        key_cluster_ids = cluster_keys(steps, own_key, count, num_prefix_tokens, key_mask)
+        key_cluster_ids = key_cluster_ids.repeat_interleave(query.shape[1] // own_key.shape[1], dim=1)
+    images = query.shape[:2]
+    if has_own:  # heads of one image
+        query, key, value = (tensor.flatten(0, 1)[None] for tensor in (query, key, value))
+        key_cluster_ids = None if key_cluster_ids is None else key_cluster_ids.flatten(0, 1)[None]
+        centroids = centroids.flatten(0, 1)
+        check_tokens("query", query, centroids)
+    rest = _Remainder(count, key_cluster_ids)
     found = _group_select_attend(
-        load_backend(backend, query), query, key, value, centroids, top_k, scale, key_mask, num_prefix_tokens, remainder
+        steps, query, key, value, centroids, top_k, scale, key_mask, num_prefix_tokens, rest
     )
-    if images is not None:
+    if has_own:
         found = tuple(tensor[0].unflatten(0, images) for tensor in found)
     return DynamicGroupAttentionOutput(*found)
+
+
+class _Remainder(NamedTuple):
+    """What of the keys that are left out is attended to."""
+
+    keys: int  # residual keys a group
+    key_cluster_ids: Tensor | None  # (B, H, S); None: all keys are of one cluster
 
 
 @falls_back
@@ -142,18 +164,18 @@ def attention_output(
 
     Arguments and errors as there.
     """
-    key, value = _repeat_heads(query, key, value)
-    _check_operands(query, key, value)
+    key, value = repeat_heads(query, key, value)
+    check_operands(query, key, value)
     check_tokens("query", query, centroids)
     check_count("top_k", top_k)
     check_key_mask(key_mask, key.shape[0], key.shape[2], key)
     scale = check_scale(scale, query.shape[-1])
-    backend = _resolve(backend, None, query, key, value)
+    backend = resolve_call(backend, None, query, key, value)
     steps = load_backend(backend, query)
     alone = getattr(steps, "attention_output", None)
     if alone is not None:
         return cast(Tensor, alone(query, key, value, centroids, top_k, scale, key_mask))
-    return _group_select_attend(steps, query, key, value, centroids, top_k, scale, key_mask, 0, False)[0]
+    return _group_select_attend(steps, query, key, value, centroids, top_k, scale, key_mask, 0, _Remainder(0, None))[0]
 
 
 def _group_select_attend(
@@ -166,12 +188,13 @@ def _group_select_attend(
     scale: float,
     key_mask: Tensor | None,
     num_prefix_tokens: int,
-    remainder: bool,
+    rest: _Remainder,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, groups and keys: in one step where the backend has it for such a call, else in three."""
     in_one_step = getattr(steps, "attention", None)
-    if in_one_step is not None:
-        found = in_one_step(query, key, value, centroids, top_k, scale, key_mask, num_prefix_tokens, remainder)
+    if in_one_step is not None and rest.key_cluster_ids is None:
+        with_rest = rest.keys > 0
+        found = in_one_step(query, key, value, centroids, top_k, scale, key_mask, num_prefix_tokens, with_rest)
         if found is not None:
             return cast(tuple[Tensor, Tensor, Tensor], found)
     patches = query[:, :, num_prefix_tokens:]
@@ -179,9 +202,14 @@ def _group_select_attend(
     group_ids = steps.group_queries(patches, centroids, mask if query.shape[2] == key.shape[2] else None)
     key_ids = steps.select_keys(centroids, key[:, :, num_prefix_tokens:], top_k, mask)
     key_ids = prepend_prefix(key_ids, num_prefix_tokens, key_mask)
-    if remainder:
-        rest = steps.summarize_unselected(patches, key, value, group_ids, key_ids, scale, key_mask)
-        more = add_remainder(key, value, key_ids, rest)
+    if rest.keys:
+        if rest.key_cluster_ids is None:
+            left_out = steps.summarize_unselected(patches, key, value, group_ids, key_ids, scale, key_mask)
+        else:
+            clusters = rest.key_cluster_ids
+            clusters = clusters if key_mask is None else clusters.masked_fill(~key_mask[:, None], -1)
+            left_out = steps.summarize_clusters(patches, key, value, group_ids, key_ids, scale, clusters, rest.keys)
+        more = add_remainder(key, value, key_ids, left_out)
         output = steps.attend(patches, more.key, more.value, group_ids, more.key_ids, scale, more.key_bias)
     else:
         output = steps.attend(patches, key, value, group_ids, key_ids, scale)
@@ -233,7 +261,7 @@ def attend(
     """
     scale = _check_attend(query, key, value, group_ids, key_ids, scale=scale, key_bias=key_bias)
     forward_only = None if key_bias is None else "attention with key_bias"
-    backend = _resolve(backend, forward_only, query, key, value, key_bias)
+    backend = resolve_call(backend, forward_only, query, key, value, key_bias)
     steps = load_backend(backend, query)
     output: Tensor = steps.attend(query, key, value, group_ids, key_ids, scale, key_bias)
     return output
@@ -258,7 +286,7 @@ def attend_with_logsumexp(
         exponentials, -inf where it sees no key. Both are differentiable.
     """
     scale = _check_attend(query, key, value, group_ids, key_ids, scale=scale, key_bias=key_bias)
-    backend = _resolve(backend, "the logarithms of the sums", query, key, value, key_bias)
+    backend = resolve_call(backend, "the logarithms of the sums", query, key, value, key_bias)
     steps = load_backend(backend, query)
     output, sums = steps.attend_with_logsumexp(query, key, value, group_ids, key_ids, scale, key_bias)
     return output, sums
@@ -281,38 +309,6 @@ def merge_attention(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return cast(Tensor, output).to(parts[0][0].dtype), whole
 
 
-def _resolve(backend: str, forward_only: str | None, *tensors: Tensor | None) -> str:
-    """The backend that a call runs on.
-
-    Args:
-        backend: as the caller named it.
-        forward_only: what the call asks for that some backends have no gradients of; None where it is nothing.
-        tensors: all that could ask for gradients, tokens first.
-    """
-    resolved = resolve_backend(backend, tensors[0])
-    if resolved != "reference" and has_tangent(*tensors):
-        raise ValueError(f'backend must be "reference" for forward-mode differentiation, got "{backend}"')
-    if forward_only is None or resolved not in FORWARD_ONLY or not torch.is_grad_enabled():
-        return resolved
-    if not any(tensor is not None and tensor.requires_grad for tensor in tensors):
-        return resolved
-    if backend == resolved:
-        raise ValueError(f'backend must be "torch" or "reference" for gradients of {forward_only}, got "{backend}"')
-    return "torch"
-
-
-def _repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Repeat key heads that serve several heads of queries."""
-    if not all(isinstance(tensor, Tensor) and tensor.dim() == 4 for tensor in (query, key, value)):
-        return key, value  # the checks that follow refuse them
-    if key.shape[1] == query.shape[1]:
-        return key, value
-    if 0 in key.shape[:2] or query.shape[1] % key.shape[1]:
-        raise ValueError(f"key must have heads that divide query's {query.shape[1]}, got {key.shape[1]}")
-    each = query.shape[1] // key.shape[1]
-    return key.repeat_interleave(each, dim=1), value.repeat_interleave(each, dim=1)
-
-
 def _check_own_centroids(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> None:
     """Check the (B, H, G, D) centroids of every image."""
     if key_mask is not None:
@@ -328,10 +324,30 @@ def _check_prefix(query: Tensor, key: Tensor, num_prefix_tokens: int) -> None:
         raise ValueError(f"num_prefix_tokens must be 0 or fewer than the tokens, as many queries as keys, got {came}")
 
 
+def _check_remainder(
+    remainder: bool | int, key_cluster_ids: Tensor | None, key: Tensor, num_prefix_tokens: int
+) -> int:
+    """Check the number of residual keys a group, and the clusters that they stand for; returns the number."""
+    if not isinstance(remainder, bool):
+        check_count("remainder", remainder, least=0)
+    most = key.shape[2] - num_prefix_tokens
+    if remainder > most:
+        raise ValueError(f"remainder must be at most the {most} keys behind the prefix, got {remainder}")
+    if key_cluster_ids is None:
+        return int(remainder)
+    if not remainder:
+        raise ValueError(f"key_cluster_ids must be None where remainder is 0, got {describe(key_cluster_ids)}")
+    check_tensor("key_cluster_ids", key_cluster_ids, "BHS", floating=False)
+    check_shape("key_cluster_ids", key_cluster_ids, "BHS", tuple(key.shape[:3]), "key")
+    check_device("key", key, key_cluster_ids=key_cluster_ids)
+    check_ids("key_cluster_ids", key_cluster_ids, int(remainder))
+    return int(remainder)
+
+
 def _check_attend(*arguments: Tensor, scale: float | None, key_bias: Tensor | None) -> float:
     """Check what attention inside groups takes; returns the scale."""
     query, key, value, group_ids, key_ids = arguments
-    _check_operands(query, key, value)
+    check_operands(query, key, value)
     check_choice(query, key, group_ids, key_ids)
     check_ids("group_ids", group_ids, key_ids.shape[2])
     check_key_ids(key_ids, key.shape[2])
@@ -340,16 +356,3 @@ def _check_attend(*arguments: Tensor, scale: float | None, key_bias: Tensor | No
         check_shape("key_bias", key_bias, "BHS", tuple(key.shape[:3]), "key")
         check_device("query", query, key_bias=key_bias)
     return check_scale(scale, query.shape[-1])
-
-
-def _check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Check query, key and value against each other."""
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        check_tensor(name, tensor, "BHLD", floating=True)
-        if tensor.dtype != query.dtype:
-            raise TypeError(f"{name} must have query's type {query.dtype}, got {tensor.dtype}")
-    check_shape("key", key, "BHLD", (*query.shape[:2], key.shape[2], query.shape[3]), "query")
-    check_shape("value", value, "BHLD", tuple(key.shape), "key")
-    check_device("query", query, key=key, value=value)
-    if query.numel() == 0 or key.numel() == 0:
-        raise ValueError(f"query and key must not be empty, got {tuple(query.shape)} and {tuple(key.shape)}")

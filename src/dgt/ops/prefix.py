@@ -1,4 +1,4 @@
-"""Tokens of no group before the others (class, registers, text): they attend to all, and all attend to them."""
+"""Prefix tokens (class, registers, text): in no group; they see all tokens and all see them."""
 
 import torch
 import torch.nn.functional as F
@@ -12,12 +12,14 @@ def prepend_prefix(key_ids: Tensor, num_prefix_tokens: int, key_mask: Tensor | N
     """Make lists of the keys behind the prefix lists of all keys, the prefix first.
 
     Args:
-        key_ids: (B, H, G, K) int64, counted from the first token behind the prefix; -1 for an empty place.
+        key_ids: (B, H, G, K) int64, counted from the first token behind the prefix; -1 for an empty
+            place.
         num_prefix_tokens: P.
         key_mask: optional bool (B, L), True where a token is real.
 
     Returns:
-        (B, H, G, P + K) int64, counted from the first token; -1 also in the place of a prefix token that is not real.
+        (B, H, G, P + K) int64, counted from the first token; -1 also in the place of a prefix token
+        that is not real.
     """
     if not num_prefix_tokens:
         return key_ids
@@ -42,9 +44,9 @@ def join_prefix(
     Args:
         output: (B, H, L - P, D) of the tokens behind the prefix.
         group_ids: (B, H, L - P) int64, theirs.
-        query, key, value: (B, H, L, D).
+        query, key, value: (B, H, L, D), or keys and values of S other tokens.
         scale: factor on the scores.
-        key_mask: optional bool (B, L), True where a token is real.
+        key_mask: optional bool (B, S), True where a key is real, and a query too where L is S.
 
     Returns:
         (B, H, L, D) output and (B, H, L) groups, -1 for the prefix.
@@ -53,6 +55,6 @@ def join_prefix(
     sees = None if key_mask is None else key_mask[:, None, None]
     with full_precision(query.device):
         whole = dense_attention(query[:, :, :prefix], key, value, sees, scale=scale)
-    if key_mask is not None:
+    if key_mask is not None and query.shape[2] == key.shape[2]:
         whole = whole.masked_fill(~key_mask[:, None, :prefix, None], 0.0)
     return torch.cat([whole, output], dim=2), F.pad(group_ids, (prefix, 0), value=-1)

@@ -94,9 +94,17 @@ def summarize_unselected(
     query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float, key_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The remainder of every group as one key (:mod:`dgt.ops.remainder`): k', v', b, and whether there is none."""
+    padding = None if key_mask is None else ~key_mask[:, None, None]
+    return _summarize(query, key, value, group_ids, key_ids, scale, padding)
+
+
+def _summarize(
+    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float, others: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same; ``others`` (B, H or 1, 1, S) are no part of it."""
     member = (group_ids[..., None] == torch.arange(key_ids.shape[2], device=query.device)).to(query.dtype)
     hidden = _chosen(key_ids, key.shape[2])
-    hidden = hidden if key_mask is None else hidden | ~key_mask[:, None, None]
+    hidden = hidden if others is None else hidden | others
     empty = hidden.all(-1, keepdim=True)
     with full_precision(query.device):
         mean = torch.einsum("bhlg,bhld->bhgd", member, query) / member.sum(2)[..., None].clamp(min=1)
@@ -105,6 +113,47 @@ def summarize_unselected(
         rest_key = share @ key
         bias = score.logsumexp(-1) - scale * (mean * rest_key).sum(-1)
         return rest_key, share @ value, bias, empty[..., 0]
+
+
+def cluster_tokens(
+    tokens: Tensor, num_clusters: int, steps: int, every: int, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Lloyd's k-means of (B, H, N, D) tokens (:func:`dgt.cluster_tokens`), image by image and head by head."""
+    batch, heads, count, channels = tokens.shape
+    centroids = tokens.new_zeros(batch, heads, num_clusters, channels, dtype=torch.float32)
+    ids = torch.full((batch, heads, count), -1, device=tokens.device)
+    for b in range(batch):
+        real = torch.arange(count) if mask is None else mask[b].cpu().nonzero()[:, 0]
+        order = sorted(range(len(real)), key=lambda j: j * 2654435769 % 2**32)  # spread evenly by the golden ratio
+        for h in range(heads if len(real) else 0):
+            x = tokens[b, h, real].detach().float()
+            own = x[[order[m % len(real)] for m in range(num_clusters)]]
+            for part in [x[order[: -(-len(real) // every)]]] * steps + [x]:
+                near = torch.cdist(part, own, compute_mode="donot_use_mm_for_euclid_dist").argmin(-1)
+                for m in near.unique().tolist():
+                    own[m] = part[near == m].mean(0)
+            centroids[b, h] = own
+            ids[b, h, real] = near
+    return centroids, ids
+
+
+def summarize_clusters(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    scale: float,
+    key_cluster_ids: Tensor,
+    num_clusters: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The remainder of every group as one key a cluster: each as if no other keys were left out."""
+    parts = []
+    for m in range(num_clusters):
+        mine = key_cluster_ids == m
+        parts.append(_summarize(query, key, value, group_ids, key_ids, scale, ~mine[:, :, None]))
+    rest_key, rest_value, bias, empty = (torch.stack(part, 3) for part in zip(*parts, strict=True))
+    return rest_key, rest_value, bias, empty
 
 
 def _chosen(key_ids: Tensor, tokens: int) -> Tensor:

@@ -24,30 +24,40 @@ HIDDEN = -1e30  # the score of a key that is no part of a remainder; finite, so 
 
 
 class WithRemainder(NamedTuple):
-    """Arguments of :func:`dgt.attend` in which every group has one key more."""
+    """Arguments of :func:`dgt.attend` in which every group has M keys more; M is 1 but with clusters of keys."""
 
     key: Tensor
-    """(B, H, S + G, D): the keys, then k' of every group."""
+    """(B, H, S + G M, D): the keys, then k' of every group."""
     value: Tensor
-    """(B, H, S + G, D): the values, then v'."""
+    """(B, H, S + G M, D): the values, then v'."""
     key_ids: Tensor
-    """(B, H, G, K + 1) int64: last in every list its group's own k', -1 where nothing was left out."""
+    """(B, H, G, K + M) int64: last in every list its group's own k', -1 where nothing was left out."""
     key_bias: Tensor
-    """(B, H, S + G): what is added to the score of a key, zeros and then b."""
+    """(B, H, S + G M): what is added to the score of a key, zeros and then b."""
 
 
 def add_remainder(
     key: Tensor, value: Tensor, key_ids: Tensor, remainder: tuple[Tensor, Tensor, Tensor, Tensor]
 ) -> WithRemainder:
-    """Append the remainder of every group, from :func:`summarize_unselected`, to the keys, as one of its list."""
+    """Append what is left out of every group to the keys, as the last of its list.
+
+    Args:
+        key, value: (B, H, S, D).
+        key_ids: (B, H, G, K) int64.
+        remainder: from :func:`summarize_unselected`, or, with M keys a group, from
+            :func:`dgt.ops.residual_keys.summarize_clusters`.
+    """
     rest_key, rest_value, bias, empty = remainder
+    if bias.dim() == 3:
+        rest_key, rest_value, bias, empty = (tensor.unsqueeze(3) for tensor in remainder)
+    groups, each = bias.shape[2:]
     tokens = key.shape[2]
-    own = torch.arange(tokens, tokens + key_ids.shape[2], device=key.device).where(~empty, -1)
+    own = torch.arange(tokens, tokens + groups * each, device=key.device).view(groups, each).where(~empty, -1)
     return WithRemainder(
-        torch.cat([key, rest_key.to(key.dtype)], dim=2),
-        torch.cat([value, rest_value.to(value.dtype)], dim=2),
-        torch.cat([key_ids, own[..., None]], dim=-1),
-        torch.cat([bias.new_zeros(key.shape[:3]), bias], dim=-1),
+        torch.cat([key, rest_key.to(key.dtype).flatten(2, 3)], dim=2),
+        torch.cat([value, rest_value.to(value.dtype).flatten(2, 3)], dim=2),
+        torch.cat([key_ids, own], dim=-1),
+        torch.cat([bias.new_zeros(key.shape[:3]), bias.flatten(2)], dim=-1),
     )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from dgt.ops import flops
+from dgt.ops.native.clustered import cluster_tokens, clustered_attention
 from dgt.ops.native.gradients import differentiate_attend, differentiate_attention
 from dgt.ops.native.interface import (
     as_centroids,
@@ -25,15 +26,19 @@ from dgt.ops.native.interface import (
     with_channels_together,
 )
 from dgt.ops.remainder import summarize_unselected
+from dgt.ops.residual_keys import summarize_clusters
 
 __all__ = [
     "attend",
     "attend_with_logsumexp",
     "attention",
     "attention_output",
+    "cluster_tokens",
+    "clustered_attention",
     "group_queries",
     "group_statistics",
     "select_keys",
+    "summarize_clusters",
     "summarize_unselected",
 ]
 
