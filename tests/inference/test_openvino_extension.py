@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 from torch import Tensor, nn
 
@@ -22,7 +23,7 @@ from dgt.export import (
 )
 from dgt.inference import openvino_extension
 from dgt.layers import DGAttention
-from dgt.ops import attend
+from dgt.ops import attend, clustered_attention
 from dgt.training import load_run
 from dgt.utils.errors import UserError
 from dgt_command import main
@@ -207,3 +208,69 @@ def test_only_onnx_files_take_it(run: Path, tmp_path: Path) -> None:
     for name in ("model.pt2", "model"):
         with pytest.raises(UserError, match=r"--openvino-extension goes with a file that ends in \.onnx"):
             export(run, tmp_path / name, openvino_extension=True)
+
+
+class Clustered(nn.Module):
+    """A pretrained attention of timm, done in groups that are found in its tokens."""
+
+    def __init__(self, attention: Any, normed: bool, **settings: Any) -> None:
+        super().__init__()
+        self.attention = attention
+        self.normed = normed
+        self.settings = settings
+
+    def forward(self, x: Tensor, **_: Any) -> Tensor:
+        qkv = self.attention.qkv(x).reshape(*x.shape[:2], 3, self.attention.num_heads, -1)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        if self.normed:
+            key = key * 0.5  # no projection as it is any more
+        output = clustered_attention(query, key, value, **self.settings)
+        return self.attention.proj(output.transpose(1, 2).reshape(x.shape))
+
+
+PRETRAINED = {
+    "residual": {"num_groups": 8, "top_k": 12, "num_residual_keys": 4, "num_prefix_tokens": 1},
+    "shared": {"num_groups": 5, "top_k": 9, "num_residual_keys": 6, "num_prefix_tokens": 1, "share_key_clusters": True},
+    "one": {"num_groups": 8, "top_k": 12, "num_residual_keys": 1, "scale": 0.2},
+    "sharp": {"num_groups": 60, "top_k": 300, "num_residual_keys": 0, "num_prefix_tokens": 1},
+}
+
+
+def make_vit(normed: bool, settings: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    vit: Any = timm.create_model("vit_tiny_patch16_224", img_size=128, depth=2, num_classes=7).eval()
+    for block in vit.blocks:
+        block.attn = Clustered(block.attn, normed, **settings)
+    return vit
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("settings", PRETRAINED.values(), ids=PRETRAINED)
+def test_pretrained_attention_in_groups_is_one_operator(normed: bool, settings: dict[str, Any]) -> None:
+    vit = make_vit(normed, settings)
+    content = encode_onnx(Source(vit, size=128, extended=True))
+    nodes = [node for node in onnx.load_from_string(content).graph.node if node.domain == "dgt"]
+    assert [(node.op_type, len(node.input)) for node in nodes] == [("DGClusteredAttention", 3 if normed else 1)] * 2
+    run = open_openvino(content, extended=True)
+    for batch in (1, 3):
+        images = torch.randn(batch, 3, 128, 128)
+        with torch.no_grad():
+            torch.testing.assert_close(run(images), [vit(images)], **TOLERANCE)
+
+
+class Padded(nn.Module):
+    """Clustered attention with a mask of padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Parameter(torch.ones(()))
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = self.one * images.flatten(2).transpose(1, 2)[:, None]
+        mask = images[:, 0].flatten(1) > 0
+        return clustered_attention(tokens, tokens, tokens, num_groups=2, top_k=3, key_mask=mask)
+
+
+def test_padding_in_pretrained_attention_is_refused() -> None:
+    with pytest.raises(UserError, match="clustered attention with a mask of padding cannot be written"):
+        encode_onnx(Source(Padded().eval(), extended=True, fixed=(1, 6, 8)))

@@ -1,13 +1,15 @@
-"""DG-Attention as one ONNX node of the domain `dgt`, for runtimes that an extension teaches it.
+"""Attention in groups as ONNX nodes of the domain `dgt`, for runtimes that an extension teaches them.
 
-In a recorded graph a DG-Attention is three operators: group, select, attend. Here they are joined
-into one of two forms of the node `DGAttention`, with the attributes `top_k` and `scale`:
+`DGAttention` is Dynamic Group Attention: in a recorded graph it is three operators, group, select
+and attend, which are joined here. `DGClusteredAttention` is :func:`dgt.clustered_attention`. Each
+takes its tokens in one of two forms:
 
-    (query, key, value, centroids) -> output    (B, H, L, D) three times, (H, G, D) -> (B, H, L, D)
-    (qkv, centroids) -> output                  (B, L, 3 H D), (H, G, D) -> (B, L, H D)
+    (query, key, value) -> output    (B, H, L, D) and twice (B, H, S, D) -> (B, H, L, D)
+    (qkv) -> output                  (B, L, 3 H D) -> (B, L, H D)
 
 The second takes the projections of a layer as they are, so nothing is transposed before or after.
-`openvino_extension.cpp` is the node in OpenVINO.
+The centroids (H, G, D) of `DGAttention` are its last input. `openvino_extension.cpp` has the nodes
+for OpenVINO.
 """
 
 from collections.abc import Callable
@@ -20,26 +22,52 @@ from onnxscript.values import Op, Opset
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from dgt.ops import dynamic_group_attention
+from dgt.ops import clustered_attention, dynamic_group_attention
+from dgt.utils.errors import UserError
 
 DOMAIN = Opset("dgt", 1)
 HEADS_FIRST = [2, 0, 3, 1, 4]  # (B, L, 3, H, D) -> (3, B, H, L, D)
+RESHAPES = (
+    torch.ops.aten.unflatten.int,
+    torch.ops.aten.flatten.using_ints,
+    torch.ops.aten.view.default,
+    torch.ops.aten.reshape.default,
+)
 VIEWS_OF_ALL = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
-_VARIADIC = onnx.defs.OpSchema.FormalParameterOption.Variadic
-_SCHEMA = onnx.defs.OpSchema(
-    name="DGAttention",
-    domain=DOMAIN.domain,
-    since_version=DOMAIN.version,
-    inputs=[onnx.defs.OpSchema.FormalParameter("inputs", "T", param_option=_VARIADIC)],
-    outputs=[onnx.defs.OpSchema.FormalParameter("output", "T")],
-    type_constraints=[("T", ["tensor(float)"], "float32")],
-    attributes=[
-        onnx.defs.OpSchema.Attribute("top_k", onnx.defs.OpSchema.AttrType.INT),
-        onnx.defs.OpSchema.Attribute("scale", onnx.defs.OpSchema.AttrType.FLOAT),
-    ],
-)
-_NODE = Op(DOMAIN, _SCHEMA.name, _SCHEMA)
+_ATTENTION = {"top_k": "INT", "scale": "FLOAT"}
+_CLUSTERED_ATTENTION = {
+    "num_groups": "INT",
+    "top_k": "INT",
+    "num_residual_keys": "INT",
+    "num_prefix_tokens": "INT",
+    "scale": "FLOAT",
+    "share_key_clusters": "INT",
+    "num_heads": "INT",
+}
+
+
+def _node(name: str, attributes: dict[str, str]) -> Op:
+    """A node of so many inputs as it is given, by name and types of its attributes."""
+    schema = onnx.defs.OpSchema
+    variadic = schema.FormalParameterOption.Variadic
+    described = schema(
+        name=name,
+        domain=DOMAIN.domain,
+        since_version=DOMAIN.version,
+        inputs=[schema.FormalParameter("inputs", "T", param_option=variadic)],
+        outputs=[schema.FormalParameter("output", "T")],
+        type_constraints=[("T", ["tensor(float)"], "float32")],
+        attributes=[
+            schema.Attribute(attribute, getattr(schema.AttrType, kind))
+            for attribute, kind in attributes.items()
+        ],
+    )
+    return Op(DOMAIN, name, described)
+
+
+_attention_node = _node("DGAttention", _ATTENTION)
+_clustered_attention_node = _node("DGClusteredAttention", _CLUSTERED_ATTENTION)
 
 
 @torch.library.custom_op("dgt::joined_attention", mutates_args=())
@@ -58,9 +86,8 @@ def _(query: Tensor, *_: Any) -> Tensor:
 def _joined_attention_of_projection(
     qkv: Tensor, centroids: Tensor, top_k: int, scale: float
 ) -> Tensor:
-    heads, _, channels = centroids.shape
-    parts = qkv.unflatten(-1, [3, heads, channels]).permute(HEADS_FIRST)
-    query, key, value = parts.unbind()
+    heads = centroids.shape[0]
+    query, key, value = _split_heads(qkv, heads)
     output = dynamic_group_attention(query, key, value, centroids, top_k, scale).output
     return output.transpose(1, 2).flatten(2).contiguous()
 
@@ -71,6 +98,46 @@ def _(qkv: Tensor, centroids: Tensor, *_: Any) -> Tensor:
     return qkv.new_empty((*qkv.shape[:2], heads * channels))
 
 
+@torch.library.custom_op("dgt::clustered_attention_of_projection", mutates_args=())
+def _clustered_attention_of_projection(
+    qkv: Tensor,
+    num_heads: int,
+    num_groups: int,
+    top_k: int,
+    num_residual_keys: int,
+    num_prefix_tokens: int,
+    scale: float,
+    key_mask: Tensor | None,
+    share_key_clusters: bool,
+) -> Tensor:
+    query, key, value = _split_heads(qkv, num_heads)
+    output = clustered_attention(
+        query,
+        key,
+        value,
+        num_groups=num_groups,
+        top_k=top_k,
+        num_residual_keys=num_residual_keys,
+        num_prefix_tokens=num_prefix_tokens,
+        scale=scale,
+        key_mask=key_mask,
+        share_key_clusters=share_key_clusters,
+    )
+    return output.transpose(1, 2).flatten(2).contiguous()
+
+
+@_clustered_attention_of_projection.register_fake
+def _(qkv: Tensor, *_: Any) -> Tensor:
+    return qkv.new_empty((*qkv.shape[:2], qkv.shape[2] // 3))
+
+
+def _split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return query, key and value, each (B, H, L, D), of (B, L, 3 H D) projections."""
+    parts = qkv.unflatten(-1, [3, heads, qkv.shape[-1] // (3 * heads)])
+    query, key, value = parts.permute(HEADS_FIRST).unbind()
+    return query, key, value
+
+
 def joined_attention(
     query: FLOAT[...],
     key: FLOAT[...],
@@ -79,20 +146,73 @@ def joined_attention(
     top_k: int,
     scale: float,
 ) -> FLOAT[...]:
-    """The node for (B, H, L, D) queries, keys and values."""
-    return _NODE(query, key, value, centroids, top_k=top_k, scale=scale)
+    """DG-Attention of (B, H, L, D) queries, keys and values."""
+    return _attention_node(query, key, value, centroids, top_k=top_k, scale=scale)
 
 
 def joined_attention_of_projection(
     qkv: FLOAT[...], centroids: FLOAT[...], top_k: int, scale: float
 ) -> FLOAT[...]:
-    """The node for (B, L, 3 H D) projections."""
-    return _NODE(qkv, centroids, top_k=top_k, scale=scale)
+    """DG-Attention of (B, L, 3 H D) projections."""
+    return _attention_node(qkv, centroids, top_k=top_k, scale=scale)
+
+
+def clustered_attention_by_head(
+    query: FLOAT[...],
+    key: FLOAT[...],
+    value: FLOAT[...],
+    num_groups: int,
+    top_k: int,
+    num_residual_keys: int,
+    num_prefix_tokens: int,
+    scale: float,
+    key_mask: None,
+    share_key_clusters: bool,
+) -> FLOAT[...]:
+    """Clustered attention of (B, H, L, D) queries, keys and values."""
+    return _clustered_attention_node(
+        query,
+        key,
+        value,
+        num_groups=num_groups,
+        top_k=top_k,
+        num_residual_keys=num_residual_keys,
+        num_prefix_tokens=num_prefix_tokens,
+        scale=scale,
+        share_key_clusters=int(share_key_clusters),
+        num_heads=1,  # which the inputs tell
+    )
+
+
+def clustered_attention_of_projection(
+    qkv: FLOAT[...],
+    num_heads: int,
+    num_groups: int,
+    top_k: int,
+    num_residual_keys: int,
+    num_prefix_tokens: int,
+    scale: float,
+    key_mask: None,
+    share_key_clusters: bool,
+) -> FLOAT[...]:
+    """Clustered attention of (B, L, 3 H D) projections."""
+    return _clustered_attention_node(
+        qkv,
+        num_groups=num_groups,
+        top_k=top_k,
+        num_residual_keys=num_residual_keys,
+        num_prefix_tokens=num_prefix_tokens,
+        scale=scale,
+        share_key_clusters=int(share_key_clusters),
+        num_heads=num_heads,
+    )
 
 
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.dgt.joined_attention.default: joined_attention,
     torch.ops.dgt.joined_attention_of_projection.default: joined_attention_of_projection,
+    torch.ops.dgt.clustered_attention.default: clustered_attention_by_head,
+    torch.ops.dgt.clustered_attention_of_projection.default: clustered_attention_of_projection,
 }
 
 
@@ -108,31 +228,54 @@ class _Attention(NamedTuple):
 
 
 def join_steps(program: ExportedProgram) -> int:
-    """Make one operator of the three steps of every DG-Attention of a graph, in place.
+    """Make one operator of every attention in groups of a graph, in place.
 
     Steps that are of no DG-Attention as a layer of this package does it, such as those with a mask
     of padding, stay as they are.
 
     Returns:
         How many there were.
+
+    Raises:
+        UserError: for clustered attention with a mask of padding.
     """
     count = 0
     for node in list(program.graph.nodes):
+        if node.target == torch.ops.dgt.clustered_attention.default:
+            count += 1
+            _read_projection(node)
         attention = _find_attention(node)
-        if attention is None:
-            continue
-        count += 1
-        projection = _find_projection(attention)
-        merged = _find_merged_heads(node)
-        if projection is None or merged is None:
-            node.target = torch.ops.dgt.joined_attention.default
-            node.args = tuple(attention)
-        else:
-            merged.target = torch.ops.dgt.joined_attention_of_projection.default
-            merged.args = (projection, attention.centroids, attention.top_k, attention.scale)
+        if attention is not None:
+            count += 1
+            _join(node, attention)
     program.graph.eliminate_dead_code()
     program.graph_module.recompile()
     return count
+
+
+def _join(node: Any, attention: _Attention) -> None:
+    """Make a node, the last step of a DG-Attention, or the one that merges its heads, all of it."""
+    projection = _find_projection(attention.query, attention.key, attention.value)
+    merged = _find_merged_heads(node)
+    if projection is None or merged is None:
+        node.target = torch.ops.dgt.joined_attention.default
+        node.args = tuple(attention)
+    else:
+        merged.target = torch.ops.dgt.joined_attention_of_projection.default
+        merged.args = (projection, attention.centroids, attention.top_k, attention.scale)
+
+
+def _read_projection(node: Any) -> None:
+    """Let a clustered attention take the projections as they are, where that is what it is of."""
+    query, key, value, *settings = node.args
+    if settings[5] is not None:
+        raise UserError("clustered attention with a mask of padding cannot be written as one operator")
+    projection = _find_projection(_origin(query), _origin(key), _origin(value))
+    merged = _find_merged_heads(node)
+    if projection is not None and merged is not None:
+        heads = node.meta["val"].shape[1]
+        merged.target = torch.ops.dgt.clustered_attention_of_projection.default
+        merged.args = (projection, heads, *settings)
 
 
 def _find_attention(node: Any) -> _Attention | None:
@@ -156,9 +299,8 @@ def _find_attention(node: Any) -> _Attention | None:
     return _Attention(query, key, value, centroids, keys.args[2], scale)
 
 
-def _find_projection(attention: _Attention) -> Any:
+def _find_projection(*parts: Any) -> Any:
     """The (B, L, 3 H D) projections that query, key and value are views of; None where not."""
-    parts = (attention.query, attention.key, attention.value)
     split: Any = parts[0].args[0] if parts[0].args else None
     for place, part in enumerate(parts):
         if part.op != "call_function" or part.args != (split, place):
@@ -169,11 +311,11 @@ def _find_projection(attention: _Attention) -> Any:
     if turned.target != torch.ops.aten.permute.default or list(turned.args[1]) != HEADS_FIRST:
         return None
     cut = turned.args[0]
-    if cut.target != torch.ops.aten.unflatten.int:
+    if cut.target not in RESHAPES:
         return None
     projection = cut.args[0]
-    heads, _, channels = attention.centroids.meta["val"].shape
-    fits = projection.meta["val"].dim() == 3 and list(cut.args[2]) == [3, heads, channels]
+    _, heads, _, channels = parts[0].meta["val"].shape
+    fits = _ends_with(cut, 5, 3, heads, channels) and _ends_with(projection, 3, 3 * heads * channels)
     return projection if fits else None
 
 
@@ -181,15 +323,25 @@ def _find_merged_heads(node: Any) -> Any:
     """The node that makes (B, L, H D) of an attention's (B, H, L, D); None where there is none, or
     something else is made of it, too.
     """
-    for target, places in (
-        (torch.ops.aten.transpose.int, (1, 2)),
-        (torch.ops.aten.flatten.using_ints, (2,)),
-    ):
-        users = list(node.users)
-        if len(users) != 1 or users[0].target != target or users[0].args != (node, *places):
-            return None
-        node = users[0]
-    return node
+    _, heads, _, channels = node.meta["val"].shape
+    turned = _only_user(node)
+    if turned is None or turned.target != torch.ops.aten.transpose.int:
+        return None
+    merged = _only_user(turned)
+    if turned.args[1:] != (1, 2) or merged is None or merged.target not in RESHAPES:
+        return None
+    return merged if _ends_with(merged, 3, heads * channels) else None
+
+
+def _only_user(node: Any) -> Any:
+    """The node that takes a node's result, if there is one alone."""
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _ends_with(node: Any, rank: int, *sizes: int) -> bool:
+    """Whether a node's result has so many dimensions, the last of these sizes."""
+    shape = node.meta["val"].shape
+    return len(shape) == rank and tuple(shape[-len(sizes) :]) == sizes
 
 
 def _origin(node: Any) -> Any:

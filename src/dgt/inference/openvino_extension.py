@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from dgt.inference.formats import Runner, check_libraries, check_size
+from dgt.ops import torch_clusters
 from dgt.ops.native import library
 from dgt.utils.atomic_write import replacing
 from dgt.utils.cache import cache_folder
@@ -47,6 +48,13 @@ FOR_KERNELS = (
     "-fno-trapping-math",
     "-fno-signed-zeros",
     "-ffp-contract=fast",
+)
+FOR_OPERATORS = (
+    "-O2",
+    f"-DDGT_CLUSTER_STEPS={torch_clusters.STEPS}",
+    f"-DDGT_CLUSTER_EVERY={torch_clusters.EVERY}",
+    f"-DDGT_CLUSTER_LEAST={torch_clusters.LEAST_OF_CLUSTER}",
+    f"-DDGT_CLUSTER_GOLDEN={torch_clusters.GOLDEN}u",
 )
 
 
@@ -214,7 +222,8 @@ def _file_name(wheel: _Wheel) -> str:
     digest = hashlib.sha256()
     for source in _sources():
         digest.update(source.read_bytes())
-    digest.update(repr((COMMON, FOR_KERNELS, wheel.definitions, str(wheel.folder))).encode())
+    flags = (COMMON, FOR_KERNELS, FOR_OPERATORS, wheel.definitions)
+    digest.update(repr((flags, str(wheel.folder))).encode())
     return f"dgt_openvino-{wheel.version}-{_level()}-{digest.hexdigest()[:8]}.so"
 
 
@@ -223,14 +232,15 @@ def _build(wheel: _Wheel, path: Path) -> None:
     compiler = _find_compiler()
     level = _level()
     march = () if level == library.BASELINE else (f"-march={level}",)
-    interface = (f"-I{KERNELS}", "-isystem", str(wheel.folder / "include"), *wheel.definitions)
+    headers = (f"-I{KERNELS}", "-isystem", str(wheel.folder / "include"))
+    interface = (*FOR_OPERATORS, *headers, *wheel.definitions)
     linked = (*map(str, wheel.libraries), f"-Wl,-rpath,{wheel.folder / 'libs'}")
     with tempfile.TemporaryDirectory() as trial:
         kernels = f"{trial}/kernels.o"
         operator = f"{trial}/operator.o"
         source = str(KERNELS / "dgt_native.cpp")
         _run((*compiler, *COMMON, *FOR_KERNELS, *march, "-c", source, "-o", kernels), wheel)
-        _run((*compiler, *COMMON, "-O2", *interface, "-c", str(SOURCE), "-o", operator), wheel)
+        _run((*compiler, *COMMON, *interface, "-c", str(SOURCE), "-o", operator), wheel)
         with replacing(path) as partial:
             objects = (kernels, operator)
             _run((*compiler, "-shared", "-s", *objects, *linked, "-o", str(partial)), wheel)

@@ -10,11 +10,12 @@ No weights, no calibration, no state: any model's softmax attention can be repla
 """
 
 from types import ModuleType
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from dgt.ops import operators
 from dgt.ops.backends import load_backend, resolve_call
 from dgt.ops.checks import (
     check_count,
@@ -105,12 +106,48 @@ def clustered_attention(
         backend, "residual keys" if num_residual_keys else None, query, key, value
     )
     steps = load_backend(backend, query)
+    if steps is operators and operators.is_writing_file():
+        return cast(Tensor, torch.ops.dgt.clustered_attention(query, key, value, *call))
     in_one_step = getattr(steps, "clustered_attention", None)
     if in_one_step is not None:
         output = in_one_step(query, key, value, *call)
         if output is not None:
             return cast(Tensor, output)
     return _attend_in_steps(steps, query, repeated_key, repeated_value, key, call)
+
+
+@torch.library.custom_op("dgt::clustered_attention", mutates_args=())
+def _clustered_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    num_groups: int,
+    top_k: int,
+    num_residual_keys: int,
+    num_prefix_tokens: int,
+    scale: float,
+    key_mask: Tensor | None,
+    share_key_clusters: bool,
+) -> Tensor:
+    """What files hold: as the native kernel or PyTorch computes it, whichever the process that runs the file has."""
+    output = clustered_attention(
+        query,
+        key,
+        value,
+        num_groups=num_groups,
+        top_k=top_k,
+        num_residual_keys=num_residual_keys,
+        num_prefix_tokens=num_prefix_tokens,
+        scale=scale,
+        key_mask=key_mask,
+        share_key_clusters=share_key_clusters,
+    )
+    return output.contiguous()
+
+
+@_clustered_attention.register_fake
+def _(query: Tensor, *_: Any) -> Tensor:
+    return query.new_empty(query.shape)
 
 
 class _Call(NamedTuple):
