@@ -114,7 +114,7 @@ class OtherGroups(nn.Module):
 
 
 def test_a_model_without_dg_attention_is_refused() -> None:
-    with pytest.raises(UserError, match="a OtherGroups has no DG-Attention that the OpenVINO extension could do"):
+    with pytest.raises(UserError, match="a OtherGroups has no attention that the OpenVINO extension could do"):
         encode_onnx(Source(OtherGroups().eval(), extended=True, fixed=(1, 6, 8)))
 
 
@@ -224,7 +224,7 @@ class Clustered(nn.Module):
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         if self.normed:
             key = key * 0.5  # no projection as it is any more
-        output = clustered_attention(query, key, value, **self.settings)
+        output = clustered_attention(query, key, value, **self.settings).reshape(query.shape)
         return self.attention.proj(output.transpose(1, 2).reshape(x.shape))
 
 
@@ -256,6 +256,11 @@ def test_pretrained_attention_in_groups_is_one_operator(normed: bool, settings: 
         images = torch.randn(batch, 3, 128, 128)
         with torch.no_grad():
             torch.testing.assert_close(run(images), [vit(images)], **TOLERANCE)
+
+
+def test_standard_operators_do_not_have_it() -> None:
+    with pytest.raises(UserError, match=r"in groups found in the image has no standard ONNX operators: write it for"):
+        encode_onnx(Source(make_vit(False, PRETRAINED["residual"]), fixed=(1, 128, 128)))
 
 
 class Padded(nn.Module):

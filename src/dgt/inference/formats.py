@@ -53,8 +53,9 @@ class Source:
         about: further facts, kept in the file: what the classes are, how images are normalized.
         fixed: batch, height and width of all images that the file is for; None leaves free what the
             module does.
-        extended: write every DG-Attention as one ONNX operator, which runtimes know by an extension
-            (:mod:`dgt.inference.openvino_extension`).
+        extended: write every DG-Attention, and every :func:`dgt.clustered_attention`, as one ONNX
+            operator, which OpenVINO knows by an extension
+            (:func:`dgt.export.openvino_extension_path`).
     """
 
     module: nn.Module
@@ -198,6 +199,8 @@ def encode_onnx(source: Source) -> bytes:
     program = trace(source)
     if source.extended:
         _join_attention(source, program, translations)
+    else:
+        _check_standard(source, program)
     model = _translate(source, program, translations)
     bodies = [onnx_ir.serde.from_proto(function.to_function_proto()) for function in FUNCTIONS]
     model.functions.update({body.identifier(): body for body in bodies})
@@ -227,9 +230,20 @@ def _join_attention(source: Source, program: ExportedProgram, translations: dict
     if not onnx_extension.join_steps(program):
         name = type(source.module).__name__
         raise UserError(
-            f"a {name} has no DG-Attention that the OpenVINO extension could do: export it without"
+            f"a {name} has no attention that the OpenVINO extension could do: export it without"
         )
     translations.update(onnx_extension.TRANSLATIONS)
+
+
+def _check_standard(source: Source, program: ExportedProgram) -> None:
+    """Raise UserError for an attention that standard operators do not have."""
+    clustered = torch.ops.dgt.clustered_attention.default
+    if any(node.target == clustered for node in program.graph.nodes):
+        name = type(source.module).__name__
+        raise UserError(
+            f"a {name} that attends in groups found in the image has no standard ONNX operators: "
+            "write it for OpenVINO's extension, Source(..., extended=True)"
+        )
 
 
 def _translate(source: Source, program: ExportedProgram, translations: dict[Any, Any]) -> Any:

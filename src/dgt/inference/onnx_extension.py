@@ -334,8 +334,12 @@ def _find_merged_heads(node: Any) -> Any:
 
 
 def _only_user(node: Any) -> Any:
-    """The node that takes a node's result, if there is one alone."""
-    return next(iter(node.users)) if len(node.users) == 1 else None
+    """The node that takes a node's result, views of all of it aside, if there is one alone."""
+    while len(node.users) == 1:
+        node = next(iter(node.users))
+        if not _is_view_of_all(node):
+            return node
+    return None
 
 
 def _ends_with(node: Any, rank: int, *sizes: int) -> bool:
@@ -346,9 +350,16 @@ def _ends_with(node: Any, rank: int, *sizes: int) -> bool:
 
 def _origin(node: Any) -> Any:
     """What a node is without the views of all of it that lie before it."""
-    while node.target in VIEWS_OF_ALL or _is_whole_slice(node):
+    while _is_view_of_all(node):
         node = node.args[0]
     return node
+
+
+def _is_view_of_all(node: Any) -> bool:
+    if node.target in RESHAPES:
+        before, after = (str(part.meta["val"].shape) for part in (node.args[0], node))
+        return before == after  # as text: comparing free sizes might fix them
+    return node.target in VIEWS_OF_ALL or _is_whole_slice(node)
 
 
 def _is_whole_slice(node: Any) -> bool:
