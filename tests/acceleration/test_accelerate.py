@@ -18,8 +18,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 import dgt
-from dgt.acceleration import Report, inspect_model, sdpa, search
-from dgt.acceleration.sdpa import grouped_calls
+from dgt.acceleration import Report, capture, choose, confirm, grouped, inspect_model, measure, statistics
+from dgt.acceleration.grouped import grouped_calls
+from dgt.swap import sdpa
 
 SIZE = 96  # 6 x 6 patches of 16, or 24 x 24 of 4
 SMALL = {"depth": 2, "embed_dim": 32, "num_heads": 2, "img_size": SIZE, "num_classes": 5}
@@ -86,7 +87,6 @@ def test_the_error_is_what_was_asked_for() -> None:
 @pytest.mark.usefixtures("slow_attention")
 @pytest.mark.parametrize(("error", "spread"), [(0.001, 0.08), (0.01, 0.15), (0.05, 0.15)])
 def test_the_predicted_error_is_that_of_other_images(error, spread, monkeypatch) -> None:
-    monkeypatch.setattr(search, "GROUPS", (24, 64))
     model, others = vit(spread=spread, global_pool="avg"), smooth_images(12, seed=1)
     with torch.no_grad():
         before = model(others)
@@ -98,7 +98,6 @@ def test_the_predicted_error_is_that_of_other_images(error, spread, monkeypatch)
 @pytest.mark.usefixtures("slow_attention")
 def test_the_error_of_all_images_is_what_was_asked_for(monkeypatch) -> None:
     """Of 48 images 6 give centroids, 12 are kept aside, and 30 choose, though only 8 steer: of smaller errors here."""
-    monkeypatch.setattr(search, "GROUPS", (8, 24))
     images = smooth_images(48)
     images[:18] *= 0.3  # the first images that choose, and the rest
     model = vit(depth=1, global_pool="avg")
@@ -300,8 +299,6 @@ def test_an_accelerated_model_is_a_model() -> None:
 @pytest.mark.usefixtures("slow_attention")
 def test_centroids_move_in_training(tmp_path, monkeypatch) -> None:
     """By Eqs. 3-4 after the optimizer's step, eagerly and compiled; never in evaluation or with exact attention."""
-    monkeypatch.setattr(search, "GROUPS", (8,))
-    monkeypatch.setattr(search, "KEYS", (8,))
     torch.compiler.reset()
     model, images = vit(depth=1), torch.randn(4, 3, SIZE, SIZE)
     keys = model.state_dict().keys()

@@ -13,7 +13,6 @@ import transformers
 from PIL import Image
 from torch import nn
 
-from dgt.acceleration import search
 from dgt.app import accelerate as app
 from dgt_command import main
 
@@ -66,8 +65,6 @@ def saved(folder, processor: bool = True) -> str:
 @pytest.mark.usefixtures("slow_attention")
 def test_folders_of_transformers(tmp_path, caplog, monkeypatch) -> None:
     """The images' half of a model of images and text, at its own size and at another."""
-    monkeypatch.setattr(search, "GROUPS", (8,))
-    monkeypatch.setattr(search, "KEYS", (8,))
     for number in range(4):
         Image.new("RGB", (40, 40), (number, 0, 0)).save(tmp_path / f"{number}.png")
     name = saved(tmp_path / "model")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import dgt
-from dgt.acceleration import inspect_model, search
+from dgt.acceleration import inspect_model
 
 CROSS = "queries and keys are of different tokens"
 
@@ -54,7 +54,6 @@ def test_diffusion_transformers(name) -> None:
 
 @pytest.mark.usefixtures("slow_attention")
 def test_a_diffusion_transformer_accelerated(monkeypatch) -> None:
-    monkeypatch.setattr(search, "GROUPS", (8,))
     torch.manual_seed(0)
     model, inputs = flux()
     with torch.no_grad():

@@ -1,0 +1,88 @@
+"""transformers' own way to an attention: under a name, ``attn_implementation="dgt"``."""
+
+import contextlib
+from typing import Any
+
+from torch import Tensor
+
+from dgt.acceleration.grouped import attend_in_groups
+from dgt.acceleration.settings import LayerReport
+from dgt.ops.checks import check_count
+from dgt.swap import Call, SDPAInterceptMode, has_answer, is_traced
+from dgt.utils.errors import UserError
+
+
+def register_attention(
+    name: str = "dgt",
+    num_groups: int | None = None,
+    top_k: int | None = None,
+    num_prefix_tokens: int = 0,
+    num_residual_keys: int = 1,
+) -> None:
+    """Make ``attn_implementation=name`` known to transformers, for any model that takes such names.
+
+    Without numbers it is ``"sdpa"``, to the bit, until :func:`dgt.accelerate` or :func:`dgt.apply_plan` has a layer
+    done in groups. With numbers every attention is done by :func:`dgt.clustered_attention` at once, without measuring
+    anything: no error is promised, nor that it is faster. Attention with a mask of pairs, causal, across sequences,
+    with dropout, or of fewer than 4 ``top_k`` or 8 ``num_groups`` tokens remains ``"sdpa"``.
+
+    Args:
+        name: what models are then loaded with.
+        num_groups, top_k: groups of each head, and keys of each group; both or neither.
+        num_prefix_tokens: class and register tokens: with numbers nothing else tells of them.
+        num_residual_keys: residual keys of each group.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+
+    Example:
+        >>> dgt.register_attention("dgt-64-96", num_groups=64, top_k=96, num_prefix_tokens=5)
+        >>> model = AutoModel.from_pretrained(name, attn_implementation="dgt-64-96")
+    """
+    if (num_groups is None) != (top_k is None):
+        raise UserError(
+            f"num_groups and top_k must be given both or neither, got {num_groups} and {top_k}"
+        )
+    if name in ("eager", "sdpa"):
+        raise UserError(f"name must be one of its own, got {name!r}, which is one of transformers")
+    for argument, count in (("num_groups", num_groups), ("top_k", top_k)):
+        check_count(argument, 1 if count is None else count)
+    check_count("num_prefix_tokens", num_prefix_tokens, least=0)
+    check_count("num_residual_keys", num_residual_keys, least=0)
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    def answer(call: Call) -> Tensor | None:
+        patches = call.query.shape[2] - num_prefix_tokens
+        groups = num_groups or 1
+        keys = top_k or 1
+        is_across = call.query.shape[2] != call.key.shape[2]
+        if call.reason is not None or is_across or patches < max(4 * keys, 8 * groups):
+            return None
+        if is_traced():
+            raise UserError(
+                'model must attend as it was trained: load it with attn_implementation="sdpa"'
+            )
+        row = LayerReport(
+            name,
+            "groups",
+            tokens=call.query.shape[2],
+            key_tokens=call.key.shape[2],
+            prefix=num_prefix_tokens,
+            groups=groups,
+            keys=keys,
+            residual_keys=num_residual_keys,
+        )
+        return attend_in_groups(call, row)
+
+    def attend(
+        module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **options: Any
+    ) -> Any:
+        is_left_alone = num_groups is None or has_answer(module)
+        with contextlib.nullcontext() if is_left_alone else SDPAInterceptMode(answer):
+            return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+
+    AttentionInterface.register(name, attend)
+    # else transformers leaves out masks for names that it does not know
+    AttentionMaskInterface.register(name, sdpa_mask)
