@@ -105,6 +105,11 @@ def clustered_attention(
         backend, "residual keys" if num_residual_keys else None, query, key, value
     )
     steps = load_backend(backend, query)
+    in_one_step = getattr(steps, "clustered_attention", None)
+    if in_one_step is not None:
+        output = in_one_step(query, key, value, *call)
+        if output is not None:
+            return cast(Tensor, output)
     return _attend_in_steps(steps, query, repeated_key, repeated_value, key, call)
 
 

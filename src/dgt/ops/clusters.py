@@ -14,10 +14,8 @@ from torch import Tensor
 
 from dgt.ops.backends import load_backend, resolve_backend
 from dgt.ops.checks import check_count, check_key_mask, check_no_nan, check_tensor
+from dgt.ops.torch_clusters import EVERY, STEPS, sample_distance
 
-STEPS = 5  # Lloyd steps on a part of the tokens
-EVERY = 8  # tokens from one of that part to the next
-LEAST_OF_CLUSTER = 4  # tokens of the part that the first steps take
 
 
 class Clusters(NamedTuple):
@@ -93,7 +91,7 @@ def find_clusters(
     every: int = EVERY,
 ) -> Clusters:
     """As :func:`cluster_tokens` on a backend's module, of arguments that are right; ``name`` is that of the tokens."""
-    every = max(1, min(every, tokens.shape[2] // (LEAST_OF_CLUSTER * num_clusters)))
+    every = sample_distance(tokens.shape[2], num_clusters, every)
     centroids, ids = backend.cluster_tokens(tokens, num_clusters, steps, every, mask)
     check_no_nan(name, centroids)
     return Clusters(centroids, ids)

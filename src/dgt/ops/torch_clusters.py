@@ -7,6 +7,9 @@ from dgt.ops.checks import full_precision
 from dgt.ops.remainder import sum_groups
 
 SCORE_ELEMENTS = 1 << 24  # of tokens with centroids, held at once
+STEPS = 5  # Lloyd steps on a sample of the tokens
+EVERY = 8  # the sample is one of so many tokens, or more
+LEAST_OF_CLUSTER = 4  # tokens of the sample
 GOLDEN = 2654435769  # 2^32 over the golden ratio
 
 
@@ -63,6 +66,11 @@ def _choose_sample(
     hidden = torch.arange(size, device=x.device) * every >= real
     first = torch.arange(num_clusters, device=x.device) % real.clamp(min=1)
     return sample, hidden, order.gather(-1, first)[:, None, :, None]
+
+
+def sample_distance(tokens: int, num_clusters: int, every: int) -> int:
+    """Return of how many tokens one is in the sample: ``every``, or fewer where clusters would get too few."""
+    return max(1, min(every, tokens // (LEAST_OF_CLUSTER * num_clusters)))
 
 
 def _assign(x: Tensor, centroids: Tensor, hidden: Tensor | None) -> Tensor:

@@ -25,6 +25,22 @@ class Tokens(ctypes.Structure):
     ]
 
 
+class TokenClusters(ctypes.Structure):
+    """``dgt_clusters``: how tokens are clustered, and where the result goes."""
+
+    _fields_ = [
+        ("count", ctypes.c_int64),
+        ("steps", ctypes.c_int64),
+        ("every", ctypes.c_int64),
+        ("order", ctypes.c_void_p),
+        ("order_image_stride", ctypes.c_int64),
+        ("centroids", ctypes.c_void_p),
+        ("ids", ctypes.c_void_p),
+        ("ids_image_stride", ctypes.c_int64),
+        ("ids_head_stride", ctypes.c_int64),
+    ]
+
+
 class Problem(ctypes.Structure):
     """``dgt_problem``: what a kernel reads and writes; fields that are not set are zero or null."""
 
@@ -55,6 +71,8 @@ class Problem(ctypes.Structure):
         ("key_ids", ctypes.c_void_p),
         ("output", Tokens),
         ("logsumexp", ctypes.c_void_p),
+        ("query_clusters", TokenClusters),
+        ("key_clusters", TokenClusters),
         ("group_sums", ctypes.c_void_p),
         ("group_counts", ctypes.c_void_p),
         ("grad_output", Tokens),

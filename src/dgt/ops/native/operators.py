@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from dgt.ops import flops
+from dgt.ops.native.clustered import cluster_tokens, clustered_attention
 from dgt.ops.native.gradients import differentiate_attend, differentiate_attention
 from dgt.ops.native.interface import (
     as_centroids,
@@ -26,7 +27,6 @@ from dgt.ops.native.interface import (
 )
 from dgt.ops.remainder import summarize_unselected
 from dgt.ops.residual_keys import summarize_clusters
-from dgt.ops.torch_clusters import cluster_tokens
 
 __all__ = [
     "attend",
@@ -34,6 +34,7 @@ __all__ = [
     "attention",
     "attention_output",
     "cluster_tokens",
+    "clustered_attention",
     "group_queries",
     "group_statistics",
     "select_keys",

@@ -70,11 +70,19 @@ inline Head head_of(const dgt_problem& x, int64_t index) {
     return h;
 }
 
+// Keys that stand for many others, with values and biases of their own: float32, by pairs of rows.
+struct ResidualKeys {
+    const float* pairs;   // (count, 2, width): keys and values
+    const float* biases;  // in units of log 2; -inf where a key stands for none
+    int64_t count;
+};
+
 // The keys that a part attends to, without those that are hidden.
 struct KeyList {
-    const int32_t* ids;   // null: 0, 1, 2 and so on
-    int64_t length;       // places, of which some may hold -1
-    const uint8_t* mask;  // 1 where a key is real; null: all are
+    const int32_t* ids;                         // null: 0, 1, 2 and so on
+    int64_t length;                             // places, of which some may hold -1
+    const uint8_t* mask;                        // 1 where a key is real; null: all are
+    ResidualKeys rest = {nullptr, nullptr, 0};  // behind the places
 
     bool is_whole() const { return !ids && !mask; }
 };
@@ -125,6 +133,14 @@ struct KeyBlock {
 
     // Load the next keys of a list for so many queries; false where none are left.
     bool load_next(const dgt_problem& x, const Head& h, const KeyList& list, int64_t& cursor, int64_t queries) {
+        return load_listed(x, h, list, cursor, queries) || load_residual(x, list, cursor);
+    }
+
+    const float* bias() const { return has_bias_ ? biases : nullptr; }
+
+private:
+    bool load_listed(const dgt_problem& x, const Head& h, const KeyList& list, int64_t& cursor, int64_t queries) {
+        if (cursor >= list.length) return false;
         int64_t first = cursor;
         bool whole = list.is_whole();
         if (whole) {
@@ -145,9 +161,22 @@ struct KeyBlock {
         return true;
     }
 
-    const float* bias() const { return has_bias_ ? biases : nullptr; }
+    // Residual keys come behind all others.
+    bool load_residual(const dgt_problem& x, const KeyList& list, int64_t& cursor) {
+        int64_t first = cursor - list.length;
+        int64_t width = round_up(x.channels, W);
+        count = min(key_block(x.channels), list.rest.count - first);
+        if (count <= 0) return false;
+        const float* pairs = list.rest.pairs + first * 2 * width;
+        Rows keys = {(char*)pairs, 2 * width * (int64_t)sizeof(float), DGT_FLOAT32};
+        pack(keys, nullptr, 0, count, x.channels, rows, panels);
+        values = {pairs + width, nullptr, 2 * width};
+        has_bias_ = true;
+        for (int64_t j = 0; j < round_up(count, W); ++j) biases[j] = list.rest.biases[first + min(j, count - 1)];
+        cursor += count;
+        return true;
+    }
 
-private:
     // Values side by side, which is worth it for many queries, and needed where they are converted or padded.
     void load_values(const dgt_problem& x, const Head& h, bool whole, int64_t first, int64_t queries) {
         int64_t width = round_up(x.channels, W);

@@ -6,6 +6,7 @@
 //   attention.h   softmax attention of queries over a list of keys      (Eq. 2)
 //   few_keys.h    the same where keys are few
 //   backward.h    its gradients
+//   clustered.h   groups and clusters found in the tokens, with residual keys
 //   products.h    the two products that all of it is made of
 //
 // This file says who does what: with many heads a thread takes one after another, whole, while its tokens are in the
@@ -13,6 +14,7 @@
 
 #include "attention.h"
 #include "backward.h"
+#include "clustered.h"
 #include "few_keys.h"
 #include "grouping.h"
 #include "interface.h"
@@ -38,25 +40,6 @@ int64_t head_count(const dgt_problem& x) { return x.images * x.heads; }
 bool shares_heads(const dgt_problem& x) { return thread_count(x) > 1 && head_count(x) < 4 * thread_count(x); }
 
 int64_t top_k_of(const dgt_problem& x) { return x.list_length - x.prefix; }
-
-// The worst that was found; a number that all threads see.
-class Status {
-public:
-    void raise(dgt_status status) {
-        if (get() == DGT_GOOD || status < get()) status_.set(status);
-    }
-    int get() const { return (int)status_.get(); }
-
-private:
-    Counter status_;
-};
-
-template <class Buffers>
-size_t bytes_of(const dgt_problem& x) {
-    Arena measure;
-    Buffers buffers(measure, x);
-    return measure.used();
-}
 
 // Candidates of every group, with room for those of so many keys.
 Candidates* take_candidates(Arena& arena, const dgt_problem& x, int64_t keys) {
@@ -542,6 +525,10 @@ int dgt_attend_backward(const dgt_problem* problem) { return dgt::run_backward(*
 int dgt_dense(const dgt_problem* problem) { return dgt::run_dense(dgt::without_groups(*problem)); }
 
 int dgt_dense_backward(const dgt_problem* problem) { return dgt::run_backward(dgt::without_groups(*problem)); }
+
+int dgt_cluster_tokens(const dgt_problem* problem) { return dgt::run_cluster_tokens(dgt::without_groups(*problem)); }
+
+int dgt_clustered_attention(const dgt_problem* problem) { return dgt::run_clustered(*problem); }
 
 int dgt_group_statistics(const dgt_problem* problem) { return dgt::run_statistics(*problem); }
 

@@ -7,7 +7,7 @@
 
 #include <stdint.h>
 
-#define DGT_ABI_VERSION 2
+#define DGT_ABI_VERSION 3
 
 #if defined(_WIN32)
 #define DGT_EXPORT extern "C" __declspec(dllexport)
@@ -36,6 +36,19 @@ struct dgt_tokens {
     int64_t image_stride;
     int64_t head_stride;
     int64_t token_stride;
+};
+
+// Clusters of the tokens of every head behind the prefix, N of them: Lloyd's k-means.
+struct dgt_clusters {
+    int64_t count;               // of each head
+    int64_t steps;               // on a sample of the tokens, before one on all
+    int64_t every;               // the sample is one of so many real tokens
+    const int32_t* order;        // (B, N): the real tokens, spread evenly, then the others; null: ids are given
+    int64_t order_image_stride;  // 0 where images share it
+    float* centroids;            // (B, H, count, D): means of the members
+    int64_t* ids;                // (B, H, N), -1 where a token is hidden; null where nobody asks
+    int64_t ids_image_stride;
+    int64_t ids_head_stride;
 };
 
 // What the functions below read and write. Pointers that a function does not need may be null.
@@ -72,6 +85,10 @@ struct dgt_problem {
     dgt_tokens output;   // (B, H, L, D)
     float* logsumexp;    // (B, H, L): logarithm of the sum of exponentials, -inf where a query sees no key; or null
 
+    // Groups and clusters that are found in the tokens.
+    dgt_clusters query_clusters;  // groups of queries
+    dgt_clusters key_clusters;    // of keys, one residual key each; with 0 none, with 1 all keys are one cluster
+
     // Statistics of Eq. 3.
     float* group_sums;    // (B, H, G, D): sums of the normalized queries of every group
     float* group_counts;  // (B, H, G)
@@ -90,14 +107,16 @@ struct dgt_problem {
 };
 
 // Each returns a dgt_status.
-DGT_EXPORT int dgt_group_queries(const dgt_problem* problem);     // -> group_ids
-DGT_EXPORT int dgt_select_keys(const dgt_problem* problem);       // -> key_ids (Eq. 1)
-DGT_EXPORT int dgt_attend(const dgt_problem* problem);            // group_ids, key_ids -> output, logsumexp (Eq. 2)
-DGT_EXPORT int dgt_attention(const dgt_problem* problem);         // the three steps together
-DGT_EXPORT int dgt_attend_backward(const dgt_problem* problem);   // -> gradients of attend, or of attention
-DGT_EXPORT int dgt_dense(const dgt_problem* problem);             // all keys, under a mask -> output, logsumexp
-DGT_EXPORT int dgt_dense_backward(const dgt_problem* problem);    // -> its gradients
-DGT_EXPORT int dgt_group_statistics(const dgt_problem* problem);  // group_ids -> group_sums, group_counts (Eq. 3)
+DGT_EXPORT int dgt_group_queries(const dgt_problem* problem);        // -> group_ids
+DGT_EXPORT int dgt_select_keys(const dgt_problem* problem);          // -> key_ids (Eq. 1)
+DGT_EXPORT int dgt_attend(const dgt_problem* problem);               // group_ids, key_ids -> output, logsumexp (Eq. 2)
+DGT_EXPORT int dgt_attention(const dgt_problem* problem);            // the three steps together
+DGT_EXPORT int dgt_attend_backward(const dgt_problem* problem);      // -> gradients of attend, or of attention
+DGT_EXPORT int dgt_cluster_tokens(const dgt_problem* problem);       // of query -> query_clusters
+DGT_EXPORT int dgt_clustered_attention(const dgt_problem* problem);  // all steps -> output
+DGT_EXPORT int dgt_dense(const dgt_problem* problem);                // all keys, under a mask -> output, logsumexp
+DGT_EXPORT int dgt_dense_backward(const dgt_problem* problem);       // -> its gradients
+DGT_EXPORT int dgt_group_statistics(const dgt_problem* problem);     // group_ids -> group_sums, group_counts (Eq. 3)
 
 DGT_EXPORT int dgt_abi_version();  // DGT_ABI_VERSION of the library
 DGT_EXPORT int dgt_lanes();        // floats a vector

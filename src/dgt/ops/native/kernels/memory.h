@@ -47,6 +47,14 @@ private:
     size_t used_ = 0;
 };
 
+// What a structure of working memory takes for a problem.
+template <class Buffers, class Problem>
+size_t bytes_of(const Problem& x) {
+    Arena measure;
+    Buffers buffers(measure, x);
+    return measure.used();
+}
+
 // A block for a call; freed at its end.
 class Block {
 public:

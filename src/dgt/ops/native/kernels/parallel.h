@@ -82,6 +82,18 @@ void in_parallel(const dgt_problem& x, int64_t threads, const Body& body) {
     else enter(0, 1, &context);
 }
 
+// The worst that was found; a number that all threads see.
+class Status {
+public:
+    void raise(dgt_status status) {
+        if (get() == DGT_GOOD || status < get()) status_.set(status);
+    }
+    int get() const { return (int)status_.get(); }
+
+private:
+    Counter status_;
+};
+
 // The threads that a call may use.
 inline int64_t thread_count(const dgt_problem& x) { return x.parallel_for ? max<int64_t>(1, x.threads) : 1; }
 

@@ -229,6 +229,14 @@ inline bool keep_largest(Candidates& found, int64_t top_k, int64_t slack) {
     return true;
 }
 
+// Add those of a vector of scores that are real and above the threshold, or NaN; the first lane's id is `first`.
+DGT_INLINE void add_candidates(Candidates& found, Floats score, Bits real, int32_t first) {
+    Bits above = is_not_at_most(score, all(found.threshold)) & real;
+    compress(found.scores + found.count, score, above);
+    compress(found.ids + found.count, lane_numbers() + first, above);
+    found.count += count_bits(above);
+}
+
 struct SelectBuffers {
     float* rows;    // tokens that are converted
     float* panels;  // of a chunk
@@ -268,17 +276,12 @@ inline bool collect_candidates(const Rows& key, int64_t begin, int64_t end, cons
                 SCORES[rows - 1][beside - 1](centroids + g * channels, channels, buffers.panels + first * channels * W,
                                              channels, nullptr, buffers.scores, BESIDE * W, nullptr);
                 for (int r = 0; r < rows; ++r) {
-                    Candidates& found = candidates[g + r];
-                    Floats threshold = all(found.threshold);
-                    int64_t number = found.count;
-                    for (int64_t v = 0; v < beside; ++v) {
-                        Floats score = load(buffers.scores + (r * BESIDE + v) * W);
-                        Bits above = is_not_at_most(score, threshold) & real[first + v];
-                        compress(found.scores + number, score, above);
-                        compress(found.ids + number, lane_numbers() + (int32_t)(start + (first + v) * W), above);
-                        number += count_bits(above);
-                    }
-                    found.count = number;
+                    const float* scores = buffers.scores + r * BESIDE * W;
+                    Candidates found = candidates[g + r];
+                    for (int64_t v = 0; v < beside; ++v)
+                        add_candidates(found, load(scores + v * W), real[first + v],
+                                       (int32_t)(start + (first + v) * W));
+                    candidates[g + r] = found;
                 }
             }
         }

@@ -1,0 +1,212 @@
+"""Clusters of tokens, and attention in groups with residual keys, on the native kernels; forward only."""
+
+import functools
+import math
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from dgt.ops.native.interface import (
+    Problem,
+    TokenClusters,
+    as_mask,
+    describe,
+    new_tokens,
+    pointer,
+    run,
+    tokens,
+    with_channels_together,
+)
+from dgt.ops.torch_clusters import EVERY, STEPS, sample_distance, spread_out
+
+
+def cluster_tokens(
+    tokens: Tensor, num_clusters: int, steps: int, every: int, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """As :func:`dgt.ops.torch_clusters.cluster_tokens`."""
+    operator = torch.ops.dgt.native_cluster_tokens
+    centroids, ids = operator(tokens.detach(), num_clusters, steps, every, mask)
+    return centroids, ids
+
+
+def clustered_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    num_groups: int,
+    top_k: int,
+    num_residual_keys: int,
+    num_prefix_tokens: int,
+    scale: float,
+    key_mask: Tensor | None,
+    share_key_clusters: bool,
+) -> Tensor | None:
+    """All steps of :func:`dgt.clustered_attention` in one; None where gradients are asked for."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)):
+        return None
+    output: Tensor = torch.ops.dgt.native_clustered_attention(
+        query,
+        key,
+        value,
+        num_groups,
+        top_k,
+        num_residual_keys,
+        num_prefix_tokens,
+        scale,
+        key_mask,
+        share_key_clusters,
+    )
+    return output
+
+
+@torch.library.custom_op("dgt::native_cluster_tokens", mutates_args=())
+def _cluster_tokens(
+    tokens: Tensor, num_clusters: int, steps: int, every: int, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    tokens = with_channels_together(tokens)
+    mask = as_mask(mask)
+    centroids, ids = _new_clusters(tokens, num_clusters)
+    order = _order(tokens.shape[2], mask)
+    problem = describe(tokens, tokens)
+    problem.query_mask = pointer(mask)
+    problem.query_clusters = _describe_clusters(num_clusters, steps, every, order)
+    problem.query_clusters.centroids = centroids.data_ptr()
+    _write_ids_to(problem.query_clusters, ids)
+    run("dgt_cluster_tokens", problem)
+    return centroids, ids
+
+
+@_cluster_tokens.register_fake
+def _(tokens: Tensor, num_clusters: int, *_: Any) -> tuple[Tensor, Tensor]:
+    return _new_clusters(tokens, num_clusters)
+
+
+@torch.library.custom_op("dgt::native_clustered_attention", mutates_args=())
+def _clustered_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    num_groups: int,
+    top_k: int,
+    num_residual_keys: int,
+    num_prefix_tokens: int,
+    scale: float,
+    key_mask: Tensor | None,
+    share_key_clusters: bool,
+) -> Tensor:
+    query, key, value = (with_channels_together(tensor) for tensor in (query, key, value))
+    mask = as_mask(key_mask)
+    keys = key.shape[2] - num_prefix_tokens
+    query_mask = mask if query.shape[2] == key.shape[2] else None
+    output = new_tokens(query)
+    problem = describe(query, key, value, scale)
+    problem.prefix = num_prefix_tokens
+    problem.list_length = num_prefix_tokens + min(top_k, keys)
+    problem.query_mask = pointer(query_mask)
+    problem.key_mask = pointer(mask)
+    problem.output = tokens(output)
+    order_of_queries = _set_clusters(problem, "query_clusters", num_groups, query_mask)
+    if share_key_clusters and num_residual_keys > 1:
+        together = key[:, :, num_prefix_tokens:].transpose(1, 2).flatten(2)[:, None]
+        own_mask = None if mask is None else mask[:, num_prefix_tokens:]
+        every = sample_distance(keys, num_residual_keys, EVERY)
+        ids = _cluster_tokens(together, num_residual_keys, STEPS, every, own_mask)[1]
+        problem.key_clusters.count = num_residual_keys
+        _write_ids_to(problem.key_clusters, ids.expand(-1, key.shape[1], -1))
+        run("dgt_clustered_attention", problem)
+        return output
+    order_of_keys = _set_clusters(problem, "key_clusters", num_residual_keys, mask)
+    run("dgt_clustered_attention", problem)
+    del order_of_queries, order_of_keys  # until here the kernel reads them
+    return output
+
+
+@_clustered_attention.register_fake
+def _(query: Tensor, *_: Any) -> Tensor:
+    return new_tokens(query)
+
+
+def _new_clusters(like: Tensor, num_clusters: int) -> tuple[Tensor, Tensor]:
+    batch, heads, count, channels = like.shape
+    centroids = like.new_empty((batch, heads, num_clusters, channels), dtype=torch.float32)
+    return centroids, like.new_empty((batch, heads, count), dtype=torch.int64)
+
+
+def _set_clusters(problem: Problem, name: str, count: int, mask: Tensor | None) -> Tensor:
+    """Let the kernel cluster queries or keys behind the prefix; returns what must stay alive until it has."""
+    prefix = problem.prefix
+    behind = (problem.queries if name == "query_clusters" else problem.keys) - prefix
+    order = _order(behind, None if mask is None else mask[:, prefix:])
+    every = sample_distance(behind, max(1, count), EVERY)
+    setattr(problem, name, _describe_clusters(count, STEPS, every, order))
+    return order
+
+
+def _describe_clusters(count: int, steps: int, every: int, order: Tensor) -> TokenClusters:
+    clusters = TokenClusters()
+    clusters.count = count
+    clusters.steps = steps
+    clusters.every = every
+    clusters.order = order.data_ptr()
+    clusters.order_image_stride = order.shape[1] if len(order) > 1 else 0
+    return clusters
+
+
+def _write_ids_to(clusters: TokenClusters, ids: Tensor) -> None:
+    clusters.ids = ids.data_ptr()
+    clusters.ids_image_stride, clusters.ids_head_stride = ids.stride()[:2]
+
+
+def _order(count: int, mask: Tensor | None) -> Tensor:
+    """Token numbers spread evenly as the kernels read them: (B or 1, N) int32."""
+    if mask is None:
+        return _order_of_all(count)
+    return spread_out(count, mask, mask.device)[0].to(torch.int32)
+
+
+@functools.lru_cache(maxsize=64)
+def _order_of_all(count: int) -> Tensor:
+    return spread_out(count, None, torch.device("cpu"))[0].to(torch.int32)
+
+
+# ---- floating-point operations ------------------------------------------------------------------------------------
+
+
+def _clusters_flops(shape: Any, num_clusters: int, steps: int, every: int, *_: Any, **__: Any) -> int:
+    """Every token with every centroid once, and those of the sample in every step."""
+    passes = 1 + steps / sample_distance(shape[2], num_clusters, every)
+    return round(2 * math.prod(shape) * num_clusters * passes)
+
+
+def _attention_flops(
+    query: Any,
+    key: Any,
+    value: Any,
+    num_groups: int,
+    top_k: int,
+    num_residual_keys: int,
+    num_prefix_tokens: int,
+    *_: Any,
+    **__: Any,
+) -> int:
+    """Clusters; scores and two sums of every group; the lists of every query; the prefix."""
+    batch, heads, queries, channels = query
+    behind = queries - num_prefix_tokens
+    keys = int(key[2]) - num_prefix_tokens
+    product = 2 * batch * heads * channels
+    total = _clusters_flops((batch, heads, behind, channels), num_groups, STEPS, EVERY)
+    passes = 1
+    if num_residual_keys > 0:
+        passes = 3
+    if num_residual_keys > 1:
+        total += _clusters_flops((batch, int(key[1]), keys, channels), num_residual_keys, STEPS, EVERY)
+    total += product * num_groups * keys * passes
+    listed = num_prefix_tokens + min(top_k, keys) + num_residual_keys
+    total += 2 * product * (behind * listed + num_prefix_tokens * int(key[2]))
+    return cast(int, total)
+
+
+register_flop_formula(torch.ops.dgt.native_cluster_tokens)(_clusters_flops)
+register_flop_formula(torch.ops.dgt.native_clustered_attention)(_attention_flops)

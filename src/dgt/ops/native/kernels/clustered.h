@@ -1,0 +1,398 @@
+// Attention of a pretrained model in groups that are found in its own tokens, with residual keys.
+//
+//   clustering.h  groups of queries, clusters of keys
+//   residual.h    exact keys of every group; what they leave out, one key a cluster
+//   attention.h   softmax attention over the prefix, the exact and the residual keys
+//
+// A wave of key heads goes through five steps together. What is kept for a wave is of the size of its tokens; scores of
+// groups with keys, and residual keys, are only those of the groups that a thread is at.
+#pragma once
+
+#include "attention.h"
+#include "clustering.h"
+#include "interface.h"
+#include "memory.h"
+#include "parallel.h"
+#include "residual.h"
+
+namespace dgt {
+
+constexpr int64_t PIECE = 11 * CHUNK;                  // tokens of a task
+constexpr size_t MOST_WAVE_BYTES = (size_t)256 << 20;  // of all heads that are done together
+
+// The tokens of one head that are clustered.
+struct Clustered {
+    Rows rows;
+    int64_t count;
+    const uint8_t* mask;   // 1 where one is real; null: all are
+    const int32_t* order;  // the real ones, spread evenly
+
+    int64_t real() const {
+        if (!mask) return count;
+        int64_t found = 0;
+        for (int64_t i = 0; i < count; ++i) found += mask[i] != 0;
+        return found;
+    }
+};
+
+inline const int32_t* order_of(const dgt_clusters& clusters, int64_t image) {
+    return clusters.order ? clusters.order + image * clusters.order_image_stride : nullptr;
+}
+
+inline Clustered clustered_queries(const dgt_problem& x, const Head& h) {
+    const uint8_t* mask = h.query_mask ? h.query_mask + x.prefix : nullptr;
+    return {h.query.from(x.prefix), x.queries - x.prefix, mask, order_of(x.query_clusters, h.image)};
+}
+
+inline Clustered clustered_keys(const dgt_problem& x, const Head& h) {
+    const uint8_t* mask = h.key_mask ? h.key_mask + x.prefix : nullptr;
+    return {h.key.from(x.prefix), x.keys - x.prefix, mask, order_of(x.key_clusters, h.image)};
+}
+
+inline int64_t* ids_of(const dgt_clusters& clusters, int64_t image, int64_t head) {
+    if (!clusters.ids) return nullptr;
+    return clusters.ids + image * clusters.ids_image_stride + head * clusters.ids_head_stride;
+}
+
+// The groups of the queries of one head.
+struct QueryGroups {
+    Centroids centroids;
+    int32_t* ids;
+    int32_t* order;   // queries by group, counted from the first behind the prefix
+    int32_t* starts;  // of every group in that order, and the end
+    int32_t* active;  // groups that have queries
+    int32_t* prefix;  // queries of the prefix that are real
+    int64_t* counts;  // of active groups; of those queries
+
+    QueryGroups() = default;
+    QueryGroups(Arena& arena, const dgt_problem& x) : centroids(arena, x.query_clusters.count, x.channels) {
+        int64_t queries = x.queries - x.prefix;
+        ids = arena.take<int32_t>(queries);
+        order = arena.take<int32_t>(queries);
+        starts = arena.take<int32_t>(x.query_clusters.count + 1);
+        active = arena.take<int32_t>(x.query_clusters.count);
+        prefix = arena.take<int32_t>(x.prefix);
+        counts = arena.take<int64_t>(2);
+    }
+
+    void sort(const dgt_problem& x, const Head& h) const {
+        sort_by_group(ids, x.queries - x.prefix, centroids.count, order, starts);
+        counts[0] = 0;
+        for (int64_t g = 0; g < centroids.count; ++g)
+            if (starts[g] < starts[g + 1]) active[counts[0]++] = (int32_t)g;
+        counts[1] = 0;
+        for (int64_t i = 0; i < x.prefix; ++i)
+            if (!h.query_mask || h.query_mask[i]) prefix[counts[1]++] = (int32_t)i;
+    }
+};
+
+// What is known of a head of keys, and of the heads of queries that it serves.
+struct KeyHead {
+    Centroids centroids;
+    int32_t* ids;  // null: one cluster, or none
+    SortedKeys keys;
+    QueryGroups* queries;
+
+    KeyHead() = default;
+    KeyHead(Arena& arena, const dgt_problem& x) : centroids(arena, x.key_clusters.count, x.channels) {
+        int64_t count = x.keys - x.prefix;
+        ids = arena.take<int32_t>(x.key_clusters.count > 1 ? count : 0);
+        if (x.key_clusters.count <= 1) ids = nullptr;
+        keys = SortedKeys(arena, count, x.key_clusters.count, x.channels);
+        queries = arena.take<QueryGroups>(heads_of(x));
+        for (int64_t i = 0; i < heads_of(x); ++i) {
+            QueryGroups groups(arena, x);
+            if (queries) queries[i] = groups;
+        }
+    }
+
+    static int64_t heads_of(const dgt_problem& x) { return x.heads / x.key_heads; }
+};
+
+struct ClusteredBuffers {
+    ClusterBuffers cluster;
+    SampleBuffers sample;
+    GroupsBuffers groups;
+    AttendBuffers attend;
+
+    ClusteredBuffers(Arena& arena, const dgt_problem& x)
+        : cluster(arena, max(x.query_clusters.count, x.key_clusters.count), x.channels),
+          sample(arena, most_sample(x), x.channels),
+          groups(arena, x.keys - x.prefix, x.key_clusters.count, x.list_length - x.prefix, x.prefix, x.channels),
+          attend(arena, x) {}
+
+    static int64_t most_sample(const dgt_problem& x) {
+        int64_t queries = sample_size(x.query_clusters, x.queries - x.prefix);
+        return x.key_clusters.order ? max(queries, sample_size(x.key_clusters, x.keys - x.prefix)) : queries;
+    }
+};
+
+// One wave of key heads, and what its steps share.
+class Wave {
+public:
+    Wave(Arena& arena, const dgt_problem& problem, int64_t first, int64_t count)
+        : x_(problem), first_(first), count_(count), each_(KeyHead::heads_of(problem)) {
+        heads_ = arena.take<KeyHead>(count);
+        for (int64_t i = 0; i < count; ++i) {
+            KeyHead head(arena, x_);
+            if (heads_) heads_[i] = head;
+        }
+    }
+
+    void run(Member& member, ClusteredBuffers& own) {
+        int64_t sides = 1 + each_;  // the keys, and every head of queries
+        int64_t key_pieces = divide_up(x_.keys - x_.prefix, PIECE);
+        int64_t query_pieces = divide_up(x_.queries - x_.prefix, PIECE);
+        int64_t blocks = divide_up(x_.query_clusters.count, GROUPS_AT_ONCE);
+        int64_t pieces = key_pieces + each_ * query_pieces;
+        member.share(count_ * sides, [&](int64_t task) { start_clusters(task / sides, task % sides, own); });
+        member.share(count_ * pieces, [&](int64_t task) {
+            int64_t piece = task % pieces;
+            if (piece < key_pieces) join_keys(task / pieces, piece, own);
+            else
+                join_queries(task / pieces, (piece - key_pieces) / query_pieces, (piece - key_pieces) % query_pieces,
+                             own);
+        });
+        member.share(count_ * sides, [&](int64_t task) { finish_clusters(task / sides, task % sides, own); });
+        if (status_.get() != DGT_GOOD) return;
+        member.share(count_ * key_pieces, [&](int64_t task) { lay_out(task / key_pieces, task % key_pieces, own); });
+        member.share(count_ * each_ * (blocks + 1), [&](int64_t task) {
+            int64_t head = task / (blocks + 1);
+            int64_t block = task % (blocks + 1);
+            if (block == 0) attend_from_prefix(head / each_, head % each_, own);
+            else attend_in_groups(head / each_, head % each_, (block - 1) * GROUPS_AT_ONCE, own);
+        });
+    }
+
+    int status() const { return status_.get(); }
+
+private:
+    // A head of queries that the i-th key head of the wave serves.
+    Head head(int64_t i, int64_t query) const {
+        int64_t key_head = first_ + i;
+        int64_t image = key_head / x_.key_heads;
+        return head_of(x_, image * x_.heads + key_head % x_.key_heads * each_ + query);
+    }
+
+    bool clusters_keys() const { return x_.key_clusters.count > 1 && x_.key_clusters.order; }
+
+    void start_clusters(int64_t i, int64_t side, const ClusteredBuffers& own) {
+        if (side > 0) {
+            Clustered tokens = clustered_queries(x_, head(i, side - 1));
+            cluster_sample(tokens.rows, tokens.order, tokens.real(), x_.query_clusters, x_.channels,
+                           heads_[i].queries[side - 1].centroids, own.sample, own.cluster);
+        } else if (clusters_keys()) {
+            Clustered tokens = clustered_keys(x_, head(i, 0));
+            cluster_sample(tokens.rows, tokens.order, tokens.real(), x_.key_clusters, x_.channels, heads_[i].centroids,
+                           own.sample, own.cluster);
+        }
+    }
+
+    void join_keys(int64_t i, int64_t piece, const ClusteredBuffers& own) {
+        Clustered tokens = clustered_keys(x_, head(i, 0));
+        int64_t begin = piece * PIECE;
+        int64_t end = min(begin + PIECE, tokens.count);
+        int64_t* given = ids_of(x_.key_clusters, (first_ + i) / x_.key_heads, (first_ + i) % x_.key_heads);
+        int32_t* ids = heads_[i].ids;
+        if (clusters_keys()) {
+            join_nearest(tokens.rows, begin, end, tokens.mask, heads_[i].centroids, x_.channels, ids, own.cluster);
+            for (int64_t j = begin; given && j < end; ++j) given[j] = ids[j];
+        } else if (ids) {
+            for (int64_t j = begin; j < end; ++j) ids[j] = !tokens.mask || tokens.mask[j] ? (int32_t)given[j] : -1;
+        }
+    }
+
+    void join_queries(int64_t i, int64_t query, int64_t piece, const ClusteredBuffers& own) {
+        Clustered tokens = clustered_queries(x_, head(i, query));
+        const QueryGroups& groups = heads_[i].queries[query];
+        int64_t begin = piece * PIECE;
+        join_nearest(tokens.rows, begin, min(begin + PIECE, tokens.count), tokens.mask, groups.centroids, x_.channels,
+                     groups.ids, own.cluster);
+    }
+
+    void finish_clusters(int64_t i, int64_t side, const ClusteredBuffers& own) {
+        KeyHead& of_keys = heads_[i];
+        Head h = head(i, max<int64_t>(0, side - 1));
+        if (side == 0) {
+            Clustered tokens = clustered_keys(x_, h);
+            of_keys.keys.sort(of_keys.ids, tokens.count, x_.key_clusters.count, tokens.mask);
+            return;
+        }
+        Clustered tokens = clustered_queries(x_, h);
+        const QueryGroups& groups = of_keys.queries[side - 1];
+        move_to_means(tokens.rows, nullptr, tokens.count, groups.ids, x_.channels, groups.centroids, own.cluster);
+        if (!groups.centroids.is_finite()) status_.raise(DGT_NAN_IN_QUERY);
+        groups.sort(x_, h);
+        for (int64_t j = 0; h.query_mask && j < x_.queries; ++j)
+            if (!h.query_mask[j]) write_blind_row(x_, h, j);
+    }
+
+    void lay_out(int64_t i, int64_t piece, const ClusteredBuffers& own) {
+        Head h = head(i, 0);
+        const SortedKeys& keys = heads_[i].keys;
+        int64_t begin = piece * PIECE;
+        int64_t end = min(begin + PIECE, *keys.count);
+        if (begin >= end) return;
+        keys.lay_out(h.key.from(x_.prefix), h.value.from(x_.prefix), begin, end, x_.channels, own.cluster.rows);
+    }
+
+    void attend_from_prefix(int64_t i, int64_t query, ClusteredBuffers& own) {
+        Head h = head(i, query);
+        const QueryGroups& groups = heads_[i].queries[query];
+        KeyList all_keys = {nullptr, x_.keys, h.key_mask};
+        for (int64_t first = 0; first < groups.counts[1]; first += part_size(x_)) {
+            int64_t count = min(part_size(x_), groups.counts[1] - first);
+            attend_part(x_, h, {groups.prefix, first, count, all_keys}, own.attend);
+        }
+    }
+
+    void attend_in_groups(int64_t i, int64_t query, int64_t first, ClusteredBuffers& own) {
+        Head h = head(i, query);
+        const QueryGroups& groups = heads_[i].queries[query];
+        const SortedKeys& keys = heads_[i].keys;
+        const GroupsBuffers& b = own.groups;
+        int64_t count = min(GROUPS_AT_ONCE, groups.counts[0] - first);
+        if (count <= 0) return;
+        float factor = (float)(x_.scale * LOG2_E);
+        for (int64_t r = 0; r < count; ++r) {
+            const float* mean = groups.centroids.row(groups.active[first + r]);
+            for (int64_t d = 0; d < b.width; d += W) store(b.means + r * b.width + d, load(mean + d) * factor);
+        }
+        if (!score_and_select(keys, count, x_.channels, x_.list_length - x_.prefix, b)) {
+            status_.raise(DGT_NAN_IN_KEY);
+            return;
+        }
+        for (int64_t r = 0; r < count; ++r) b.hide_selected(r);
+        sum_up_clusters(keys, count, b);
+        for (int64_t r = 0; r < count; ++r) attend_group(h, groups, groups.active[first + r], keys, r, own);
+    }
+
+    // Attend from the queries of a group, which is number r of those at once.
+    void attend_group(Head h, const QueryGroups& groups, int64_t group, const SortedKeys& keys, int64_t r,
+                      ClusteredBuffers& own) {
+        const GroupsBuffers& b = own.groups;
+        const Candidates& found = b.candidates[r];
+        int64_t length = 0;
+        for (int64_t j = 0; j < x_.prefix; ++j)
+            if (!h.key_mask || h.key_mask[j]) b.list[length++] = (int32_t)j;
+        for (int64_t j = 0; j < found.count; ++j) b.list[length++] = keys.order[found.ids[j]] + (int32_t)x_.prefix;
+        KeyList list = {b.list, length, nullptr, {b.residual(r, 0), b.biases + r * b.clusters, b.clusters}};
+        h.query = h.query.from(x_.prefix);
+        h.output = h.output.from(x_.prefix);
+        int64_t total = groups.starts[group + 1] - groups.starts[group];
+        int64_t pieces = divide_up(total, part_size(x_));
+        for (int64_t piece = 0; piece < pieces; ++piece) {
+            int64_t begin = total * piece / pieces;
+            int64_t end = total * (piece + 1) / pieces;
+            attend_part(x_, h, {groups.order, groups.starts[group] + begin, end - begin, list}, own.attend);
+        }
+    }
+
+    const dgt_problem& x_;
+    int64_t first_;
+    int64_t count_;
+    int64_t each_;  // heads of queries that a key head serves
+    KeyHead* heads_;
+    Status status_;
+};
+
+inline int run_wave(const dgt_problem& x, int64_t first, int64_t count) {
+    Arena measure;
+    Wave measured(measure, x, first, count);
+    size_t shared = measure.used();
+    size_t bytes = bytes_of<ClusteredBuffers>(x);
+    int64_t threads = thread_count(x);
+    Block block(shared + bytes * (size_t)threads);
+    if (block.failed()) return DGT_NO_MEMORY;
+    Arena arena(block.aligned(), shared);
+    Wave wave(arena, x, first, count);
+    in_parallel(x, threads, [&](Member& member) {
+        Arena of_member(block.aligned() + shared + bytes * (size_t)member.seat(), bytes);
+        ClusteredBuffers own(of_member, x);
+        wave.run(member, own);
+    });
+    return wave.status();
+}
+
+// As many key heads at a time as memory allows.
+inline int run_clustered(const dgt_problem& x) {
+    Arena measure;
+    KeyHead head(measure, x);
+    int64_t heads = x.images * x.key_heads;
+    int64_t at_a_time = max<int64_t>(1, (int64_t)(MOST_WAVE_BYTES / measure.used()));
+    for (int64_t first = 0; first < heads; first += at_a_time) {
+        int status = run_wave(x, first, min(at_a_time, heads - first));
+        if (status != DGT_GOOD) return status;
+    }
+    return DGT_GOOD;
+}
+
+// ---- clusters alone ----------------------------------------------------------------------------------------------
+
+struct TokenBuffers {
+    ClusterBuffers cluster;
+    SampleBuffers sample;
+
+    TokenBuffers(Arena& arena, const dgt_problem& x)
+        : cluster(arena, x.query_clusters.count, x.channels),
+          sample(arena, sample_size(x.query_clusters, x.queries), x.channels) {}
+};
+
+// Clusters of one head.
+struct TokenClusters {
+    Centroids centroids;
+    int32_t* ids;
+
+    TokenClusters() = default;
+    TokenClusters(Arena& arena, const dgt_problem& x) : centroids(arena, x.query_clusters.count, x.channels) {
+        ids = arena.take<int32_t>(x.queries);
+    }
+
+    void write(const dgt_problem& x, int64_t index) const {
+        const dgt_clusters& to = x.query_clusters;
+        write_ids(ids, x.queries, ids_of(to, index / x.heads, index % x.heads));
+        for (int64_t c = 0; c < to.count; ++c)
+            memcpy(to.centroids + (index * to.count + c) * x.channels, centroids.row(c),
+                   (size_t)x.channels * sizeof(float));
+    }
+};
+
+inline int run_cluster_tokens(const dgt_problem& x) {
+    int64_t heads = x.images * x.heads;
+    int64_t threads = thread_count(x);
+    size_t head_bytes = bytes_of<TokenClusters>(x);
+    size_t table_bytes = (size_t)round_up(heads * (int64_t)sizeof(TokenClusters), Arena::ALIGNMENT);
+    size_t shared = table_bytes + head_bytes * (size_t)heads;
+    size_t bytes = bytes_of<TokenBuffers>(x);
+    Block block(shared + bytes * (size_t)threads);
+    if (block.failed()) return DGT_NO_MEMORY;
+    TokenClusters* found = (TokenClusters*)block.aligned();
+    Arena arena(block.aligned() + table_bytes, shared - table_bytes);
+    for (int64_t i = 0; i < heads; ++i) found[i] = TokenClusters(arena, x);
+    int64_t pieces = divide_up(x.queries, PIECE);
+    in_parallel(x, threads, [&](Member& member) {
+        Arena of_member(block.aligned() + shared + bytes * (size_t)member.seat(), bytes);
+        TokenBuffers own(of_member, x);
+        member.share(heads, [&](int64_t i) {
+            Clustered tokens = clustered_queries(x, head_of(x, i));
+            cluster_sample(tokens.rows, tokens.order, tokens.real(), x.query_clusters, x.channels, found[i].centroids,
+                           own.sample, own.cluster);
+        });
+        member.share(heads * pieces, [&](int64_t task) {
+            Clustered tokens = clustered_queries(x, head_of(x, task / pieces));
+            const TokenClusters& clusters = found[task / pieces];
+            int64_t begin = task % pieces * PIECE;
+            join_nearest(tokens.rows, begin, min(begin + PIECE, tokens.count), tokens.mask, clusters.centroids,
+                         x.channels, clusters.ids, own.cluster);
+        });
+        member.share(heads, [&](int64_t i) {
+            Clustered tokens = clustered_queries(x, head_of(x, i));
+            move_to_means(tokens.rows, nullptr, tokens.count, found[i].ids, x.channels, found[i].centroids,
+                          own.cluster);
+            found[i].write(x, i);
+        });
+    });
+    return DGT_GOOD;
+}
+
+}  // namespace dgt

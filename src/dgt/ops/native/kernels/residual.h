@@ -1,0 +1,202 @@
+// What the selected keys of a group leave out, as one residual key a cluster of keys.
+//
+// For the mean query m of a group, scale s, and the members U of a cluster that the group did not select:
+//
+//   Z = sum_U exp(s m.k),   k' = sum_U exp(s m.k) k / Z,   v' = sum_U exp(s m.k) v / Z,   bias = log Z - s m.k'
+//
+// Keys stand sorted by cluster, as panels and as rows beside their values, so that a cluster is one run of both. Some
+// groups are done at a time: their scores with all keys choose the exact keys, and what is not chosen is summed up.
+#pragma once
+
+#include "attention.h"
+#include "clustering.h"
+#include "interface.h"
+#include "products.h"
+#include "selection.h"
+
+namespace dgt {
+
+constexpr int64_t GROUPS_AT_ONCE = 16;  // their scores share the second cache
+
+// The real keys behind the prefix of one head, sorted by cluster.
+struct SortedKeys {
+    int64_t* count;   // how many
+    int32_t* order;   // their numbers, counted from the first behind the prefix
+    int32_t* starts;  // of every cluster, and the end
+    float* panels;    // keys
+    float* pairs;     // (count, 2, width): keys and values side by side
+
+    SortedKeys() = default;
+    SortedKeys(Arena& arena, int64_t keys, int64_t clusters, int64_t channels) {
+        count = arena.take<int64_t>(1);
+        order = arena.take<int32_t>(keys);
+        starts = arena.take<int32_t>(max<int64_t>(1, clusters) + 1);
+        panels = arena.take<float>(panels_size(keys, channels));
+        pairs = arena.take<float>(keys * 2 * round_up(channels, W));
+    }
+
+    // Sort by cluster; keys of cluster -1 are left out. Without ids all that the mask shows are of one cluster.
+    void sort(const int32_t* ids, int64_t keys, int64_t clusters, const uint8_t* mask) const {
+        if (ids) {
+            sort_by_group(ids, keys, clusters, order, starts);
+            *count = starts[clusters];
+            return;
+        }
+        int64_t found = 0;
+        for (int64_t i = 0; i < keys; ++i)
+            if (!mask || mask[i]) order[found++] = (int32_t)i;
+        starts[0] = 0;
+        starts[1] = (int32_t)found;
+        *count = found;
+    }
+
+    // Lay out places begin..end, which begin at a multiple of W.
+    void lay_out(const Rows& key, const Rows& value, int64_t begin, int64_t end, int64_t channels, float* rows) const {
+        int64_t width = round_up(channels, W);
+        pack(key, order + begin, 0, end - begin, channels, rows, panels + begin * channels);
+        for (int64_t i = begin; i < end; ++i) {
+            copy_row(key, order[i], channels, 1.0f, pairs + 2 * i * width);
+            copy_row(value, order[i], channels, 1.0f, pairs + (2 * i + 1) * width);
+        }
+    }
+};
+
+// What some groups of one head are worked on in.
+struct GroupsBuffers {
+    int64_t clusters;
+    int64_t width;
+    int64_t stride;          // of scores
+    float* means;            // (GROUPS_AT_ONCE, width), times scale and log2(e)
+    float* scores;           // (GROUPS_AT_ONCE, stride), in units of log 2
+    float* weights;          // (MOST_ROWS, longest cluster)
+    float* pairs;            // (GROUPS_AT_ONCE, clusters, 2, width): residual keys and values
+    float* biases;           // (GROUPS_AT_ONCE, clusters), in units of log 2
+    Candidates* candidates;  // (GROUPS_AT_ONCE)
+    int32_t* list;           // the exact keys of a group
+
+    GroupsBuffers(Arena& arena, int64_t keys, int64_t clusters_of_keys, int64_t top_k, int64_t prefix,
+                  int64_t channels) {
+        clusters = clusters_of_keys;
+        width = round_up(channels, W);
+        stride = round_up(keys, W) + W;
+        if (stride % 1024 == 0) stride += W;  // rows whole pages apart would share places in the caches
+        means = arena.take<float>(GROUPS_AT_ONCE * width);
+        scores = arena.take<float>(GROUPS_AT_ONCE * stride);
+        weights = arena.take<float>(clusters ? MOST_ROWS * round_up(keys, W) : 0);
+        pairs = arena.take<float>(GROUPS_AT_ONCE * clusters * 2 * width);
+        biases = arena.take<float>(GROUPS_AT_ONCE * clusters);
+        candidates = arena.take<Candidates>(GROUPS_AT_ONCE);
+        list = arena.take<int32_t>(prefix + top_k);
+        int64_t room = candidate_room(top_k, keys);
+        float* candidate_scores = arena.take<float>(GROUPS_AT_ONCE * room);
+        int32_t* candidate_ids = arena.take<int32_t>(GROUPS_AT_ONCE * room);
+        for (int64_t g = 0; candidates && g < GROUPS_AT_ONCE; ++g)
+            candidates[g] = {candidate_scores + g * room, candidate_ids + g * room, 0, 0.0f};
+    }
+
+    // Take the exact keys of a group out of its scores.
+    void hide_selected(int64_t group) const {
+        const Candidates& found = candidates[group];
+        for (int64_t j = 0; j < found.count; ++j) scores[group * stride + found.ids[j]] = -INFINITE;
+    }
+
+    float* residual(int64_t group, int64_t cluster) const { return pairs + (group * clusters + cluster) * 2 * width; }
+};
+
+// Scores of some groups' means with all keys; places of the k largest of each go into its candidates, by ascending
+// place. False where a score is NaN.
+inline bool score_and_select(const SortedKeys& keys, int64_t groups, int64_t channels, int64_t top_k,
+                             const GroupsBuffers& b) {
+    int64_t limit = candidate_limit(top_k);
+    int64_t total = *keys.count;
+    bool good = true;
+    for (int64_t g = 0; g < groups; ++g) {
+        b.candidates[g].count = 0;
+        b.candidates[g].threshold = -INFINITE;
+    }
+    for (int64_t start = 0; start < total; start += CHUNK) {
+        int64_t count = min(CHUNK, total - start);
+        int64_t vectors = divide_up(count, W);
+        for (int64_t first = 0; first < groups; first += MOST_ROWS) {
+            int rows = (int)min<int64_t>(MOST_ROWS, groups - first);
+            row_scores(b.means + first * b.width, b.width, rows, keys.panels + start * channels, vectors, channels,
+                       nullptr, b.scores + first * b.stride + start, b.stride, nullptr);
+        }
+        for (int64_t g = 0; g < groups; ++g) {
+            Candidates found = b.candidates[g];
+            const float* scores = b.scores + g * b.stride + start;
+            for (int64_t v = 0; v < vectors; ++v)
+                add_candidates(found, load(scores + v * W), first_lanes(count - v * W), (int32_t)(start + v * W));
+            if (found.count >= limit) good &= keep_largest(found, top_k, 1 + top_k / 4);
+            b.candidates[g] = found;
+        }
+    }
+    for (int64_t g = 0; g < groups; ++g) good &= keep_largest(b.candidates[g], top_k, 0);
+    return good;
+}
+
+// Weights of the members of a cluster for one group, in units of the largest; its score, or -inf where none is left.
+DGT_INLINE float weigh_members(const float* scores, int64_t count, float* weights, float& mass) {
+    int64_t vectors = divide_up(count, W);
+    Bits last = first_lanes(count - (vectors - 1) * W);
+    Floats most = choose(last, load(scores + (vectors - 1) * W), all(-INFINITE));
+    for (int64_t i = 0; i < vectors - 1; ++i) most = larger(most, load(scores + i * W));
+    float largest = largest_lane(most);
+    Floats shift = all(largest == -INFINITE ? 0.0f : largest);
+    Floats sum{};
+    for (int64_t i = 0; i < vectors - 1; ++i) {
+        Floats weight = power_of_two(load(scores + i * W) - shift);
+        sum += weight;
+        store(weights + i * W, weight);
+    }
+    Floats weight = choose(last, power_of_two(load(scores + (vectors - 1) * W) - shift), Floats{});
+    store(weights + (vectors - 1) * W, weight);
+    mass = sum_of_lanes(sum + weight);
+    return largest;
+}
+
+// Divide the sums of one group over one cluster by their mass; returns the bias of the residual key.
+DGT_INLINE float finish_residual(const float* mean, float largest, float mass, int64_t width, float* pair) {
+    if (largest == -INFINITE) {
+        memset(pair, 0, (size_t)(2 * width) * sizeof(float));
+        return -INFINITE;
+    }
+    float share = 1.0f / mass;
+    Floats product{};
+    for (int64_t d = 0; d < width; d += W) {
+        Floats key = load(pair + d) * share;
+        product += key * load(mean + d);
+        store(pair + d, key);
+        store(pair + width + d, load(pair + width + d) * share);
+    }
+    return largest + LOG2_E * __builtin_logf(mass) - sum_of_lanes(product);
+}
+
+// Residual keys, values and biases of some groups, out of their scores, where those of the exact keys are -inf.
+inline void sum_up_clusters(const SortedKeys& keys, int64_t groups, const GroupsBuffers& b) {
+    for (int64_t c = 0; c < b.clusters; ++c) {
+        int64_t start = keys.starts[c];
+        int64_t count = keys.starts[c + 1] - start;
+        int64_t stride = round_up(count, W);
+        for (int64_t first = 0; first < groups; first += MOST_ROWS) {
+            int rows = (int)min<int64_t>(MOST_ROWS, groups - first);
+            float largest[MOST_ROWS];
+            float mass[MOST_ROWS];
+            for (int r = 0; r < rows; ++r) {
+                const float* scores = b.scores + (first + r) * b.stride + start;
+                largest[r] = -INFINITE;
+                if (count) largest[r] = weigh_members(scores, count, b.weights + r * stride, mass[r]);
+            }
+            Values values = {keys.pairs + start * 2 * b.width, nullptr, 2 * b.width};
+            row_weigh({b.weights, stride, 1}, rows, values, count, b.residual(first, c), b.clusters * 2 * b.width,
+                      2 * b.width, nullptr);
+            for (int r = 0; r < rows; ++r) {
+                int64_t g = first + r;
+                b.biases[g * b.clusters + c] =
+                    finish_residual(b.means + g * b.width, largest[r], mass[r], b.width, b.residual(g, c));
+            }
+        }
+    }
+}
+
+}  // namespace dgt
