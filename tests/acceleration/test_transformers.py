@@ -90,7 +90,7 @@ def test_accelerated_and_back(kind, tmp_path, monkeypatch) -> None:
     positional = next(iter(images.values()))
     with torch.no_grad():
         before = model(positional)[0]
-        report = dgt.accelerate(model, positional if kind == "DINOv3ViT" else images, error=0.5)
+        report = dgt.accelerate(model, positional if kind == "DINOv3ViT" else images, error=0.8)
         after = model(**images)[0]
         with dgt.exact_attention(model):
             assert torch.equal(model(**images)[0], before)
@@ -100,7 +100,7 @@ def test_accelerated_and_back(kind, tmp_path, monkeypatch) -> None:
         assert torch.equal(other(positional)[0], after)
     assert sum(layer.choice == "groups" for layer in report.layers) == FAMILIES[kind][3]
     assert not torch.equal(after, before)
-    assert 0 < report.measured_error < 0.6
+    assert 0 < report.measured_error < 0.8
 
 
 @pytest.mark.usefixtures("slow_attention")

@@ -1,20 +1,23 @@
-"""Any pretrained vision transformer, faster at high resolution, with an error that one chooses: :func:`dgt.accelerate`.
+"""Any pretrained vision transformer, faster at high resolution, with an error that one chooses:
+:func:`dgt.accelerate`.
 
 In the order in which they work:
 
-- ``accelerate``: the function itself: what follows what.
+- ``pipeline``: the function itself: what follows what.
 - ``task``: what it is asked for, checked.
-- ``capture``: one pass over the inputs: every call site of attention; ``measure``: what its settings cost.
+- ``capture``: one pass over the inputs: every call site of attention; ``measure``: what its
+  settings cost.
 - ``choose``: the fastest choice of settings at an error.
-- ``confirm``: the model as it is chosen: how far errors reach, whether the bound holds, how fast it is.
+- ``confirm``: the model as it is chosen: how far errors reach, whether the bound holds, how fast it
+  is.
 - ``report``: what was found and done; ``plan``: the same done again.
 
-Beside them ``settings`` (how a budget is split), ``grouped`` (what answers a call), ``statistics``, ``progress``, and
-``adapters`` (transformers' names for an attention).
+Beside them ``settings`` (how a budget is split), ``grouped`` (what answers a call), ``statistics``,
+``progress``, and ``adapters`` (transformers' names for an attention).
 """
 
-from dgt.acceleration.accelerate import accelerate, inspect_model
 from dgt.acceleration.adapters import register_attention
+from dgt.acceleration.pipeline import accelerate, inspect_model
 from dgt.acceleration.plan import apply_plan
 from dgt.acceleration.report import Report
 from dgt.acceleration.settings import LayerReport

@@ -1,6 +1,8 @@
 """transformers' own way to an attention: under a name, ``attn_implementation="dgt"``."""
 
 import contextlib
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -21,10 +23,11 @@ def register_attention(
 ) -> None:
     """Make ``attn_implementation=name`` known to transformers, for any model that takes such names.
 
-    Without numbers it is ``"sdpa"``, to the bit, until :func:`dgt.accelerate` or :func:`dgt.apply_plan` has a layer
-    done in groups. With numbers every attention is done by :func:`dgt.clustered_attention` at once, without measuring
-    anything: no error is promised, nor that it is faster. Attention with a mask of pairs, causal, across sequences,
-    with dropout, or of fewer than 4 ``top_k`` or 8 ``num_groups`` tokens remains ``"sdpa"``.
+    Without numbers it is ``"sdpa"``, to the bit, until :func:`dgt.accelerate` or
+    :func:`dgt.apply_plan` has a layer done in groups. With numbers every attention is done by
+    :func:`dgt.clustered_attention` at once, without measuring anything: no error is promised, nor
+    that it is faster. Attention with a mask of pairs, causal, across sequences, with dropout, or of
+    fewer than 4 ``top_k`` or 8 ``num_groups`` tokens remains ``"sdpa"``.
 
     Args:
         name: what models are then loaded with.
@@ -53,36 +56,39 @@ def register_attention(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
 
-    def answer(call: Call) -> Tensor | None:
-        patches = call.query.shape[2] - num_prefix_tokens
-        groups = num_groups or 1
-        keys = top_k or 1
-        is_across = call.query.shape[2] != call.key.shape[2]
-        if call.reason is not None or is_across or patches < max(4 * keys, 8 * groups):
-            return None
-        if is_traced():
-            raise UserError(
-                'model must attend as it was trained: load it with attn_implementation="sdpa"'
-            )
+    row = None
+    if num_groups is not None and top_k is not None:
         row = LayerReport(
             name,
             "groups",
-            tokens=call.query.shape[2],
-            key_tokens=call.key.shape[2],
             prefix=num_prefix_tokens,
-            groups=groups,
-            keys=keys,
+            groups=num_groups,
+            keys=top_k,
             residual_keys=num_residual_keys,
         )
-        return attend_in_groups(call, row)
 
     def attend(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **options: Any
     ) -> Any:
-        is_left_alone = num_groups is None or has_answer(module)
-        with contextlib.nullcontext() if is_left_alone else SDPAInterceptMode(answer):
+        is_left_alone = row is None or has_answer(module)
+        with contextlib.nullcontext() if is_left_alone else SDPAInterceptMode(partial(answer, row)):
             return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
     AttentionInterface.register(name, attend)
     # else transformers leaves out masks for names that it does not know
     AttentionMaskInterface.register(name, sdpa_mask)
+
+
+def answer(row: LayerReport, call: Call) -> Tensor | None:
+    """Answer a call in the groups of a row of no layer in particular; None for a call that is too
+    short for them.
+    """
+    tokens = call.query.shape[2]
+    least = max(4 * row.keys, 8 * row.groups)
+    if call.reason is not None or tokens != call.key.shape[2] or tokens - row.prefix < least:
+        return None
+    if is_traced():
+        raise UserError(
+            'model must attend as it was trained: load it with attn_implementation="sdpa"'
+        )
+    return attend_in_groups(call, replace(row, tokens=tokens, key_tokens=tokens))

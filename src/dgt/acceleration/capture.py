@@ -1,7 +1,9 @@
-"""One pass of a model over its inputs: its outputs, and every call site with what its settings cost."""
+"""One pass of a model over its inputs: its outputs, and every call site with what its settings
+cost.
+"""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -35,6 +37,10 @@ LEAST_TOKENS = 192  # fewer are not even tried: choosing keys alone takes as lon
 MEASURED_INPUTS = 3  # on which settings are judged
 MOST_SITES = 4  # calls of one module with settings of their own; of more, or of changing numbers, all have one
 LEAST_BOUND = 1.03  # how many times as fast a model must be without any attention
+PASSED_BY = "inside of nn.TransformerEncoderLayer, which passes it by in evaluation"
+NESTED = (
+    "other attention inside of it"  # whose calls what is installed around it would answer as well
+)
 NO_PREFIX = "nothing tells of class or register tokens: all are taken for patches (special_tokens=)"
 
 
@@ -75,7 +81,8 @@ class Capture:
 def find_sites(
     model: nn.Module, item: Any, special: SpecialTokens | None, least_tokens: int
 ) -> list[Site]:
-    """Trace one call of the model, without measuring: every call site, and why it may not be grouped.
+    """Trace one call of the model, without measuring: every call site, and why it may not be
+    grouped.
 
     Raises:
         UserError: the model fails on the item, or calls no attention.
@@ -108,7 +115,9 @@ class Tracer:
         self.site_of(name, call)
 
     def site_of(self, name: str, call: Call) -> Site:
-        """The call site that a call belongs to; all calls of a module after its first few are one's."""
+        """The call site that a call belongs to; all calls of a module after its first few are
+        one's.
+        """
         index = min(self.counts[name], MOST_SITES)
         self.counts[name] += 1
         key = (name, index)
@@ -122,43 +131,37 @@ class Tracer:
 
     def describe(self, name: str, index: int, call: Call) -> LayerReport:
         """A call site's sizes, special tokens, and why it may not be grouped."""
-        heads = call.query.shape[1]
         tokens, channels = call.query.shape[-2:]
         key_tokens = call.key.shape[-2]
+        is_within = tokens == key_tokens
         found = count_special_tokens(self.model, name) if self.special is None else self.special
-        special = found if found is not None and tokens == key_tokens else 0
+        special = found if found is not None and is_within else 0
         places = special_places(special, tokens)
-        patches = min(tokens, key_tokens) - len(places)
         parent = self.model.get_submodule(name.rpartition(".")[0])
+        patches = min(tokens, key_tokens) - len(places)
         reason = first_reason(
             {
                 call.reason or "": call.reason is not None,
-                "inside of nn.TransformerEncoderLayer, which passes it by in evaluation": isinstance(
-                    parent, nn.TransformerEncoderLayer
-                ),
+                PASSED_BY: isinstance(parent, nn.TransformerEncoderLayer),
                 "few tokens": patches < self.least_tokens,
             }
         )
-        if reason is None and isinstance(special, Sequence) and not isinstance(special, FrameTokens):
-            outside = [place for place in special if place >= tokens]
-            if outside:
-                raise UserError(
-                    f"special_tokens must be places within the sequence, got {outside[0]} "
-                    f"for the {tokens} tokens of {name!r}"
-                )
+        if reason is None:
+            check_places(special, tokens, name)
         return LayerReport(
             name=name,
             choice="dense",
             reason=reason or "",
-            heads=heads,
+            heads=call.query.shape[1],
             tokens=tokens,
             channels=channels,
             prefix=len(places),
-            note="" if found is not None or tokens != key_tokens else NO_PREFIX,
+            note=NO_PREFIX if found is None and is_within else "",
             call=index,
             key_tokens=key_tokens,
             places=None if places == list(range(len(places))) else places,
             frame=list(special) if isinstance(special, FrameTokens) else None,
+            sequences=call.query.shape[0],
             least_tokens=max(self.least_tokens, (min(tokens, key_tokens) + 1) // 2),
         )
 
@@ -184,9 +187,21 @@ class Tracer:
         sites = list(joined.values())
         for site in sites:
             if any(is_inside(other.row.name, site.row.name) for other in sites):
-                reason = site.row.reason or "other attention inside of it"
-                site.row = replace(site.row, reason=reason)
+                site.row = replace(site.row, reason=site.row.reason or NESTED)
+                site.settings.clear()
         return sites
+
+
+def check_places(special: SpecialTokens, tokens: int, name: str) -> None:
+    """Refuse places of special tokens that a sequence does not have."""
+    if isinstance(special, int | FrameTokens):
+        return
+    outside = [place for place in special if place >= tokens]
+    if outside:
+        raise UserError(
+            f"special_tokens must be places within the sequence, got {outside[0]} "
+            f"for the {tokens} tokens of {name!r}"
+        )
 
 
 def is_inside(name: str, outer: str) -> bool:
@@ -207,12 +222,14 @@ def join_sites(site: Site, other: Site) -> None:
 
 
 def capture(task: Task, progress: Progress) -> Capture:
-    """Run the model once over all inputs: outputs, call sites, and what settings cost on a few of the inputs.
+    """Run the model once over all inputs: outputs, call sites, and what settings cost on a few of
+    the inputs.
 
     It ends after the first input where even a model without attention would hardly be faster.
 
     Raises:
-        UserError: the model fails on the inputs, calls no attention, or returns nothing that has an error.
+        UserError: the model fails on the inputs, calls no attention, or returns nothing that has an
+            error.
     """
     tracer = Tracer(task.model, task.special_tokens, LEAST_TOKENS)
     measured = measured_places(len(task.items))
@@ -232,7 +249,9 @@ def capture(task: Task, progress: Progress) -> Capture:
             found.raw.append(raw)
         found.bound = bound_of(model_ms, inside_ms)
         if found.bound < LEAST_BOUND:
-            found.verdict = f"attention takes too little of the model's time (bound {found.bound:.2f})"
+            found.verdict = (
+                f"attention takes too little of the model's time (bound {found.bound:.2f})"
+            )
             break
     found.sites = tracer.finish()
     for site in found.sites:
@@ -249,13 +268,17 @@ def measured_places(count: int) -> set[int]:
 
 
 def split_inputs(count: int) -> tuple[list[int], list[int]]:
-    """Split the inputs into those that settings are judged and reaches found by, and one in four held out."""
+    """Split the inputs into those that settings are judged and reaches found by, and one in four
+    held out.
+    """
     held_out = [at for at in range(count) if at % 4 == 1]
     return [at for at in range(count) if at % 4 != 1], held_out
 
 
 def bound_of(model_ms: list[float], inside_ms: list[float]) -> float:
-    """How many times as fast a model would be without attention, over the inputs so far but the first, which warms up."""
+    """How many times as fast a model would be without attention, over the inputs so far but the
+    first, which warms up.
+    """
     start = 1 if len(model_ms) > 1 else 0
     whole = sum(model_ms[start:])
     inside = sum(inside_ms[start:])
@@ -263,7 +286,8 @@ def bound_of(model_ms: list[float], inside_ms: list[float]) -> float:
 
 
 class TracedRun:
-    """Answers the calls of one run of the model with its own attention, timed, and measures settings between.
+    """Answers the calls of one run of the model with its own attention, timed, and measures
+    settings between.
 
     Args:
         tracer: knows the call sites.
@@ -295,7 +319,8 @@ class TracedRun:
         """Measure the settings of a call site."""
         if not site.settings and not site.row.reason:
             site.row = replace(site.row, breadth=breadth(call))
-        if call.arguments is not None:  # else it is of a function that nothing of ours stands for
+        # without arguments it is of a function that nothing of ours stands for
+        if call.arguments is not None and site.row.reason != PASSED_BY:
             measure_call(call, site.row, output, site.settings, self.is_exact)
 
 

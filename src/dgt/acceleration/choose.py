@@ -1,7 +1,8 @@
 """The fastest choice of settings at an error, by one price of squared error for all call sites.
 
-Errors of layers add up like independent ones, so the fastest model of a given error has one price of squared error:
-every call site takes what costs least, time and error together, its own attention among the choices.
+Errors of layers add up like independent ones, so the fastest model of a given error has one price
+of squared error: every call site takes what costs least, time and error together, its own attention
+among the choices.
 """
 
 import math
@@ -33,7 +34,9 @@ def has_groups(site: Site) -> bool:
 
 
 def error_of(site: Site, kind: Kind | None) -> float:
-    """The error that a setting leaves in the model's output, as far as is known; none where attention is exact."""
+    """The error that a setting leaves in the model's output, as far as is known; none where
+    attention is exact.
+    """
     if kind is None or kind.choice == "exact":
         return 0.0
     return site.reach * site.settings[kind].error
@@ -41,7 +44,9 @@ def error_of(site: Site, kind: Kind | None) -> float:
 
 def predicted_error(sites: Sequence[Site], choice: Choice) -> float:
     """The error of the model's output if errors of call sites add up like independent ones."""
-    return math.sqrt(sum(error_of(site, kind) ** 2 for site, kind in zip(sites, choice, strict=True)))
+    return math.sqrt(
+        sum(error_of(site, kind) ** 2 for site, kind in zip(sites, choice, strict=True))
+    )
 
 
 def predicted_ms(sites: Sequence[Site], choice: Choice) -> float:
@@ -53,7 +58,9 @@ def predicted_ms(sites: Sequence[Site], choice: Choice) -> float:
 
 
 def cheapest(site: Site, price: float) -> Kind | None:
-    """What costs least where a squared error of one costs so many milliseconds; None for its own attention."""
+    """What costs least where a squared error of one costs so many milliseconds; None for its own
+    attention.
+    """
     best: Kind | None = None
     least = site.ms
     for kind, measured in usable(site).items():

@@ -1,4 +1,6 @@
-"""Running the model as it is chosen: how far errors reach, whether the bound holds, and how fast it is."""
+"""Running the model as it is chosen: how far errors reach, whether the bound holds, and how fast
+it is.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -10,12 +12,25 @@ import torch
 from torch import Tensor, nn
 
 from dgt.acceleration.capture import Capture, Site, split_inputs
-from dgt.acceleration.choose import Choice, choose, has_groups, predicted_error, predicted_ms, rows_of, usable
+from dgt.acceleration.choose import (
+    Choice,
+    choose,
+    has_groups,
+    predicted_error,
+    predicted_ms,
+    rows_of,
+    usable,
+)
 from dgt.acceleration.grouped import GroupedSDPA, grouped_calls, install_rows
 from dgt.acceleration.measure import timed
 from dgt.acceleration.progress import Progress
 from dgt.acceleration.settings import LayerReport
-from dgt.acceleration.statistics import cosines_between, error_bound, relative_error, squares_between
+from dgt.acceleration.statistics import (
+    cosines_between,
+    error_bound,
+    relative_error,
+    squares_between,
+)
 from dgt.acceleration.task import Task, outputs_of
 from dgt.swap import Call, exact_attention, trace_sdpa, uninstall_answers
 
@@ -34,8 +49,8 @@ def most_runs(inputs: int) -> int:
 def probe_reach(task: Task, found: Capture, progress: Progress) -> None:
     """Find, in one pass at most, how much of each call site's error arrives in the model's output.
 
-    Each input is run with some neighboring call sites in groups; these get the same reach, the output's error over
-    theirs.
+    Each input is run with some neighboring call sites in groups; these get the same reach, the
+    output's error over theirs.
     """
     sites = [site for site in found.sites if has_groups(site)]
     choosing = split_inputs(len(task.items))[0]
@@ -60,7 +75,8 @@ def probe_row(site: Site, error: float) -> LayerReport:
 
 
 class Probe:
-    """Answers some call sites of a model in groups, and knows how large the errors of these are together.
+    """Answers some call sites of a model in groups, and knows how large the errors of these are
+    together.
 
     Args:
         rows: those of the call sites.
@@ -106,9 +122,11 @@ class Confirmed:
 
 
 def confirm(task: Task, found: Capture, progress: Progress) -> Confirmed | None:
-    """Look for the fastest choice whose bound is within the error asked for, in three passes; None if there is none.
+    """Look for the fastest choice whose bound is within the error asked for, in three passes; None
+    if there is none.
 
-    What the errors of call sites predict is corrected by what the model was found to do at the choice before.
+    What the errors of call sites predict is corrected by what the model was found to do at the
+    choice before.
     """
     sites = found.sites
     confirmed: dict[Choice, Confirmed] = {}
@@ -138,12 +156,15 @@ def within(task: Task, confirmed: dict[Choice, Confirmed]) -> list[Confirmed]:
     return [
         result
         for result in confirmed.values()
-        if result.bound <= task.error or all(kind is None or kind.choice == "exact" for kind in result.choice)
+        if result.bound <= task.error
+        or all(kind is None or kind.choice == "exact" for kind in result.choice)
     ]
 
 
 def exact_only(found: Capture) -> Confirmed | None:
-    """Exact attention wherever it is faster, which is equal up to rounding; None where it nowhere is."""
+    """Exact attention wherever it is faster, which is equal up to rounding; None where it nowhere
+    is.
+    """
     choice = choose(found.sites, 0.0)
     if not any(choice):
         return None
@@ -185,7 +206,9 @@ class Timed:
 
 
 def time_choice(task: Task, rows: Sequence[LayerReport], progress: Progress) -> tuple[Timed, Timed]:
-    """Time the model with its own attention and as it is accelerated, in turns; the fastest run of each."""
+    """Time the model with its own attention and as it is accelerated, in turns; the fastest run of
+    each.
+    """
     places = split_inputs(len(task.items))[1] or [0]
     item = task.items[places[-1]]
     turns = max(1, min(TIMINGS, len(task.items) // 2))
@@ -201,7 +224,9 @@ def time_choice(task: Task, rows: Sequence[LayerReport], progress: Progress) -> 
 def time_run(
     model: nn.Module, run: Callable[[], Any], rows: Sequence[LayerReport], is_exact: bool
 ) -> Timed:
-    """Time ``run()``, which calls the model, and each call site's attention in it, its own if ``is_exact``."""
+    """Time ``run()``, which calls the model, and each call site's attention in it, its own if
+    ``is_exact``.
+    """
     answers: dict[str, GroupedSDPA] = {} if is_exact else grouped_calls(model)
     joined = {row.name for row in rows if row.calls > 1}
     counts: dict[str, int] = defaultdict(int)
@@ -223,8 +248,12 @@ def time_run(
     return Timed(ms, dict(times))
 
 
-def answers_of(chosen: Sequence[LayerReport], rows: Sequence[LayerReport]) -> dict[str, GroupedSDPA]:
-    """What answers the calls of some call sites, by the name of their module, without being installed."""
+def answers_of(
+    chosen: Sequence[LayerReport], rows: Sequence[LayerReport]
+) -> dict[str, GroupedSDPA]:
+    """What answers the calls of some call sites, by the name of their module, without being
+    installed.
+    """
     answers = {}
     for name in {row.name for row in chosen}:
         calls = sum(row.name == name for row in rows)

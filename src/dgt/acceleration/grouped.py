@@ -20,7 +20,9 @@ def answer_call(call: Call, row: LayerReport) -> Tensor:
 
 
 def attend_in_groups(call: Call, row: LayerReport) -> Tensor:
-    """Compute a call's output, of ``call.shape``, in groups; special tokens attend to, and are seen by, everything."""
+    """Compute a call's output, of ``call.shape``, in groups; special tokens attend to, and are
+    seen by, everything.
+    """
     query, key, value = _as_autocast(call)
     tokens = query.shape[2]
     is_within = tokens == key.shape[2]
@@ -64,8 +66,8 @@ def _as_autocast(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 class GroupedSDPA(CallAnswer):
     """Answers the attention calls of a module, each as the row of its call site says.
 
-    A module that is called several times in one forward pass of the model has a row for each of its calls, in their
-    order, or one row for all of them.
+    A module that is called several times in one forward pass of the model has a row for each of its
+    calls, in their order, or one row for all of them.
 
     Args:
         rows: those of its call sites.
@@ -94,7 +96,9 @@ class GroupedSDPA(CallAnswer):
 
 
 def fits(row: LayerReport, call: Call) -> bool:
-    """Whether a call is one that its row was found for: not shorter, of no larger batch, of no other kind."""
+    """Whether a call is one that its row was found for: not shorter, of no larger batch, of no
+    other kind.
+    """
     if row.most_batch is not None and call.query.shape[0] > row.most_batch:
         return False
     if row.choice == "exact":
@@ -118,7 +122,9 @@ def choice_in_words(row: LayerReport) -> str:
 
 
 def install_rows(model: nn.Module, rows: Sequence[LayerReport]) -> None:
-    """Have the calls of a model answered as the rows of their call sites say; dense ones run as ever."""
+    """Have the calls of a model answered as the rows of their call sites say; dense ones run as
+    ever.
+    """
     by_module: dict[str, list[LayerReport]] = {}
     for row in rows:
         by_module.setdefault(row.name, []).append(row)

@@ -25,7 +25,8 @@ CHOICES = ("dense", "exact", "groups")
 
 
 def apply_plan(model: nn.Module, path: str | Path) -> Report:
-    """Accelerate a model as :func:`dgt.accelerate` did another with the same layers, from what its report saved.
+    """Accelerate a model as :func:`dgt.accelerate` did another with the same layers, from what its
+    report saved.
 
     Args:
         model: as it was before; its weights stay.
@@ -36,8 +37,8 @@ def apply_plan(model: nn.Module, path: str | Path) -> Report:
 
     Raises:
         FileNotFoundError: there is no such file.
-        TypeError, ValueError: the model is no module, the file is no plan or one of an older version, or its layers are
-            not the model's. The model is then as it was.
+        TypeError, ValueError: the model is no module, the file is no plan or one of an older
+            version, or its layers are not the model's. The model is then as it was.
 
     Example:
         >>> report.save("plan.json")
@@ -71,7 +72,7 @@ def read_plan(path: str | Path) -> Report:
         layers = [LayerReport(**row) for row in values["layers"]]
         for row in layers:
             check_row(row)
-        return Report(**{**values, "layers": layers})
+        return Report(**(values | {"layers": layers}))
     except (KeyError, TypeError, ValueError) as broken:
         raise UserError(f"{name!r} is no plan: {broken}") from broken
 
@@ -111,7 +112,9 @@ def check_layers(model: nn.Module, report: Report) -> None:
         raise UserError(f"model must have the plan's layers, but has no {missing[0]!r}")
     found = count_alike(model, [row.name for row in report.layers])
     if report.alike not in (None, found):
-        raise UserError(f"model must have the plan's {report.alike} modules that attend, got {found}")
+        raise UserError(
+            f"model must have the plan's {report.alike} modules that attend, got {found}"
+        )
     for row in report.layers:
         if row.choice == "groups":
             check_sizes(modules[row.name], row)
@@ -130,7 +133,9 @@ def check_sizes(module: nn.Module, row: LayerReport) -> None:
         counts = [getattr(module, word, None) for word in words]
         for count in counts:
             if isinstance(count, int) and count != wanted:
-                raise UserError(f"model must have the plan's {wanted} {size} at {row.name!r}, got {count}")
+                raise UserError(
+                    f"model must have the plan's {wanted} {size} at {row.name!r}, got {count}"
+                )
 
 
 def count_alike(model: nn.Module, names: Iterable[str]) -> int:

@@ -21,7 +21,8 @@ COLOURS = {"before": "#b8b8b8", "groups": "#2a78b5", "exact": "#3a9d5d", "dense"
 class Report:
     """What :func:`dgt.accelerate` found and did.
 
-    Errors are relative, of ``measured``: ``|after - before| / |before|``. Speedups are ratios of times.
+    Errors are relative, of ``measured``: ``|after - before| / |before|``. Speedups are ratios of
+    times.
     """
 
     asked_error: float
@@ -69,7 +70,9 @@ class Report:
             times = ""
             if layer.choice != "dense":
                 times = f"{layer.error:8.1e}  {layer.ms_before:8.1f} ms {layer.ms_after:8.1f} ms"
-            lines.append(f"{layer.title:{width}}  {layer.tokens:6d}  {choice:{column}}  {times}".rstrip())
+            lines.append(
+                f"{layer.title:{width}}  {layer.tokens:6d}  {choice:{column}}  {times}".rstrip()
+            )
         return lines
 
     def _notes(self) -> list[str]:
@@ -77,7 +80,9 @@ class Report:
         if self.verdict:
             notes.append(f"nothing gained: {self.verdict}")
         # an error below a hundredth of what was asked for is of rounding
-        wide = (self.predicted_half or 0.0) / max(self.predicted_error, self.asked_error / 100, 1e-30)
+        wide = (self.predicted_half or 0.0) / max(
+            self.predicted_error, self.asked_error / 100, 1e-30
+        )
         if wide > WIDE:
             times = (wide / WIDE) ** 2
             notes.insert(0, f"note: {times:.2g} times as many inputs would tell the error to 20 %")
@@ -104,7 +109,8 @@ class Report:
         return asdict(self)
 
     def plot(self, path: str | Path) -> None:
-        """Draw the call sites in their order: time before and after, what was chosen, and its error.
+        """Draw the call sites in their order: time before and after, what was chosen, and its
+        error.
 
         Args:
             path: a file whose ending Matplotlib knows.
@@ -135,7 +141,9 @@ class Report:
         times.set(xlabel="attention, ms an input", xmargin=0.45)  # for the words
         figure.legend(loc="outside lower center", ncols=len(COLOURS))
         errors.set_xlabel("error of this attention, %")
-        figure.suptitle(f"model {self.model_speedup:.2f} times faster, error {self.measured_error:.2g}")
+        figure.suptitle(
+            f"model {self.model_speedup:.2f} times faster, error {self.measured_error:.2g}"
+        )
         with replacing(path) as partial:
             figure.savefig(partial, format=Path(path).suffix[1:] or "png", dpi=150)
 
@@ -147,7 +155,9 @@ class Report:
             model: no longer needed, for a plan holds nothing that training changes; it warns.
         """
         if model is not None:
-            warnings.warn("model is no longer needed to save a plan", DeprecationWarning, stacklevel=2)
+            warnings.warn(
+                "model is no longer needed to save a plan", DeprecationWarning, stacklevel=2
+            )
         text = json.dumps({"format": FORMAT, "report": self.to_json()}, indent=1)
         atomic_write(Path(path), text.encode())
 

@@ -1,23 +1,29 @@
-"""What a call of attention may be done with: a budget of pairs, and how it is split over groups, keys and means."""
+"""What a call of attention may be done with: a budget of pairs, and how it is split over groups,
+keys and means.
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from dgt.swap import FrameTokens, SpecialTokens
 
-SHARES = (0.025, 0.05, 0.1, 0.2, 0.35)  # of dense attention's pairs of query and key
-GROUP_PART = 0.4  # of a budget; a group costs 2.5 pairs a key: its scores, its means, refining its centroid
+SHARES = (0.025, 0.035, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28)  # of the pairs of queries and keys
+GROUP_PART = (
+    0.4  # of a budget; a group costs 2.5 pairs a key: its scores, its means, refining its centroid
+)
 GROUP_COST = 2.5
-RESIDUAL_PART = 0.25  # of a budget; half of it pays the means' keys and values, half refining the clusters
+RESIDUAL_PART = (
+    0.25  # of a budget; half of it pays the means' keys and values, half refining the clusters
+)
 
 
 @dataclass(frozen=True)
 class LayerReport:
     """One call site of attention: what it does now, and what was measured.
 
-    ``choice`` is "groups", "exact" (:func:`dgt.dense_attention`, faster than PyTorch's there), or "dense" (PyTorch's),
-    ``reason`` why it is dense. ``error`` is relative, of this attention's output alone; times are milliseconds for one
-    input. ``note`` says what was assumed.
+    ``choice`` is "groups", "exact" (:func:`dgt.dense_attention`, faster than PyTorch's there), or
+    "dense" (PyTorch's), ``reason`` why it is dense. ``error`` is relative, of this attention's
+    output alone; times are milliseconds for one input. ``note`` says what was assumed.
     """
 
     name: str
@@ -55,6 +61,8 @@ class LayerReport:
     """Shorter sequences are attended to as ever."""
     most_batch: int | None = None
     """Larger batches are attended to as ever; None for no limit."""
+    sequences: int = 1
+    """B: of a call; more than inputs where attention is within windows."""
     breadth: float = 0.0
     """Mean perplexity of the attention of sampled queries, in keys."""
 
@@ -81,10 +89,12 @@ class Split(NamedTuple):
 
 
 def split_budget(share: float, tokens: int, key_tokens: int, has_residual: bool) -> Split:
-    """Split a share of the pairs of L queries and S keys over groups, selected keys and residual keys.
+    """Split a share of the pairs of L queries and S keys over groups, selected keys and residual
+    keys.
 
-    Of B = share S pairs a query, 0.4 go to groups, 0.25 to residual keys, and the rest to selected keys; that was
-    within 7 % of the best split's error on average over models, layers and budgets. The counts are at least 1.
+    Of B = share S pairs a query, 0.4 go to groups, 0.25 to residual keys, and the rest to selected
+    keys; that was within 7 % of the best split's error on average over models, layers and budgets.
+    The counts are at least 1.
     """
     budget = share * key_tokens
     groups = GROUP_PART * budget / GROUP_COST * tokens / key_tokens

@@ -1,4 +1,6 @@
-"""Errors over inputs: relative error, its interval, and a bound for inputs that were not seen; cosines of outputs."""
+"""Errors over inputs: relative error, its interval, and a bound for inputs that were not seen;
+cosines of outputs.
+"""
 
 import math
 from collections.abc import Sequence
@@ -26,12 +28,16 @@ def squares_between(after: Sequence[Tensor], before: Sequence[Tensor]) -> Tensor
 
 
 def relative_error(squares: Tensor) -> float:
-    """|after - before| / |before| over all inputs together, of (inputs, 2) as :func:`squares_between`."""
+    """|after - before| / |before| over all inputs together, of (inputs, 2) as
+    :func:`squares_between`.
+    """
     return float((squares[:, 0].sum() / squares[:, 1].sum().clamp(min=1e-30)).sqrt())
 
 
 def half_interval(squares: Tensor) -> float | None:
-    """Half of that error's 95 % interval, by the jackknife over inputs; None where nothing tells."""
+    """Half of that error's 95 % interval, by the jackknife over inputs; None where nothing
+    tells.
+    """
     rest = squares.sum(0) - squares
     others = len(squares) - 1
     if others < 1 or not squares[:, 0].any():
@@ -50,12 +56,13 @@ def student_t(freedom: int) -> float:
 def error_bound(squares: Tensor) -> float:
     """An upper bound, at 95 %, of the error over unseen inputs of the same kind together.
 
-    Squared errors differ between inputs about as lognormal numbers do. With y their logarithms, relative to the squared
-    norm of the output, over n inputs and s their standard deviation, the logarithm of their mean is estimated by
-    ``mean(y) + s^2 / 2`` with variance ``s^2 / n + s^4 / (2 nu)`` (Cox's method), and that of the mean of m unseen ones
-    varies by ``log(1 + (exp(s^2) - 1) / m)`` itself; m is n, 32 at most. The bound is Student's t such deviations above
-    that estimate, or above what was measured, whichever is more. A few inputs say little of s: an s of 0.7, as trained
-    models show, counts like four inputs more, and nu is n + 3.
+    Squared errors differ between inputs about as lognormal numbers do. With y their logarithms,
+    relative to the squared norm of the output, over n inputs and s their standard deviation, the
+    logarithm of their mean is estimated by ``mean(y) + s^2 / 2`` with variance ``s^2 / n + s^4 / (2
+    nu)`` (Cox's method), and that of the mean of m unseen ones varies by ``log(1 + (exp(s^2) - 1) /
+    m)`` itself; m is n, 32 at most. The bound is Student's t such deviations above that estimate,
+    or above what was measured, whichever is more. A few inputs say little of s: an s of 0.7, as
+    trained models show, counts like four inputs more, and nu is n + 3.
 
     Args:
         squares: (inputs, 2), as :func:`squares_between`.
@@ -78,7 +85,9 @@ def error_bound(squares: Tensor) -> float:
 
 
 def cosines_between(after: Sequence[Tensor], before: Sequence[Tensor]) -> Tensor:
-    """Cosines of the rows of outputs, their last dimension, before and after; evenly spaced ones of many."""
+    """Cosines of the rows of outputs, their last dimension, before and after; evenly spaced ones
+    of many.
+    """
     found = []
     for new, old in zip(after, before, strict=True):
         width = old.shape[-1] if old.dim() > 1 else old.numel()

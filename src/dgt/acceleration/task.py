@@ -12,7 +12,9 @@ from dgt.swap import FrameTokens, SpecialTokens, installed_answers
 from dgt.utils.errors import UserError
 
 Inputs: TypeAlias = Tensor | Mapping[str, Any] | Sequence[Any]
-"""Images (N, ...), arguments by name whose tensors are as long as the first, or a sequence with one item a call."""
+"""Images (N, ...), arguments by name whose tensors are as long as the first, or a sequence with
+one item a call.
+"""
 Forward: TypeAlias = Callable[[nn.Module, Any], Any]
 Paddings: TypeAlias = dict[tuple[int, ...], Tensor]
 """Masks of keys, bool (B, S), True where a token is real, by their shape."""
@@ -82,44 +84,57 @@ def check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, got {describe(model)}")
     if installed_answers(model):
-        raise UserError("model must not be accelerated already: take a fresh one, or apply_plan on one")
+        raise UserError(
+            "model must not be accelerated already: take a fresh one, or apply_plan on one"
+        )
     for module in model.modules():
         is_wrapped = type(module).__name__ == "OptimizedModule"  # torch.compile(model)
-        is_compiled_in_place = vars(module).get("_compiled_call_impl") is not None  # model.compile()
+        is_compiled_in_place = (
+            vars(module).get("_compiled_call_impl") is not None
+        )  # model.compile()
         if is_wrapped or is_compiled_in_place:
             raise UserError("model must not be compiled yet: torch.compile comes after accelerate")
 
 
 def read_items(inputs: Inputs) -> list[Any]:
     """Split inputs into items, one a call of the model. Raises as :func:`dgt.accelerate`."""
-    expected = (
-        "inputs must be a tensor (N, ...), a mapping of such tensors by their names, "
-        "or a sequence with a tensor, mapping or tuple for every call"
-    )
-    if isinstance(inputs, Tensor):
-        if inputs.dim() < 2:
-            raise TypeError(f"{expected}, got {describe_item(inputs)}")
+    if isinstance(inputs, Tensor) and inputs.dim() >= 2:
         return [inputs[at : at + 1] for at in range(len(inputs))]
     if isinstance(inputs, Mapping):
         first = next((part for part in inputs.values() if isinstance(part, Tensor)), None)
-        if first is None or first.dim() < 2:
-            raise TypeError(f"{expected}, got {describe_item(inputs)}")
-        return [take_item(inputs, at, len(first)) for at in range(len(first))]
-    is_sequence = isinstance(inputs, Sequence) and not isinstance(inputs, str)
-    if not is_sequence or not all(isinstance(item, Tensor | Mapping | tuple | list) for item in inputs):
-        raise TypeError(f"{expected}, got {describe_item(inputs)}")
-    items = list(inputs)
+        if first is not None and first.dim() >= 2:
+            return [take_item(inputs, at, len(first)) for at in range(len(first))]
+    elif is_sequence_of_items(inputs):
+        items = list(inputs)
+        check_structure(items)
+        return items
+    raise TypeError(
+        "inputs must be a tensor (N, ...), a mapping of such tensors by their names, or a sequence "
+        f"with a tensor, mapping or tuple for every call, got {describe_item(inputs)}"
+    )
+
+
+def is_sequence_of_items(inputs: Any) -> bool:
+    """Whether something is a sequence, each of whose members a model can be called with."""
+    if isinstance(inputs, str) or not isinstance(inputs, Sequence):
+        return False
+    return all(isinstance(item, Tensor | Mapping | tuple | list) for item in inputs)
+
+
+def check_structure(items: list[Any]) -> None:
+    """Refuse items that differ in more than sizes and values."""
     for place, item in enumerate(items):
         if structure(item) != structure(items[0]):
             raise UserError(
                 f"inputs must all have the structure of the first, {describe_item(items[0])}, "
                 f"but number {place} is {describe_item(item)}"
             )
-    return items
 
 
 def take_item(inputs: Mapping[str, Any], at: int, count: int) -> dict[str, Any]:
-    """Arguments by name for one input: its part of every tensor that is as long as there are inputs."""
+    """Arguments by name for one input: its part of every tensor that is as long as there are
+    inputs.
+    """
     item = {}
     for name, part in inputs.items():
         is_split = isinstance(part, Tensor) and part.dim() > 0 and len(part) == count
@@ -142,7 +157,9 @@ def check_special_tokens(special: SpecialTokens | None) -> SpecialTokens | None:
         check_count("special_tokens.count", special.count, least=0)
         check_count("special_tokens.period", special.period)
         if special.count > special.period:
-            raise UserError(f"special_tokens must be fewer than the tokens of a frame, got {special}")
+            raise UserError(
+                f"special_tokens must be fewer than the tokens of a frame, got {special}"
+            )
         return special
     if isinstance(special, Sequence) and not isinstance(special, str):
         for place in special:
@@ -155,7 +172,9 @@ def check_special_tokens(special: SpecialTokens | None) -> SpecialTokens | None:
 
 
 def default_forward(model: nn.Module) -> tuple[Forward, str]:
-    """What a model is called by: itself, or for a model of timm without a head, for its tokens; and in words."""
+    """What a model is called by: itself, or for a model of timm without a head, for its tokens;
+    and in words.
+    """
     features = getattr(model, "forward_features", None)
     if callable(features) and getattr(model, "num_classes", None) == 0:
         return _call_features, "all tokens of forward_features"
@@ -191,7 +210,9 @@ def tensors_of(output: Any) -> list[Tensor]:
 
 
 def outputs_of(output: Any, paddings: Paddings) -> list[Tensor]:
-    """All floating point tensors of what a model returns, as float32, without the places that are padding."""
+    """All floating point tensors of what a model returns, as float32, without the places that are
+    padding.
+    """
     found = []
     for tensor in tensors_of(output):
         if tensor.is_floating_point():
@@ -214,14 +235,16 @@ def check_outputs(task: Task, raw: Any, paddings: Paddings) -> list[Tensor]:
 
 
 def structure(item: Any) -> Any:
-    """What two items must share to be of one kind: nesting, names, types, and numbers of dimensions."""
+    """What two items must share to be of one kind: nesting, names, types, and numbers of
+    dimensions.
+    """
     if isinstance(item, Tensor):
         return ("tensor", item.dim(), item.is_floating_point())
     if isinstance(item, Mapping):
         return ("mapping", {name: structure(value) for name, value in item.items()})
-    if isinstance(item, list | tuple):
+    if isinstance(item, list | tuple) and tensors_of(item):
         return ("sequence", [structure(value) for value in item])
-    return type(item).__name__
+    return type(item).__name__  # numbers may be of any count
 
 
 def describe_item(item: Any, depth: int = 2) -> str:
@@ -229,7 +252,9 @@ def describe_item(item: Any, depth: int = 2) -> str:
     if isinstance(item, Tensor):
         return describe(item)
     if isinstance(item, Mapping) and depth:
-        parts = [f"{name}: {describe_item(value, depth - 1)}" for name, value in list(item.items())[:4]]
+        parts = [
+            f"{name}: {describe_item(value, depth - 1)}" for name, value in list(item.items())[:4]
+        ]
         more = ", ..." if len(item) > 4 else ""
         return f"{{{', '.join(parts)}{more}}}"
     if isinstance(item, list | tuple) and depth:
@@ -253,5 +278,5 @@ def renamed(old: str, new: str, value: Any, given: Any) -> Any:
         return value
     if value is not None:
         raise TypeError(f"{new} must be given once, not by its old name {old} as well")
-    warnings.warn(f"{old} is now called {new}", DeprecationWarning, stacklevel=3)
+    warnings.warn(f"{old} is now called {new}", DeprecationWarning, stacklevel=4)
     return given

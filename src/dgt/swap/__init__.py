@@ -1,6 +1,7 @@
 """Putting another attention into a model that exists, and taking it out again.
 
-``dgt.replace_attention``, ``dgt.accelerate`` and the attention under a name of transformers stand on this.
+``dgt.replace_attention``, ``dgt.accelerate`` and the attention under a name of transformers stand
+on this.
 
 - ``sdpa``: the calls of ``F.scaled_dot_product_attention`` in a model: reading, tracing, answering.
 - ``install``: an attention put into a model, as a module or as an answer to calls, and out again.

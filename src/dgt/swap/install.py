@@ -1,4 +1,6 @@
-"""An attention put into a model, as a module in another one's place or as an answer to its calls, and out again."""
+"""An attention put into a model, as a module in another one's place or as an answer to its calls,
+and out again.
+"""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -15,8 +17,8 @@ CHILD = "dgt_groups"  # the name under which a module holds what answers its cal
 class CallAnswer(nn.Module):
     """What answers the attention calls of a module that it is installed in; it has no weights.
 
-    A subclass defines ``forward(call)``, which returns the output of the shape ``call.shape``, or None where the call
-    is to run as ever.
+    A subclass defines ``forward(call)``, which returns the output of the shape ``call.shape``, or
+    None where the call is to run as ever.
     """
 
     def __init__(self) -> None:
@@ -31,14 +33,18 @@ class CallAnswer(nn.Module):
         raise NotImplementedError
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "exact": False})  # a copy made in exact_attention ends without it
+        super().__setstate__(
+            {**state, "exact": False}
+        )  # a copy made in exact_attention ends without it
 
 
 def install_answer(module: nn.Module, answer: CallAnswer) -> None:
     """Have a module's attention calls answered from now on."""
     answer.patched = vars(module).get("forward")
     module.add_module(CHILD, answer.train(module.training))
-    module.forward = partial(_forward_with_answer, module)  # can be pickled, unlike a method of another class
+    module.forward = partial(
+        _forward_with_answer, module
+    )  # can be pickled, unlike a method of another class
 
 
 def uninstall_answers(model: nn.Module) -> None:
@@ -65,7 +71,9 @@ def has_answer(module: nn.Module) -> bool:
 
 def installed_answers(model: nn.Module) -> dict[str, CallAnswer]:
     """What answers the calls of a model, by the name of the module that makes them."""
-    found = [(name, module) for name, module in model.named_modules() if isinstance(module, CallAnswer)]
+    found = [
+        (name, module) for name, module in model.named_modules() if isinstance(module, CallAnswer)
+    ]
     return {name.removesuffix(CHILD).removesuffix("."): module for name, module in found}
 
 

@@ -1,9 +1,11 @@
-"""The calls of ``F.scaled_dot_product_attention`` in any model: reading them, tracing them, answering them.
+"""The calls of ``F.scaled_dot_product_attention`` in any model: reading them, tracing them,
+answering them.
 
-Attention in timm, transformers and most other libraries ends in this one function, whatever comes before it (norms of
-query and key, rotary positions, biases). So the call is replaced and the module around it stays what it is, with its
-weights under their names. ``nn.MultiheadAttention`` (torchvision's and open_clip's ViT) calls it out of sight, so there
-the function around it is read instead, ``F.multi_head_attention_forward``.
+Attention in timm, transformers and most other libraries ends in this one function, whatever comes
+before it (norms of query and key, rotary positions, biases). So the call is replaced and the module
+around it stays what it is, with its weights under their names. ``nn.MultiheadAttention``
+(torchvision's and open_clip's ViT) calls it out of sight, so there the function around it is read
+instead, ``F.multi_head_attention_forward``.
 """
 
 import contextlib
@@ -73,7 +75,7 @@ def read_call(
     viewed = [view_4d(tensor) for tensor in (query, key, value)]
     mask = KeyMask(None, None)
     if attn_mask is not None:
-        mask = read_mask(attn_mask, query, key)
+        mask = simplify_mask(read_mask(attn_mask, query, key))
     reason = first_reason(
         {
             "causal": is_causal,
@@ -97,7 +99,9 @@ def read_call(
 
 
 def view_4d(tensor: Tensor) -> Tensor:
-    """View (L, D) and (H, L, D) as one image, more dimensions before the heads as so many images."""
+    """View (L, D) and (H, L, D) as one image, more dimensions before the heads as so many
+    images.
+    """
     if tensor.dim() < 4:
         return tensor[(None,) * (4 - tensor.dim())]
     return tensor.flatten(0, -4) if tensor.dim() > 4 else tensor
@@ -115,28 +119,34 @@ class KeyMask(NamedTuple):
 def read_mask(mask: Tensor, query: Tensor, key: Tensor) -> KeyMask:
     """Read a mask of pairs, which broadcasts to (..., H, L, S), as one of keys where it is one.
 
-    A mask that holds a row for every query counts as well if its rows are equal, as those that transformers makes
-    of padding are.
+    A mask that holds a row for every query counts as well if its rows are equal, as those that
+    transformers makes of padding are.
     """
     if mask.dim() > 4 or query.dim() != 4:
         return KeyMask(None, PAIRS)
     mask = view_4d(mask)
-    if mask.shape[1] != 1 and mask.stride(1) != 0:
-        return KeyMask(None, PAIRS)
-    rows = mask[:, :1]
-    row = rows[:, 0, 0]
-    if rows.shape[2] != 1 and rows.stride(2) != 0 and not holds(rows == row[:, None, None]):
+    row = mask[:, 0, 0]
+    has_own_heads = mask.shape[1] != 1 and mask.stride(1) != 0
+    has_own_rows = mask.shape[2] != 1 and mask.stride(2) != 0
+    if has_own_heads or (has_own_rows and not holds(mask[:, 0] == row[:, None])):
         return KeyMask(None, PAIRS)
     real = row
     if mask.dtype != torch.bool:
         real = row == 0
         if not holds(real | (row < HIDDEN)):
             return KeyMask(None, "a bias of keys")
-    if not row.is_meta and bool(real.all()):
-        return KeyMask(None, None)
-    if not holds(real.any(-1)):
-        return KeyMask(None, "an image without any key")
     return KeyMask(real.expand(query.shape[0], key.shape[-2]), None)
+
+
+def simplify_mask(mask: KeyMask) -> KeyMask:
+    """No mask where all keys are real; a reason where an image has none."""
+    if mask.real is None or mask.real.is_meta:
+        return mask
+    if bool(mask.real.all()):
+        return KeyMask(None, None)
+    if not bool(mask.real.any(-1).all()):
+        return KeyMask(None, "an image without any key")
+    return mask
 
 
 def holds(test: Tensor) -> bool:
@@ -145,7 +155,9 @@ def holds(test: Tensor) -> bool:
 
 
 class MultiHeadCall(NamedTuple):
-    """A call of ``F.multi_head_attention_forward``, and what makes its output of an answer to the call."""
+    """A call of ``F.multi_head_attention_forward``, and what makes its output of an answer to the
+    call.
+    """
 
     call: Call
     finish: Callable[[Any], Any]
@@ -154,49 +166,62 @@ class MultiHeadCall(NamedTuple):
 def read_multi_head(*operands: Any, **named: Any) -> MultiHeadCall:
     """Read the arguments of ``F.multi_head_attention_forward``, whose tensors are (L, B, C).
 
-    Where groups cannot answer it, the call's operands are not projected, only their sizes are right, and the call
-    itself is that of the whole function, whose output its answer is.
+    Where groups cannot answer it, the call's operands are not projected, only their sizes are
+    right, and the call itself is that of the whole function, whose output its answer is.
     """
-    query, key, value, _, heads, weight, bias, bias_k, _, add_zero_attn, dropout_p, *output = operands
-    padding = named.get("key_padding_mask")
-    mask = named.get("attn_mask")
-    if mask is None and padding is not None and query.dim() == 3:
-        hidden = padding if padding.dtype == torch.bool else padding < HIDDEN
-        mask = ~hidden[:, None, None]
+    query, key, value, _, heads, weight, bias, bias_k, _, add_zero_attn, dropout_p, *output = (
+        operands
+    )
     reason = first_reason(
         {
-            PAIRS: named.get("attn_mask") is not None or (mask is None and padding is not None),
+            PAIRS: named.get("attn_mask") is not None,
             "its weights are asked for": named.get("need_weights", True),
             "dropout of the attention": named.get("training", True) and dropout_p > 0,
             "keys added, or projected apart": bias_k is not None or add_zero_attn or weight is None,
         }
     )
-    parts = [query, key, key]
+    mask = None
     if reason is None:
-        biases = (None, None, None) if bias is None else bias.chunk(3)
-        given = zip((query, key, value), weight.chunk(3), biases, strict=True)
-        parts = [F.linear(part, own, own_bias) for part, own, own_bias in given]
-    elif query.shape[0] == key.shape[0]:
-        parts = [query, query, query]  # of the width of its heads, which the keys may not have
+        parts = project((query, key, value), weight, bias)
+        mask = padding_mask(named.get("key_padding_mask"))
     else:
-        parts = [query, query[:1].expand(key.shape[0], *query.shape[1:])] * 2
-        parts = parts[:2] + parts[1:2]
-    parts = [part if part.dim() == 3 else part[:, None] for part in parts]  # without a batch: one image
+        parts = [query, query, query]  # only their sizes count
+    parts = [part if part.dim() == 3 else part[:, None] for part in parts]  # no batch: one image
     heads_first = [part.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for part in parts]
-    call = read_call(*heads_first, attn_mask=mask if reason is None else None)
+    call = read_call(*heads_first, attn_mask=mask)
+    if reason is not None:
+        whole = partial(F.multi_head_attention_forward, *operands, **named)
+        return MultiHeadCall(
+            call._replace(reason=reason, run=whole, arguments=None), lambda output: output
+        )
 
     def finish(answer: Tensor) -> tuple[Tensor, None]:
         joined = answer.permute(2, 0, 1, 3).flatten(2)
         return F.linear(joined if query.dim() == 3 else joined[:, 0], *output), None
 
-    if reason is None:
-        return MultiHeadCall(call, finish)
-    whole = partial(F.multi_head_attention_forward, *operands, **named)
-    return MultiHeadCall(call._replace(reason=reason, run=whole, arguments=None), lambda output: output)
+    return MultiHeadCall(call, finish)
+
+
+def project(operands: tuple[Tensor, ...], weight: Tensor, bias: Tensor | None) -> list[Tensor]:
+    """Project query, key and value by their thirds of a weight."""
+    biases = (None, None, None) if bias is None else bias.chunk(3)
+    given = zip(operands, weight.chunk(3), biases, strict=True)
+    return [F.linear(operand, own, own_bias) for operand, own, own_bias in given]
+
+
+def padding_mask(padding: Tensor | None) -> Tensor | None:
+    """The mask that ``key_padding_mask`` (B, S) or (S,) is, whose True hides a key: bool (B, 1, 1,
+    S).
+    """
+    if padding is None:
+        return None
+    hidden = padding if padding.dtype == torch.bool else padding < HIDDEN
+    return ~hidden.view(-1, 1, 1, hidden.shape[-1])
 
 
 class SDPAInterceptMode(TorchFunctionMode):
-    """While it is entered, ``answer(call)`` is asked first; where it returns None the function runs as ever.
+    """While it is entered, ``answer(call)`` is asked first; where it returns None the function runs
+    as ever.
 
     Args:
         answer: returns the output of a call, of the shape ``call.shape``, or None.
@@ -227,7 +252,8 @@ def is_traced() -> bool:
 
 @contextlib.contextmanager
 def trace_sdpa(model: nn.Module, answer: Callable[[str, Call], Any]) -> Iterator[None]:
-    """While it is entered, ask ``answer`` for every call, with the name of the innermost module that makes it.
+    """While it is entered, ask ``answer`` for every call, with the name of the innermost module
+    that makes it.
 
     Args:
         model: its modules are hooked until this is left.

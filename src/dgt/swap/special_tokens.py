@@ -1,4 +1,6 @@
-"""Class and register tokens: they are no patches, belong to no group, and see and are seen by everything."""
+"""Class and register tokens: they are no patches, belong to no group, and see and are seen by
+everything.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
@@ -21,7 +23,9 @@ TOKENS = frozenset(  # parameters that become tokens before the patches
 
 
 class FrameTokens(NamedTuple):
-    """Special tokens in every frame of a video, or of a set of views: the first ``count`` of each ``period``."""
+    """Special tokens in every frame of a video, or of a set of views: the first ``count`` of each
+    ``period``.
+    """
 
     count: int
     period: int
@@ -34,8 +38,8 @@ SpecialTokens: TypeAlias = int | Sequence[int] | FrameTokens
 def count_special_tokens(model: nn.Module, name: str) -> int | None:
     """Class and register tokens before the patches of a module; None where nothing tells.
 
-    The innermost part around the module that tells counts: by ``num_prefix_tokens``, as timm's models have it, or by
-    parameters of its own or of its embeddings that become tokens.
+    The innermost part around the module that tells counts: by ``num_prefix_tokens``, as timm's
+    models have it, or by parameters of its own or of its embeddings that become tokens.
     """
     while name:
         name = name.rpartition(".")[0]
@@ -56,7 +60,9 @@ def count_special_tokens(model: nn.Module, name: str) -> int | None:
 
 
 def special_places(special: SpecialTokens, tokens: int) -> list[int]:
-    """The places of the special tokens in a sequence of so many; those outside of it are left out."""
+    """The places of the special tokens in a sequence of so many; those outside of it are left
+    out.
+    """
     if isinstance(special, int):
         return list(range(min(special, tokens)))
     if isinstance(special, FrameTokens):

@@ -1,8 +1,9 @@
 """`dgt.accelerate`: a trained model's attention in groups, with an error that the user chooses.
 
-One pass over the inputs captures the model's outputs and measures, at every call of attention, what settings cost in
-time and error (``capture``, ``measure``). A second finds how far errors of single layers reach. A choice of settings
-(``choose``) is confirmed by running the model, in three passes at most (``confirm``), and timed.
+One pass over the inputs captures the model's outputs and measures, at every call of attention, what
+settings cost in time and error (``capture``, ``measure``). A second finds how far errors of single
+layers reach. A choice of settings (``choose``) is confirmed by running the model, in three passes
+at most (``confirm``), and timed.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from dgt.acceleration.capture import LEAST_TOKENS, Capture, capture, find_sites, split_inputs
-from dgt.acceleration.choose import NOT_FASTER, choose, has_groups, rows_of
+from dgt.acceleration.choose import NOT_FASTER, has_groups, rows_of
 from dgt.acceleration.confirm import (
     Confirmed,
     Timed,
@@ -31,21 +32,16 @@ from dgt.acceleration.report import Report
 from dgt.acceleration.settings import LayerReport
 from dgt.acceleration.statistics import half_interval, relative_error
 from dgt.acceleration.task import (
-    CALL_ERRORS,
     Forward,
     Inputs,
     Task,
-    call_with,
     check_model,
     check_special_tokens,
-    describe_failure,
-    describe_item,
     read_items,
     read_task,
     renamed,
 )
 from dgt.swap import SpecialTokens, uninstall_answers
-from dgt.utils.errors import UserError
 
 NOTHING = "no call of attention has a setting that is faster"
 
@@ -64,36 +60,42 @@ def accelerate(
 ) -> Report:
     """Have a trained model's attention done faster, in place and without training, within an error.
 
-    Every attention that ends in ``F.scaled_dot_product_attention`` is looked at: timm's, Hugging Face's with
-    ``attn_implementation="sdpa"`` (or "dgt", :func:`dgt.register_attention`), ``nn.MultiheadAttention``, any other. It
-    is done in groups (:func:`dgt.clustered_attention`), by the native dense kernel (:func:`dgt.dense_attention`), or
-    stays as it is, whichever is fastest within the error; the report says why. Weights stay as they are;
-    ``with dgt.exact_attention(model):`` has the model's own attention back. The model is run at most six times an input.
+    Every attention that ends in ``F.scaled_dot_product_attention`` is looked at: timm's, Hugging
+    Face's with ``attn_implementation="sdpa"`` (or "dgt", :func:`dgt.register_attention`),
+    ``nn.MultiheadAttention``, any other. It is done in groups (:func:`dgt.clustered_attention`), by
+    the native dense kernel (:func:`dgt.dense_attention`), or stays as it is, whichever is fastest
+    within the error; the report says why. Weights stay as they are; ``with
+    dgt.exact_attention(model):`` has the model's own attention back. The model is run at most six
+    times an input.
 
     Args:
         model: any module; its mode stays.
-        inputs: at least 2, of the kind and size that the model will see, and none that it was trained on: a dozen, or
-            200 where errors differ much between inputs, as a classifier's do (the report tells). A tensor (N, ...), each
-            of whose N is one input; a mapping for ``model(**inputs)``, as Hugging Face's processors return, whose
-            tensors as long as the first are split; or a sequence with one item a call: a tensor, a mapping of arguments
-            by name, or a tuple of arguments in their order.
-        error: largest relative error, ``|after - before| / |before|``, in [0, 1): an upper bound, at 95 %, of the error
-            on unseen inputs is kept below. 0 allows exact attention alone, which is equal up to rounding.
-        forward: ``forward(model, item)`` returns the tensors whose error counts, in tuples, lists or mappings. By
-            default what the model returns; of a model of timm without a head, all its tokens.
-        metric: ``metric(outputs)``, a number: the task's own figure for the list of what ``forward`` returned, one an
-            input; the report has it before and after.
-        special_tokens: class and register tokens, which belong to no group: how many are at the start of every
-            sequence; or a list of their places; or :class:`dgt.FrameTokens` for some in every frame. None asks the
-            model, and takes none if it does not say.
+        inputs: at least 2, of the kind and size that the model will see, and none that it was
+            trained on: a dozen, or 200 where errors differ much between inputs, as a classifier's
+            do (the report tells). A tensor (N, ...), each of whose N is one input; a mapping for
+            ``model(**inputs)``, as Hugging Face's processors return, whose tensors as long as the
+            first are split; or a sequence with one item a call: a tensor, a mapping of arguments by
+            name, or a tuple of arguments in their order.
+        error: largest relative error, ``|after - before| / |before|``, in [0, 1): an upper bound,
+            at 95 %, of the error on unseen inputs is kept below. 0 allows exact attention alone,
+            which is equal up to rounding.
+        forward: ``forward(model, item)`` returns the tensors whose error counts, in tuples, lists
+            or mappings. By default what the model returns; of a model of timm without a head, all
+            its tokens.
+        metric: ``metric(outputs)``, a number: the task's own figure for the list of what
+            ``forward`` returned, one an input; the report has it before and after.
+        special_tokens: class and register tokens, which belong to no group: how many are at the
+            start of every sequence; or a list of their places; or :class:`dgt.FrameTokens` for some
+            in every frame. None asks the model, and takes none if it does not say.
         images, num_prefix_tokens: old names of ``inputs`` and ``special_tokens``; they warn.
 
     Returns:
         The :class:`Report`; it prints as a table, and :meth:`Report.save` keeps the plan.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came; for a model that fails on the
-            inputs, is accelerated already or has no attention. Whatever is raised, the model is as it was.
+        TypeError, ValueError: naming the argument, what was expected and what came; for a model
+            that fails on the inputs, is accelerated already or has no attention. Whatever is
+            raised, the model is as it was.
 
     Example:
         >>> model = timm.create_model("vit_small_patch14_dinov2", pretrained=True, img_size=1036)
@@ -101,7 +103,9 @@ def accelerate(
         >>> report.save("plan.json")
     """
     inputs = renamed("images", "inputs", inputs, images)
-    special_tokens = renamed("num_prefix_tokens", "special_tokens", special_tokens, num_prefix_tokens)
+    special_tokens = renamed(
+        "num_prefix_tokens", "special_tokens", special_tokens, num_prefix_tokens
+    )
     task = read_task(model, inputs, error, forward, metric, special_tokens)
     progress = Progress(most_runs(len(task.items)))
     with in_evaluation(model), unchanged_on_failure(model):
@@ -111,7 +115,9 @@ def accelerate(
 
 
 def look_for_choice(task: Task, found: Capture, progress: Progress) -> Confirmed | None:
-    """The fastest choice of settings within the error; None where nothing is faster, with a verdict that says why."""
+    """The fastest choice of settings within the error; None where nothing is faster, with a
+    verdict that says why.
+    """
     if found.verdict is not None:
         return None
     if any(has_groups(site) for site in found.sites):
@@ -212,12 +218,13 @@ def inspect_model(
     images: Inputs | None = None,
     num_prefix_tokens: int | None = None,
 ) -> list[LayerReport]:
-    """What :func:`dgt.accelerate` would find, without measuring: every call site, "groups" if it could be done so.
+    """What :func:`dgt.accelerate` would find, without measuring: every call site, "groups" if it
+    could be done so.
 
     Args:
         model: as in :func:`dgt.accelerate`.
-        inputs: as there; one is enough, and both may be of the "meta" device, which has no values. All are given to
-            the model at once.
+        inputs: as there; one is enough, and both may be of the "meta" device, which has no values.
+            All are given to the model at once.
         special_tokens: as there.
         least_tokens: call sites of fewer are reported as dense.
         images, num_prefix_tokens: old names of ``inputs`` and ``special_tokens``; they warn.
@@ -233,7 +240,9 @@ def inspect_model(
         ['groups', 'groups']
     """
     inputs = renamed("images", "inputs", inputs, images)
-    special_tokens = renamed("num_prefix_tokens", "special_tokens", special_tokens, num_prefix_tokens)
+    special_tokens = renamed(
+        "num_prefix_tokens", "special_tokens", special_tokens, num_prefix_tokens
+    )
     check_model(model)
     special = check_special_tokens(special_tokens)
     item = read_items(inputs)[0]
@@ -254,7 +263,9 @@ def unchanged_on_failure(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Have a model in evaluation mode while this is entered; what was added to it takes the mode of what it is in."""
+    """Have a model in evaluation mode while this is entered; what was added to it takes the mode
+    of what it is in.
+    """
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
