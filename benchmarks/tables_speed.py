@@ -68,6 +68,13 @@ def native_rows(name: str, threads: int, backward: bool) -> list[dict[str, Any]]
     return [row for row in rows if row["threads"] == threads and row["backward"] == backward]
 
 
+def native_place(name: str) -> str:
+    """The processor of such a file, and its instruction set where that is not AVX-512."""
+    (where,) = generations(name)
+    level = read(name)["machine"]["level"]
+    return f"{where}, AVX2 only" if level == "x86-64-v3" else where
+
+
 def case_in_words(case: str) -> str:
     """`8x4x784x32:98` as B8 H4 L784 D32 k98."""
     images, heads, tokens, channels, top_k = re.split("[x:]", case)
@@ -81,10 +88,11 @@ def native_kernel() -> Cells:
     heads += ["ours dense to PyTorch's", "grouped to ours dense (share of the bound)", "one thread"]
     rows = []
     for name in native_files():
-        (where,) = generations(name)
+        where = native_place(name)
         singles = {row["case"]: row for row in native_rows(name, 1, False)}
         for row in native_rows(name, 2, False):
             times = row["fastest_ms"]
+            single = singles.get(row["case"])
             rows.append(
                 [
                     f"{case_in_words(row['case'])}, {where}",
@@ -92,7 +100,7 @@ def native_kernel() -> Cells:
                     bold(number(row["sdpa_to_grouped"], 1)),
                     number(row["sdpa_to_dense"], 1),
                     f"{number(row['dense_to_grouped'], 1)} ({number(row['share_of_bound'], 0, 100)} %)",
-                    number(singles[row["case"]]["sdpa_to_grouped"], 1),
+                    number(single["sdpa_to_grouped"], 1) if single else "",
                 ]
             )
     return [heads, *rows]
@@ -105,7 +113,7 @@ def native_kernel_training() -> Cells:
     heads += ["grouped to PyTorch's", "ours dense to PyTorch's"]
     rows = []
     for name in native_files():
-        (where,) = generations(name)
+        where = native_place(name)
         for row in native_rows(name, 2, True):
             times = row["fastest_ms"]
             rows.append(

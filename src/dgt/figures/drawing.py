@@ -106,7 +106,20 @@ def group_colours(image: Array, panel: GroupPanel) -> Array:
 
 
 def distinct_colours(number: int) -> Array:
-    """(number, 3) colors, each as far from all before it as can be in the perceptual space Oklab."""
+    """Choose colors that are easy to tell apart.
+
+    Each is as far from all before it as can be in the perceptual space Oklab.
+
+    Args:
+        number: how many.
+
+    Returns:
+        (number, 3) colors in [0, 1].
+
+    Example:
+        >>> distinct_colours(48).shape
+        (48, 3)
+    """
     steps = np.linspace(0, 1, 20)
     candidates = np.stack(np.meshgrid(steps, steps, steps, indexing="ij"), axis=-1).reshape(-1, 3)
     linear = np.where(

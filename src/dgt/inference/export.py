@@ -40,9 +40,12 @@ TOLERANCE = 1e-4
 class Verification:
     """How an exported file and its source agreed.
 
-    Of so many ``images``, one by one and in batches, all outputs were within `TOLERANCE` and the
-    largest of the logits the same for ``equal``; the largest ``difference`` of all is relative to
-    the largest output or 1.
+    Images were run one by one and in batches.
+
+    Attributes:
+        images: how many were compared.
+        equal: for how many all outputs were within `TOLERANCE`, and the largest logit was the same.
+        difference: largest difference of all, relative to the largest output or 1.
     """
 
     images: int
@@ -55,8 +58,12 @@ class Verification:
 
 @dataclass(frozen=True)
 class Export:
-    """An exported model: the file or the folder, bytes of it or of the weights in it, how it agreed
-    with its source.
+    """An exported model.
+
+    Attributes:
+        path: the file or the folder.
+        size: bytes of the file, or of the weights in the folder.
+        verification: how it agreed with its source.
     """
 
     path: Path
@@ -87,10 +94,16 @@ def export(
             where it runs.
         batch: how many images it then takes at a time; 1 by default.
 
+    Returns:
+        What was written, and how it agreed with its source.
+
     Raises:
         UserError, OSError: as `load_run` and :func:`source_of_run`; an unknown ending, a missing
             library, a model that the format cannot hold; `out` cannot be written.
         Disagreement: what was exported is not equal to its source; nothing is written then.
+
+    Example:
+        >>> export("runs/scenes", "scenes.onnx").verification.equal
     """
     path = Path(out)
     _check_place(path, features)
@@ -283,6 +296,15 @@ def verify(
         least: share of the images of every size whose outputs must be equal, else Disagreement is
             raised.
         batch: images in each of three batches; by default three in one, and the same one by one.
+
+    Returns:
+        On how many images the two agreed, and by how much they differed.
+
+    Raises:
+        Disagreement: too few outputs are equal, or one is far off.
+
+    Example:
+        >>> verify(network, open_onnx(content), sizes=[(224, 224)]).difference
     """
     generator = torch.Generator().manual_seed(seed)
     count, equal, largest = 0, 0, 0.0

@@ -112,7 +112,20 @@ def trace(source: Source) -> ExportedProgram:
 
 
 def encode_program(source: Source) -> bytes:
-    """Return the `.pt2` file of a module; ValueError as of :func:`trace`."""
+    """Return the `.pt2` file of a module, a program of ``torch.export``.
+
+    Args:
+        source: what to export.
+
+    Returns:
+        The content of the file.
+
+    Raises:
+        UserError: as :func:`trace`.
+
+    Example:
+        >>> run = open_program(encode_program(Source(network)))
+    """
     program = trace(source)
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)  # paths of this machine
@@ -122,7 +135,20 @@ def encode_program(source: Source) -> bytes:
 
 
 def open_program(content: bytes) -> Runner:
-    """Return a function that runs a `.pt2` file."""
+    """Return a function that runs a `.pt2` file.
+
+    Args:
+        content: of the file.
+
+    Returns:
+        Maps (B, 3, H, W) images to the outputs.
+
+    Raises:
+        UserError: from the function, where images have sizes that the file does not take.
+
+    Example:
+        >>> outputs = open_program(Path("model.pt2").read_bytes())(torch.randn(1, 3, 224, 224))
+    """
     module = torch.export.load(io.BytesIO(content)).module()
     return lambda images: as_list(module(images))
 
@@ -137,9 +163,20 @@ def check_libraries(
 def encode_onnx(source: Source) -> bytes:
     """Return the ONNX file of a module: input `images`, outputs as the source names them.
 
-    For fixed sizes all shapes are constants, and all that depends on them alone is decided here: no
-    `If` is left. UserError as of :func:`trace`, for operators that ONNX lacks, and for more than 2
-    GiB.
+    For fixed sizes all shapes are constants, and everything that depends on them alone is decided
+    here: no `If` is left.
+
+    Args:
+        source: what to export.
+
+    Returns:
+        The content of the file.
+
+    Raises:
+        UserError: as :func:`trace`; for operators that ONNX lacks, and above 2 GiB.
+
+    Example:
+        >>> run = open_onnx(encode_onnx(Source(network)))
     """
     import onnx_ir
     from onnx_ir.passes.common import (
@@ -205,8 +242,20 @@ def _translate(source: Source, translations: dict[Any, Any]) -> Any:
 
 
 def open_onnx(content: bytes, threads: int | None = None) -> Runner:
-    """Return a function that runs an ONNX file in onnxruntime, on the CPU, with so many threads
-    inside an operator.
+    """Return a function that runs an ONNX file in onnxruntime, on the CPU.
+
+    Args:
+        content: of the file.
+        threads: threads inside an operator; None for onnxruntime's default.
+
+    Returns:
+        Maps (B, 3, H, W) images to the outputs.
+
+    Raises:
+        UserError: from the function, where images have sizes that the file does not take.
+
+    Example:
+        >>> outputs = open_onnx(Path("model.onnx").read_bytes())(torch.randn(1, 3, 224, 224))
     """
     import onnxruntime
 

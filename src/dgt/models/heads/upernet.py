@@ -38,6 +38,11 @@ class UperNet(nn.Module):
 
     Raises:
         UserError: a number out of its range.
+
+    Example:
+        >>> backbone = build_backbone("dgt_nano", None, 16)
+        >>> UperNet(backbone, num_classes=12, channels=64).eval()(torch.randn(1, 3, 64, 64)).shape
+        torch.Size([1, 12, 64, 64])
     """
 
     # Ways through the model beside `forward`, for what shards its weights.
@@ -147,8 +152,16 @@ def build_upernet(
         backbone, image_size, arguments: as in :func:`dgt.models.heads.backbone.build_backbone`.
         num_classes, channels, auxiliary_channels: as in :class:`UperNet`.
 
+    Returns:
+        The segmenter, with random weights in everything but a pretrained backbone.
+
     Raises:
         TypeError, ValueError: naming the argument; for the backbone as :func:`build_backbone`.
+
+    Example:
+        >>> segmenter = dgt.build_upernet("dgt_nano", num_classes=12, channels=64).eval()
+        >>> segmenter(torch.randn(1, 3, 64, 64)).shape
+        torch.Size([1, 12, 64, 64])
     """
     network = build_backbone(backbone, image_size, TOP_K, **arguments)
     return UperNet(network, num_classes, channels, auxiliary_channels)

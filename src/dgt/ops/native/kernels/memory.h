@@ -6,6 +6,13 @@
 #include <stdlib.h>
 #include <string.h>
 
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#else
+#define ASAN_POISON_MEMORY_REGION(address, size) ((void)(address), (void)(size))
+#define ASAN_UNPOISON_MEMORY_REGION(address, size) ((void)(address), (void)(size))
+#endif
+
 namespace dgt {
 
 template <class T>
@@ -32,9 +39,12 @@ public:
     template <class T>
     T* take(int64_t count) {
         T* piece = (T*)(block_ + used_);
-        used_ += (size_t)round_up(count * (int64_t)sizeof(T) + ALIGNMENT, ALIGNMENT);
-        if (block_ && used_ > size_) abort();  // the layout was measured with other numbers: a bug
-        return block_ ? piece : nullptr;
+        size_t taken = (size_t)round_up(count * (int64_t)sizeof(T), ALIGNMENT);
+        used_ += taken + ALIGNMENT;
+        if (!block_) return nullptr;
+        if (used_ > size_) abort();  // the layout was measured with other numbers: a bug
+        ASAN_POISON_MEMORY_REGION((char*)piece + taken, ALIGNMENT);  // the address sanitizer sees who goes beyond
+        return piece;
     }
 
     size_t used() const { return used_; }
@@ -58,15 +68,19 @@ size_t bytes_of(const Problem& x) {
 // A block for a call; freed at its end.
 class Block {
 public:
-    explicit Block(size_t size) : memory_((char*)malloc(size + Arena::ALIGNMENT)) {}
+    explicit Block(size_t size) : size_(size + Arena::ALIGNMENT), memory_((char*)malloc(size_)) {}
     Block(const Block&) = delete;
     Block& operator=(const Block&) = delete;
-    ~Block() { free(memory_); }
+    ~Block() {
+        ASAN_UNPOISON_MEMORY_REGION(memory_, size_);
+        free(memory_);
+    }
 
     bool failed() const { return memory_ == nullptr; }
     char* aligned() const { return (char*)round_up((int64_t)(intptr_t)memory_, Arena::ALIGNMENT); }
 
 private:
+    size_t size_;
     char* memory_;
 };
 
