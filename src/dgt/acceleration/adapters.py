@@ -70,8 +70,10 @@ def register_attention(
     def attend(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **options: Any
     ) -> Any:
-        is_left_alone = row is None or has_answer(module)
-        with contextlib.nullcontext() if is_left_alone else SDPAInterceptMode(partial(answer, row)):
+        mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if row is not None and not has_answer(module):
+            mode = SDPAInterceptMode(partial(answer, row))
+        with mode:
             return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
     AttentionInterface.register(name, attend)

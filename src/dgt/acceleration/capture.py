@@ -160,7 +160,7 @@ class Tracer:
             call=index,
             key_tokens=key_tokens,
             places=None if places == list(range(len(places))) else places,
-            frame=list(special) if isinstance(special, FrameTokens) else None,
+            frame=[special.count, special.period] if isinstance(special, FrameTokens) else None,
             sequences=call.query.shape[0],
             least_tokens=max(self.least_tokens, (min(tokens, key_tokens) + 1) // 2),
         )

@@ -212,8 +212,8 @@ def time_choice(task: Task, rows: Sequence[LayerReport], progress: Progress) -> 
     places = split_inputs(len(task.items))[1] or [0]
     item = task.items[places[-1]]
     turns = max(1, min(TIMINGS, len(task.items) // 2))
-    before = []
-    after = []
+    before: list[Timed] = []
+    after: list[Timed] = []
     for _ in range(turns):
         for is_exact, times in ((True, before), (False, after)):
             progress.step(f"time {'before' if is_exact else 'after'}")

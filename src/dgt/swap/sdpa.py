@@ -62,7 +62,7 @@ def read_call(
     enable_gqa: bool = False,
 ) -> Call:
     """Read the arguments of ``F.scaled_dot_product_attention``."""
-    arguments = {
+    arguments: dict[str, Any] = {
         "query": query,
         "key": key,
         "value": value,
@@ -72,7 +72,7 @@ def read_call(
         "scale": scale,
         "enable_gqa": enable_gqa,
     }
-    viewed = [view_4d(tensor) for tensor in (query, key, value)]
+    own_query, own_key = view_4d(query), view_4d(key)
     mask = KeyMask(None, None)
     if attn_mask is not None:
         mask = simplify_mask(read_mask(attn_mask, query, key))
@@ -83,12 +83,14 @@ def read_call(
             mask.reason or PAIRS: mask.reason is not None,
             f"{query.dim()} dimensions": query.dim() < 2,
             "queries and keys are of different batches": query.shape[:-3] != key.shape[:-3],
-            "queries and keys are of different heads": viewed[0].shape[1] % viewed[1].shape[1] > 0,
+            "queries and keys are of different heads": own_query.shape[1] % own_key.shape[1] > 0,
             "values of another width than keys": value.shape != key.shape,
         }
     )
     return Call(
-        *viewed,
+        query=own_query,
+        key=own_key,
+        value=view_4d(value),
         scale=query.shape[-1] ** -0.5 if scale is None else scale,
         key_mask=mask.real,
         shape=query.shape,
@@ -187,8 +189,10 @@ def read_multi_head(*operands: Any, **named: Any) -> MultiHeadCall:
     else:
         parts = [query, query, query]  # only their sizes count
     parts = [part if part.dim() == 3 else part[:, None] for part in parts]  # no batch: one image
-    heads_first = [part.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for part in parts]
-    call = read_call(*heads_first, attn_mask=mask)
+    own_query, own_key, own_value = (
+        part.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for part in parts
+    )
+    call = read_call(own_query, own_key, own_value, mask)
     if reason is not None:
         whole = partial(F.multi_head_attention_forward, *operands, **named)
         return MultiHeadCall(

@@ -3,7 +3,8 @@ everything.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -22,7 +23,8 @@ TOKENS = frozenset(  # parameters that become tokens before the patches
 )
 
 
-class FrameTokens(NamedTuple):
+@dataclass(frozen=True)
+class FrameTokens:
     """Special tokens in every frame of a video, or of a set of views: the first ``count`` of each
     ``period``.
     """
