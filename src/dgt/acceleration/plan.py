@@ -89,14 +89,14 @@ def old_format(path: str | Path) -> str | None:
 def check_row(row: LayerReport) -> None:
     """Refuse a row that no report could hold."""
     if row.choice not in CHOICES:
-        raise ValueError(f"the choice of {row.name!r} is {row.choice!r}")
+        raise UserError(f"the choice of {row.name!r} is {row.choice!r}")
     wanted = [*COUNTS, "groups", "keys"] if row.choice == "groups" else []
     for name in wanted:
         if not is_count(getattr(row, name), 1):
-            raise ValueError(f"{name} of {row.name!r} are {getattr(row, name)!r}")
+            raise UserError(f"{name} of {row.name!r} are {getattr(row, name)!r}")
     for name in ("call", "prefix", "residual_keys", "least_tokens"):
         if not is_count(getattr(row, name), 0):
-            raise ValueError(f"{name} of {row.name!r} are {getattr(row, name)!r}")
+            raise UserError(f"{name} of {row.name!r} are {getattr(row, name)!r}")
 
 
 def is_count(value: Any, least: int) -> bool:
