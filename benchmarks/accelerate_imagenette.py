@@ -185,6 +185,11 @@ def by_role(squares: Tensor, calibrate: int) -> dict[str, Any]:
     }
 
 
+def changes_outputs(report: Report) -> bool:
+    """Whether a plan has any attention in groups."""
+    return any(layer.choice == "groups" for layer in report.layers)
+
+
 def row(report: Report, name: str, found: dict[str, Any]) -> dict[str, Any]:
     """What a plan does to the images that it and the model's own attention have answered."""
     count = min(len(found["logits"][OWN]), len(found["logits"][name]))
@@ -319,7 +324,7 @@ def measure(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Non
     for error in takewhile(lambda _: has_time(), options.errors):
         name = f"{error:g}"
         network, reports[name] = plan(error, options, images, folder)
-        if any(layer.choice == "groups" for layer in reports[name].layers):
+        if changes_outputs(reports[name]):
             networks[name] = network
     last = len(images.places)
     if options.images:
