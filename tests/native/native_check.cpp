@@ -3,6 +3,7 @@
 // CONTRIBUTING.md do. `native_check reduced` tries few and small cases.
 
 #include "clustered_check.h"
+#include "convolution_check.h"
 #include "naive.h"
 #include "problem.h"
 
@@ -386,6 +387,7 @@ int run(bool reduced) {
     check_threads(sizes(4, 4, 60, 32, 4, 10, 1));
     check_nan(sizes(1, 1, 300, 32, 4, 98, 1));
     if (!reduced) check_large_cases();
+    check_layers(reduced, expect);
     std::printf("%s\n", failures ? "FAILED" : "all good");
     return failures != 0;
 }

@@ -118,7 +118,7 @@ class Block(nn.Module):
         """Apply the position encoding, if there is one (Eq. 8), to (B, H, W, C)."""
         x = mask_padding(x, mask)
         if self.cpe is not None:
-            x = x + self.cpe(x)
+            x = self.cpe.add_to(x)
         return x
 
     def feed_forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
