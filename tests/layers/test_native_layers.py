@@ -152,3 +152,19 @@ def test_compiled_models_predict_the_same() -> None:
         for found in (model, form):
             compiled = torch.compile(found, backend="aot_eager", fullgraph=True)
             torch.testing.assert_close(compiled(images), expected, atol=2e-5, rtol=2e-5)
+
+
+def test_the_form_of_a_block_leaves_its_input_as_it_is() -> None:
+    model = small_model()
+    block = optimize_for_inference(model).stages[1].blocks[0]
+    assert block.joins_in_place
+    assert not model.stages[1].blocks[0].joins_in_place
+    x = torch.randn(2, 6, 6, 32)
+    before = x.clone()
+    with torch.inference_mode():
+        found = block(x)
+        torch.testing.assert_close(found, model.stages[1].blocks[0](x), atol=1e-5, rtol=1e-5)
+    assert torch.equal(x, before)
+    weights = block.ffn.project.weight.requires_grad_()
+    block(x).sum().backward()  # with gradients nothing is overwritten
+    assert weights.grad is not None

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dgt.layers.attention import SelfAttention
+from dgt.layers.block import Block
 from dgt.layers.convolution import ConvStem, InvertedResidualFFN, TokenLinear, are_evaluated
 from dgt.layers.head import Head
 from dgt.layers.native import Prepared, predicts_natively
@@ -69,6 +71,8 @@ def inference_form(module: nn.Module) -> nn.Module:
         return FORMS[type(module)](module)
     for name, child in list(module.named_children()):
         setattr(module, name, inference_form(child))
+    if type(module) is Block and isinstance(module.attn, SelfAttention):
+        module.joins_in_place = isinstance(module.ffn, FoldedFFN)
     return module
 
 

@@ -21,15 +21,17 @@ def predicts_natively(x: Tensor, *parameters: Tensor | None) -> bool:
     """
     if torch.compiler.is_exporting() or torch.jit.is_tracing() or torch.is_autocast_enabled("cpu"):
         return False
-    asked = torch.is_grad_enabled()
-    for tensor in (x, *parameters):
-        if tensor is None:
-            continue
-        if type(tensor) not in PLAIN or tensor.dtype != torch.float32 or not tensor.is_cpu:
-            return False
-        if asked and tensor.requires_grad:
-            return False
+    tensors = [tensor for tensor in (x, *parameters) if tensor is not None]
+    if not all(map(_is_plain, tensors)):
+        return False
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return False
     return x.numel() > 0 and not has_tangent(x) and reason_against_native() is None
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Tell whether a tensor is an ordinary one of float32 on a CPU."""
+    return type(tensor) in PLAIN and tensor.dtype == torch.float32 and tensor.is_cpu
 
 
 class Prepared:
