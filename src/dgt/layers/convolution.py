@@ -26,10 +26,10 @@ from dgt.ops.native import convolution, feed_forward
 
 def are_evaluated(norms: Iterable[nn.Module]) -> bool:
     """Tell whether all of these are BatchNorm that uses its running statistics."""
-    for norm in norms:
-        if type(norm) is not nn.BatchNorm2d or norm.training or norm.running_var is None:
-            return False
-    return True
+    return all(
+        type(norm) is nn.BatchNorm2d and not norm.training and norm.running_var is not None
+        for norm in norms
+    )
 
 
 def mask_padding(x: Tensor, mask: Tensor | None) -> Tensor:
