@@ -47,6 +47,7 @@ def equation_7() -> Cells:
 
 
 NOWHERE = "none named: counts, sizes, accuracies"
+RUNTIMES = ("openvino-extension", "openvino", "onnxruntime", "compile", "eager")  # columns, as far as they were timed
 
 
 def runs_of(row: dict[str, Any], key: str) -> list[float]:
@@ -68,6 +69,13 @@ def native_rows(name: str, threads: int, backward: bool) -> list[dict[str, Any]]
     return [row for row in rows if row["threads"] == threads and row["backward"] == backward]
 
 
+def native_place(name: str) -> str:
+    """The processor of such a file, and its instruction set where that is not AVX-512."""
+    (where,) = generations(name)
+    level = read(name)["machine"]["level"]
+    return f"{where}, AVX2 only" if level == "x86-64-v3" else where
+
+
 def case_in_words(case: str) -> str:
     """`8x4x784x32:98` as B8 H4 L784 D32 k98."""
     images, heads, tokens, channels, top_k = re.split("[x:]", case)
@@ -81,10 +89,11 @@ def native_kernel() -> Cells:
     heads += ["ours dense to PyTorch's", "grouped to ours dense (share of the bound)", "one thread"]
     rows = []
     for name in native_files():
-        (where,) = generations(name)
+        where = native_place(name)
         singles = {row["case"]: row for row in native_rows(name, 1, False)}
         for row in native_rows(name, 2, False):
             times = row["fastest_ms"]
+            single = singles.get(row["case"])
             rows.append(
                 [
                     f"{case_in_words(row['case'])}, {where}",
@@ -92,7 +101,7 @@ def native_kernel() -> Cells:
                     bold(number(row["sdpa_to_grouped"], 1)),
                     number(row["sdpa_to_dense"], 1),
                     f"{number(row['dense_to_grouped'], 1)} ({number(row['share_of_bound'], 0, 100)} %)",
-                    number(singles[row["case"]]["sdpa_to_grouped"], 1),
+                    number(single["sdpa_to_grouped"], 1) if single else "",
                 ]
             )
     return [heads, *rows]
@@ -105,7 +114,7 @@ def native_kernel_training() -> Cells:
     heads += ["grouped to PyTorch's", "ours dense to PyTorch's"]
     rows = []
     for name in native_files():
-        (where,) = generations(name)
+        where = native_place(name)
         for row in native_rows(name, 2, True):
             times = row["fastest_ms"]
             rows.append(
@@ -266,6 +275,8 @@ def _runtimes(batch: int, name: str = "runtimes") -> Cells:
     for row in read(f"{name}_batch{batch}")["rows"]:
         models.setdefault(row["model"], []).append(row)
     swin = min(row["ms_per_image"] for row in models["swin_tiny_patch4_window7_224"])
+    taken = {row["runtime"] for found in models.values() for row in found}
+    runtimes = [name for name in RUNTIMES if name in taken]
     rows = []
     for model, found in models.items():
         best = min(found, key=lambda row: row["ms_per_image"])
@@ -279,11 +290,9 @@ def _runtimes(batch: int, name: str = "runtimes") -> Cells:
                 f"{best['runtime']}, {bold(number(best['ms_per_image'] / swin, 2))}",
             ]
         )
-        rows[-1] += [
-            cells.get(name, "-") for name in ("openvino", "onnxruntime", "compile", "eager")
-        ]
+        rows[-1] += [cells.get(name, "-") for name in runtimes]
     heads = [f"224 px, batch {batch}; ms an image (times Swin-T's)", "best, beside Swin-T's best"]
-    return [[*heads, "openvino", "onnxruntime", "compile", "eager"], *rows]
+    return [[*heads, *runtimes], *rows]
 
 
 @table
@@ -326,6 +335,27 @@ def runtimes_on_zen_4() -> Cells:
 def runtimes_on_zen_4_with_eight_images() -> Cells:
     """And eight."""
     return _runtimes(8, "runtimes_zen4")
+
+
+@table
+def native_layers_on_zen_4() -> Cells:
+    """Models in PyTorch as it comes, with the native layers: inference and a training step."""
+    columns = {
+        "batch 1": "models_zen4_batch1",
+        "batch 8": "models_zen4_batch8",
+        "training step, batch 8": "models_zen4_training",
+    }
+    models: dict[str, list[str]] = {}
+    for name in columns.values():
+        for row in read(name)["rows"]:
+            cells = models.setdefault(row["model"], [])
+            ratio = bold(number(row["relative_time"], 2))
+            cells.append(f"{row['ms_per_image']:.0f} ({ratio})")
+    rows = []
+    for model, cells in models.items():
+        missing = ["-"] * (len(columns) - len(cells))
+        rows.append([NAMES.get(model, model), *cells, *missing])
+    return [["224 px; ms an image (times Swin-T's)", *columns], *rows]
 
 
 @table

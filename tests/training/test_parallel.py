@@ -63,7 +63,13 @@ class Processes:
     """Two processes that train together, whenever asked for, which one process forks that has imported everything."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(SOURCE), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(SOURCE),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONFAULTHANDLER": "1",  # a process that crashes says where
+        }
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         command = [sys.executable, str(SCRIPT)]
         self.parent = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)

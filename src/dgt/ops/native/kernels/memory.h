@@ -6,6 +6,13 @@
 #include <stdlib.h>
 #include <string.h>
 
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#else
+#define ASAN_POISON_MEMORY_REGION(address, size) ((void)(address), (void)(size))
+#define ASAN_UNPOISON_MEMORY_REGION(address, size) ((void)(address), (void)(size))
+#endif
+
 namespace dgt {
 
 template <class T>
@@ -32,9 +39,12 @@ public:
     template <class T>
     T* take(int64_t count) {
         T* piece = (T*)(block_ + used_);
-        used_ += (size_t)round_up(count * (int64_t)sizeof(T) + ALIGNMENT, ALIGNMENT);
-        if (block_ && used_ > size_) abort();  // the layout was measured with other numbers: a bug
-        return block_ ? piece : nullptr;
+        size_t taken = (size_t)round_up(count * (int64_t)sizeof(T), ALIGNMENT);
+        used_ += taken + ALIGNMENT;
+        if (!block_) return nullptr;
+        if (used_ > size_) abort();  // the layout was measured with other numbers: a bug
+        ASAN_POISON_MEMORY_REGION((char*)piece + taken, ALIGNMENT);  // the address sanitizer sees who goes beyond
+        return piece;
     }
 
     size_t used() const { return used_; }
@@ -55,19 +65,40 @@ size_t bytes_of(const Problem& x) {
     return measure.used();
 }
 
-// A block for a call; freed at its end.
+// A block for a call. When the call ends, a block of moderate size is kept for the next one: a system that hands out
+// fresh pages, one by one, can take longer than the kernel itself.
 class Block {
 public:
-    explicit Block(size_t size) : memory_((char*)malloc(size + Arena::ALIGNMENT)) {}
+    explicit Block(size_t size) : memory_(take_kept()) {
+        size_t needed = size + Arena::ALIGNMENT;
+        if (memory_ && memory_->size >= needed) return;
+        free(memory_);
+        memory_ = (Memory*)malloc(sizeof(Memory) + needed);
+        if (memory_) memory_->size = needed;
+    }
     Block(const Block&) = delete;
     Block& operator=(const Block&) = delete;
-    ~Block() { free(memory_); }
+    ~Block() {
+        if (!memory_) return;
+        ASAN_UNPOISON_MEMORY_REGION(memory_ + 1, memory_->size);
+        if (memory_->size <= MOST_KEPT) memory_ = __atomic_exchange_n(&kept_, memory_, __ATOMIC_ACQ_REL);
+        free(memory_);
+    }
 
     bool failed() const { return memory_ == nullptr; }
-    char* aligned() const { return (char*)round_up((int64_t)(intptr_t)memory_, Arena::ALIGNMENT); }
+    char* aligned() const { return (char*)round_up((int64_t)(intptr_t)(memory_ + 1), Arena::ALIGNMENT); }
 
 private:
-    char* memory_;
+    struct Memory {
+        size_t size;  // of what follows
+    };
+
+    static constexpr size_t MOST_KEPT = (size_t)32 << 20;
+
+    static Memory* take_kept() { return __atomic_exchange_n(&kept_, (Memory*)nullptr, __ATOMIC_ACQ_REL); }
+
+    static inline Memory* kept_ = nullptr;  // null while a call has it
+    Memory* memory_;
 };
 
 // A number that threads share.
