@@ -59,6 +59,7 @@ def write(path: Path, found: dict[str, Any]) -> None:
 
 def look_at_all(found: dict[str, Any], only: str, path: Path) -> None:
     """Add what is missing, and write it from time to time."""
+    found["registered"] = {"architectures": len(architectures()), "encoders": len(registered())}
     work: list[tuple[str, str, Any]] = [
         ("architectures", name, look_at_architecture) for name in architectures()
     ]

@@ -107,7 +107,9 @@ def page(results: Row) -> str:
 def versions(results: Row) -> str:
     """What was looked at."""
     found = ", ".join(f"{name} {results[name]}" for name in ("timm", "transformers", "torch"))
-    return f" ({found}); no weights were used."
+    left = sum(count - len(results[part]) for part, count in results["registered"].items())
+    rest = f" {left} models have not been looked at yet." if left else ""
+    return f" ({found}); no weights were used.{rest}"
 
 
 def table(families: dict[str, dict[str, Row]]) -> list[str]:

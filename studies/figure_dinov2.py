@@ -82,7 +82,7 @@ class Shortcut(NamedTuple):
     share: float
     dense: tuple[int, ...]
 
-    def settings(self, tokens: int) -> dict[str, int]:
+    def settings(self, tokens: int) -> dict[str, Any]:
         """Groups, residual keys, and keys of a layer that is not dense; none with a plan."""
         return {} if self.plan else split_budget(tokens, self.share)
 

@@ -5,7 +5,7 @@ and values.
         --photographs A.jpg,B.jpg,C.jpg --out DIR
 
 DINOv2-S is called for every photograph and size. What its layers attend with is given to residual
-keys (`dgt.clustered_attention`) and to nine others, each with several settings. `--what` is one of:
+keys (`dgt.clustered_attention`) and to eight others, each with several settings. `--what` is one of:
 
 - errors: the relative error of the output of single layers;
 - model: that of the model's tokens, with the same method in all layers;

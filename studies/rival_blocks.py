@@ -106,7 +106,8 @@ def taken(tokens: Tensor, order: Tensor) -> Tensor:
 @cache
 def compiled() -> Any:
     """FlexAttention, compiled for every shape it meets."""
-    return torch.compile(flex_attention, dynamic=False, recompile_limit=MOST_SHAPES)
+    options: dict[str, Any] = {"recompile_limit": MOST_SHAPES}  # unknown to the types of torch
+    return torch.compile(flex_attention, dynamic=False, **options)
 
 
 def numbers_and_ids(chosen: Tensor) -> tuple[Tensor, Tensor]:
