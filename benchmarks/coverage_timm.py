@@ -104,7 +104,7 @@ def architectures() -> dict[str, tuple[str, int]]:
         name: (family, tags[name])
         for family in timm.list_modules()
         for name in timm.list_models(module=family)
-        if tags[name]
+        if tags[name] and not name.startswith("dgt_")  # which dgt adds
     }
 
 
