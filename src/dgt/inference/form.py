@@ -19,8 +19,7 @@ from dgt.layers.attention import SelfAttention
 from dgt.layers.block import Block
 from dgt.layers.convolution import ConvStem, InvertedResidualFFN, TokenLinear, are_evaluated
 from dgt.layers.head import Head
-from dgt.layers.native import Prepared, predicts_natively
-from dgt.ops.native import convolution, feed_forward
+from dgt.layers.native import Prepared, convolution, feed_forward, predicts_natively
 from dgt.utils.errors import UserError
 
 ENDS, INNER = slice(None, None, 2), slice(1, 2)  # of three rows or columns
