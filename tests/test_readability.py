@@ -17,9 +17,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("src", "benchmarks", "studies", "tools")
 NOT_YET: tuple[str, ...] = (
-    "src/dgt/acceleration",
-    "src/dgt/models/heads/mask_rcnn.py",
-    "src/dgt/ops",
+    "src/dgt/ops/attention.py",
+    "src/dgt/ops/native/operators.py",
+    "src/dgt/ops/remainder.py",
+    "src/dgt/ops/triton/backend.py",
 )
 """What is not converted yet: nothing may be added, and an entry that is no longer needed has to go."""
 MOST_COMPLEX = 12  # branches + 1

@@ -26,9 +26,10 @@ from PIL import Image
 from torch import Tensor
 
 import dgt
+from dgt.ops.triton.blocks import block_of_key, plan
 from dgt.ops.triton.grouping import tile_size
 from dgt.ops.triton.launch import power_of_two
-from dgt.ops.triton.selection import block_of_key, plan, room_for
+from dgt.ops.triton.selection import room_for
 
 GROUPS, GUESSES = 48, 8
 MODELS = ("dgt_tiny", "dgt_nano.scenes")

@@ -44,7 +44,7 @@ def score_tokens(a: Launched, s: Statistics) -> list[Part]:
     }
     full, passes = a.tokens // a.N, ceil(a.tokens / a.N)
     maxima: dict[str, float | tuple[float, ...]] = {
-        "for nth in tl.range(full * TAIL": (full, passes - full)
+        "for nth in tl.range(begin, end": (full, passes - full)
     }
     return [
         Part("queries", a.first, scoring, ("best_of_blocks(",)),
@@ -115,7 +115,7 @@ def attend_tiles(a: Launched, s: Statistics) -> list[Part]:
     """Tiles that hold queries, over the keys of their group."""
     full, rest = divmod(s["top_k"], a.N)
     trips: dict[str, float | tuple[float, ...]] = {
-        "for start in tl.range(full * LAST": (full, int(rest > 0))
+        "for start in tl.range(begin, end": (full, int(rest > 0))
     }
     return [Part("", a.programs / a.slots * s["tiles"], trips)]
 

@@ -32,8 +32,13 @@ Name = TypeVar("Name")
 
 
 def machine() -> dict[str, Any]:
-    """Describe where and with what a benchmark ran: date, processor or GPU, threads, versions,
-    command.
+    """Describe where and with what a benchmark ran.
+
+    Returns:
+        Date, processor or GPU, threads, versions and command, by name.
+
+    Example:
+        >>> machine()["threads"]
     """
     return {
         "date": datetime.date.today().isoformat(),

@@ -110,8 +110,16 @@ def image_files(path: str | Path) -> list[Path]:
 class Album:
     """Images by id: `scene-N`, `file-N`, `upload-HASH`.
 
-    `files` are shown besides the scenes (which may be left out), first of all. Raises as
-    `open_image`.
+    Args:
+        files: images to show first, before the scenes.
+        scenes: whether built-in scenes are shown.
+
+    Raises:
+        FileNotFoundError, UserError: as `open_image`.
+
+    Example:
+        >>> Album(["cat.jpg"], scenes=False).names()
+        [('file-0', 'cat.jpg')]
     """
 
     def __init__(self, files: Sequence[str | Path] = (), scenes: bool = True) -> None:

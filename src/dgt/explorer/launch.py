@@ -37,6 +37,9 @@ def serve(
     Raises:
         UserError, OSError: as `load_run`, `image_files` and `Explorer`.
         UserError: the port is out of range or in use.
+
+    Example:
+        >>> serve("runs/scenes", port=0)  # prints the address
     """
     if not 0 <= port <= 65535:
         raise UserError(f"port must lie in 0 to 65535, got {port}")
@@ -75,6 +78,9 @@ def export(
 
     Raises:
         UserError, OSError: as `serve` and `export_page`.
+
+    Example:
+        >>> print(export("page", "runs/scenes"))
     """
     check_folder(Path(folder))
     album = Album() if image is None else Album(image_files(image), scenes=False)

@@ -44,8 +44,16 @@ def create_app(
 ) -> FastAPI:
     """The web application around a model and its images.
 
-    `hosts` are the names under which it may be addressed, `["*"]` any; an upload has at most
-    `max_bytes`.
+    Args:
+        explorer: answers the page's questions.
+        hosts: names under which the page may be addressed; `["*"]` for any.
+        max_bytes: the largest upload.
+
+    Returns:
+        An application for any ASGI server.
+
+    Example:
+        >>> uvicorn.run(create_app(Explorer(load_run("runs/scenes"), Album())))
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)

@@ -66,10 +66,20 @@ class Trace(NamedTuple):
 
 
 class Explorer:
-    """A trained model and images, and the answers to the page's questions; safe to ask from several
-    threads.
+    """A trained model and images, and the answers to the page's questions.
 
-    Raises UserError for a model that is no DGT, alone and not a part of a network for another task.
+    It is safe to use from several threads.
+
+    Args:
+        run: a trained classifier.
+        album: images to show.
+
+    Raises:
+        UserError: for a model that is no DGT, and for one that is a part of a network for another
+            task.
+
+    Example:
+        >>> Explorer(load_run("runs/scenes"), Album()).describe()
     """
 
     def __init__(self, run: LoadedRun, album: Album) -> None:

@@ -32,13 +32,14 @@ PAIR_GAP = 0.15
 
 
 def figure_groups(panels: Sequence[GroupPanel], groups: int | Sequence[int] = 3) -> Figure:
-    """Draw the paper's figure: a row for each panel with its image, then pairs of a query group and
-    the keys that it selected.
+    """Draw the paper's figure of groups of queries and the keys that they selected.
+
+    It has a row for each panel: the image, then pairs of a group and its keys.
 
     Args:
         panels: what to draw.
-        groups: how many groups `choose_groups` picks for every panel, or the indices of the groups to
-            show in all of them.
+        groups: how many groups `choose_groups` picks for every panel, or the indices of the groups
+            to show in all of them.
 
     Returns:
         A figure whose axes run row by row: image, queries, keys, queries, keys, ... A panel with
@@ -46,6 +47,9 @@ def figure_groups(panels: Sequence[GroupPanel], groups: int | Sequence[int] = 3)
 
     Raises:
         UserError: an argument is wrong; the message names it.
+
+    Example:
+        >>> save_figure(figure_groups(panels_of(records, image), groups=3), "groups.png")
     """
     images = drawing.images_of(panels, 384)
     shown = [_groups_to_show(panel, groups) for panel in panels]
@@ -93,11 +97,11 @@ def figure_groups(panels: Sequence[GroupPanel], groups: int | Sequence[int] = 3)
 
 
 def figure_group_map(panels: Sequence[GroupPanel]) -> Figure:
-    """Draw all groups at once: a row for each panel with its image and a map that gives every token
-    the color of its group.
+    """Draw all groups at once: every token in the color of its group.
 
-    Over each map stand the number of groups with a query and the perplexity of the group sizes (the
-    number of equal groups that would be as spread out).
+    It has a row for each panel: the image and the map. Over each map stand the number of groups
+    with a query and the perplexity of the group sizes (the number of equal groups that would be as
+    spread out).
 
     Args:
         panels: what to draw.
@@ -107,6 +111,9 @@ def figure_group_map(panels: Sequence[GroupPanel]) -> Figure:
 
     Raises:
         UserError: an argument is wrong; the message names it.
+
+    Example:
+        >>> save_figure(figure_group_map(panels_of(records, image)), "maps.png")
     """
     cells: list[drawing.Cell] = []
     for panel, image in zip(panels, drawing.images_of(panels, 768), strict=True):
@@ -132,6 +139,9 @@ def figure_contact_sheet(panels: Sequence[GroupPanel], columns: int | None = Non
 
     Raises:
         UserError: an argument is wrong; the message names it.
+
+    Example:
+        >>> save_figure(figure_contact_sheet(panels_of(records, image, every=True)), "sheet.png")
     """
     columns = math.ceil(math.sqrt(1.5 * (len(panels) + 1))) if columns is None else columns
     if columns < 1:
@@ -144,7 +154,18 @@ def figure_contact_sheet(panels: Sequence[GroupPanel], columns: int | None = Non
 
 
 def figure_titled(image: Array, title: str) -> Figure:
-    """An image (H, W, 3) under a title."""
+    """Draw an image under a title.
+
+    Args:
+        image: (H, W, 3).
+        title: a line of text.
+
+    Returns:
+        A figure with one axis.
+
+    Example:
+        >>> save_figure(figure_titled(image, "input"), "input.png")
+    """
     return drawing.sheet([(image, (1, 1), title)], 1, 2.2)
 
 

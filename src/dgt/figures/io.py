@@ -5,7 +5,6 @@ A file appears whole or not at all.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +20,9 @@ SUFFIXES = (".pdf", ".png", ".svg")
 
 
 def save_figure(figure: Figure, path: str | Path, dpi: int = 200) -> None:
-    """Write a figure as PNG, SVG or PDF, by the path's suffix; the file appears whole or not at all.
+    """Write a figure as PNG, SVG or PDF, by the path's suffix.
+
+    The file appears whole or not at all.
 
     Args:
         figure: what to write.
@@ -31,6 +32,9 @@ def save_figure(figure: Figure, path: str | Path, dpi: int = 200) -> None:
     Raises:
         UserError: another suffix, or a dpi below 1.
         FileNotFoundError: the folder is missing.
+
+    Example:
+        >>> save_figure(figure_group_map(panels), "maps.svg")
     """
     path = _check(path, SUFFIXES, dpi)
     with replacing(path) as partial:
@@ -40,8 +44,9 @@ def save_figure(figure: Figure, path: str | Path, dpi: int = 200) -> None:
 def save_animation(
     figures: Sequence[Figure], path: str | Path, seconds: float = 0.7, dpi: int = 120
 ) -> None:
-    """Write figures of one size as the frames of a GIF that repeats; the file appears whole or not at
-    all.
+    """Write figures of one size as the frames of a GIF that repeats.
+
+    The file appears whole or not at all.
 
     Args:
         figures: the frames.
@@ -52,6 +57,9 @@ def save_animation(
     Raises:
         UserError: an argument is wrong; the message names it.
         FileNotFoundError: the folder is missing.
+
+    Example:
+        >>> save_animation([figure_group_map([panel]) for panel in panels], "maps.gif")
     """
     path = _check(path, (".gif",), dpi)
     if len(figures) == 0:
@@ -69,18 +77,22 @@ def save_animation(
 
 
 def raster(figure: Figure, dpi: int) -> Image.Image:
-    """A figure as an RGB image."""
+    """Draw a figure as an image.
+
+    Args:
+        figure: what to draw.
+        dpi: pixels per inch.
+
+    Returns:
+        An RGB image.
+
+    Example:
+        >>> raster(figure, 120).save("figure.jpg")
+    """
     figure.set_dpi(dpi)
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     return Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3])
-
-
-def png(image: Image.Image) -> bytes:
-    """An image as the bytes of a PNG."""
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG", optimize=True)
-    return buffer.getvalue()
 
 
 def _check(path: str | Path, suffixes: Sequence[str], dpi: int) -> Path:

@@ -23,11 +23,21 @@ Array = NDArray[Any]
 class GroupPanel:
     """One image with the groups of its tokens: a row of a figure.
 
-    image: (H, W, 3) uint8. grid: (h, w), the tokens' rows and columns, laid over the whole image.
-    group_ids: (h*w,) integers, the group of every token, -1 for padding. key_ids: (G, k) integers,
-    the tokens every group chose, -1 for an empty slot. title: a short label of the row.
-    key_weights: (G, k), not negative; where given, a group's heaviest key is drawn brightest.
-    Tensors are taken too and kept as arrays. Raises UserError or TypeError naming the field.
+    Tensors are taken too and kept as arrays.
+
+    Attributes:
+        image: (H, W, 3) uint8.
+        grid: (h, w), the tokens' rows and columns, laid over the whole image.
+        group_ids: (h*w,) integers, the group of every token, -1 for padding.
+        key_ids: (G, k) integers, the tokens that every group chose, -1 for an empty slot.
+        title: a short label of the row.
+        key_weights: (G, k), not negative; a group's heaviest key is drawn brightest.
+
+    Raises:
+        UserError, TypeError: naming the field.
+
+    Example:
+        >>> panel = GroupPanel(image, (14, 14), group_ids, key_ids, title="last stage")
     """
 
     image: Any
@@ -79,8 +89,15 @@ def panels_of(
         block: from 0; None for the last one at each resolution.
         every: make a panel for every block that has the head instead.
 
+    Returns:
+        A panel for each block that was asked for.
+
     Raises:
         UserError: there is no such block or head.
+
+    Example:
+        >>> records = dgt.group_records(model, images)
+        >>> figure_groups(panels_of(records, image))
     """
     heads = [record.attention.group_ids.shape[1] for record in records]
     if block is not None and not 0 <= block < len(records):
@@ -126,6 +143,10 @@ def choose_groups(
 
     Raises:
         UserError, TypeError: an argument is wrong; the message names it.
+
+    Example:
+        >>> choose_groups(np.array([0, 0, 0, 1, 1, 2]), np.array([[0, 1], [2, 3], [4, 5]]), 2)
+        [0, 1]
     """
     group_ids, key_ids = to_array(group_ids), to_array(key_ids)
     _check_ids(group_ids, key_ids)

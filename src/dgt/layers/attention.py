@@ -1,7 +1,8 @@
-"""Attention layers with their projections: DG-Attention (section 3.1), and the global attention of the last stage.
+"""Attention layers with projections: DG-Attention (section 3.1) and global attention.
 
-Both take (B, H, W, C) or (B, L, C) and return the same shape. With ``cosine=True`` (DGT-S and -B) queries and keys are
-compared normalised, times a learned scale per head, as in Swin v2; keys are then ranked normalised as well.
+Both take (B, H, W, C) or (B, L, C) and return the same shape. With ``cosine=True`` (DGT-S and -B)
+queries and keys are compared normalised, times a learned scale per head, as in Swin v2; keys are
+then ranked normalised as well.
 """
 
 import math
@@ -14,7 +15,12 @@ from torch import Tensor, nn
 
 from dgt.layers.centroids import CentroidState
 from dgt.layers.convolution import TokenLinear
-from dgt.layers.scripting import attend_densely, attend_in_groups, attend_without_ids, check_layer_input
+from dgt.layers.scripting import (
+    attend_densely,
+    attend_in_groups,
+    attend_without_ids,
+    check_layer_input,
+)
 from dgt.ops import DynamicGroupAttentionOutput, dynamic_group_attention
 from dgt.ops.backends import check_backend
 from dgt.ops.checks import check_count
@@ -35,7 +41,9 @@ class SelfAttention(nn.Module):
 
     cosine: Final[bool]
 
-    def __init__(self, dim: int, num_heads: int, qkv_bias: bool = True, cosine: bool = False, **factory: Any) -> None:
+    def __init__(
+        self, dim: int, num_heads: int, qkv_bias: bool = True, cosine: bool = False, **factory: Any
+    ) -> None:
         super().__init__()
         check_count("dim", dim)
         check_count("num_heads", num_heads)
@@ -46,7 +54,9 @@ class SelfAttention(nn.Module):
         self.qkv = TokenLinear(dim, 3 * dim, bias=qkv_bias, **factory)
         self.proj = TokenLinear(dim, dim, **factory)
         if cosine:
-            self.logit_scale = nn.Parameter(torch.full((num_heads, 1, 1), math.log(10.0), **factory))
+            self.logit_scale = nn.Parameter(
+                torch.full((num_heads, 1, 1), math.log(10.0), **factory)
+            )
         self.scale = 1.0 if cosine else (dim // num_heads) ** -0.5
 
     def split_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,10 +68,14 @@ class SelfAttention(nn.Module):
         return query, key, value
 
     def comparable(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (B, H, L, D) queries and keys ready for their dot products: by cosine, normalised and scaled."""
+        """Prepare (B, H, L, D) queries and keys for their dot products.
+
+        With ``cosine`` they are normalized, and queries are scaled.
+        """
         if self.cosine:
             scale = self.logit_scale.exp().clamp(max=100.0)
-            least = 1e-4 if key.dtype == torch.float16 else 1e-12  # a norm that is no zero in this type
+            # A norm that is no zero in this type.
+            least = 1e-4 if key.dtype == torch.float16 else 1e-12
             query = (F.normalize(query, dim=-1, eps=least) * scale).to(key.dtype)
             key = F.normalize(key, dim=-1, eps=least).to(key.dtype)
         return query, key
@@ -73,35 +87,61 @@ class SelfAttention(nn.Module):
 
 @register_notrace_module
 class GlobalAttention(SelfAttention):
-    """Attention of every token to every token; arguments as in :class:`SelfAttention`."""
+    """Attention of every token to every token.
+
+    Args:
+        dim, num_heads, qkv_bias, cosine: as in :class:`SelfAttention`.
+
+    Raises:
+        TypeError, ValueError: as :class:`SelfAttention`.
+
+    Example:
+        >>> layer = GlobalAttention(64, num_heads=2)
+        >>> layer(torch.randn(2, 7, 7, 64)).shape
+        torch.Size([2, 7, 7, 64])
+    """
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Map (B, H, W, C) or (B, L, C) to the same shape; ``mask`` is bool, True where a token is real."""
+        """Map (B, H, W, C) or (B, L, C) to the same shape.
+
+        ``mask`` is True where a token is real.
+        """
         check_layer_input(x, self.qkv.in_features, mask)
         query, key, value = self.split_heads(x)
-        # Padding sees everything, so that no row of the softmax is empty; nothing real sees padding.
-        sees = None if mask is None else mask.flatten(1)[:, None, None, :] | ~mask.flatten(1)[:, None, :, None]
+        # Padding sees everything, so that no row of the softmax is empty; nothing real sees
+        # padding.
+        sees = (
+            None
+            if mask is None
+            else mask.flatten(1)[:, None, None, :] | ~mask.flatten(1)[:, None, :, None]
+        )
         attended = attend_densely(query, key, value, sees, self.scale)
         return self.merge_heads(attended, x)
 
 
 @register_notrace_module
 class DGAttention(SelfAttention, CentroidState):
-    """Dynamic Group Attention: every query attends to the ``top_k`` keys of its group, anywhere in the image.
+    """Dynamic Group Attention: every query attends to the ``top_k`` keys of its group.
 
-    ``top_k`` and ``backend`` are no shape of any weight and may be set at any time. How the centroids live is told in
-    :mod:`dgt.layers.centroids`: they need no call from a training loop.
+    ``top_k`` and ``backend`` are no shape of any weight and may be set at any time. How the
+    centroids live is told in :mod:`dgt.layers.centroids`: they need no call from a training loop.
 
     Args:
         dim, num_heads, qkv_bias, cosine: as in :class:`SelfAttention`.
         num_groups: G >= 1.
         top_k: k >= 1, clamped to the number of tokens.
         tau: the paper's tau; None is 0.1 times the current learning rate of the layer's weights.
-        tau_weighs: the term of Eq. 4 that tau is the weight of: ``"old"`` centroid (as printed) or ``"new"`` mean.
+        tau_weighs: the term of Eq. 4 that tau is the weight of: ``"old"`` centroid (as printed) or
+            ``"new"`` mean.
         backend: as in :func:`dgt.dynamic_group_attention`.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
+
+    Example:
+        >>> layer = DGAttention(64, num_heads=2, num_groups=48, top_k=98)
+        >>> layer(torch.randn(2, 28, 28, 64)).shape
+        torch.Size([2, 28, 28, 64])
     """
 
     def __init__(
@@ -121,10 +161,15 @@ class DGAttention(SelfAttention, CentroidState):
         check_count("num_groups", num_groups)
         check_count("top_k", top_k)
         self.top_k, self.backend = top_k, check_backend(backend)
-        self.init_centroids((num_heads, num_groups, dim // num_heads), tau, tau_weighs, factory.get("device"))
+        self.init_centroids(
+            (num_heads, num_groups, dim // num_heads), tau, tau_weighs, factory.get("device")
+        )
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Map (B, H, W, C) or (B, L, C) to the same shape; ``mask`` is bool, True where a token is real."""
+        """Map (B, H, W, C) or (B, L, C) to the same shape.
+
+        ``mask`` is bool, True where a token is real.
+        """
         check_layer_input(x, self.qkv.in_features, mask)
         heads = self.split_heads(x)
         real = None if mask is None else mask.flatten(1)
@@ -132,15 +177,19 @@ class DGAttention(SelfAttention, CentroidState):
             self.seed(heads[0], real, False)  # TorchScript knows no default
         centroids = self.unit_centroids()
         if self.training:
-            output, groups = attend_in_groups(heads, centroids, self.top_k, self.scale, real, self.backend)
+            output, groups = attend_in_groups(
+                heads, centroids, self.top_k, self.scale, real, self.backend
+            )
             self.observe(heads[0], groups, self.backend)
         else:
-            output = attend_without_ids(heads, centroids, self.top_k, self.scale, real, self.backend)
+            output = attend_without_ids(
+                heads, centroids, self.top_k, self.scale, real, self.backend
+            )
         return self.merge_heads(output, x)
 
     @torch.jit.ignore
     def inspect(self, x: Tensor, mask: Tensor | None = None) -> DynamicGroupAttentionOutput:
-        """Return groups and keys (and the output before projection) for an input, changing nothing: for figures."""
+        """Return groups, keys and the output before projection, without changing any state."""
         query, key, value = self.split_heads(x)
         real = None if mask is None else mask.flatten(1)
         return dynamic_group_attention(
@@ -149,4 +198,7 @@ class DGAttention(SelfAttention, CentroidState):
 
     def extra_repr(self) -> str:
         heads, groups, channels = self.centroids.shape
-        return f"heads={heads}, groups={groups}, channels={channels}, top_k={self.top_k}, backend={self.backend}"
+        return (
+            f"heads={heads}, groups={groups}, channels={channels}, top_k={self.top_k}, "
+            f"backend={self.backend}"
+        )

@@ -30,6 +30,10 @@ class FeedForward(nn.Module):
         ratio: expansion R.
         drop: dropout rate.
         factory: ``device`` and ``dtype``.
+
+    Example:
+        >>> FeedForward(64)(torch.randn(2, 7, 7, 64)).shape
+        torch.Size([2, 7, 7, 64])
     """
 
     def __init__(self, dim: int, ratio: float = 4.0, drop: float = 0.0, **factory: Any) -> None:

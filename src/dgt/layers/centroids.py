@@ -1,16 +1,18 @@
-"""The centroids of a DG-Attention layer: state that seeds itself, learns by Eqs. 3-4, and is right in any loop.
+"""The centroids of a DG-Attention layer: seeded and updated (Eqs. 3-4) in any training loop.
 
 A training forward only *observes*: it adds up the statistics of Eq. 3. The centroids move (Eq. 4)
-right after the optimizer that owns the layer's weights has made its step, through PyTorch's global optimizer hook. So
+right after the optimizer that owns the layer's weights has made its step, through PyTorch's global
+optimizer hook. So
 
 - they change once per step, after any number of accumulated micro-batches, and only in training;
-- a forward that gradient checkpointing repeats sees the same centroids. It observes twice, which leaves the mean of
-  Eq. 3 as it is;
-- statistics of all layers are summed over ranks in one collective, so every rank moves to the same centroids;
+- a forward that gradient checkpointing repeats sees the same centroids. It observes twice, which
+  leaves the mean of Eq. 3 as it is;
+- statistics of all layers are summed over ranks in one collective, so every rank moves to the same
+  centroids;
 - tau follows the learning rate of that very step, as in the paper.
 
-Centroids are float32 whatever the model is cast to, and are brought to unit norm where they are used, so averaging
-weights (EMA) never leaves a layer off the sphere.
+Centroids are float32 whatever the model is cast to, and are brought to unit norm where they are
+used, so averaging weights (EMA) never leaves a layer off the sphere.
 """
 
 import itertools
@@ -39,7 +41,7 @@ _serials = itertools.count()
 
 
 def check_tau(tau: float | None) -> None:
-    """Raise TypeError or ValueError unless tau is None (0.1 times the learning rate) or a number from 0 to 1."""
+    """Raise TypeError or ValueError unless tau is None or a number from 0 to 1."""
     if tau is not None:
         check_share("tau must be None (0.1 times the learning rate), or tau", tau)
 
@@ -47,30 +49,45 @@ def check_tau(tau: float | None) -> None:
 def check_tau_weighs(tau_weighs: str) -> None:
     """Raise ValueError unless ``tau_weighs`` is one of the two readings of Eq. 4."""
     if tau_weighs not in ("old", "new"):
-        raise ValueError(f"tau_weighs must be 'old' (Eq. 4 as printed) or 'new', got {tau_weighs!r}")
+        raise ValueError(
+            f"tau_weighs must be 'old' (Eq. 4 as printed) or 'new', got {tau_weighs!r}"
+        )
 
 
 class CentroidState(nn.Module):
-    """Mixin of DG-Attention: the buffer ``centroids`` (H, G, D), statistics of the step, and how they change."""
+    """Mixin of DG-Attention: the buffer ``centroids`` (H, G, D) and the statistics of the step."""
 
     def init_centroids(
-        self, shape: tuple[int, ...], tau: float | None, tau_weighs: str, device: Any = None, saved: bool = True
+        self,
+        shape: tuple[int, ...],
+        tau: float | None,
+        tau_weighs: str,
+        device: Any = None,
+        saved: bool = True,
     ) -> None:
-        """Register the buffers of shape (H, G, D), ``saved`` in state dicts; called once, from the constructor.
+        """Register the buffers of shape (H, G, D); called once, from the constructor.
 
-        ``tau`` and ``tau_weighs`` as in :class:`dgt.DGAttention`; ValueError where they are out of range.
+        ``saved`` puts them into state dicts.
+
+        ``tau`` and ``tau_weighs`` as in :class:`dgt.DGAttention`; ValueError where they are out of
+        range.
         """
         check_tau(tau)
         check_tau_weighs(tau_weighs)
         self.tau, self.tau_weighs = tau, tau_weighs
         exact: dict[str, Any] = {"device": device, "dtype": torch.float32}
         self.register_buffer("centroids", torch.empty(shape, **exact), persistent=saved)
-        self.register_buffer("num_updates", torch.zeros((), dtype=torch.int64, device=device), persistent=saved)
-        # Statistics of the current step. No buffers: DDP would overwrite every rank's with those of the first.
+        self.register_buffer(
+            "num_updates", torch.zeros((), dtype=torch.int64, device=device), persistent=saved
+        )
+        # Statistics of the current step. No buffers: DDP would overwrite every rank's with those of
+        # the first.
         self.group_sums = torch.zeros(shape, **exact)
         self.group_counts = torch.zeros(shape[:2], **exact)
-        self.kept: tuple[Tensor, int, Tensor] | None = None  # the buffer, its version, and it at unit norm
-        self.seeded = False  # num_updates > 0, known to the host so that no forward has to wait for a device
+        # The buffer, its version, and it at unit norm.
+        self.kept: tuple[Tensor, int, Tensor] | None = None
+        # num_updates > 0, known to the host so that no forward has to wait for a device.
+        self.seeded = False
         self.reset_centroids()
         self._enlist()
 
@@ -78,7 +95,9 @@ class CentroidState(nn.Module):
     num_updates: Tensor
 
     def reset_centroids(self) -> None:
-        """Set random unit centroids, the same for every layer and run: what a never trained model works with."""
+        """Set random unit centroids, the same for every layer and run, for a model without
+        training.
+        """
         if self.centroids.device.type != "meta":
             generator = torch.Generator().manual_seed(0)
             noise = torch.randn(self.centroids.shape, generator=generator, device="cpu")
@@ -95,18 +114,20 @@ class CentroidState(nn.Module):
 
     @torch.jit.ignore
     def may_keep_unit_centroids(self) -> bool:
-        """Tell whether nothing but an evaluation is going on, which asks for the same centroids time and again."""
+        """Tell whether this is plain evaluation, where the normalized centroids can be reused."""
         found = self.centroids
         graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
         if self.training or graph or type(found) is not Tensor or found.is_inference():
             return False
-        return not (found.is_cuda and torch.cuda.is_current_stream_capturing())  # memory of a graph is its own
+        # Memory of a graph is its own.
+        return not (found.is_cuda and torch.cuda.is_current_stream_capturing())
 
     @torch.jit.ignore
     def kept_unit_centroids(self) -> Tensor:
-        """Normalise once for as long as the buffer is the same tensor and nothing has written to it.
+        """Normalize the centroids once, until the buffer is replaced or written to.
 
-        PyTorch counts what is written in place, also by ``load_state_dict``; only writing to ``.data`` goes unseen.
+        PyTorch counts what is written in place, also by ``load_state_dict``; only writing to
+        ``.data`` goes unseen.
         """
         found = self.centroids
         version = found._version
@@ -117,19 +138,22 @@ class CentroidState(nn.Module):
 
     @torch.jit.unused
     def seed(self, query: Tensor, key_mask: Tensor | None, anew: bool = False) -> None:
-        """Seed the centroids from the first training batch's (B, H, L, D) queries, the same on every rank.
+        """Seed the centroids from the first batch's (B, H, L, D) queries, alike on every rank.
 
-        Those that something copied in place (DDP from its first rank, an average) stay, but ``anew``.
+        Those that something copied in place (DDP from its first rank, an average) stay, but
+        ``anew``.
         """
         with torch.no_grad():
             updates = torch.zeros_like(self.num_updates) if anew else self.num_updates
-            self.centroids.copy_(torch.ops.dgt.seed_from_batch(query, self.centroids, updates, key_mask))
+            self.centroids.copy_(
+                torch.ops.dgt.seed_from_batch(query, self.centroids, updates, key_mask)
+            )
             self.num_updates.clamp_(min=1)
         self.seeded = True
 
     @torch.jit.unused
     def observe(self, query: Tensor, group_ids: Tensor, backend: str) -> None:
-        """Add the statistics of (B, H, L, D) queries, by the (B, H, L) groups they attended in, to the step's."""
+        """Add the statistics of (B, H, L, D) queries in (B, H, L) groups to those of the step."""
         with torch.no_grad():
             sums, counts = group_statistics(query, group_ids, self.centroids.shape[1], backend)
             self.group_sums.add_(sums)
@@ -142,18 +166,25 @@ class CentroidState(nn.Module):
         with torch.no_grad():
             if self.update_at_once(rate):
                 return
-            self.centroids.copy_(blend_centroids(self.unit_centroids(), self.group_sums, self.group_counts, rate))
+            self.centroids.copy_(
+                blend_centroids(self.unit_centroids(), self.group_sums, self.group_counts, rate)
+            )
             self.num_updates += self.group_counts.any()
             self.group_sums.zero_()
             self.group_counts.zero_()
 
     def update_at_once(self, rate: float | Tensor) -> bool:
-        """Do all of :meth:`update` by one Triton kernel, where kernels are taken; tell whether that was done."""
+        """Do :meth:`update` in one Triton kernel where Triton is in use.
+
+        Tell whether it was done.
+        """
         backend = getattr(self, "backend", "auto")
         tensors = (self.centroids, self.group_sums, self.group_counts)
         if isinstance(rate, Tensor) and rate.device != self.centroids.device:
             rate = float(rate)
-        if resolve_backend(backend, self.centroids[None]) != "triton" or not all(t.is_contiguous() for t in tensors):
+        if resolve_backend(backend, self.centroids[None]) != "triton" or not all(
+            t.is_contiguous() for t in tensors
+        ):
             return False
         try:
             load_triton().move_centroids(*tensors, self.num_updates, rate)
@@ -162,11 +193,12 @@ class CentroidState(nn.Module):
                 raise
             give_up(error)
             return False
-        torch.autograd.graph.increment_version(self.centroids)  # a kernel writes behind PyTorch's back
+        # A kernel writes behind PyTorch's back.
+        torch.autograd.graph.increment_version(self.centroids)
         return True
 
     def train(self, mode: bool = True) -> "CentroidState":
-        """Set the mode; what something set in the buffers' place (an average, transformers) is known from here on."""
+        """Set the mode, and notice buffers that were replaced (by averaging, by transformers)."""
         super().train(mode)
         if mode and not self.seeded and not self.num_updates.is_meta:
             self.seeded = bool(self.num_updates > 0)
@@ -183,7 +215,11 @@ class CentroidState(nn.Module):
             self.centroids = before.to(device)
         for name in ("group_sums", "group_counts"):
             found = getattr(self, name)  # on the meta device nothing was observed
-            setattr(self, name, torch.zeros_like(found, device=device) if found.is_meta else found.to(device))
+            setattr(
+                self,
+                name,
+                torch.zeros_like(found, device=device) if found.is_meta else found.to(device),
+            )
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -204,10 +240,15 @@ class CentroidState(nn.Module):
 
 
 @torch.library.custom_op("dgt::seed_from_batch", mutates_args=())
-def _seed_from_batch(query: Tensor, centroids: Tensor, num_updates: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Cluster evenly spaced tokens of all ranks' batches: every rank gets what one process with it all would get.
+def _seed_from_batch(
+    query: Tensor, centroids: Tensor, num_updates: Tensor, key_mask: Tensor | None
+) -> Tensor:
+    """Cluster evenly spaced tokens of the batches of all ranks.
 
-    Centroids that have been updated stay. A rank that knows so does not come here, so nothing is gathered for them.
+    Every rank gets what one process with the whole batch would get.
+
+    Centroids that have been updated stay. A rank that knows so does not come here, so nothing is
+    gathered for them.
     """
     if num_updates > 0:
         return centroids.clone()
@@ -231,12 +272,18 @@ def _(query: Tensor, centroids: Tensor, num_updates: Tensor, key_mask: Tensor | 
 
 @torch.compiler.disable
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    """Update every training layer whose weights this optimizer owns, with statistics summed over ranks."""
+    """Update every training layer of this optimizer's weights, with statistics of all ranks."""
     groups = optimizer.param_groups
-    rates = {id(p): group.get("lr", 0.0) for group in groups for p in group["params"] if p.requires_grad}
+    rates = {
+        id(p): group.get("lr", 0.0) for group in groups for p in group["params"] if p.requires_grad
+    }
     with _enlisting:
         layers = list(_layers)
-    layers = [layer for layer in layers if layer.training and any(id(p) in rates for p in layer.parameters())]
+    layers = [
+        layer
+        for layer in layers
+        if layer.training and any(id(p) in rates for p in layer.parameters())
+    ]
     layers.sort(key=lambda layer: layer.serial)
     if not layers:
         return
@@ -258,7 +305,18 @@ register_optimizer_step_post_hook(_after_step)
 
 
 def renormalize_centroids(model: nn.Module) -> None:
-    """Bring all centroids of a model to unit norm in place, e.g. after averaging weights; others stay as they are."""
+    """Bring all centroids of a model to unit norm in place, for example after averaging weights.
+
+    Args:
+        model: any module; its :class:`dgt.DGAttention` layers are changed, nothing else.
+
+    Example:
+        >>> layer = dgt.DGAttention(64, num_heads=2)
+        >>> _ = layer.centroids.mul_(3)
+        >>> renormalize_centroids(layer)
+        >>> torch.allclose(layer.centroids.norm(dim=-1), torch.ones(2, 48))
+        True
+    """
     with torch.no_grad():
         for layer in model.modules():
             if isinstance(layer, CentroidState):

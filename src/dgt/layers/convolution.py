@@ -25,10 +25,10 @@ from dgt.layers.scripting import scripting
 
 def are_evaluated(norms: Iterable[nn.Module]) -> bool:
     """Tell whether all of these are BatchNorm that uses its running statistics."""
-    for norm in norms:
-        if type(norm) is not nn.BatchNorm2d or norm.training or norm.running_var is None:
-            return False
-    return True
+    return all(
+        type(norm) is nn.BatchNorm2d and not norm.training and norm.running_var is not None
+        for norm in norms
+    )
 
 
 def mask_padding(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -37,6 +37,14 @@ def mask_padding(x: Tensor, mask: Tensor | None) -> Tensor:
     Args:
         x: (B, H, W, C).
         mask: bool (B, H, W), True where a token is real, or None.
+
+    Returns:
+        (B, H, W, C), zero where ``mask`` is False; ``x`` itself without a mask.
+
+    Example:
+        >>> mask = torch.tensor([[[True, False]]])
+        >>> mask_padding(torch.ones(1, 1, 2, 1), mask).flatten()
+        tensor([1., 0.])
     """
     return x if mask is None else x * mask.unsqueeze(-1)
 
@@ -216,6 +224,10 @@ class ConvStem(nn.Module):
         width: channels of the result.
         stride: of the first convolution.
         factory: ``device`` and ``dtype``.
+
+    Example:
+        >>> ConvStem(3, 32)(torch.randn(1, 3, 64, 64)).shape
+        torch.Size([1, 32, 32, 32])
     """
 
     def __init__(self, in_chans: int, width: int, stride: int = 2, **factory: Any) -> None:
@@ -261,6 +273,10 @@ class PatchMerging(nn.Module):
         in_dim: channels of the input.
         dim: channels of the result.
         factory: ``device`` and ``dtype``.
+
+    Example:
+        >>> PatchMerging(32, 64)(torch.randn(1, 15, 15, 32)).shape
+        torch.Size([1, 8, 8, 64])
     """
 
     def __init__(self, in_dim: int, dim: int, **factory: Any) -> None:
@@ -280,6 +296,14 @@ class ConditionalPositionEncoding(nn.Module):
     """Position from content (Eq. 8): a depthwise 3x3 convolution with zero padding.
 
     The residual is the block's.
+
+    Args:
+        dim: channels C.
+        factory: ``device`` and ``dtype``.
+
+    Example:
+        >>> ConditionalPositionEncoding(64)(torch.randn(1, 7, 7, 64)).shape
+        torch.Size([1, 7, 7, 64])
     """
 
     def __init__(self, dim: int, **factory: Any) -> None:
@@ -307,6 +331,10 @@ class InvertedResidualFFN(nn.Module):
         ratio: expansion R.
         drop: rate of dropout after the projection.
         factory: ``device`` and ``dtype``.
+
+    Example:
+        >>> InvertedResidualFFN(64)(torch.randn(1, 7, 7, 64)).shape
+        torch.Size([1, 7, 7, 64])
     """
 
     def __init__(self, dim: int, ratio: float = 4.0, drop: float = 0.0, **factory: Any) -> None:

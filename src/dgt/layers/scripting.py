@@ -94,7 +94,12 @@ def attend_in_groups(
 
 
 def attend_without_ids(
-    heads: tuple[Tensor, Tensor, Tensor], centroids: Tensor, top_k: int, scale: float, real: Tensor | None, backend: str
+    heads: tuple[Tensor, Tensor, Tensor],
+    centroids: Tensor,
+    top_k: int,
+    scale: float,
+    real: Tensor | None,
+    backend: str,
 ) -> Tensor:
     """Return the output alone, (B, H, L, D)."""
     if torch.jit.is_scripting():
@@ -103,8 +108,10 @@ def attend_without_ids(
     return attention_output(query, key, value, centroids, top_k, scale, real, backend)
 
 
-def attend_densely(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Return the output of :func:`dgt.dense_attention`, (B, H, L, D); in TorchScript PyTorch's own."""
+def attend_densely(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
+    """Return :func:`dgt.dense_attention`'s output, (B, H, L, D); in TorchScript PyTorch's own."""
     if torch.jit.is_scripting():
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     return dense_attention(query, key, value, mask, scale=scale)

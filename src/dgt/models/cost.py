@@ -39,7 +39,13 @@ PAPER = {"dgt_tiny": (24.09, 4.35), "dgt_small": (51.76, 9.41), "dgt_base": (90.
 
 
 class StageCost(NamedTuple):
-    """Parameters and FLOPs of one direct part of a model."""
+    """Parameters and FLOPs of one direct part of a model.
+
+    Attributes:
+        name: of the part.
+        params: number of parameters.
+        flops: multiply-adds of one image.
+    """
 
     name: str
     params: int
@@ -50,6 +56,11 @@ class Cost(NamedTuple):
     """Parameters and FLOPs (multiply-adds of one image) of a model, and the same by stage.
 
     Stages are stem, stages and head, or the direct children of other models, in order.
+
+    Attributes:
+        params: number of parameters.
+        flops: multiply-adds of one image.
+        stages: cost of each direct part, by name.
     """
 
     params: int
@@ -63,6 +74,9 @@ def cost(model: nn.Module | str, image_size: tuple[int, int] = (224, 224)) -> Co
     Args:
         model: takes (B, C, H, W) images; or the name of a timm model.
         image_size: height and width in pixels.
+
+    Returns:
+        Parameters and FLOPs, in all and by stage.
 
     Raises:
         TypeError: ``model`` is neither a module nor a name.

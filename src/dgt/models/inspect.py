@@ -182,6 +182,12 @@ def capture(
     Raises:
         TypeError: for no module, or no tensor.
         ValueError: for a model without such layers, and what the model raises for the images.
+
+    Example:
+        >>> model = timm.create_model("dgt_nano", num_classes=10).eval()
+        >>> grids, logits = capture(model, torch.randn(1, 3, 64, 64), lambda seen: seen.grid)
+        >>> grids[0], logits.shape
+        ((16, 16), torch.Size([1, 10]))
     """
     layers = attention_layers(model)
     if not isinstance(images, Tensor):
@@ -253,10 +259,20 @@ def group_records(
 ) -> list[GroupRecord]:
     """Run images through a model and return what every DG-Attention layer grouped and selected.
 
-    Arguments as in :func:`capture`.
+    Args:
+        model, images, mask: as in :func:`capture`.
+
+    Returns:
+        A record for each layer, in the order in which they run.
 
     Raises:
         TypeError, ValueError: as :func:`capture`; also for a layer whose tokens have no grid.
+
+    Example:
+        >>> model = timm.create_model("dgt_nano", num_classes=10).eval()
+        >>> record = dgt.group_records(model, torch.randn(1, 3, 64, 64))[0]
+        >>> record.name, record.grid
+        ('stages.0.blocks.0.attn', (16, 16))
     """
     return capture(model, images, _record, mask)[0]
 
@@ -282,7 +298,22 @@ def diagnose(model: nn.Module, images: Tensor, mask: Tensor | None = None) -> li
 
     The paper argues that a group's few keys hold most of what global attention would look at, and
     more than a window near the query does, or the same keys for all. Memory grows with the square
-    of the tokens, in slices of queries. Arguments and errors as in :func:`capture`.
+    of the tokens, in slices of queries.
+
+    Args:
+        model, images, mask: as in :func:`capture`.
+
+    Returns:
+        A diagnosis for each layer, in the order in which they run.
+
+    Raises:
+        TypeError, ValueError: as :func:`capture`.
+
+    Example:
+        >>> model = timm.create_model("dgt_nano", num_classes=10).eval()
+        >>> found = dgt.diagnose(model, torch.randn(1, 3, 64, 64))[0]
+        >>> 0 < found.selected <= found.best_for_query <= 1
+        True
     """
     return capture(model, images, _diagnose_layer, mask)[0]
 

@@ -154,6 +154,22 @@ CROSSFORMER: Row = {
 }
 
 
+ARGUMENTS = """
+    Args:
+        pretrained: load trained weights; needs a tag, as in ``dgt_nano.scenes``.
+        options: arguments of :class:`dgt.models.DynamicGroupTransformer`, such as ``num_classes``.
+
+    Returns:
+        The model, in training mode.
+
+    Raises:
+        TypeError, ValueError: for an unknown option, or one out of range; for a tag without weights.
+
+    Example:
+        >>> model = timm.create_model("NAME", num_classes=10)
+"""
+
+
 class Variant(NamedTuple):
     """A model by name: what `help` says of it, and its arguments."""
 
@@ -284,7 +300,7 @@ def _register(name: str, variant: Variant) -> Callable[..., DynamicGroupTransfor
 
     build.__name__ = name
     build.__qualname__ = name
-    build.__doc__ = variant.about
+    build.__doc__ = f"{variant.about}\n{ARGUMENTS.replace('NAME', name)}"
     return register_model(build)
 
 

@@ -1,7 +1,7 @@
 """Dynamic Group Attention as pure functions of tensors (section 3.1 of the paper).
 
-Letters used in every docstring, einsum string and test of the project:
-B batch, H heads, L tokens, D channels per head, G groups, K selected keys (``top_k``), N_j queries in group j.
+Letters used in every docstring, einsum string and test of the project: B batch, H heads, L tokens,
+D channels per head, G groups, K selected keys (``top_k``), N_j queries in group j.
 """
 
 from dgt.ops.attention import (

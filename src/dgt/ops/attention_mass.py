@@ -1,8 +1,8 @@
-"""How good a selection of keys is: the share of global attention that the selected keys would have held.
+"""How good a selection of keys is: the share of global attention that the selected keys hold.
 
-The paper argues that a few keys per group are enough because they hold most of what global attention looks at. These
-functions measure that. They are dense, (B, H, L, L) in slices of queries, in float32, and carry no gradient: for
-figures and experiments, not for training.
+The paper argues that a few keys per group are enough because they hold most of what global
+attention looks at. These functions measure that. They are dense, (B, H, L, L) in slices of queries,
+in float32, and carry no gradient: for figures and experiments, not for training.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,16 +28,19 @@ class SelectionDiagnosis(NamedTuple):
     """What :func:`diagnose_selection` returns; float32."""
 
     weights: Tensor
-    """(B, H, L, K): attention of every query to the keys of its group, summing to 1; 0 at empty places and padding."""
+    """(B, H, L, K): attention to the keys of the group, summing to 1.
+
+    0 at empty places and padding.
+    """
     mass: Tensor
-    """(B, H, L) in [0, 1]: the share of the query's global attention that those keys hold; 0 at padding."""
+    """(B, H, L) in [0, 1]: share of global attention that those keys hold; 0 at padding."""
 
 
 @torch.no_grad()
 def diagnose_selection(
     query: Tensor, key: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float | None = None
 ) -> SelectionDiagnosis:
-    """Attention weights over the selected keys, and the share of global attention that these keys hold.
+    """Attention weights over the selected keys, and their share of global attention.
 
     Args:
         query, key: (B, H, L, D) float tensors.
@@ -53,7 +56,9 @@ def diagnose_selection(
     for scores, groups in _score_slices(query, key, group_ids, scale):
         ids = torch.take_along_dim(key_ids, groups.clamp(min=0)[..., None], dim=2)  # (B, H, l, K)
         absent = (ids < 0) | (groups < 0)[..., None]
-        chosen = torch.take_along_dim(scores, ids.clamp(min=0), dim=3).masked_fill(absent, -torch.inf)
+        chosen = torch.take_along_dim(scores, ids.clamp(min=0), dim=3).masked_fill(
+            absent, -torch.inf
+        )
         held = chosen.logsumexp(-1, keepdim=True)
         empty = held.isneginf()
         weights.append((chosen - held).exp().masked_fill(empty, 0.0))
@@ -81,17 +86,19 @@ def attention_mass_curve(
     counts: Sequence[int],
     scale: float | None = None,
 ) -> Tensor:
-    """Mean share of global attention that the best ``k`` keys of a group hold, for several ``k`` at once.
+    """Mean share of global attention that a group's best ``k`` keys hold, for several ``k``.
 
     Args:
         query, key: (B, H, L, D) float tensors.
-        centroids: (H, G, D) float tensor, unit norm: they rank the keys, as in :func:`dgt.select_keys`.
+        centroids: (H, G, D) float tensor, unit norm: they rank the keys, as in
+            :func:`dgt.select_keys`.
         group_ids: (B, H, L) int64; -1 marks padding, which takes no part.
         counts: values of k, each from 1 to L.
         scale: factor on the scores; default 1 / sqrt(D).
 
     Returns:
-        (B, H, len(counts)) float32, the mean over the queries that are not padding; 0 where there is none.
+        (B, H, len(counts)) float32, the mean over the queries that are not padding; 0 where there
+        is none.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
@@ -100,7 +107,9 @@ def attention_mass_curve(
     for count in counts:
         check_count("counts", count)
     if not counts or max(counts) > key.shape[2]:
-        raise ValueError(f"counts must hold at least one k, none above L = {key.shape[2]}, got {list(counts)}")
+        raise ValueError(
+            f"counts must hold at least one k, none above L = {key.shape[2]}, got {list(counts)}"
+        )
     places = torch.tensor(counts, device=key.device) - 1
     with full_precision(key.device):
         ranking = torch.einsum("hgd,bhjd->bhgj", centroids.float(), key.float())
@@ -123,18 +132,18 @@ def attention_mass_of_choices(
     scale: float | None = None,
     grid: tuple[int, int] | None = None,
 ) -> dict[str, Tensor]:
-    """Share of every query's global attention on the selected keys, beside other choices of as many keys.
+    """Share of global attention on the selected keys, beside other choices of as many keys.
 
     Args:
-        query, key, group_ids, key_ids, scale: as in :func:`diagnose_selection`. ``key_ids`` tells how many keys: K, or
-            all that are not padding where an image has fewer.
+        query, key, group_ids, key_ids, scale: as in :func:`diagnose_selection`. ``key_ids`` tells
+            how many keys: K, or all that are not padding where an image has fewer.
         grid: rows and columns of the tokens, row by row; None leaves the window out.
 
     Returns:
-        (B, H, L) float32 each, 0 at padding: ``selected``; ``random``, the expectation for keys drawn at random;
-        ``window``, the keys in a square around the query; ``best_for_all``, the keys that hold most for all queries of
-        a head together; ``best_for_group``, for the queries of a group together; ``best_for_query``, every query's own
-        strongest keys.
+        (B, H, L) float32 each, 0 at padding: ``selected``; ``random``, the expectation for keys
+        drawn at random; ``window``, the keys in a square around the query; ``best_for_all``, the
+        keys that hold most for all queries of a head together; ``best_for_group``, for the queries
+        of a group together; ``best_for_query``, every query's own strongest keys.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
@@ -144,7 +153,8 @@ def attention_mass_of_choices(
     if grid is not None and grid[0] * grid[1] != tokens:
         raise ValueError(f"grid must hold the {tokens} tokens, got {grid}")
     real = group_ids >= 0
-    looks = query.new_zeros(*query.shape[:2], groups, tokens, dtype=torch.float32)  # of a group's queries, together
+    # Of a group's queries, together.
+    looks = query.new_zeros(*query.shape[:2], groups, tokens, dtype=torch.float32)
     window: list[Tensor] = []
     best: list[Tensor] = []
     for scores, ids in _score_slices(query, key, group_ids, scale):
@@ -152,11 +162,21 @@ def attention_mass_of_choices(
         looks.scatter_add_(2, ids.clamp(min=0)[..., None].expand_as(weights), weights)
         best.append(weights.topk(count).values.sum(-1))
         if grid is not None:
-            near = _distances(grid, sum(part.shape[2] for part in window), weights.shape[2], key.device)
-            near = near.masked_fill(~real[:, :, None], torch.iinfo(torch.int64).max).topk(count, largest=False).indices
+            near = _distances(
+                grid, sum(part.shape[2] for part in window), weights.shape[2], key.device
+            )
+            near = (
+                near.masked_fill(~real[:, :, None], torch.iinfo(torch.int64).max)
+                .topk(count, largest=False)
+                .indices
+            )
             window.append(torch.take_along_dim(weights, near, dim=3).sum(-1))
     for_groups = looks.topk(count).indices.masked_fill(key_ids < 0, -1)
-    for_all = looks.sum(2, keepdim=True).topk(count).indices.masked_fill((key_ids < 0).all(2, keepdim=True), -1)
+    for_all = (
+        looks.sum(2, keepdim=True)
+        .topk(count)
+        .indices.masked_fill((key_ids < 0).all(2, keepdim=True), -1)
+    )
     shares = {
         "selected": attention_mass(query, key, group_ids, key_ids, scale),
         "random": ((count / real.sum(-1, keepdim=True).clamp(min=1)).clamp(max=1.0) * real).float(),
@@ -168,11 +188,15 @@ def attention_mass_of_choices(
 
 
 def _distances(grid: tuple[int, int], start: int, count: int, device: torch.device) -> Tensor:
-    """(count, L) int64: how far every token lies from tokens ``start`` on, in rows or columns, whichever is more.
+    """(count, L) int64: distance of every token from tokens ``start`` and on.
+
+    The distance is in rows or columns, whichever is more.
 
     Ties are settled by the other of the two, then by index, so that no two tokens are equally near.
     """
-    rows, columns = (axis.flatten() for axis in torch.meshgrid(*map(torch.arange, grid), indexing="ij"))
+    rows, columns = (
+        axis.flatten() for axis in torch.meshgrid(*map(torch.arange, grid), indexing="ij")
+    )
     place = slice(start, start + count)
     down, across = (rows - rows[place, None]).abs(), (columns - columns[place, None]).abs()
     order = torch.maximum(down, across) * max(grid) + torch.minimum(down, across)
@@ -189,7 +213,9 @@ def _score_slices(
     step = max(1, CHUNK_ELEMENTS // (batch * heads * tokens))
     for start in range(0, tokens, step):
         with full_precision(query.device):
-            scores = torch.matmul(query[:, :, start : start + step].float() * scale, key.float().transpose(-1, -2))
+            scores = torch.matmul(
+                query[:, :, start : start + step].float() * scale, key.float().transpose(-1, -2)
+            )
         yield scores.masked_fill(padding, -torch.inf), group_ids[:, :, start : start + step]
 
 

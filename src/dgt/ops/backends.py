@@ -1,23 +1,27 @@
-"""The backends of the operator: their names, which one ``"auto"`` stands for, and the module that does its steps.
+"""The backends of the operator: names, the choice of ``"auto"``, and their modules.
 
-==============  ======================================================================================================
-``reference``   :mod:`dgt.ops.reference`: dense, any type and device, twice differentiable; the oracle of all others
-``native``      :mod:`dgt.ops.native.operators`: the C++ kernel for CPUs, where it was built
-``torch``       :mod:`dgt.ops.torch_ops`: PyTorch's own kernels, any device (on CPUs within :mod:`dgt.ops.operators`)
-``triton``      :mod:`dgt.ops.triton.backend`: fused kernels for CUDA
-==============  ======================================================================================================
+=============  =====================================================================================
+``reference``  :mod:`dgt.ops.reference`: dense, any type and device, twice differentiable; the
+               oracle of all others
+``native``     :mod:`dgt.ops.native.operators`: the C++ kernel for CPUs, where it was built
+``torch``      :mod:`dgt.ops.torch_ops`: PyTorch's own kernels, any device (on CPUs within
+               :mod:`dgt.ops.operators`)
+``triton``     :mod:`dgt.ops.triton.backend`: fused kernels for CUDA
+=============  =====================================================================================
 
 Each module offers the same functions over arguments that are right already; their contracts are in
 :mod:`dgt.ops.torch_ops`:
 
 - ``group_queries(query, centroids, key_mask)``, ``select_keys(centroids, key, top_k, key_mask)``
-- ``attend(query, key, value, group_ids, key_ids, scale, key_bias)``, and ``attend_with_logsumexp`` of the same
+- ``attend(query, key, value, group_ids, key_ids, scale, key_bias)``, and ``attend_with_logsumexp``
+  of the same
 - ``summarize_unselected(query, key, value, group_ids, key_ids, scale, key_mask)``
 - ``cluster_tokens(tokens, num_clusters, steps, every, mask)``, and ``summarize_clusters`` as ``summarize_unselected``,
   with ``key_cluster_ids, num_clusters`` in place of ``key_mask``
 - ``group_statistics(query, group_ids, num_groups)``
-- ``attention(query, key, value, centroids, top_k, scale, key_mask, num_prefix_tokens, remainder)``, only where it has
-  the steps in one: what :func:`dgt.dynamic_group_attention` returns; or None where such a call takes the three steps.
+- ``attention(query, key, value, centroids, top_k, scale, key_mask, num_prefix_tokens, remainder)``,
+  only where it has the steps in one: what :func:`dgt.dynamic_group_attention` returns; or None
+  where such a call takes the three steps.
 
 A backend that is named is never exchanged for another.
 """
@@ -35,13 +39,17 @@ from dgt.ops.native_loader import can_run_native, check_native, load_native
 from dgt.ops.triton import fallback
 
 BACKENDS = ("reference", "native", "torch", "triton")
-FORWARD_ONLY = ("triton",)  # without gradients of a remainder, of a key_bias and of the logarithms of the sums
+# Without gradients of a remainder, of a key_bias and of the logarithms of the sums.
+FORWARD_ONLY = ("triton",)
 TRITON_CHANNELS = 128  # the most per head
+OLDEST_GPU = (8, 0)  # compute capability of the first GPUs with bfloat16 matrix units
 _warned = False  # that "eager" has another name
 
 
 def check_backend(backend: str) -> str:
-    """Return the name of a backend, or ``"auto"``, if it is one; for ``"eager"``, its name until now, ``"torch"``.
+    """Return the name of a backend, or ``"auto"``, if it is one.
+
+    ``"eager"``, the old name of ``"torch"``, is replaced with a warning.
 
     Raises:
         ValueError: for an unknown name.
@@ -50,12 +58,14 @@ def check_backend(backend: str) -> str:
         _warn_of_eager()
         return "torch"
     if backend != "auto" and backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(['auto', *BACKENDS])}, got {backend!r}")
+        raise ValueError(
+            f"backend must be one of {', '.join(['auto', *BACKENDS])}, got {backend!r}"
+        )
     return backend
 
 
 def resolve_backend(backend: str, tokens: Tensor | None = None) -> str:
-    """Return the backend that ``"auto"`` stands for on (B, H, L, D) tokens; a named one is checked and kept.
+    """Return the backend that ``"auto"`` means for (B, H, L, D) tokens; check a named one.
 
     Raises:
         ValueError: for an unknown name, or ``"native"`` where it cannot run.
@@ -93,7 +103,7 @@ def resolve_call(backend: str, forward_only: str | None, *tensors: Tensor | None
 
 
 def load_backend(backend: str, tokens: Tensor) -> ModuleType:
-    """Return the module that does the steps of a backend, as :func:`resolve_backend` named it, on these tokens.
+    """Return the module of a backend that :func:`resolve_backend` named, for these tokens.
 
     Raises:
         ValueError: if it is not installed.
@@ -121,13 +131,14 @@ def load_triton() -> ModuleType:
         from dgt.ops.triton import backend
     except ImportError as error:
         raise ValueError(
-            'backend="triton" needs Triton, which is not installed: pip install triton, or use backend="torch"'
+            'backend="triton" needs Triton, which is not installed: pip install triton, '
+            'or use backend="torch"'
         ) from error
     return backend
 
 
 def _may_take_triton(tokens: Tensor) -> bool:
-    """Tell whether kernels take these tokens of a CUDA device, and have been seen to be right on it."""
+    """Tell whether the kernels take these CUDA tokens and have passed their check on the device."""
     if tokens.dtype == torch.float64 or tokens.shape[-1] > TRITON_CHANNELS or fallback.failures:
         return False
     return _trusts_triton(tokens.device.index, tokens.dtype)
@@ -135,8 +146,10 @@ def _may_take_triton(tokens: Tensor) -> bool:
 
 @torch.compiler.assume_constant_result
 def _trusts_triton(device: int | None, dtype: torch.dtype) -> bool:
-    """Tell whether Triton is installed, this CUDA device new enough for it, and its check of itself passed there."""
-    if importlib.util.find_spec("triton") is None or torch.cuda.get_device_capability(device) < (8, 0):
+    """Tell whether Triton is installed, supports this CUDA device, and passed its check there."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    if torch.cuda.get_device_capability(device) < OLDEST_GPU:
         return False
     can_trust = getattr(fallback, "can_trust", None)
     return can_trust is not None and bool(can_trust(torch.device("cuda", device or 0), dtype))
@@ -148,5 +161,7 @@ def _warn_of_eager() -> None:
     global _warned  # noqa: PLW0603
     if not _warned:
         _warned = True
-        message = 'backend="eager" is called "torch" now; "eager" will be refused in the next version'
+        message = (
+            'backend="eager" is called "torch" now; "eager" will be refused in the next version'
+        )
         warnings.warn(message, FutureWarning, stacklevel=4)

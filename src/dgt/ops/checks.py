@@ -1,7 +1,8 @@
-"""What every public function of :mod:`dgt.ops` begins with: checks of its arguments, and the precision it works in.
+"""Argument checks and precision of the public functions of :mod:`dgt.ops`.
 
-Each error names the argument, what was expected and what came. Shapes and types are checked everywhere; values (NaN,
-ids out of range) only where looking at them does not make the host wait for a device.
+Each error names the argument, what was expected and what came. Shapes and types are checked
+everywhere; values (NaN, ids out of range) only where looking at them does not make the host wait
+for a device.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def describe(value: object) -> str:
-    """Return what came, in words for an error message: type, and for a tensor its shape, dtype and device."""
+    """Describe a value for an error message: type, and for a tensor shape, dtype and device."""
     if isinstance(value, Tensor):
         return f"a {tuple(value.shape)} tensor of {value.dtype} on {value.device}"
     text = repr(value)
@@ -39,18 +40,24 @@ def check_tensor(name: str, value: Tensor, letters: str, floating: bool) -> None
         raise ValueError(f"{expected}, got {describe(value)}")
 
 
-def check_shape(name: str, value: Tensor, letters: str, expected: tuple[int, ...], like: str) -> None:
-    """Check that ``value`` has exactly the ``expected`` shape, which follows from the argument ``like``."""
+def check_shape(
+    name: str, value: Tensor, letters: str, expected: tuple[int, ...], like: str
+) -> None:
+    """Check that ``value`` has the ``expected`` shape, which follows from the argument ``like``."""
     if value.shape != expected:
         wanted = f"({', '.join(letters)}) = {tuple(expected)}"
-        raise ValueError(f"{name} must have shape {wanted} to match {like}, got {tuple(value.shape)}")
+        raise ValueError(
+            f"{name} must have shape {wanted} to match {like}, got {tuple(value.shape)}"
+        )
 
 
 def check_device(like_name: str, like: Tensor, **others: Tensor | None) -> None:
     """Check that every other tensor lives on the device of ``like``."""
     for name, value in others.items():
         if value is not None and value.device != like.device:
-            raise ValueError(f"{name} must be on {like_name}'s device {like.device}, got {value.device}")
+            raise ValueError(
+                f"{name} must be on {like_name}'s device {like.device}, got {value.device}"
+            )
 
 
 def check_tokens(name: str, tokens: Tensor, centroids: Tensor) -> None:
@@ -76,7 +83,9 @@ def check_key_mask(
     """Check a bool (B, L) mask, True where a token is real."""
     if key_mask is None:
         return
-    expected = f"{name} must be a bool (B, L) = ({batch}, {tokens}) tensor, True where a token is real"
+    expected = (
+        f"{name} must be a bool (B, L) = ({batch}, {tokens}) tensor, True where a token is real"
+    )
     if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
         raise TypeError(f"{expected}, got {describe(key_mask)}")
     if key_mask.shape != (batch, tokens):
@@ -111,13 +120,15 @@ def repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
 
 
 def check_choice(query: Tensor, key: Tensor, group_ids: Tensor, key_ids: Tensor) -> None:
-    """Check (B, H, L) groups and (B, H, G, K) keys against the queries and keys that they are of, all but values."""
+    """Check (B, H, L) groups and (B, H, G, K) key ids against queries and keys, all but values."""
     check_tensor("group_ids", group_ids, "BHL", floating=False)
     check_tensor("key_ids", key_ids, "BHGK", floating=False)
     check_shape("group_ids", group_ids, "BHL", tuple(query.shape[:3]), "query")
     check_shape("key_ids", key_ids, "BHGK", (*key.shape[:2], *key_ids.shape[2:]), "key")
     if 0 in key_ids.shape:
-        raise ValueError(f"key_ids must hold at least one group and one place, got shape {tuple(key_ids.shape)}")
+        raise ValueError(
+            f"key_ids must hold at least one group and one place, got shape {tuple(key_ids.shape)}"
+        )
     check_device("query", query, group_ids=group_ids, key_ids=key_ids)
 
 
@@ -149,7 +160,9 @@ def check_share(name: str, value: float) -> None:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float | torch.SymFloat | torch.SymInt) and not isinstance(value, bool)
+    return isinstance(value, int | float | torch.SymFloat | torch.SymInt) and not isinstance(
+        value, bool
+    )
 
 
 def check_ids(name: str, ids: Tensor, count: int) -> None:
@@ -158,22 +171,32 @@ def check_ids(name: str, ids: Tensor, count: int) -> None:
         return
     least, most = (int(bound) for bound in ids.aminmax())
     if least < -1 or most >= count:
-        raise ValueError(f"{name} must lie in -1 to {count - 1}, got {least if least < -1 else most}")
+        raise ValueError(
+            f"{name} must lie in -1 to {count - 1}, got {least if least < -1 else most}"
+        )
 
 
 def check_key_ids(key_ids: Tensor, count: int) -> None:
-    """Check (B, H, G, K) key ids: in range, and no key twice in one list, where looking costs no waiting."""
+    """Check (B, H, G, K) key ids: in range, and no key twice in a list.
+
+    Skipped where reading the values would wait for a device.
+    """
     check_ids("key_ids", key_ids, count)
     if not _can_check(key_ids):
         return
     ordered = key_ids.sort(-1).values
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
     if twice.any():
-        raise ValueError(f"key_ids must not name a key twice in one list, got {int(ordered[..., 1:][twice][0])} again")
+        raise ValueError(
+            "key_ids must not name a key twice in one list, "
+            f"got {int(ordered[..., 1:][twice][0])} again"
+        )
 
 
 def check_no_nan(name: str, tensor: Tensor) -> None:
-    """Check that a tensor, or what was computed from it, holds no NaN, where looking costs no waiting.
+    """Check that a tensor, or what was computed from it, holds no NaN.
+
+    Skipped where reading the values would wait for a device.
 
     Raises:
         NonFiniteInput: a ValueError.
@@ -194,10 +217,21 @@ def _can_check(tensor: Tensor) -> bool:
 
 
 def has_tangent(*tensors: Tensor | None) -> bool:
-    """Tell whether a tensor takes part in forward-mode differentiation, for which our operators have no rule."""
+    """Tell whether a tensor takes part in forward-mode differentiation.
+
+    Our operators have no rule for it.
+    """
     if torch.compiler.is_compiling():
         return False
-    return any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+    return any(
+        tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None
+        for tensor in tensors
+    )
+
+
+def needs_gradients(*tensors: Tensor) -> bool:
+    """Tell whether gradients of what is computed from these tensors may be asked for."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
@@ -206,7 +240,7 @@ def wide_type(dtype: torch.dtype) -> torch.dtype:
 
 
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return a context without autocast, as the steps choose their types themselves; the meta device has none."""
+    """Return a context without autocast, as the steps choose their types themselves."""
     if device.type == "meta":
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)

@@ -10,11 +10,13 @@ No weights, no calibration, no state: any model's softmax attention can be repla
 """
 
 from types import ModuleType
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
+from dgt.ops import flops, operators
 from dgt.ops.backends import load_backend, resolve_call
 from dgt.ops.checks import (
     check_count,
@@ -22,9 +24,11 @@ from dgt.ops.checks import (
     check_operands,
     check_scale,
     describe,
+    needs_gradients,
     repeat_heads,
 )
 from dgt.ops.clusters import cluster_keys, find_clusters
+from dgt.ops.native_loader import can_run_native
 from dgt.ops.prefix import join_prefix, prepend_prefix
 from dgt.ops.remainder import add_remainder
 from dgt.ops.triton.fallback import falls_back
@@ -104,13 +108,10 @@ def clustered_attention(
     backend = resolve_call(
         backend, "residual keys" if num_residual_keys else None, query, key, value
     )
-    steps = load_backend(backend, query)
-    in_one_step = getattr(steps, "clustered_attention", None)
-    if in_one_step is not None:
-        output = in_one_step(query, key, value, *call)
-        if output is not None:
-            return cast(Tensor, output)
-    return _attend_in_steps(steps, query, repeated_key, repeated_value, key, call)
+    if operators.is_writing_file() and not needs_gradients(query, key, value):
+        output: Tensor = torch.ops.dgt.clustered_attention(query, key, value, *call)
+        return output
+    return _attend(load_backend(backend, query), query, key, value, call)
 
 
 class _Call(NamedTuple):
@@ -123,6 +124,53 @@ class _Call(NamedTuple):
     scale: float
     key_mask: Tensor | None
     share_key_clusters: bool
+
+
+def _attend(steps: ModuleType, query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
+    """In one step where the backend has it for such a call, else in several."""
+    in_one_step = getattr(steps, "clustered_attention", None)
+    if in_one_step is not None:
+        output = in_one_step(query, key, value, *call)
+        if output is not None:
+            return cast(Tensor, output)
+    repeated_key, repeated_value = repeat_heads(query, key, value)
+    return _attend_in_steps(steps, query, repeated_key, repeated_value, key, call)
+
+
+@torch.library.custom_op("dgt::clustered_attention", mutates_args=())
+def _clustered_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    num_groups: int,
+    top_k: int,
+    num_residual_keys: int,
+    num_prefix_tokens: int,
+    scale: float,
+    key_mask: Tensor | None,
+    share_key_clusters: bool,
+) -> Tensor:
+    """What files hold, without gradients: as quick as the machine that reads one can be."""
+    call = _Call(
+        num_groups=num_groups,
+        top_k=top_k,
+        num_residual_keys=num_residual_keys,
+        num_prefix_tokens=num_prefix_tokens,
+        scale=scale,
+        key_mask=key_mask,
+        share_key_clusters=share_key_clusters,
+    )
+    backend = "native" if can_run_native(query) else "torch"
+    with torch.no_grad():
+        return _attend(load_backend(backend, query), query, key, value, call).contiguous()
+
+
+@_clustered_attention.register_fake
+def _(query: Tensor, *_: Any) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+register_flop_formula(torch.ops.dgt.clustered_attention)(flops.clustered_attention)
 
 
 def _attend_in_steps(

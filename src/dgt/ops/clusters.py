@@ -17,7 +17,6 @@ from dgt.ops.checks import check_count, check_key_mask, check_no_nan, check_tens
 from dgt.ops.torch_clusters import EVERY, STEPS, sample_distance
 
 
-
 class Clusters(NamedTuple):
     """What :func:`cluster_tokens` returns."""
 

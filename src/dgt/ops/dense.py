@@ -1,6 +1,9 @@
-"""Dense attention: every query attends to every key. PyTorch's own, or, on CPUs, the native kernel, which is faster.
+"""Dense attention: every query attends to every key.
 
-The kernel is that of attention inside groups (Eq. 2) with one list that holds all keys: exact, no approximation.
+PyTorch's own, or, on CPUs, the native kernel, which is faster.
+
+The kernel is that of attention inside groups (Eq. 2) with one list that holds all keys: exact, no
+approximation.
 """
 
 import torch
@@ -21,18 +24,21 @@ def dense_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute ``softmax(scale query key^T + mask) value``, as ``F.scaled_dot_product_attention`` does.
+    """Compute ``softmax(scale query key^T + mask) value``, as PyTorch's own function does.
 
-    On CPUs the native kernel computes it where it was built and takes the call: float32, bfloat16 or float16 (sums in
-    float32), at most 256 channels a head, values as wide as keys, no dropout, not causal, no gradient in the mask, and
-    outside of files and forward-mode differentiation. Everything else is PyTorch's.
+    It takes the arguments of ``F.scaled_dot_product_attention``.
+
+    On CPUs the native kernel computes it where it was built and takes the call: float32, bfloat16
+    or float16 (sums in float32), at most 256 channels a head, values as wide as keys, no dropout,
+    not causal, no gradient in the mask, and outside of files and forward-mode differentiation.
+    Everything else is PyTorch's.
 
     Args:
         query: (..., H, L, D) float tensor; any number of dimensions before L.
         key: (..., H, S, D), of query's type; with ``enable_gqa`` the heads may be a divisor of H.
         value: (..., H, S, D).
-        attn_mask: bool, True where a query sees a key, or float, added to the scores; broadcasts to (..., H, L, S).
-            Float masks of half precision are added in float32.
+        attn_mask: bool, True where a query sees a key, or float, added to the scores; broadcasts to
+            (..., H, L, S). Float masks of half precision are added in float32.
         dropout_p: probability that a weight is dropped.
         is_causal: query i sees keys 0 to i only.
         scale: factor on the scores; default 1 / sqrt(D).
@@ -49,7 +55,11 @@ def dense_attention(
         >>> dense_attention(query, key, value).shape
         torch.Size([1, 2, 196, 32])
     """
-    native = dropout_p == 0.0 and not is_causal and _can_run_native(query, key, value, attn_mask, enable_gqa)
+    native = (
+        dropout_p == 0.0
+        and not is_causal
+        and _can_run_native(query, key, value, attn_mask, enable_gqa)
+    )
     if not native:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -63,21 +73,33 @@ def dense_attention(
     return dense.attention(query, key, value, mask, factor).reshape(shape)
 
 
-def _can_run_native(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool) -> bool:
-    """Tell whether the native kernel is here and takes the call; wrong calls are PyTorch's to refuse."""
+def _can_run_native(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool
+) -> bool:
+    """Tell whether the native kernel is here and takes the call; PyTorch refuses wrong calls."""
     tensors = [tensor for tensor in (query, key, value, mask) if tensor is not None]
     if torch.jit.is_tracing() or torch.compiler.is_exporting() or has_tangent(*tensors):
         return False
-    if any(tensor.device.type != "cpu" or tensor.is_nested or 0 in tensor.shape for tensor in tensors):
+    if any(
+        tensor.device.type != "cpu" or tensor.is_nested or 0 in tensor.shape for tensor in tensors
+    ):
         return False
-    if key.dtype != query.dtype or value.dtype != query.dtype:
-        return False
-    if mask is not None and (mask.requires_grad or mask.dtype not in (torch.bool, torch.float32, query.dtype)):
+    if not _types_fit(query, key, value, mask):
         return False
     return _shapes_fit(query, key, value, mask, enable_gqa) and can_run_native(query)
 
 
-def _shapes_fit(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool) -> bool:
+def _types_fit(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    if key.dtype != query.dtype or value.dtype != query.dtype:
+        return False
+    if mask is None:
+        return True
+    return not mask.requires_grad and mask.dtype in (torch.bool, torch.float32, query.dtype)
+
+
+def _shapes_fit(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool
+) -> bool:
     if not query.dim() == key.dim() == value.dim() >= 2 or key.shape != value.shape:
         return False
     if query.shape[-1] != key.shape[-1]:
@@ -102,7 +124,10 @@ def _as_four_dimensions(tensor: Tensor) -> Tensor:
 
 
 def _broadcast_mask(mask: Tensor, query: Tensor, key: Tensor, shape: torch.Size) -> Tensor:
-    """The mask as (B, H, L, S), bool or float32; dimensions that it is the same along have a stride of zero."""
+    """The mask as (B, H, L, S), bool or float32.
+
+    Dimensions that it is broadcast along have a stride of zero.
+    """
     mask = mask if mask.dtype == torch.bool else mask.float()
     full = mask.expand(*shape[:-1], key.shape[2])
     if full.dim() < 4:

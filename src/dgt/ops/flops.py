@@ -1,11 +1,16 @@
-"""Floating-point operations of the operators, for ``torch.utils.flop_counter``: from shapes, two per multiply-add.
+"""Floating-point operations of the operators, for ``torch.utils.flop_counter``.
 
-DG-Attention is 2 k L C + 2 L G C multiply-adds, and choosing the keys counts k G log2(L) a head more, as in the paper.
-Every operator registers its formula where it is defined, in plain PyTorch and in Triton alike.
+They follow from shapes; a multiply-add counts as two.
+
+DG-Attention is 2 k L C + 2 L G C multiply-adds, and choosing the keys counts k G log2(L) a head
+more, as in the paper. Every operator registers its formula where it is defined, in plain PyTorch
+and in Triton alike.
 """
 
 import math
 from typing import Any
+
+from dgt.ops.torch_clusters import EVERY, STEPS, sample_distance
 
 
 def group_queries(query: Any, centroids: Any, *_: Any, **__: Any) -> int:
@@ -19,19 +24,57 @@ def select_keys(centroids: Any, key: Any, top_k: int, *_: Any, **__: Any) -> int
     return 2 * math.prod(key) * int(centroids[1]) + 2 * key[0] * key[1] * round(choice)
 
 
-def attend(query: Any, key: Any, value: Any, group_ids: Any, key_ids: Any, *_: Any, **__: Any) -> int:
+def attend(
+    query: Any, key: Any, value: Any, group_ids: Any, key_ids: Any, *_: Any, **__: Any
+) -> int:
     """Two products of every query with the keys of its group: 2 k L C."""
     return 4 * math.prod(query) * int(key_ids[3])
 
 
-def attention(query: Any, key: Any, value: Any, centroids: Any, top_k: int, *_: Any, **__: Any) -> int:
+def attention(
+    query: Any, key: Any, value: Any, centroids: Any, top_k: int, *_: Any, **__: Any
+) -> int:
     """The three steps together."""
     chosen = (*query[:2], int(centroids[1]), min(top_k, key[2]))
     steps = group_queries(query, centroids), select_keys(centroids, key, top_k)
     return sum(steps) + attend(query, key, value, None, chosen)
 
 
-def group_matmul(form: int, left: Any, right: Any, group_ids: Any, key_ids: Any, *_: Any, **__: Any) -> int:
+def group_matmul(
+    form: int, left: Any, right: Any, group_ids: Any, key_ids: Any, *_: Any, **__: Any
+) -> int:
     """One product of every query with the keys of its group: k L C."""
     channels = left[3] if form in (1, 3) else right[3]
     return 2 * math.prod(group_ids) * int(key_ids[3]) * int(channels)
+
+
+def cluster_tokens(
+    shape: Any, num_clusters: int, steps: int = STEPS, every: int = EVERY, *_: Any, **__: Any
+) -> int:
+    """Every token with every centroid once, and those of the sample in every step on it."""
+    passes = 1 + steps / sample_distance(shape[2], num_clusters, every)
+    return round(2 * math.prod(shape) * num_clusters * passes)
+
+
+def clustered_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    num_groups: int,
+    top_k: int,
+    num_residual_keys: int,
+    num_prefix_tokens: int,
+    *_: Any,
+    **__: Any,
+) -> int:
+    """Clusters; scores and two sums of every group; two products of every query with its list; the prefix."""
+    batch, heads, tokens, channels = query
+    queries, keys = tokens - num_prefix_tokens, int(key[2]) - num_prefix_tokens
+    product = 2 * batch * heads * channels
+    passes = 1 if num_residual_keys == 0 else 3
+    listed = num_prefix_tokens + min(top_k, keys) + num_residual_keys
+    total = cluster_tokens((batch, heads, queries, channels), num_groups)
+    if num_residual_keys > 1:
+        total += cluster_tokens((batch, int(key[1]), keys, channels), num_residual_keys)
+    pairs = passes * num_groups * keys + 2 * queries * listed + 2 * num_prefix_tokens * int(key[2])
+    return total + product * pairs

@@ -1,8 +1,9 @@
-"""The four group-wise matrix products of the paper's appendix, as operators of their own, in plain PyTorch and Triton.
+"""The four group-wise matrix products of the paper's appendix, in plain PyTorch and Triton.
 
-Form 1 serves Eqs. 11 and 16 of the appendix, form 2 Eqs. 13 and 14, form 3 Eq. 15 and form 4 Eq. 17. The gradient of
-each is made of the others, so they may be differentiated any number of times. The paper builds the attention of them,
-form 1, a softmax, form 2, and keeps P (L x k) in memory: ``tests/ops/test_group_matmul.py`` does it again.
+Form 1 serves Eqs. 11 and 16 of the appendix, form 2 Eqs. 13 and 14, form 3 Eq. 15 and form 4 Eq.
+17. The gradient of each is made of the others, so they may be differentiated any number of times.
+The paper builds the attention of them, form 1, a softmax, form 2, and keeps P (L x k) in memory:
+``tests/ops/test_group_matmul.py`` does it again.
 """
 
 from collections.abc import Iterator
@@ -41,54 +42,78 @@ def group_matmul(
     tokens: int | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Multiply matrices group by group; query i works with keys ``ids_i = key_ids[b, h, group_ids[b, h, i]]`` only.
+    """Multiply matrices group by group: each query with the keys of its group only.
 
-    ======  ==================  ===================  ====================================================
-    form    left                right                result
-    ======  ==================  ===================  ====================================================
-    1       queries (B,H,L,D)   keys (B,H,M,D)       (B,H,L,K): ``left[i] . right[ids_i[p]]``
-    2       weights (B,H,L,K)   values (B,H,M,D)     (B,H,L,D): sum over p of ``left[i,p] right[ids_i[p]]``
-    3       queries (B,H,L,D)   weights (B,H,L,K)    (B,H,D,M): form 4 of (right, left), transposed
-    4       weights (B,H,L,K)   rows (B,H,L,D)       (B,H,M,D): in row j the sum of ``left[i,p] right[i]``
-                                                     over all i, p with ``ids_i[p] = j``
-    ======  ==================  ===================  ====================================================
+    Query i works with keys ``ids_i = key_ids[b, h, group_ids[b, h, i]]``.
+
+    ====  ==================  ==================  ==================================================
+    form  left                right               result
+    ====  ==================  ==================  ==================================================
+    1     queries (B,H,L,D)   keys (B,H,M,D)      (B,H,L,K): ``left[i] . right[ids_i[p]]``
+    2     weights (B,H,L,K)   values (B,H,M,D)    (B,H,L,D): sum over p of
+                                                  ``left[i,p] right[ids_i[p]]``
+    3     queries (B,H,L,D)   weights (B,H,L,K)   (B,H,D,M): form 4 of (right, left), transposed
+    4     weights (B,H,L,K)   rows (B,H,L,D)      (B,H,M,D): in row j the sum of
+                                                  ``left[i,p] right[i]`` over all i, p with
+                                                  ``ids_i[p] = j``
+    ====  ==================  ==================  ==================================================
 
     Args:
         form: 1 to 4, as numbered in the paper's appendix.
         left, right: float tensors of one type, as in the table. Differentiable.
         group_ids: (B, H, L) int64; a query of group -1 yields zero and adds nothing.
-        key_ids: (B, H, G, K) int64, no key twice in one list; -1 marks an empty place, which yields zero and adds
-            nothing.
+        key_ids: (B, H, G, K) int64, no key twice in one list; -1 marks an empty place, which yields
+            zero and adds nothing.
         tokens: M, the number of keys; for forms 3 and 4 only, whose arguments do not tell it.
-        backend: ``"auto"``, ``"torch"`` (PyTorch's own operators) or ``"triton"``; one that is named is never
-            exchanged for another.
+        backend: ``"auto"``, ``"torch"`` (PyTorch's own operators) or ``"triton"``; one that is
+            named is never exchanged for another.
+
+    Returns:
+        As in the table, of the type of ``left``.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
+
+    Example:
+        >>> query, key = torch.randn(2, 1, 2, 196, 32)
+        >>> group_ids = torch.randint(48, (1, 2, 196))
+        >>> key_ids = torch.rand(1, 2, 48, 196).topk(98).indices
+        >>> group_matmul(1, query, key, group_ids, key_ids).shape
+        torch.Size([1, 2, 196, 98])
     """
     _check(form, left, right, group_ids, key_ids, tokens)
     if has_tangent(left, right):
-        raise ValueError("left and right must have no tangents: forward-mode differentiation is not supported")
+        raise ValueError(
+            "left and right must have no tangents: forward-mode differentiation is not supported"
+        )
     count = tokens or right.shape[2]
     check_ids("group_ids", group_ids, key_ids.shape[2])
     check_key_ids(key_ids, count)
     backend = check_backend(backend)
     if backend not in ("auto", "torch", "triton"):
         raise ValueError(f"backend must be one of auto, torch, triton, got {backend!r}")
-    if resolve_backend(backend, right if form in (2, 4) else left) == "triton":  # the one that holds channels
+    # The one that holds channels.
+    if resolve_backend(backend, right if form in (2, 4) else left) == "triton":
         backend = "triton"
         load_triton()
     else:
         backend = "torch"
-    product: Tensor = torch.ops.dgt.group_matmul(form, left, right, group_ids, key_ids, count, backend)
+    product: Tensor = torch.ops.dgt.group_matmul(
+        form, left, right, group_ids, key_ids, count, backend
+    )
     return product
 
 
-def _check(form: int, left: Tensor, right: Tensor, group_ids: Tensor, key_ids: Tensor, tokens: int | None) -> None:
+def _check(
+    form: int, left: Tensor, right: Tensor, group_ids: Tensor, key_ids: Tensor, tokens: int | None
+) -> None:
     """Check all but the values of ids."""
     if form not in LETTERS:
         raise ValueError(f"form must be 1, 2, 3 or 4, got {form!r}")
-    for name, tensor, letters in (("left", left, LETTERS[form][0]), ("right", right, LETTERS[form][1])):
+    for name, tensor, letters in (
+        ("left", left, LETTERS[form][0]),
+        ("right", right, LETTERS[form][1]),
+    ):
         check_tensor(name, tensor, letters, floating=True)
     if left.dtype != right.dtype:
         raise TypeError(f"right must have left's type {left.dtype}, got {right.dtype}")
@@ -100,7 +125,9 @@ def _check(form: int, left: Tensor, right: Tensor, group_ids: Tensor, key_ids: T
     if form >= 3:
         check_count("tokens", tokens)  # type: ignore[arg-type]  # None is what it refuses
     elif tokens is not None:
-        raise ValueError(f"tokens must be left out for form {form}, whose right argument tells it, got {tokens}")
+        raise ValueError(
+            f"tokens must be left out for form {form}, whose right argument tells it, got {tokens}"
+        )
     places = key_ids.shape[3]
     expected = {
         1: (*left.shape[:2], right.shape[2], left.shape[3]),
@@ -118,19 +145,37 @@ def _check(form: int, left: Tensor, right: Tensor, group_ids: Tensor, key_ids: T
 
 @torch.library.custom_op("dgt::group_matmul", mutates_args=())
 def _product(
-    form: int, left: Tensor, right: Tensor, group_ids: Tensor, key_ids: Tensor, tokens: int, backend: str
+    form: int,
+    left: Tensor,
+    right: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    tokens: int,
+    backend: str,
 ) -> Tensor:
     if backend == "triton":
-        result: Tensor = load_triton().group_matmul(form, left, right, group_ids, key_ids, tokens, 0.0)
+        result: Tensor = load_triton().group_matmul(
+            form, left, right, group_ids, key_ids, tokens, 0.0
+        )
         return result
     with full_precision(left.device):  # the types are the caller's
         if form == 3:
-            return _multiply(4, right, left, group_ids, key_ids, tokens).transpose(2, 3).contiguous()
+            return (
+                _multiply(4, right, left, group_ids, key_ids, tokens).transpose(2, 3).contiguous()
+            )
         return _multiply(form, left, right, group_ids, key_ids, tokens)
 
 
 @_product.register_fake
-def _(form: int, left: Tensor, right: Tensor, group_ids: Tensor, key_ids: Tensor, tokens: int, backend: str) -> Tensor:
+def _(
+    form: int,
+    left: Tensor,
+    right: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    tokens: int,
+    backend: str,
+) -> Tensor:
     batch, heads, queries, last = left.shape
     shapes = {
         1: (batch, heads, queries, key_ids.shape[3]),
@@ -151,7 +196,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     left, right, group_ids, key_ids = ctx.saved_tensors
 
     def multiply(form: int, a: Tensor, b: Tensor) -> Tensor:
-        result: Tensor = torch.ops.dgt.group_matmul(form, a, b, group_ids, key_ids, ctx.tokens, ctx.backend)
+        result: Tensor = torch.ops.dgt.group_matmul(
+            form, a, b, group_ids, key_ids, ctx.tokens, ctx.backend
+        )
         return result
 
     if ctx.form == 1:
@@ -170,7 +217,9 @@ _product.register_autograd(_backward, setup_context=_save)
 register_flop_formula(torch.ops.dgt.group_matmul)(flops.group_matmul)
 
 
-def _multiply(form: int, left: Tensor, right: Tensor, group_ids: Tensor, key_ids: Tensor, tokens: int) -> Tensor:
+def _multiply(
+    form: int, left: Tensor, right: Tensor, group_ids: Tensor, key_ids: Tensor, tokens: int
+) -> Tensor:
     """Forms 1, 2 and 4; the last is summed in float32 at least."""
     channels, last = right.shape[3], key_ids.shape[3] if form == 1 else right.shape[3]
     wide = torch.promote_types(right.dtype, torch.float32)
@@ -190,10 +239,13 @@ def _multiply(form: int, left: Tensor, right: Tensor, group_ids: Tensor, key_ids
     return result.view(*left.shape[:2], -1, last).to(right.dtype)
 
 
-def _runs(group_ids: Tensor, key_ids: Tensor, tokens: int, channels: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+def _runs(
+    group_ids: Tensor, key_ids: Tensor, tokens: int, channels: int
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Cut all queries into runs whose (R, K, D) gathered keys stay small.
 
-    Yields the run, rows of the keys of its groups, (R, K), and which of them exist; rows count through batch and heads.
+    Yields the run, rows of the keys of its groups, (R, K), and which of them exist; rows count
+    through batch and heads.
     """
     groups, places = key_ids.shape[2:]
     heads = torch.arange(group_ids.shape[0] * group_ids.shape[1], device=group_ids.device)[:, None]

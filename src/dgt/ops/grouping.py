@@ -1,8 +1,8 @@
-"""Query groups and their centroids: assignment, statistics, update and seeding (section 3.1, Eqs. 3-4).
+"""Query groups and centroids: assignment, statistics, update, seeding (section 3.1, Eqs. 3-4).
 
-Assignment is by the largest dot product with unit-norm centroids, ties (of scores as computed) to the lowest group;
-scores and statistics are computed in float32 whatever the input's type. State goes in and comes out: nothing here
-changes its arguments.
+Assignment is by the largest dot product with unit-norm centroids, ties (of scores as computed) to
+the lowest group; scores and statistics are computed in float32 whatever the input's type. State
+goes in and comes out: nothing here changes its arguments.
 """
 
 import torch
@@ -25,7 +25,9 @@ from dgt.ops.triton.fallback import falls_back
 
 
 @falls_back
-def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None = None, backend: str = "auto") -> Tensor:
+def group_queries(
+    query: Tensor, centroids: Tensor, key_mask: Tensor | None = None, backend: str = "auto"
+) -> Tensor:
     """Assign every query to the group of its nearest centroid.
 
     ``group_ids[b, h, l] = argmax_g <query[b, h, l], centroids[h, g]>``, ties to the lowest g.
@@ -40,8 +42,9 @@ def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None = No
         (B, H, L) int64 group ids; -1 at padding.
 
     Raises:
-        TypeError, ValueError: for a wrong type, rank, shape or device; on the CPU also for NaN in ``query``
-            (on an accelerator looking would stall the stream: there NaN passes on, as in PyTorch's own attention).
+        TypeError, ValueError: for a wrong type, rank, shape or device; on the CPU also for NaN in
+            ``query`` (on an accelerator looking would stall the stream: there NaN passes on, as in
+            PyTorch's own attention).
 
     Example:
         >>> centroids = F.normalize(torch.randn(2, 48, 32), dim=-1)
@@ -56,22 +59,38 @@ def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None = No
 
 
 @falls_back
-def group_statistics(query: Tensor, group_ids: Tensor, num_groups: int, backend: str = "auto") -> tuple[Tensor, Tensor]:
-    """Sum the normalised queries of every group over batch and tokens, and count them (Eq. 3 in parts).
+def group_statistics(
+    query: Tensor, group_ids: Tensor, num_groups: int, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Sum the normalized queries of every group over batch and tokens, and count them (Eq. 3).
 
-    Returns float32 ``(sums, counts)``, (H, G, D) and (H, G), of (B, H, L, D) queries whose (B, H, L) groups are known;
-    -1 (padding) is not counted. Statistics of parts of a batch add up; ``backend`` as for the whole operator.
+    Statistics of parts of a batch add up.
+
+    Args:
+        query: (B, H, L, D) float tensor.
+        group_ids: (B, H, L) int64 from :func:`group_queries`; -1 (padding) is not counted.
+        num_groups: G.
+        backend: as in :func:`dgt.dynamic_group_attention`.
+
+    Returns:
+        ``(sums, counts)``, float32 (H, G, D) and (H, G).
+
+    Raises:
+        TypeError, ValueError: for a wrong type, rank, shape or device.
     """
     steps = load_backend(resolve_backend(backend, query), query)
     sums, counts = steps.group_statistics(query, group_ids, num_groups)
     return sums, counts
 
 
-def blend_centroids(centroids: Tensor, sums: Tensor, counts: Tensor, rate: float | Tensor) -> Tensor:
-    """Move centroids towards the mean normalised query of their group and back onto the unit sphere (Eq. 4).
+def blend_centroids(
+    centroids: Tensor, sums: Tensor, counts: Tensor, rate: float | Tensor
+) -> Tensor:
+    """Move centroids toward the mean normalized query of their group, at unit norm (Eq. 4).
 
-    ``e_j <- Norm((1 - rate) e_j + rate e'_j)`` with ``e'_j = sums_j / counts_j``. Groups that are empty, whose
-    statistics are not finite (a diverged step), or whose new centroid would vanish, keep theirs.
+    ``e_j <- Norm((1 - rate) e_j + rate e'_j)`` with ``e'_j = sums_j / counts_j``. Groups that are
+    empty, whose statistics are not finite (a diverged step), or whose new centroid would vanish,
+    keep theirs.
     """
     mean = sums / counts.clamp(min=1)[..., None]
     moved = (1 - rate) * centroids + rate * mean
@@ -83,8 +102,9 @@ def blend_centroids(centroids: Tensor, sums: Tensor, counts: Tensor, rate: float
 def update_centroids(centroids: Tensor, query: Tensor, group_ids: Tensor, rate: float) -> Tensor:
     """Return the centroids after one step of Eqs. 3-4; the arguments stay as they are.
 
-    ``e'_j = mean of Norm(query) over group j`` (Eq. 3), ``e_j <- Norm((1 - rate) e_j + rate e'_j)`` (Eq. 4).
-    ``rate = 1 - tau`` is Eq. 4 as printed; ``rate = tau`` is the reading in which tau is the speed of the update.
+    ``e'_j = mean of Norm(query) over group j`` (Eq. 3), ``e_j <- Norm((1 - rate) e_j + rate e'_j)``
+    (Eq. 4). ``rate = 1 - tau`` is Eq. 4 as printed; ``rate = tau`` is the reading in which tau is
+    the speed of the update.
 
     Args:
         centroids: (H, G, D) float tensor, unit norm.
@@ -97,6 +117,13 @@ def update_centroids(centroids: Tensor, query: Tensor, group_ids: Tensor, rate: 
 
     Raises:
         TypeError, ValueError: for a wrong type, rank, shape, device, or a rate outside [0, 1].
+
+    Example:
+        >>> query = torch.randn(4, 2, 196, 32)
+        >>> centroids = F.normalize(torch.randn(2, 48, 32), dim=-1)
+        >>> group_ids = group_queries(query, centroids)
+        >>> update_centroids(centroids, query, group_ids, rate=0.9).shape
+        torch.Size([2, 48, 32])
     """
     check_tokens("query", query, centroids)
     check_tensor("group_ids", group_ids, "BHL", floating=False)
@@ -110,12 +137,13 @@ def update_centroids(centroids: Tensor, query: Tensor, group_ids: Tensor, rate: 
 
 @falls_back
 def seed_centroids(tokens: Tensor, num_groups: int, steps: int = 10) -> Tensor:
-    """Cluster unit-norm tokens into starting centroids: k-means++ and a few k-means steps on the sphere.
+    """Cluster unit-norm tokens into starting centroids by k-means++ and spherical k-means.
 
     Deterministic: the random choices of k-means++ come from a generator with a fixed seed.
 
     Args:
-        tokens: (H, N, D) float tensor, the sample to cluster; N may be smaller than G (tokens then repeat).
+        tokens: (H, N, D) float tensor, the sample to cluster; N may be smaller than G (tokens then
+            repeat).
         num_groups: G.
         steps: k-means (Lloyd) steps.
 
@@ -123,7 +151,12 @@ def seed_centroids(tokens: Tensor, num_groups: int, steps: int = 10) -> Tensor:
         (H, G, D) float32 centroids, unit norm.
 
     Raises:
-        TypeError, ValueError: for a wrong type or rank, an empty sample, ``num_groups`` < 1 or ``steps`` < 0.
+        TypeError, ValueError: for a wrong type or rank, an empty sample, ``num_groups`` < 1 or
+            ``steps`` < 0.
+
+    Example:
+        >>> seed_centroids(torch.randn(2, 1000, 32), num_groups=48).shape
+        torch.Size([2, 48, 32])
     """
     check_tensor("tokens", tokens, "HND", floating=True)
     check_count("num_groups", num_groups)
@@ -132,13 +165,14 @@ def seed_centroids(tokens: Tensor, num_groups: int, steps: int = 10) -> Tensor:
         raise ValueError(f"tokens must not be empty (H, N, D), got shape {tuple(tokens.shape)}")
     with full_precision(tokens.device), torch.no_grad():
         unit = F.normalize(tokens.float(), dim=-1)
-        unit[..., 0] += (unit == 0).all(-1)  # a token without direction gets one, so that no centroid is zero
+        # A token without direction gets one, so that no centroid is zero.
+        unit[..., 0] += (unit == 0).all(-1)
         return _cluster(unit[None], _spread_out(unit, num_groups), steps)
 
 
 @falls_back
 def find_centroids(query: Tensor, centroids: Tensor, steps: int = 2) -> Tensor:
-    """Find every image's own centroids: a few k-means steps on its queries, from centroids that are near.
+    """Refine centroids for each image by a few k-means steps on its queries.
 
     Args:
         query: (B, H, L, D) float tensor.
@@ -146,10 +180,16 @@ def find_centroids(query: Tensor, centroids: Tensor, steps: int = 2) -> Tensor:
         steps: k-means (Lloyd) steps; each costs one grouping pass.
 
     Returns:
-        (B, H, G, D) float32 centroids, unit norm, for :func:`dgt.dynamic_group_attention`; no gradient.
+        (B, H, G, D) float32 centroids, unit norm, for :func:`dgt.dynamic_group_attention`; no
+        gradient.
 
     Raises:
         TypeError, ValueError: for a wrong type, rank or shape, or ``steps`` < 0.
+
+    Example:
+        >>> centroids = F.normalize(torch.randn(2, 48, 32), dim=-1)
+        >>> find_centroids(torch.randn(4, 2, 196, 32), centroids).shape
+        torch.Size([4, 2, 48, 32])
     """
     check_count("steps", steps, least=0)
     if isinstance(centroids, Tensor) and centroids.dim() == 3:
@@ -158,7 +198,8 @@ def find_centroids(query: Tensor, centroids: Tensor, steps: int = 2) -> Tensor:
     check_tensor("query", query, "BHLD", floating=True)
     check_tensor("centroids", centroids, "BHGD", floating=True)
     check_shape("centroids", centroids, "BHGD", (*query.shape[:2], *centroids.shape[2:]), "query")
-    tokens, found = query.detach().flatten(0, 1)[None], centroids.detach().to(torch.float32, copy=True).flatten(0, 1)
+    tokens = query.detach().flatten(0, 1)[None]
+    found = centroids.detach().to(torch.float32, copy=True).flatten(0, 1)
     check_tokens("query", tokens, found)
     return _cluster(tokens, found, steps).view(*query.shape[:2], *found.shape[1:])
 
@@ -174,7 +215,7 @@ def _cluster(tokens: Tensor, centroids: Tensor, steps: int) -> Tensor:
 
 
 def _spread_out(unit: Tensor, num_groups: int) -> Tensor:
-    """Choose G of the (H, N, D) unit tokens by k-means++: likelier the farther from those chosen."""
+    """Choose G of the (H, N, D) unit tokens by k-means++, favoring those far from the chosen."""
     heads, count, channels = unit.shape
     generator = torch.Generator().manual_seed(0)
     draws = torch.rand(num_groups, heads, 1, generator=generator, device="cpu").to(unit.device)
@@ -185,6 +226,7 @@ def _spread_out(unit: Tensor, num_groups: int) -> Tensor:
         pick = torch.searchsorted(mass, draws[group] * mass[:, -1:]).clamp_(max=count - 1)
         chosen[:, group] = unit.gather(1, pick[..., None].expand(-1, -1, channels))[:, 0]
         closeness = torch.einsum("hnd,hd->hn", unit, chosen[:, group])
-        # A floor above zero lets a sample with fewer distinct tokens than groups repeat some of them.
+        # A floor above zero lets a sample with fewer distinct tokens than groups repeat some of
+        # them.
         distance = torch.minimum(distance, 1 - closeness).clamp_(min=1e-6)
     return chosen

@@ -1,7 +1,7 @@
-"""Whether the native kernel for CPUs is here and takes a call; it is loaded when that is asked first.
+"""Whether the native CPU kernel is here and takes a call; it is loaded on first use.
 
-The kernel is :mod:`dgt.ops.native`: ``library.load()`` returns None where it was not built or cannot be loaded, and
-``library.why_not()`` says why.
+The kernel is :mod:`dgt.ops.native`: ``library.load()`` returns None where it was not built or
+cannot be loaded, and ``library.why_not()`` says why.
 """
 
 import functools
@@ -18,7 +18,9 @@ MAX_CHANNELS = 256
 
 def can_run_native(tokens: Tensor) -> bool:
     """Tell whether the native kernel is here and takes these (B, H, L, D) tokens."""
-    fits = tokens.device.type == "cpu" and tokens.dtype in TYPES and tokens.shape[-1] <= MAX_CHANNELS
+    fits = (
+        tokens.device.type == "cpu" and tokens.dtype in TYPES and tokens.shape[-1] <= MAX_CHANNELS
+    )
     return fits and reason_against_native() is None
 
 
@@ -33,7 +35,10 @@ def check_native(tokens: Tensor) -> None:
     if (reason := reason_against_native()) is not None:
         raise ValueError(f'backend="native" cannot run here: {reason}; {way}')
     if tokens.dtype not in TYPES:
-        raise TypeError(f'query must be float32, float16 or bfloat16 for backend="native", got {tokens.dtype}; {way}')
+        raise TypeError(
+            'query must be float32, float16 or bfloat16 for backend="native", '
+            f"got {tokens.dtype}; {way}"
+        )
     if tokens.device.type != "cpu":
         raise ValueError(f'query must be on a CPU for backend="native", got {tokens.device}; {way}')
     if tokens.shape[-1] > MAX_CHANNELS:

@@ -1,4 +1,4 @@
-"""Tokens of no group before the others (class, registers, text): they attend to all, and all attend to them."""
+"""Prefix tokens (class, registers, text): in no group; they see all tokens and all see them."""
 
 import torch
 import torch.nn.functional as F
@@ -12,12 +12,14 @@ def prepend_prefix(key_ids: Tensor, num_prefix_tokens: int, key_mask: Tensor | N
     """Make lists of the keys behind the prefix lists of all keys, the prefix first.
 
     Args:
-        key_ids: (B, H, G, K) int64, counted from the first token behind the prefix; -1 for an empty place.
+        key_ids: (B, H, G, K) int64, counted from the first token behind the prefix; -1 for an empty
+            place.
         num_prefix_tokens: P.
         key_mask: optional bool (B, L), True where a token is real.
 
     Returns:
-        (B, H, G, P + K) int64, counted from the first token; -1 also in the place of a prefix token that is not real.
+        (B, H, G, P + K) int64, counted from the first token; -1 also in the place of a prefix token
+        that is not real.
     """
     if not num_prefix_tokens:
         return key_ids

@@ -1,7 +1,8 @@
 """The top-k keys of every group (Eq. 1).
 
-Scores are computed in float32 whatever the input's type. Ties go to the lowest key index, so the selection is one
-well-defined set; it is returned in ascending order of index, which is also the order in which memory likes to be read.
+Scores are computed in float32 whatever the input's type. Ties go to the lowest key index, so the
+selection is one well-defined set; it is returned in ascending order of index, which is also the
+order in which memory likes to be read.
 """
 
 from torch import Tensor
@@ -13,7 +14,11 @@ from dgt.ops.triton.fallback import falls_back
 
 @falls_back
 def select_keys(
-    centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None = None, backend: str = "auto"
+    centroids: Tensor,
+    key: Tensor,
+    top_k: int,
+    key_mask: Tensor | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """Select the ``top_k`` keys with the largest dot product with every group's centroid (Eq. 1).
 
@@ -25,11 +30,12 @@ def select_keys(
         backend: as in :func:`dgt.dynamic_group_attention`.
 
     Returns:
-        (B, H, G, min(top_k, L)) int64 key ids in ascending order; where an image has fewer real tokens than that,
-        the places left over at the end hold -1.
+        (B, H, G, min(top_k, L)) int64 key ids in ascending order; where an image has fewer real
+        tokens than that, the places left over at the end hold -1.
 
     Raises:
-        TypeError, ValueError: for a wrong type, rank, shape or device, ``top_k`` < 1, or on the CPU NaN in ``key``.
+        TypeError, ValueError: for a wrong type, rank, shape or device, ``top_k`` < 1, or on the CPU
+            NaN in ``key``.
 
     Example:
         >>> centroids = F.normalize(torch.randn(2, 48, 32), dim=-1)

@@ -1,12 +1,17 @@
-"""Attention inside groups out of PyTorch's own kernels, in one of two ways (Eq. 2): the middle of ``torch_ops``.
+"""Attention inside groups (Eq. 2) with PyTorch's own kernels, in one of two ways.
 
-- *Dense under a mask*, for few tokens: all keys of a head under a mask whose rows are picked by group.
-- *Gathered*: queries are sorted by group, and groups cut into segments of at most T queries. A head has at most
-  ``n + (L - n) // T`` of them, ``n = min(G, L)``, whatever its groups. Each segment attends to a copy of its group's
-  keys: as one sequence of flash attention of variable lengths (half precision on CUDA; segments left over have no
-  queries), or padded to T rows in ordinary attention.
+The core of ``torch_ops``.
 
-Either way no shape depends on data, and what an output row holds whose query sees no key is of no meaning, but finite.
+- *Dense under a mask*, for few tokens: all keys of a head under a mask whose rows are picked by
+  group.
+- *Gathered*: queries are sorted by group, and groups cut into segments of at most T queries. A head
+  has at most ``n + (L - n) // T`` of them, ``n = min(G, L)``, whatever its groups. Each segment
+  attends to a copy of its group's keys: as one sequence of flash attention of variable lengths
+  (half precision on CUDA; segments left over have no queries), or padded to T rows in ordinary
+  attention.
+
+Either way no shape depends on data, and what an output row holds whose query sees no key is of no
+meaning, but finite.
 """
 
 import inspect
@@ -27,17 +32,21 @@ except ImportError:
 else:
     HAS_VARLEN = "scale" in inspect.signature(varlen_attn).parameters
 
-FEW_TOKENS = {"cuda": 8192}  # tokens up to which dense attention under a mask is quicker than gathering
+# Tokens up to which dense attention under a mask is quicker than gathering.
+FEW_TOKENS = {"cuda": 8192}
 FEW_TOKENS_ELSEWHERE = 1024
 MASK_ELEMENTS = 1 << 27  # of the masks of the heads that attend at once
-SEQUENCE = 1024  # T of flash attention: long segments save copies of keys, and only full blocks are computed
+# T of flash attention: long segments save copies of keys, and only full blocks are computed.
+SEQUENCE = 1024
 PADDED = 128  # T of padded attention, where every segment costs T rows
-MOST_SEGMENTS = 32_000  # of a call: grids of attention kernels end at 65,535, and a segment takes two places
-MOST_SEGMENTS_ON_CPU = 400  # copies of the keys of all heads at once would cost memory there and gain nothing
+# Of a call: grids of attention kernels end at 65,535, and a segment takes two places.
+MOST_SEGMENTS = 32_000
+# Copies of the keys of all heads at once would cost memory there and gain nothing.
+MOST_SEGMENTS_ON_CPU = 400
 
 
 class Heads(NamedTuple):
-    """What is attended to, with images and heads flattened to N heads; both kinds of ids may be -1."""
+    """Inputs of attention, with images and heads flattened to N heads; ids may be -1."""
 
     query: Tensor  # (N, L, D)
     key: Tensor  # (N, S, D)
@@ -88,22 +97,31 @@ def _heads_at_once(heads: Heads, with_sums: bool) -> int:
 
 
 def _attend_dense_masked(heads: Heads, scale: float, with_sums: bool) -> tuple[Tensor, Tensor]:
-    """All keys of a head under an additive mask; its lowest value is finite, so that no row can become NaN."""
+    """Attend to all keys of a head under an additive mask.
+
+    Its lowest value is finite, so that no row can become NaN.
+    """
     groups, tokens = heads.lists.shape[1], heads.key.shape[1]
-    hidden = heads.query.new_full((*heads.lists.shape[:2], tokens + 1), torch.finfo(heads.query.dtype).min)
-    rows = hidden.scatter(-1, heads.lists.remainder(tokens + 1), 0.0)[..., :-1]  # a last column took the empty places
+    hidden = heads.query.new_full(
+        (*heads.lists.shape[:2], tokens + 1), torch.finfo(heads.query.dtype).min
+    )
+    # A last column took the empty places.
+    rows = hidden.scatter(-1, heads.lists.remainder(tokens + 1), 0.0)[..., :-1]
     row_of_query = _of_head(heads.groups.clamp(min=0), groups)
-    mask = rows.flatten(0, 1).index_select(0, row_of_query.flatten()).view(*heads.groups.shape, tokens)
+    mask = (
+        rows.flatten(0, 1).index_select(0, row_of_query.flatten()).view(*heads.groups.shape, tokens)
+    )
     return _softmax_attention(heads.query, heads.key, heads.value, mask, scale, with_sums)
 
 
 def _softmax_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, with_sums: bool
 ) -> tuple[Tensor, Tensor]:
-    """Attention of P times T queries, (P, T, D), and their (P, T) sums, which PyTorch's own keeps to itself."""
+    """Attention of P times T queries, (P, T, D), and their (P, T) log-sum-exp."""
     if not with_sums:
         operands = query[:, None], key[:, None], value[:, None]
-        return F.scaled_dot_product_attention(*operands, attn_mask=mask[:, None], scale=scale)[:, 0], query.new_empty(0)
+        attended = F.scaled_dot_product_attention(*operands, attn_mask=mask[:, None], scale=scale)
+        return attended[:, 0], query.new_empty(0)
     wide = wide_type(query.dtype)
     score = query.to(wide) @ key.to(wide).mT * scale + mask
     sums = score.logsumexp(-1)
@@ -120,9 +138,10 @@ def _attend_gathered(heads: Heads, scale: float, with_sums: bool) -> tuple[Tenso
 
 
 class _Segments(NamedTuple):
-    """M segments of every head: runs of queries sorted by head and group, and the keys and values of their groups.
+    """M segments of every head: runs of queries of one group, and that group's keys and values.
 
-    The keys that a group has come first; in the places behind them are others, which must be hidden.
+    The keys that a group has come first; in the places behind them are others, which must be
+    hidden.
     """
 
     order: Tensor  # (N L,) rows of queries
@@ -135,17 +154,21 @@ class _Segments(NamedTuple):
 def _cut_into_segments(heads: Heads, size: int) -> _Segments:
     """Sort queries by head and group, cut groups into segments, and gather their keys.
 
-    Queries of no group go along with group 0; their output is hidden later. Segments left over are empty.
+    Queries of no group go along with group 0; their output is hidden later. Segments left over are
+    empty.
     """
     groups, tokens = heads.lists.shape[1], heads.key.shape[1]
     order, bounds, group = _sort_queries(heads, size)
-    lists = heads.lists.where(heads.lists >= 0, tokens).sort(-1).values  # empty places go behind all keys
+    # Empty places go behind all keys.
+    lists = heads.lists.where(heads.lists >= 0, tokens).sort(-1).values
     counts = (lists < tokens).sum(-1).clamp(min=1)
-    # They point to different keys, to which they give no gradient: one row would have to add up all their zeros.
+    # They point to different keys, to which they give no gradient: one row would have to add up all
+    # their zeros.
     lists = lists.where(lists < tokens, torch.arange(lists.shape[-1], device=lists.device) % tokens)
     segment = _of_head(group, groups)  # (N, M) among N G
     rows = _of_head(lists, tokens).flatten(0, 1)[segment]  # (N, M, K)
-    # Embedding's gradient adds up in float32 and in a fixed order; one table halves the sorting behind it.
+    # Embedding's gradient adds up in float32 and in a fixed order; one table halves the sorting
+    # behind it.
     pairs = F.embedding(rows, torch.cat([heads.key, heads.value], -1).flatten(0, 1))
     keys, values = pairs.split(heads.key.shape[-1], -1)
     return _Segments(order, bounds, keys, values, counts.flatten()[segment])
@@ -154,7 +177,9 @@ def _cut_into_segments(heads: Heads, size: int) -> _Segments:
 def _sort_queries(heads: Heads, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Order of queries (N L,), bounds of segments in it (N M + 1,), and their groups (N, M)."""
     count, groups, most = len(heads.query), heads.lists.shape[1], _segments_of_head(heads, size)
-    slots, order = _of_head(heads.groups.clamp(min=0), groups).flatten().to(torch.int32).sort(stable=True)
+    slots, order = (
+        _of_head(heads.groups.clamp(min=0), groups).flatten().to(torch.int32).sort(stable=True)
+    )
     slot = torch.arange(count * groups, device=slots.device, dtype=torch.int32)
     ends = torch.searchsorted(slots, slot, right=True).view(-1, groups)  # (N, G)
     starts = F.pad(ends.flatten()[:-1], (1, 0)).view(-1, groups)
@@ -180,24 +205,36 @@ def _segments_of_head(heads: Heads, size: int) -> int:
 
 
 def _takes_varlen(query: Tensor, with_sums: bool) -> bool:
-    """Tell whether flash attention of variable lengths takes these queries; it keeps the sums to itself."""
-    half = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    """Tell whether variable-length flash attention takes these queries."""
+    half = (
+        query.dtype in (torch.float16, torch.bfloat16)
+        and query.shape[-1] % 8 == 0
+        and query.shape[-1] <= 256
+    )
     return HAS_VARLEN and query.is_cuda and half and not with_sums
 
 
 def _attend_varlen(query: Tensor, segments: _Segments, size: int, scale: float) -> Tensor:
-    """Segments as sequences; a second one without queries follows each, to take the keys that it must not see."""
+    """Run segments as sequences of variable length.
+
+    A second sequence without queries follows each, for the keys that it must not see.
+    """
     order, bounds, keys, values, counts = segments
     places, total = keys.shape[-2], keys[..., 0].numel()
     key_bounds = torch.arange(0, total, places, device=query.device, dtype=torch.int32)
-    key_bounds = torch.stack([key_bounds, key_bounds + counts.flatten().to(torch.int32)], -1).flatten()
+    key_bounds = torch.stack(
+        [key_bounds, key_bounds + counts.flatten().to(torch.int32)], -1
+    ).flatten()
     key_bounds = F.pad(key_bounds, (0, 1), value=total)
-    bounds = torch.cat([bounds[:1], bounds[1:].repeat_interleave(2, output_size=2 * len(bounds) - 2)])
+    bounds = torch.cat(
+        [bounds[:1], bounds[1:].repeat_interleave(2, output_size=2 * len(bounds) - 2)]
+    )
     in_order = query.flatten(0, 1).index_select(0, order)
     k, v = keys.flatten(0, 2)[:, None], values.flatten(0, 2)[:, None]
     if scale < 0:  # which it does not take
         in_order, scale = -in_order, -scale
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # sure to take sequences of length 0, forward and backward
+    # Sure to take sequences of length 0, forward and backward.
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         found = varlen_attn(in_order[:, None], k, v, bounds, key_bounds, size, places, scale=scale)
     attended = cast(Tensor, found)[:, 0]
     return attended.new_empty(attended.shape).index_copy_(0, order, attended).view(query.shape)
@@ -214,12 +251,16 @@ def _attend_padded(
     padded = query.flatten(0, 1).index_select(0, rows.flatten()).view(heads * most, size, -1)
     seen = torch.arange(places, device=order.device) < counts.flatten()[:, None]
     mask = query.new_zeros(()).where(seen, torch.finfo(query.dtype).min)[:, None]  # (N M, 1, K)
-    output, sums = _softmax_attention(padded, keys.flatten(0, 1), values.flatten(0, 1), mask, scale, with_sums)
+    output, sums = _softmax_attention(
+        padded, keys.flatten(0, 1), values.flatten(0, 1), mask, scale, with_sums
+    )
     segment = torch.searchsorted(bounds[1:], number, right=True)
     place = segment * size + number - bounds[segment]
     place = torch.empty_like(place).index_copy_(0, order, place)  # of queries in their own order
     output = output.flatten(0, 1).index_select(0, place).view(query.shape)
-    return output, sums.flatten().index_select(0, place).view(query.shape[:2]) if with_sums else sums
+    return output, sums.flatten().index_select(0, place).view(
+        query.shape[:2]
+    ) if with_sums else sums
 
 
 def _of_head(ids: Tensor, each: int) -> Tensor:

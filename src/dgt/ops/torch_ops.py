@@ -1,8 +1,9 @@
-"""The operator out of PyTorch's own kernels: any device, no copy to the host, shapes that do not depend on data.
+"""The operator with PyTorch's own kernels: any device, no host copies, static shapes.
 
-Nothing waits for the device and every shape follows from (B, H, L, S, D, G, k) alone, so CUDA graphs capture it and
-``torch.compile`` traces it whole. Differentiable in query, key, value and key_bias. On CPUs it is the path of float64
-and of machines without the native kernel; there :mod:`dgt.ops.operators` wraps it.
+Nothing waits for the device and every shape follows from (B, H, L, S, D, G, k) alone, so CUDA
+graphs capture it and ``torch.compile`` traces it whole. Differentiable in query, key, value and
+key_bias. On CPUs it is the path of float64 and of machines without the native kernel; there
+:mod:`dgt.ops.operators` wraps it.
 
 Arguments are right already; shapes as in :mod:`dgt.ops.reference`, letters as in :mod:`dgt.ops`.
 """
@@ -32,7 +33,10 @@ BIAS_CHANNELS = 8  # more channels that carry key_bias; kernels like multiples o
 
 
 def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Assign (B, H, L, D) queries to the nearest of (H, G, D) centroids: (B, H, L) int64, -1 at padding."""
+    """Assign (B, H, L, D) queries to the nearest of (H, G, D) centroids.
+
+    Returns (B, H, L) int64, -1 at padding.
+    """
     with full_precision(query.device):
         scores = query.detach().float() @ centroids.detach().float().mT  # (B, H, L, G)
     check_no_nan("query", scores)
@@ -41,7 +45,10 @@ def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> 
 
 
 def select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) -> Tensor:
-    """Select the best keys for every centroid, ties to the lowest: (B, H, G, min(k, S)), ascending, then -1 (Eq. 1)."""
+    """Select the best keys for every centroid, ties to the lowest (Eq. 1).
+
+    Returns (B, H, G, min(k, S)) int64, ascending, then -1.
+    """
     tokens = key.shape[2]
     count = min(top_k, tokens)
     with full_precision(key.device):
@@ -49,14 +56,19 @@ def select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | N
     if key_mask is not None:
         scores = scores.masked_fill(~key_mask[:, None, None], -torch.inf)
     check_no_nan("key", scores)
-    best, key_ids = scores.topk(count)  # descending; which of equal scores are taken is not promised
+    # Descending; which of equal scores are taken is not promised.
+    best, key_ids = scores.topk(count)
     level = best[..., -1:]
-    above = best != level  # these are right; the places behind them get the first keys whose score is the level
+    # These are right; the places behind them get the first keys whose score is the level.
+    above = best != level
     counter = torch.int16 if tokens < 1 << 15 else torch.int32
-    number = torch.arange(1, count + 1, device=key.device, dtype=counter) - above.sum(-1, True, dtype=counter)
+    number = torch.arange(1, count + 1, device=key.device, dtype=counter) - above.sum(
+        -1, True, dtype=counter
+    )
     on_level = (scores == level).cumsum(-1, dtype=counter)
     key_ids = torch.where(above, key_ids, torch.searchsorted(on_level, number))
-    key_ids = key_ids.masked_fill(best.isneginf(), tokens).sort(-1).values  # padding goes behind all keys
+    # Padding goes behind all keys.
+    key_ids = key_ids.masked_fill(best.isneginf(), tokens).sort(-1).values
     return key_ids.masked_fill(key_ids == tokens, -1)
 
 
@@ -69,7 +81,10 @@ def attend(
     scale: float,
     key_bias: Tensor | None = None,
 ) -> Tensor:
-    """Softmax attention of every query over the keys of its group (Eq. 2): (B, H, L, D), zero where it sees none."""
+    """Softmax attention of every query over the keys of its group (Eq. 2).
+
+    Returns (B, H, L, D), zero where a query sees no key.
+    """
     return _attend(query, key, value, group_ids, key_ids, scale, key_bias, with_sums=False)[0]
 
 
@@ -82,7 +97,7 @@ def attend_with_logsumexp(
     scale: float,
     key_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same, and the (B, H, L) logarithm of every query's sum of exponentials; -inf where it sees no key."""
+    """The same, and the (B, H, L) log-sum-exp of every query; -inf where it sees no key."""
     return _attend(query, key, value, group_ids, key_ids, scale, key_bias, with_sums=True)
 
 
@@ -98,7 +113,8 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Output, and the logarithms of the sums if they are wanted (else an empty tensor)."""
     channels, dtype = query.shape[-1], query.dtype
-    if query.device.type == "cpu":  # where half precision is slower, and its gradients would add up in half precision
+    # Where half precision is slower, and its gradients would add up in half precision.
+    if query.device.type == "cpu":
         query, key, value = (tensor.to(wide_type(dtype)) for tensor in (query, key, value))
     if scale == 0:  # by which no constant can be divided
         query, scale = query * 0.0, 1.0
@@ -115,7 +131,9 @@ def _attend(
 def _append_bias(
     query: Tensor, key: Tensor, value: Tensor, key_bias: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Let more channels of query and key add ``key_bias / scale`` to their products: no kernel needs to know of it.
+    """Add ``key_bias / scale`` to the scores by extra channels of query and key.
+
+    No kernel needs to know of it.
 
     In half precision the constant is a sum of three numbers, which are exact together.
     """
@@ -132,6 +150,9 @@ def _append_bias(
 
 
 def group_statistics(query: Tensor, group_ids: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-    """Sum the normalised queries of every group over batch and tokens, and count them: (H, G, D), (H, G) float32."""
+    """Sum the normalized queries of every group over batch and tokens, and count them.
+
+    Returns float32 (H, G, D) and (H, G).
+    """
     with full_precision(query.device):
         return sum_groups(F.normalize(query.detach().float(), dim=-1), group_ids, num_groups)

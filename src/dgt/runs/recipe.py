@@ -141,7 +141,18 @@ class Recipe:
 
 
 def shipped_recipes(folder: Path = RECIPES) -> list[str]:
-    """Names of the recipes inside the package, or of the YAML files of another folder, sorted."""
+    """Names of the recipes inside the package, or of the YAML files of another folder, sorted.
+
+    Args:
+        folder: holds recipes; by default those of the package.
+
+    Returns:
+        Names without their ending.
+
+    Example:
+        >>> "imagenette_nano" in shipped_recipes()
+        True
+    """
     return recipe_files.shipped(folder)
 
 
@@ -173,6 +184,9 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Args:
         recipe: name of a shipped recipe, or path of a YAML file.
         overrides: as on the command line: `["--data.root", "images", "--schedule.epochs=5"]`.
+
+    Returns:
+        The recipe, all keys checked.
 
     Raises:
         FileNotFoundError: there is no such recipe.

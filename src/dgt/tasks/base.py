@@ -72,7 +72,12 @@ class Prediction:
 
 
 class Metrics(ABC):
-    """What one validation measures, over the images of all processes."""
+    """What one validation measures, over the images of all processes.
+
+    Example:
+        >>> metrics.update(network, images, targets)  # for each batch
+        >>> metrics.compute()["top1"]  # in every process
+    """
 
     results: list[dict[str, Any]] | None = None
     """Entries for a file of predictions, for a task that has one.

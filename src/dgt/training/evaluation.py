@@ -50,6 +50,9 @@ def evaluate(
         FileNotFoundError, UserError: as `load_run` and the data do.
         UserError: the data has other classes, the machine lacks what `trainer` asks for, another
             key is changed, or the task does not write `predictions`.
+
+    Example:
+        >>> evaluate("runs/scenes", ["--data.root", "images"])["top1"]
     """
     for key in sorted(override_keys(overrides)):
         if not key.startswith(EVALUATION_KEYS):

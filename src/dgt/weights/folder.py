@@ -6,7 +6,7 @@ NAME/README.md                       the model card: data, licence, training, me
 NAME/recipe.yaml                     what was trained
 NAME/log.txt, metrics.jsonl          how the training went
 NAME/results.json                    its result
-NAME/plan.safetensors                of some: a plan of `dgt.accelerate`, for `dgt.apply_plan`
+NAME/plan.json                       of some: a plan of `dgt.accelerate`, for `dgt.apply_plan`
 NAME/SHA256SUMS                      the checksums of all these files, for `sha256sum --check`
 ```
 
@@ -30,7 +30,7 @@ from dgt.weights.card import check_card
 VARIABLE = "DGT_WEIGHTS"
 SHIPPED = Path(__file__).with_name("dgt_nano.scenes")
 SUMS, CARD, MODEL = "SHA256SUMS", "README.md", ("model.safetensors", "config.json")
-PLAN = "plan.safetensors"
+PLAN = "plan.json"
 STORY = ("recipe.yaml", "log.txt", "metrics.jsonl", "results.json")
 FILES = (*MODEL, CARD, *STORY)
 
@@ -53,6 +53,10 @@ def check_sums(folder: Path, names: Sequence[str] | None = None) -> list[str]:
 
     Raises:
         UserError: SHA256SUMS or a file is missing, or a file has another checksum.
+
+    Example:
+        >>> check_sums(find_weights("dgt_nano.scenes"), ["model.safetensors"])
+        ['model.safetensors']
     """
     if not (folder / SUMS).is_file():
         raise UserError(
@@ -74,10 +78,21 @@ def check_sums(folder: Path, names: Sequence[str] | None = None) -> list[str]:
 
 
 def check_weights(folder: str | Path) -> dict[str, Any]:
-    """Return what results.json of a folder of weights says.
+    """Check a folder of weights.
 
-    Raises UserError where a checksum is wrong, the card lacks a section or a metric, or
-    results.json the evaluation.
+    Args:
+        folder: with checksums, card and results.json.
+
+    Returns:
+        What results.json says.
+
+    Raises:
+        UserError: a checksum is wrong, the card lacks a section or a metric, or results.json lacks
+            the evaluation.
+
+    Example:
+        >>> check_weights(find_weights("dgt_nano.scenes"))["evaluation"]["metrics"]["top1"]["value"]
+        0.973
     """
     folder = Path(folder)
     check_sums(folder)
@@ -90,9 +105,20 @@ def check_weights(folder: str | Path) -> dict[str, Any]:
 
 
 def find_weights(name: str) -> Path:
-    """The folder of the weights ARCHITECTURE.TAG.
+    """Find the folder of weights by name.
 
-    UserError where there is none, or its model has another checksum.
+    Args:
+        name: ARCHITECTURE.TAG.
+
+    Returns:
+        The folder; the checksum of its model has been checked.
+
+    Raises:
+        UserError: there is none, or its model has another checksum.
+
+    Example:
+        >>> find_weights("dgt_nano.scenes").name
+        'dgt_nano.scenes'
     """
     found = list_weights()
     if name not in found:
@@ -110,15 +136,33 @@ def find_weights(name: str) -> Path:
 
 
 def list_weights() -> dict[str, Path]:
-    """The folders of weights that are found, by name."""
+    """List the folders of weights that are found.
+
+    Returns:
+        Folders by name.
+
+    Example:
+        >>> "dgt_nano.scenes" in list_weights()
+        True
+    """
     chosen = os.environ.get(VARIABLE)
     paths = [path.parent for path in sorted(Path(chosen).glob(f"*/{SUMS}"))] if chosen else []
     return {SHIPPED.name: SHIPPED} | {path.name: path for path in paths}
 
 
 def default_models(runs: str | Path = "runs") -> Iterator[tuple[Path, str]]:
-    """What to use where no model is given, each with a line that says so: finished runs, newest
-    first, then SHIPPED.
+    """Yield the models to use where none is given.
+
+    Finished runs come first, newest first, then SHIPPED.
+
+    Args:
+        runs: the folder of runs.
+
+    Returns:
+        Folders, each with a line that says why it is used.
+
+    Example:
+        >>> folder, reason = next(default_models())
     """
     models = sorted(
         Path(runs).glob(f"*/model/{MODEL[0]}"), key=lambda path: path.stat().st_mtime, reverse=True
@@ -133,7 +177,18 @@ def default_models(runs: str | Path = "runs") -> Iterator[tuple[Path, str]]:
 
 
 def weights_line(folder: str | Path, results: Mapping[str, Any]) -> str:
-    """A line on a folder of weights that was checked: name, bytes, metrics, place."""
+    """Describe a folder of weights in a line: name, bytes, metrics, place.
+
+    Args:
+        folder: the folder, already checked.
+        results: what its results.json says.
+
+    Returns:
+        The line.
+
+    Example:
+        >>> print(weights_line(folder, check_weights(folder)))
+    """
     path = Path(folder)
     metrics = results["evaluation"]["metrics"].values()
     summary = "  ".join(f"{row['label']} {100 * row['value']:.2f} %" for row in metrics)

@@ -12,7 +12,8 @@ from torch import Tensor
 import dgt
 from dgt.ops.triton import operators as kernels
 from dgt.ops.triton import passes, selection
-from dgt.ops.triton.selection import Room, block_of_key, block_turn, room_for
+from dgt.ops.triton.blocks import block_of_key, block_turn, plan
+from dgt.ops.triton.selection import Room, room_for
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -45,7 +46,7 @@ def smooth_field(rows: int, columns: int, scale: int) -> Tensor:
 def test_no_row_of_a_smooth_image_overflows(rows: int, columns: int, scale: int, top_k: int) -> None:
     """Also where the width of the image divides the number of blocks, so that a column is always in step with them."""
     key = torch.empty(1, 1, rows * columns, 32, dtype=torch.bfloat16, device="meta")
-    blocks = selection.plan(key, 16, top_k).blocks
+    blocks = plan(key, 16, top_k).blocks
     found = count_candidates(smooth_field(rows, columns, scale), top_k, blocks)
     assert int(found.min()) >= top_k
     assert int(found.max()) <= room_for(top_k, rows * columns).listed
@@ -55,12 +56,13 @@ def test_no_row_of_a_smooth_image_overflows(rows: int, columns: int, scale: int,
 def test_block_maxima_are_those_of_turned_blocks(make_case: Any, tokens: int) -> None:
     """What the test above takes for granted: the kernel deals keys out in the same way, each to one block."""
     case = make_case(1, 1, tokens, 16, 3, 20)
-    key, plan = case.key.detach(), selection.plan(case.key.detach(), 3, 20)
-    passes.score(passes.grouping.plan_groups(key, case.centroids, None, sort=False)._replace(heads=0), plan)
+    key, keys = case.key.detach(), plan(case.key.detach(), 3, 20)
+    queries = passes.grouping.plan_groups(key, case.centroids, None, sort=False)
+    passes.score(queries._replace(heads=0), keys)
     scores = torch.einsum("gd,ld->gl", case.centroids[0].float(), key[0, 0].float())
-    block = block_of_key(torch.arange(tokens, device=key.device), plan.blocks)
-    expected = scores.new_full((3, plan.blocks), -torch.inf).scatter_reduce(1, block.expand_as(scores), scores, "amax")
-    assert torch.equal(plan.best[0], expected)
+    block = block_of_key(torch.arange(tokens, device=key.device), keys.blocks)
+    expected = scores.new_full((3, keys.blocks), -torch.inf).scatter_reduce(1, block.expand_as(scores), scores, "amax")
+    assert torch.equal(keys.best[0], expected)
 
 
 @pytest.mark.parametrize("blocks", [32, 256, 1024, 4096])

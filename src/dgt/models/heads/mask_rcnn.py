@@ -8,7 +8,7 @@ counts in the statistics of centroids.
 import inspect
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,19 @@ NOT_OPTIONS = {"self", "backbone", "num_classes", "kwargs"}
 OPTIONS = frozenset(inspect.signature(MaskRCNN.__init__).parameters) - NOT_OPTIONS
 
 
+class HeadSizes(NamedTuple):
+    """Widths of the pyramid and the heads, and the anchors; the defaults are the paper's."""
+
+    fpn_channels: int = 256
+    """Channels of the pyramid."""
+    box_channels: int = 1024
+    """Width of the two linear layers of the box head."""
+    mask_channels: Sequence[int] = (256, 256, 256, 256)
+    """Channels of the mask head's convolutions."""
+    anchor_sizes: Sequence[float] = (32, 64, 128, 256, 512)
+    """Sides of the anchors of each of the five levels, in pixels of the resized image."""
+
+
 class PaddedMaskRCNN(MaskRCNN):  # type: ignore[misc]  # torchvision is not typed
     """torchvision's Mask R-CNN, whose backbone is told which pixels of a batch are real.
 
@@ -47,6 +60,10 @@ class PaddedMaskRCNN(MaskRCNN):  # type: ignore[misc]  # torchvision is not type
         backbone: gives four maps.
         channels: of the pyramid's levels.
         options: of torchvision's `MaskRCNN`.
+
+    Example:
+        >>> detector = build_mask_rcnn("dgt_nano", 91, image_size=224).eval()
+        >>> detections = detector([torch.rand(3, 224, 300)])
     """
 
     def __init__(self, backbone: FeatureBackbone, channels: int, **options: Any) -> None:
@@ -111,10 +128,6 @@ def build_mask_rcnn(
     *,
     image_size: int = 800,
     max_size: int | None = None,
-    fpn_channels: int = 256,
-    box_channels: int = 1024,
-    mask_channels: Sequence[int] = (256, 256, 256, 256),
-    anchor_sizes: Sequence[int] = (32, 64, 128, 256, 512),
     options: Mapping[str, Any] | None = None,
     **arguments: Any,
 ) -> PaddedMaskRCNN:
@@ -128,38 +141,47 @@ def build_mask_rcnn(
         num_classes: classes, background (class 0) among them, as torchvision counts.
         image_size: length that an image's shorter side is resized to.
         max_size: largest length of its longer side; None for 1333 / 800 of `image_size`.
-        fpn_channels: channels of the pyramid.
-        box_channels: width of the two linears of the box head.
-        mask_channels: channels of the mask head's convolutions.
-        anchor_sizes: side of the anchors of each of the five levels, in pixels of the resized
-            image.
         options: further keyword arguments of torchvision's `MaskRCNN`, such as
             ``{"box_score_thresh": 0.01}``.
-        arguments: of the backbone. For a DGT by name ``top_k`` is 500 unless given.
+        arguments: the fields of :class:`HeadSizes` by name (``fpn_channels``, ``box_channels``,
+            ``mask_channels``, ``anchor_sizes``), and arguments of the backbone. For a DGT by name
+            ``top_k`` is 500 unless given.
+
+    Returns:
+        The detector, with random weights in everything but a pretrained backbone.
 
     Raises:
         TypeError, ValueError: as :func:`build_backbone`; a number out of range; an option that
             torchvision lacks.
+
+    Example:
+        >>> detector = build_mask_rcnn("dgt_nano", 91, image_size=224, fpn_channels=64).eval()
+        >>> sorted(detector([torch.rand(3, 224, 300)])[0])
+        ['boxes', 'labels', 'masks', 'scores']
     """
-    widths = {"fpn_channels": fpn_channels, "box_channels": box_channels}
-    _check_settings(num_classes, image_size, widths, mask_channels, anchor_sizes)
+    of_heads = {name: arguments.pop(name) for name in HeadSizes._fields if name in arguments}
+    sizes = HeadSizes(**of_heads)
+    _check_settings(num_classes, image_size, sizes)
     unknown = sorted(set(options or ()) - OPTIONS)
     if unknown:
         came = ", ".join(unknown)
         raise TypeError(f"options must be keyword arguments of torchvision's MaskRCNN, got {came}")
     built = build_backbone(backbone, image_size, TOP_K, **arguments)
-    anchors = AnchorGenerator(tuple((size,) for size in anchor_sizes), ((0.5, 1.0, 2.0),) * 5)
+    anchors = AnchorGenerator(
+        tuple((size,) for size in sizes.anchor_sizes), ((0.5, 1.0, 2.0),) * 5
+    )
+    last = sizes.mask_channels[-1]
     heads: dict[str, Any] = {
         "min_size": image_size,
         "max_size": max_size or round(image_size * LONG_OVER_SHORT),
         "rpn_anchor_generator": anchors,
-        "box_head": TwoMLPHead(fpn_channels * POOLED_BOX**2, box_channels),
-        "box_predictor": FastRCNNPredictor(box_channels, num_classes),
-        "mask_head": MaskRCNNHeads(fpn_channels, list(mask_channels), 1),
-        "mask_predictor": MaskRCNNPredictor(mask_channels[-1], mask_channels[-1], num_classes),
+        "box_head": TwoMLPHead(sizes.fpn_channels * POOLED_BOX**2, sizes.box_channels),
+        "box_predictor": FastRCNNPredictor(sizes.box_channels, num_classes),
+        "mask_head": MaskRCNNHeads(sizes.fpn_channels, list(sizes.mask_channels), 1),
+        "mask_predictor": MaskRCNNPredictor(last, last, num_classes),
     }
     heads.update(options or {})
-    return PaddedMaskRCNN(built, fpn_channels, **heads)
+    return PaddedMaskRCNN(built, sizes.fpn_channels, **heads)
 
 
 class DenseParts(nn.Module):
@@ -206,13 +228,7 @@ def mask_rcnn_cost(
     return cost(DenseParts(model), image_size)
 
 
-def _check_settings(
-    num_classes: int,
-    image_size: int,
-    widths: Mapping[str, int],
-    mask_channels: Any,
-    anchor_sizes: Any,
-) -> None:
+def _check_settings(num_classes: int, image_size: int, sizes: HeadSizes) -> None:
     """Raise UserError for a number out of range."""
     if num_classes < 2:
         raise UserError(
@@ -220,13 +236,15 @@ def _check_settings(
         )
     if image_size < 32:
         raise UserError(f"image_size must be at least 32, got {image_size!r}")
-    for name, width in widths.items():
+    for name in ("fpn_channels", "box_channels"):
+        width = getattr(sizes, name)
         if not _positive([width], int):
             raise UserError(f"{name} must be an integer of at least 1, got {width!r}")
-    if not _positive(mask_channels, int):
-        raise UserError(f"mask_channels must be integers of at least 1, got {mask_channels!r}")
-    if not _positive(anchor_sizes, int, float) or len(anchor_sizes) != 5:
-        raise UserError(f"anchor_sizes must be 5 numbers of at least 1, got {anchor_sizes!r}")
+    channels, anchors = sizes.mask_channels, sizes.anchor_sizes
+    if not _positive(channels, int):
+        raise UserError(f"mask_channels must be integers of at least 1, got {channels!r}")
+    if not _positive(anchors, int, float) or len(anchors) != 5:
+        raise UserError(f"anchor_sizes must be 5 numbers of at least 1, got {anchors!r}")
 
 
 def _positive(numbers: Any, *kinds: Any) -> bool:

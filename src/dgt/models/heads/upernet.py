@@ -1,8 +1,8 @@
 """UperNet for semantic segmentation (section 4.2), over any hierarchical backbone.
 
-The head of transformers is mmsegmentation's, parameter for parameter: pyramid pooling at scales 1,
-2, 3 and 6 over the last map, a feature pyramid over all four, and an auxiliary fully convolutional
-head on the third map for training. In evaluation a ``mask`` of real pixels makes every image of a
+The head is mmsegmentation's, parameter for parameter: pyramid pooling at scales 1, 2, 3 and 6 over
+the last map, a feature pyramid over all four, and an auxiliary fully convolutional head on the
+third map for training. In evaluation a ``mask`` of real pixels makes every image of a
 padded batch give what it gives alone: DGT leaves padding out, and the head, whose pooling and
 interpolation know nothing of padding, runs on each image's own part of the maps. Training pads in
 the same way but keeps the batch whole, for BatchNorm's statistics.
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dgt.models.heads.backbone import FeatureBackbone, build_backbone
+from dgt.models.heads.uper_head import AuxiliaryHead, PyramidHead
 from dgt.models.padding import check_images, real_sizes
 from dgt.utils.errors import UserError
 
@@ -38,6 +39,11 @@ class UperNet(nn.Module):
 
     Raises:
         UserError: a number out of its range.
+
+    Example:
+        >>> backbone = build_backbone("dgt_nano", None, 16)
+        >>> UperNet(backbone, num_classes=12, channels=64).eval()(torch.randn(1, 3, 64, 64)).shape
+        torch.Size([1, 12, 64, 64])
     """
 
     # Ways through the model beside `forward`, for what shards its weights.
@@ -52,24 +58,16 @@ class UperNet(nn.Module):
         channels: int = 512,
         auxiliary_channels: int = 256,
     ) -> None:
-        from transformers.models.upernet.configuration_upernet import UperNetConfig
-        from transformers.models.upernet.modeling_upernet import UperNetFCNHead, UperNetHead
-
         super().__init__()
         if not 1 <= num_classes <= 255:
             raise UserError(f"num_classes must lie in 1 to 255, got {num_classes}")
         for name, value in (("channels", channels), ("auxiliary_channels", auxiliary_channels)):
             if not isinstance(value, int) or value < 1:
                 raise UserError(f"{name} must be an integer of at least 1, got {value!r}")
-        config = UperNetConfig(  # type: ignore[call-arg]
-            hidden_size=channels,
-            auxiliary_channels=auxiliary_channels,
-            num_labels=num_classes,
-        )
         self.num_classes = num_classes
         self.backbone = backbone
-        self.decode_head = UperNetHead(config, in_channels=backbone.channels)
-        self.auxiliary_head = UperNetFCNHead(config, in_channels=backbone.channels)
+        self.decode_head = PyramidHead(backbone.channels, channels, num_classes)
+        self.auxiliary_head = AuxiliaryHead(backbone.channels, auxiliary_channels, num_classes)
         self._init_heads()
 
     def _init_heads(self) -> None:
@@ -147,8 +145,16 @@ def build_upernet(
         backbone, image_size, arguments: as in :func:`dgt.models.heads.backbone.build_backbone`.
         num_classes, channels, auxiliary_channels: as in :class:`UperNet`.
 
+    Returns:
+        The segmenter, with random weights in everything but a pretrained backbone.
+
     Raises:
         TypeError, ValueError: naming the argument; for the backbone as :func:`build_backbone`.
+
+    Example:
+        >>> segmenter = dgt.build_upernet("dgt_nano", num_classes=12, channels=64).eval()
+        >>> segmenter(torch.randn(1, 3, 64, 64)).shape
+        torch.Size([1, 12, 64, 64])
     """
     network = build_backbone(backbone, image_size, TOP_K, **arguments)
     return UperNet(network, num_classes, channels, auxiliary_channels)

@@ -1,4 +1,4 @@
-"""The steps of the backend ``"triton"`` as :mod:`dgt.ops.backends` asks for them, by the operators of the kernels."""
+"""The steps of the backend ``"triton"``, as :mod:`dgt.ops.backends` asks for them."""
 
 import math
 
@@ -53,7 +53,9 @@ def attend(
     key_bias: Tensor | None = None,
 ) -> Tensor:
     """As :func:`dgt.ops.torch_ops.attend`; with a ``key_bias`` without gradients."""
-    output: Tensor = operators.attend(query, key, value, group_ids, key_ids, float(scale), key_bias)[0]
+    output: Tensor = operators.attend(
+        query, key, value, group_ids, key_ids, float(scale), key_bias
+    )[0]
     return output
 
 
@@ -67,12 +69,14 @@ def attend_with_logsumexp(
     key_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As :func:`dgt.ops.torch_ops.attend_with_logsumexp`; without gradients."""
-    output, sums, *_ = operators.attend(query, key, value, group_ids, key_ids, float(scale), key_bias)
+    output, sums, *_ = operators.attend(
+        query, key, value, group_ids, key_ids, float(scale), key_bias
+    )
     return output, sums * math.log(2)  # kernels count in powers of two
 
 
 def group_statistics(query: Tensor, group_ids: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-    """As :func:`dgt.ops.torch_ops.group_statistics`, whose ``index_add`` would be slow, and not bit-equal."""
+    """As :func:`dgt.ops.torch_ops.group_statistics`, but deterministic."""
     found = operators.group_statistics(query.detach(), group_ids, num_groups)
     return found[..., :-1], found[..., -1]
 
@@ -88,7 +92,10 @@ def attention(
     num_prefix_tokens: int,
     remainder: bool,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The three steps in one operator; None where queries and keys are of other tokens, or a prefix may be padding."""
+    """The three steps in one operator, or None where it does not take the call.
+
+    That is where queries and keys are of different tokens, or a prefix may be padding.
+    """
     if query.shape != key.shape or (num_prefix_tokens > 0 and key_mask is not None):
         return None
     check_no_nan("query", query)

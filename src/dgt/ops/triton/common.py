@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Pieces that several kernels share: rows by index, exact products, the running softmax, numbers of set bits.
+"""Pieces that several kernels share: rows by index, exact products, running softmax, set bits.
 
-Letters as in :mod:`dgt.ops`; a *head* is one of B * H. Addresses are 64-bit, sums are float32. Kernels take tensors as
-pointer and strides (batch, head, token); channels lie one after the other. ``D`` channels are padded to ``DP``, the
-next power of two of at least 16.
+Letters as in :mod:`dgt.ops`; a *head* is one of B * H. Addresses are 64-bit, sums are float32.
+Kernels take tensors as pointer and strides (batch, head, token); channels lie one after the other.
+``D`` channels are padded to ``DP``, the next power of two of at least 16.
 """
 
 import math
@@ -17,7 +17,7 @@ compiled_for: list[int] = []  # the architecture of an offline compiler, e.g. 90
 
 
 def target_architecture() -> int:
-    """Return ten times the compute capability that kernels are compiled for; 90 where there is no GPU."""
+    """Return ten times the compute capability that kernels are compiled for; 90 without a GPU."""
     if compiled_for:
         return compiled_for[-1]
     try:
@@ -26,19 +26,27 @@ def target_architecture() -> int:
         return 90
 
 
-target_architecture.__triton_builtin__ = True  # type: ignore[attr-defined]  # Python that a kernel may ask
+# Python that a kernel may call.
+target_architecture.__triton_builtin__ = True  # type: ignore[attr-defined]
 
 
 @triton.constexpr_function
 def chains_products() -> bool:
-    """Whether products may be chained into one accumulator: Triton 3.6 to 3.8 are said to fail there on Blackwell."""
+    """Whether products may be chained into one accumulator.
+
+    Triton 3.6 to 3.8 are reported to fail there on Blackwell.
+    """
     return target_architecture() < BLACKWELL
 
 
 @triton.jit
 def head_base(pointer, head, heads, stride_batch, stride_head):
     """Address of row 0 of head ``head``."""
-    return pointer + (head // heads).to(tl.int64) * stride_batch + (head % heads).to(tl.int64) * stride_head
+    return (
+        pointer
+        + (head // heads).to(tl.int64) * stride_batch
+        + (head % heads).to(tl.int64) * stride_head
+    )
 
 
 @triton.jit
@@ -59,13 +67,16 @@ def store_rows(base, rows, stride, present, values, D: tl.constexpr, DP: tl.cons
 
 @triton.jit
 def multiply(left, right):
-    """Matrix product with float32 accumulation; float32 inputs are multiplied exactly, never as tf32."""
+    """Matrix product with float32 accumulation; float32 inputs are never rounded to tf32."""
     return tl.dot(left, right, input_precision="ieee")
 
 
 @triton.jit
 def split(wide, narrow: tl.constexpr):
-    """Cut float32 numbers into three summands of type ``narrow``, of float16 the later ones grown by 2 ** 11 each."""
+    """Split float32 numbers into three summands of type ``narrow``.
+
+    The later ones of float16 are scaled by 2 ** 11 each.
+    """
     grow: tl.constexpr = 2048.0 if narrow == tl.float16 else 1.0
     first = wide.to(narrow)
     rest = (wide - first.to(tl.float32)) * grow
@@ -75,13 +86,18 @@ def split(wide, narrow: tl.constexpr):
 
 @triton.jit
 def split_centers(centers, ids, groups, narrow: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    """Centroids of some groups as three summands of :func:`split`; beyond the last group they are the last one's."""
+    """Centroids of some groups as three summands of :func:`split`.
+
+    Beyond the last group they are those of the last one.
+    """
     return split(load_rows(centers, tl.minimum(ids, groups - 1), D, ids >= 0, D, DP), narrow)
 
 
 @triton.jit
 def exact(left, right):
-    """``left @ right`` to float32 rounding, of pairs of which one is thrice the same and one a sum of :func:`split`.
+    """``left @ right`` to float32 rounding, from summands.
+
+    One operand is the same tensor three times, the other the summands of :func:`split`.
 
     The products of each summand are exact in the matrix units' float32 accumulators.
     """
@@ -106,7 +122,9 @@ def popcount(word):
 
 @triton.jit
 def expand(word, first, target, place, room, W: tl.constexpr):
-    """Write the numbers of the set bits of W words to ``target``, ascending, from ``place`` on and below ``room``.
+    """Write the positions of the set bits of W words to ``target``, ascending.
+
+    Writes go from ``place`` on and stay below ``room``.
 
     Word ``w`` holds the numbers from ``32 (first + w)`` on. Returns the place after the last.
     """
@@ -124,9 +142,12 @@ def expand(word, first, target, place, room, W: tl.constexpr):
 
 @triton.jit
 def running_softmax(score, scale, top, total):
-    """One step of the running softmax, base 2: weights, the factor on what came before, new maximum and sum.
+    """One step of the running softmax, base 2.
 
-    ``scale`` is positive, and ``top`` begins with LOWEST, which keeps rows that have seen no key yet apart from NaN.
+    Returns the weights, the factor on what came before, the new maximum and the new sum.
+
+    ``scale`` is positive, and ``top`` begins with LOWEST, which keeps rows that have seen no key
+    yet apart from NaN.
     """
     new_top = tl.maximum(top, tl.max(score, 1) * scale)
     weight = tl.exp2(score * scale - new_top[:, None])
@@ -136,11 +157,14 @@ def running_softmax(score, scale, top, total):
 
 @triton.jit
 def finish_softmax(result, top, total):
-    """The weighted mean and the log-sum-exp; zero and minus infinity where a row has seen no key."""
+    """The weighted mean and the log-sum-exp; zero and -inf where a row has seen no key."""
     safe = tl.where(total > 0, total, 1.0)
     return result * (1.0 / safe)[:, None], tl.where(total > 0, top + tl.log2(safe), float("-inf"))
 
 
 def base_two(scale: float) -> float:
-    """Return the factor that makes scores exponents of two; never zero, which minus infinity must survive."""
+    """Return the factor that makes scores exponents of two.
+
+    It is never zero, so that minus infinity times it stays minus infinity.
+    """
     return (scale or 1e-30) * math.log2(math.e)

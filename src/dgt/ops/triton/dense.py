@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Attention inside each group for few tokens: dense, under a mask of bits, which gathers nothing; and gradients.
+"""Attention inside groups for few tokens: dense, under a bit mask, with gradients.
 
-Up to 256 tokens would lose more by gathering than they save. All are read in their order, and query i sees key j if
-bit ``j % 32`` of word ``j // 32`` of its group is set. The formulas are in docs/kernels.md.
+Up to 256 tokens would lose more by gathering than they save. All are read in their order, and query
+i sees key j if bit ``j % 32`` of word ``j // 32`` of its group is set. The formulas are in
+docs/kernels.md.
 """
 
 import torch
@@ -20,13 +21,22 @@ from dgt.ops.triton.common import (
     running_softmax,
     store_rows,
 )
-from dgt.ops.triton.launch import at_most, block_of, launch, new_rows, power_of_two, rows_of, strides_of
+from dgt.ops.triton.launch import (
+    Attended,
+    at_most,
+    block_of,
+    launch,
+    new_rows,
+    power_of_two,
+    rows_of,
+    strides_of,
+)
 
 MOST_TOKENS = 256
 
 
 def are_few(query: Tensor, key: Tensor) -> bool:
-    """Tell whether (B, H, L, D) tensors have so few tokens that dense attention under a mask is the way."""
+    """Tell whether (B, H, L, D) tensors are small enough for dense attention under a mask."""
     return query.shape[2] == key.shape[2] <= MOST_TOKENS
 
 
@@ -57,7 +67,8 @@ def attend_densely(
     given = scale
     if scale < 0:
         q, scale = -q, -scale
-    key_rows, value_rows = head_base(key, head, heads, kb, kh), head_base(value, head, heads, vb, vh)
+    key_rows = head_base(key, head, heads, kb, kh)
+    value_rows = head_base(value, head, heads, vb, vh)
     row, real = find_words(words, group_ids, head, rows, tokens, groups, pitch)
     top = tl.full([T], LOWEST, tl.float32)
     total = tl.zeros([T], tl.float32)
@@ -72,26 +83,32 @@ def attend_densely(
     result, logs = finish_softmax(result, top, total)
     store_rows(head_base(output, head, heads, ob, oh), rows, ol, present, result, D, DP)
     tl.store(logsum + head.to(tl.int64) * tokens + rows, logs, mask=present)
-    if tl.max(tl.max((result != result).to(tl.int32), 1), 0) > 0:  # zero times a value that is not finite
+    # Zero times a value that is not finite.
+    if tl.max(tl.max((result != result).to(tl.int32), 1), 0) > 0:
         tl.debug_barrier()  # what some threads wrote, others read and write
         attend_key_by_key(
-            query, key, value, words, group_ids, output, logsum, qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, heads,
-            tokens, groups, pitch, tiles, given, D, DP, T,
+            query, key, value, words, group_ids, output, logsum, qb, qh, ql, kb, kh, kl, vb, vh, vl,
+            ob, oh, ol, heads, tokens, groups, pitch, tiles, given, D, DP, T,
         )  # fmt: skip
 
 
 @triton.jit
 def attend_key_by_key(
-    query, key, value, words, group_ids, output, logsum, qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, heads, tokens,
-    groups, pitch, tiles, scale, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr,
+    query, key, value, words, group_ids, output, logsum, qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh,
+    ol, heads, tokens, groups, pitch, tiles, scale, D: tl.constexpr, DP: tl.constexpr,
+    T: tl.constexpr,
 ):  # fmt: skip
-    """The same sum, slowly, in which values that a query does not see are not even multiplied by zero.
+    """The same sum, key by key, in which values that a query does not see are never multiplied.
 
-    All is read again, so that :func:`attend_densely` holds nothing for a case that hardly ever comes.
+    All is read again, so that :func:`attend_densely` holds nothing for a case that hardly ever
+    comes.
     """
     head, rows = tl.program_id(0) // tiles, tl.program_id(0) % tiles * T + tl.arange(0, T)
-    q = load_rows(head_base(query, head, heads, qb, qh), rows, ql, rows < tokens, D, DP).to(tl.float32)
-    key_rows, value_rows = head_base(key, head, heads, kb, kh), head_base(value, head, heads, vb, vh)
+    q = load_rows(head_base(query, head, heads, qb, qh), rows, ql, rows < tokens, D, DP).to(
+        tl.float32
+    )
+    key_rows = head_base(key, head, heads, kb, kh)
+    value_rows = head_base(value, head, heads, vb, vh)
     row, real = find_words(words, group_ids, head, rows, tokens, groups, pitch)
     channel = tl.arange(0, DP)
     logs = tl.load(logsum + head.to(tl.int64) * tokens + rows, mask=rows < tokens, other=0.0)
@@ -124,7 +141,8 @@ def query_gradient_densely(
     mean = tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1)
     tl.store(delta + head.to(tl.int64) * tokens + rows, mean, mask=present)
     logs = tl.load(logsum + head.to(tl.int64) * tokens + rows, mask=present, other=0.0)
-    key_rows, value_rows = head_base(key, head, heads, kb, kh), head_base(value, head, heads, vb, vh)
+    key_rows = head_base(key, head, heads, kb, kh)
+    value_rows = head_base(value, head, heads, vb, vh)
     row, real = find_words(words, group_ids, head, rows, tokens, groups, pitch)
     result = tl.zeros([T, DP], tl.float32)
     for start in range(0, tokens, N):
@@ -141,7 +159,8 @@ def query_gradient_densely(
 @triton.jit
 def key_gradients_densely(
     grad, query, key, value, words, group_ids, logsum, delta, grad_key, grad_value,
-    gb, gh, gl, qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, heads, tokens, groups, pitch, blocks, scale_log2, scale,
+    gb, gh, gl, qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, heads, tokens, groups, pitch,
+    blocks, scale_log2, scale,
     D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """All of dK and dV of one block of keys; absent queries are zero, and so is what they add."""
@@ -149,7 +168,8 @@ def key_gradients_densely(
     ids = block * N + tl.arange(0, N)
     k = load_rows(head_base(key, head, heads, kb, kh), ids, kl, ids < tokens, D, DP)
     v = load_rows(head_base(value, head, heads, vb, vh), ids, vl, ids < tokens, D, DP)
-    query_rows, grad_rows = head_base(query, head, heads, qb, qh), head_base(grad, head, heads, gb, gh)
+    query_rows = head_base(query, head, heads, qb, qh)
+    grad_rows = head_base(grad, head, heads, gb, gh)
     dk = tl.zeros([N, DP], tl.float32)
     dv = tl.zeros([N, DP], tl.float32)
     for start in range(0, tokens, T):
@@ -176,7 +196,9 @@ def attend(
 
     The first is (B, H, L, D) of the query's type, the second float32 (B, H, L).
     """
-    query, key, value = rows_of(query), rows_of(key), rows_of(value)
+    query = rows_of(query)
+    key = rows_of(key)
+    value = rows_of(value)
     batch, heads, tokens, channels = query.shape
     groups, pitch = words.shape[1:]
     output = new_rows(query)
@@ -184,37 +206,39 @@ def attend(
     tile = min(block_of(query), power_of_two(tokens))
     tiles = triton.cdiv(tokens, tile)
     launch(
-        attend_densely, batch * heads * tiles, query, key, value, words, group_ids.contiguous(), output, logsum,
-        *strides_of(query, key, value, output), heads, tokens, groups, pitch, tiles, base_two(scale), D=channels,
-        DP=power_of_two(channels), T=tile, N=min(block_of(query), 32), num_warps=4, num_stages=1,
-        **at_most(query, 96),
+        attend_densely, batch * heads * tiles, query, key, value, words, group_ids.contiguous(),
+        output, logsum, *strides_of(query, key, value, output), heads, tokens, groups, pitch, tiles,
+        base_two(scale), D=channels, DP=power_of_two(channels), T=tile, N=min(block_of(query), 32),
+        num_warps=4, num_stages=1, **at_most(query, 96),
     )  # fmt: skip
     return output, logsum
 
 
 def backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsum: Tensor,
-    group_ids: Tensor, words: Tensor, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return dQ, dK and dV; arguments as in :func:`attend` and what it returned."""
-    grad, query, key, value, output = (rows_of(t) for t in (grad, query, key, value, output))
-    group_ids, logsum = group_ids.contiguous(), logsum.contiguous()
+    grad: Tensor, attended: Attended, group_ids: Tensor, words: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dQ, dK and dV; other arguments as in :func:`attend`."""
+    grad, group_ids = rows_of(grad), group_ids.contiguous()
+    query, key, value, output, logsum = attended.in_rows()
     batch, heads, tokens, channels = query.shape
     groups, pitch = words.shape[1:]
-    grad_query, grad_key, grad_value = new_rows(query), new_rows(key), new_rows(value)
+    grad_query = new_rows(query)
+    grad_key = new_rows(key)
+    grad_value = new_rows(value)
     delta, size = torch.empty_like(logsum), min(block_of(query), 32)
     tile = min(block_of(query), power_of_two(tokens))
     tiles, blocks = triton.cdiv(tokens, tile), triton.cdiv(tokens, size)
     launch(
-        query_gradient_densely, batch * heads * tiles, grad, query, key, value, output, words, group_ids, logsum,
-        delta, grad_query, *strides_of(grad, query, key, value, output, grad_query), heads, tokens, groups, pitch,
-        tiles, base_two(scale), scale, D=channels, DP=power_of_two(channels), T=tile, N=size, num_warps=4,
-        num_stages=3,
+        query_gradient_densely, batch * heads * tiles, grad, query, key, value, output, words,
+        group_ids, logsum, delta, grad_query,
+        *strides_of(grad, query, key, value, output, grad_query), heads, tokens, groups, pitch,
+        tiles, base_two(scale), scale, D=channels, DP=power_of_two(channels), T=tile, N=size,
+        num_warps=4, num_stages=3,
     )  # fmt: skip
     launch(
-        key_gradients_densely, batch * heads * blocks, grad, query, key, value, words, group_ids, logsum, delta,
-        grad_key, grad_value, *strides_of(grad, query, key, value, grad_key), heads, tokens, groups, pitch, blocks,
-        base_two(scale), scale, D=channels, DP=power_of_two(channels), T=min(tile, size), N=size, num_warps=2,
-        num_stages=1,
+        key_gradients_densely, batch * heads * blocks, grad, query, key, value, words, group_ids,
+        logsum, delta, grad_key, grad_value, *strides_of(grad, query, key, value, grad_key), heads,
+        tokens, groups, pitch, blocks, base_two(scale), scale, D=channels,
+        DP=power_of_two(channels), T=min(tile, size), N=size, num_warps=2, num_stages=1,
     )  # fmt: skip
     return grad_query, grad_key, grad_value

@@ -1,4 +1,7 @@
-"""When ``backend="auto"`` takes the kernels, and what it does where one fails; no Triton is needed to import this."""
+"""When ``backend="auto"`` takes the kernels, and what it does when one fails.
+
+Importing this needs no Triton.
+"""
 
 import contextlib
 import functools
@@ -27,15 +30,18 @@ def give_up(error: Exception) -> None:
     """Let ``backend="auto"`` be ``"torch"`` from here on, with one warning."""
     if not failures:
         failures.append(error)
-        warnings.warn(f'{error}; backend="auto" is "torch" from here on', RuntimeWarning, stacklevel=3)
+        warnings.warn(
+            f'{error}; backend="auto" is "torch" from here on', RuntimeWarning, stacklevel=3
+        )
 
 
 def can_trust(device: torch.device | str, dtype: torch.dtype) -> bool:
-    """Tell whether the kernels were seen right on a device and for a type, and try a small case where nobody knows.
+    """Tell whether the kernels pass a small check on a device and for a type; run it if needed.
 
-    A verdict holds for the process, and for later ones with the same device, driver, Triton and kernels (a file in the
-    user's cache folder). False, with one warning, where a result is wrong or a kernel fails. While a CUDA graph is
-    captured or a function is compiled nothing can be tried: False until it has been tried elsewhere.
+    A verdict holds for the process, and for later ones with the same device, driver, Triton and
+    kernels (a file in the user's cache folder). False, with one warning, where a result is wrong or
+    a kernel fails. While a CUDA graph is captured or a function is compiled nothing can be tried:
+    False until it has been tried elsewhere.
 
     Args:
         device: where kernels would run, a CUDA device; or the CPU in Triton's interpreter.
@@ -47,7 +53,9 @@ def can_trust(device: torch.device | str, dtype: torch.dtype) -> bool:
         return False
     if known in _verdicts:
         return _verdicts[known]
-    if torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+    if torch.compiler.is_compiling() or (
+        device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    ):
         return False
     with _deciding:
         if known not in _verdicts:
@@ -59,7 +67,8 @@ def can_trust(device: torch.device | str, dtype: torch.dtype) -> bool:
 def _find_verdict(device: torch.device, dtype: torch.dtype) -> bool:
     """Ask the file, or try."""
     try:
-        self_check = importlib.import_module("dgt.ops.triton.self_check")  # which imports the kernels, and they this
+        # Which imports the kernels, and they this.
+        self_check = importlib.import_module("dgt.ops.triton.self_check")
     except ImportError:  # no Triton
         return False
     try:
@@ -67,11 +76,14 @@ def _find_verdict(device: torch.device, dtype: torch.dtype) -> bool:
         if reason is None:
             reason = self_check.find_reason(device, dtype)
             self_check.remember(device, dtype, reason)
-    except Exception as error:  # of the compiler, the driver, or too little memory: another process may have more luck
+    # Of the compiler, the driver, or too little memory: another process may have more luck.
+    except Exception as error:
         reason = f"{type(error).__name__}: {error}"
     if reason:
         told = f"the Triton kernels do not work on {device} in {dtype} ({reason})"
-        warnings.warn(f'{told}; backend="auto" does not take them there', RuntimeWarning, stacklevel=4)
+        warnings.warn(
+            f'{told}; backend="auto" does not take them there', RuntimeWarning, stacklevel=4
+        )
     return not reason
 
 
@@ -92,12 +104,13 @@ def _choosing(automatic: bool) -> Iterator[None]:
 
 
 def falls_back(step: Callable[P, R]) -> Callable[P, R]:
-    """Let ``"auto"`` be ``"torch"`` from the first kernel on that fails, with one warning; a named backend raises.
+    """Switch ``"auto"`` to ``"torch"`` once a kernel fails, with one warning; named ones raise.
 
     The gradients of what was computed by ``backend="auto"`` then come from the plain path, too.
     """
     names = list(inspect.signature(step).parameters)
-    place = names.index("backend") if "backend" in names else len(names)  # without one it is always chosen by itself
+    # Without one it is always chosen by itself.
+    place = names.index("backend") if "backend" in names else len(names)
 
     def attempt(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
@@ -110,7 +123,8 @@ def falls_back(step: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(step)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling():  # a compiled graph is not traced again: its gradients raise
+        # A compiled graph is not traced again: its gradients raise.
+        if torch.compiler.is_compiling():
             return attempt(*args, **kwargs)
         backend = args[place] if len(args) > place else kwargs.get("backend", "auto")
         with _choosing(backend == "auto"):

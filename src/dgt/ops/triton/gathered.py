@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Attention inside each group for many tokens: forward (Eq. 2), with or without a remainder, and gradients.
+"""Attention inside groups for many tokens: forward (Eq. 2) and gradients.
 
-A program takes a tile of queries of one group and its keys block by block, gathered by the group's list, which is
-padded with an id that exists; for dK and dV a block of keys and a run of the queries that see them. A key sums the
-partial gradients of the groups that chose it through the inverse index. The formulas are in docs/kernels.md.
+A program takes a tile of queries of one group and its keys block by block, gathered by the group's
+list, which is padded with an id that exists; for dK and dV a block of keys and a run of the queries
+that see them. A key sums the partial gradients of the groups that chose it through the inverse
+index. The formulas are in docs/kernels.md.
 """
 
 from typing import NamedTuple
@@ -25,18 +26,34 @@ from dgt.ops.triton.common import (
 )
 from dgt.ops.triton.grouping import Segments, find_segment, tile_size
 from dgt.ops.triton.inverse import PAD, Lists, gather, invert
-from dgt.ops.triton.launch import block_of, launch, new_rows, power_of_two, rows_of, strides_of, turns
+from dgt.ops.triton.launch import (
+    Attended,
+    block_of,
+    launch,
+    new_rows,
+    power_of_two,
+    rows_of,
+    strides_of,
+    turns,
+)
 
 MOST_RUNS = 16  # into which the queries of a head would be cut if they all were of one group
 
 
 @triton.jit
 def load_tile(tiles, counts, order, head, slot, slots, queries, groups, T: tl.constexpr):
-    """Group of a tile (-1 if it is unused), how many keys it sees, its queries, and which of T there are."""
+    """Group of a tile, its number of keys, its queries, and which of T exist.
+
+    The group is -1 if the tile is unused.
+    """
     row = tiles + (head.to(tl.int64) * slots + slot) * 4
-    group, first, end = tl.load(row), tl.load(row + 1), tl.load(row + 2)
+    group = tl.load(row)
+    first = tl.load(row + 1)
+    end = tl.load(row + 2)
     listed = tl.minimum(tl.maximum(group, 0), groups - 1)  # the queries of no group see nothing
-    count = tl.where(group == listed, tl.load(counts + head * groups + listed) if counts is not None else 1, 0)
+    count = tl.where(
+        group == listed, tl.load(counts + head * groups + listed) if counts is not None else 1, 0
+    )
     place = first + tl.arange(0, T)
     present = place < end
     rows = tl.load(order + head.to(tl.int64) * queries + place, mask=present, other=0)
@@ -48,24 +65,35 @@ def load_listed(base, ids, stride, D: tl.constexpr, DP: tl.constexpr):
     """(N, DP) rows by ids that all exist: unmasked, but for padded channels."""
     channel = tl.arange(0, DP)[None, :]
     address = base + ids.to(tl.int64)[:, None] * stride + channel
-    return tl.load(address) if D == DP else tl.load(address, mask=(ids >= 0)[:, None] & (channel < D), other=0.0)
+    return (
+        tl.load(address)
+        if D == DP
+        else tl.load(address, mask=(ids >= 0)[:, None] & (channel < D), other=0.0)
+    )
 
 
 @triton.jit
 def attend_tiles(
-    query, key, value, lists, counts, order, tiles, output, logsum, biases, rest_key, rest_value, rest_bias,
-    qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, heads, queries, groups, keys, padded, slots, scale,
+    query, key, value, lists, counts, order, tiles, output, logsum, biases, rest_key, rest_value,
+    rest_bias, qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, heads, queries, groups, keys, padded,
+    slots, scale,
     D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries, ``scale`` contains log2(e); with a remainder, the running softmax starts from that key."""
+    """Attend for one tile of queries; ``scale`` contains log2(e).
+
+    With a remainder, the running softmax starts from that key.
+    """
     head, slot = tl.program_id(0) // slots, tl.program_id(0) % slots
-    group, count, rows, present = load_tile(tiles, counts, order, head, slot, slots, queries, groups, T)
+    group, count, rows, present = load_tile(
+        tiles, counts, order, head, slot, slots, queries, groups, T
+    )
     if group < 0:
         return
     q = load_rows(head_base(query, head, heads, qb, qh), rows, ql, present, D, DP)
     if scale < 0:
         q, scale = -q, -scale
-    key_rows, value_rows = head_base(key, head, heads, kb, kh), head_base(value, head, heads, vb, vh)
+    key_rows = head_base(key, head, heads, kb, kh)
+    value_rows = head_base(value, head, heads, vb, vh)
     listed = lists + (head * groups + group).to(tl.int64) * padded
     top = tl.full([T], LOWEST, tl.float32)
     total = tl.zeros([T], tl.float32)
@@ -83,7 +111,8 @@ def attend_tiles(
         result += tl.where(bias > float("-inf"), rest, 0.0)[None, :]
     full = count // N * N
     for LAST in tl.static_range(2):  # the last block is masked, and apart
-        for start in tl.range(full * LAST, full + (count - full) * LAST, N, num_stages=1 if LAST else None):
+        begin, end = full * LAST, full + (count - full) * LAST
+        for start in tl.range(begin, end, N, num_stages=1 if LAST else None):
             ids = tl.load(listed + start + tl.arange(0, N))
             score = multiply(q, tl.trans(load_listed(key_rows, ids, kl, D, DP)))
             if biases is not None:
@@ -107,7 +136,9 @@ def query_gradient(
 ):  # fmt: skip
     """dQ of one tile of queries, and its delta for the other kernel."""
     head, slot = tl.program_id(0) // slots, tl.program_id(0) % slots
-    group, count, rows, present = load_tile(tiles, counts, order, head, slot, slots, queries, groups, T)
+    group, count, rows, present = load_tile(
+        tiles, counts, order, head, slot, slots, queries, groups, T
+    )
     if group < 0:
         return
     q = load_rows(head_base(query, head, heads, qb, qh), rows, ql, present, D, DP)
@@ -116,7 +147,8 @@ def query_gradient(
     mean = tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1)
     tl.store(delta + head.to(tl.int64) * queries + rows, mean, mask=present)
     logs = tl.load(logsum + head.to(tl.int64) * queries + rows, mask=present, other=0.0)
-    key_rows, value_rows = head_base(key, head, heads, kb, kh), head_base(value, head, heads, vb, vh)
+    key_rows = head_base(key, head, heads, kb, kh)
+    value_rows = head_base(value, head, heads, vb, vh)
     listed = lists + (head * groups + group).to(tl.int64) * padded
     result = tl.zeros([T, DP], tl.float32)
     for start in range(0, count, N):
@@ -142,19 +174,21 @@ def further_runs(ends, head, groups, run, GC: tl.constexpr):
 
 @triton.jit
 def key_gradients(
-    grad, query, key, value, lists, counts, order, ends, logsum, delta, partial_key, partial_value, further_key,
-    further_value, gb, gh, gl, qb, qh, ql, kb, kh, kl, vb, vh, vl,
+    grad, query, key, value, lists, counts, order, ends, logsum, delta, partial_key, partial_value,
+    further_key, further_value, gb, gh, gl, qb, qh, ql, kb, kh, kl, vb, vh, vl,
     heads, queries, groups, padded, run, further, first_head, blocks, scale_log2, scale,
     D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr, GC: tl.constexpr,
 ):  # fmt: skip
     """Partial dK and dV of one block of the selected keys of a group, from one run of its queries.
 
-    The first ``groups`` programs of a block take the first run of each group, ``further`` more those that are left of
-    heavy groups. Rows beyond the group's keys are filled with what nobody reads; absent queries are zero, and so is
-    what they add.
+    The first ``groups`` programs of a block take the first run of each group, ``further`` more
+    those that are left of heavy groups. Rows beyond the group's keys are filled with what nobody
+    reads; absent queries are zero, and so is what they add.
     """
     pid = tl.program_id(0)
-    block, unit, nth = pid % blocks, pid // blocks % (groups + further), pid // blocks // (groups + further)
+    block = pid % blocks
+    unit = pid // blocks % (groups + further)
+    nth = pid // blocks // (groups + further)
     head = first_head + nth
     group, which = unit, 0
     if unit >= groups:
@@ -172,7 +206,8 @@ def key_gradients(
     ids = tl.load(lists + (head * groups + group).to(tl.int64) * padded + place)
     k = load_listed(head_base(key, head, heads, kb, kh), ids, kl, D, DP)
     v = load_listed(head_base(value, head, heads, vb, vh), ids, vl, D, DP)
-    query_rows, grad_rows = head_base(query, head, heads, qb, qh), head_base(grad, head, heads, gb, gh)
+    query_rows = head_base(query, head, heads, qb, qh)
+    grad_rows = head_base(grad, head, heads, gb, gh)
     dk = tl.zeros([N, DP], tl.float32)
     dv = tl.zeros([N, DP], tl.float32)
     for start in range(begin, end, T):
@@ -198,7 +233,8 @@ def key_gradients(
 
 @triton.jit
 def add_runs(
-    partial, further_partial, counts, ends, heads_at_once, groups, padded, run, further, first_head, blocks,
+    partial, further_partial, counts, ends, heads_at_once, groups, padded, run, further, first_head,
+    blocks,
     D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, GC: tl.constexpr,
 ):  # fmt: skip
     """Add the further runs of a heavy group to its first, in their order, for one block of keys."""
@@ -233,7 +269,7 @@ def tiling(query: Tensor, groups: int) -> Tiling:
 
 
 def run_length(queries: int, tile: int) -> int:
-    """Return how many queries of a group a program of dK and dV takes: whole tiles, at least two."""
+    """Return the queries of a group that a program of dK and dV takes: two or more whole tiles."""
     return max(2, triton.cdiv(triton.cdiv(queries, MOST_RUNS), tile)) * tile
 
 
@@ -241,54 +277,62 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, lists: Lists, scale: float,
     key_bias: Tensor | None = None, rest: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attend inside each group; ``(output, logsum)``: (B, H, L, D) of the query's type, float32 (B, H, L).
+    """Attend inside each group: (B, H, L, D) of the query's type, and float32 (B, H, L) sums.
 
-    ``key_bias``, (B, H, M), is added to the scores of a key; ``rest`` is a key more of every group, of
-    :func:`dgt.ops.triton.rest.summarize`. Neither has a gradient.
+    ``key_bias``, (B, H, M), is added to the scores of a key; ``rest`` is a key more of every group,
+    of :func:`dgt.ops.triton.rest.summarize`. Neither has a gradient.
     """
-    query, key, value = rows_of(query), rows_of(key), rows_of(value)
+    query = rows_of(query)
+    key = rows_of(key)
+    value = rows_of(value)
     batch, heads, queries, channels = query.shape
     groups, padded = lists.ids.shape[1:]
     output = new_rows(query)
     logsum = torch.empty((batch, heads, queries), dtype=torch.float32, device=query.device)
-    biases = None if key_bias is None else (key_bias.float() / abs(scale or 1e-30)).contiguous()  # of scores unscaled
+    # Added to scores before they are scaled.
+    biases = None if key_bias is None else (key_bias.float() / abs(scale or 1e-30)).contiguous()
     rest_key, rest_value, rest_bias = rest or (None, None, None)
     sizes, slots = tiling(query, groups), segments.tiles.shape[1]
     launch(
-        attend_tiles, batch * heads * slots, query, key, value, *lists, segments.order, segments.tiles, output, logsum,
-        biases, rest_key, rest_value, rest_bias, *strides_of(query, key, value, output), heads, queries, groups,
-        key.shape[2], padded, slots, base_two(scale), D=channels, DP=power_of_two(channels), T=sizes.queries,
-        N=sizes.keys, num_warps=4, num_stages=3,
+        attend_tiles, batch * heads * slots, query, key, value, *lists, segments.order,
+        segments.tiles, output, logsum, biases, rest_key, rest_value, rest_bias,
+        *strides_of(query, key, value, output), heads, queries, groups, key.shape[2], padded, slots,
+        base_two(scale), D=channels, DP=power_of_two(channels), T=sizes.queries, N=sizes.keys,
+        num_warps=4, num_stages=3,
     )  # fmt: skip
     return output, logsum
 
 
 def backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsum: Tensor,
-    segments: Segments, lists: Lists, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return dQ, dK and dV; arguments as in :func:`attend` and what it returned."""
-    grad, query, key, value, output = (rows_of(t) for t in (grad, query, key, value, output))
-    logsum = logsum.contiguous()
+    grad: Tensor, attended: Attended, segments: Segments, lists: Lists, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dQ, dK and dV; other arguments as in :func:`attend`."""
+    grad, attended = rows_of(grad), attended.in_rows()
+    query, key, value, output, logsum = attended
     batch, heads, queries, channels = query.shape
     groups, padded = lists.ids.shape[1:]
     grad_query, delta = new_rows(query), torch.empty_like(logsum)
     sizes, slots = tiling(query, groups), segments.tiles.shape[1]
     launch(
         query_gradient, batch * heads * slots,
-        grad, query, key, value, output, *lists, segments.order, segments.tiles, logsum, delta, grad_query,
-        *strides_of(grad, query, key, value, output, grad_query), heads, queries, groups, padded, slots,
-        base_two(scale), scale, D=channels, DP=power_of_two(channels), T=sizes.queries, N=sizes.keys,
-        num_warps=4, num_stages=2,
+        grad, query, key, value, output, *lists, segments.order, segments.tiles, logsum, delta,
+        grad_query, *strides_of(grad, query, key, value, output, grad_query), heads, queries,
+        groups, padded, slots, base_two(scale), scale, D=channels, DP=power_of_two(channels),
+        T=sizes.queries, N=sizes.keys, num_warps=4, num_stages=2,
     )  # fmt: skip
-    return grad_query, *key_and_value_gradients(grad, query, key, value, logsum, delta, segments, lists, scale)
+    return grad_query, *key_and_value_gradients(grad, attended, delta, segments, lists, scale)
 
 
 def key_and_value_gradients(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, logsum: Tensor, delta: Tensor,
-    segments: Segments, lists: Lists, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    attended: Attended,
+    delta: Tensor,
+    segments: Segments,
+    lists: Lists,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
     """Return dK and dV, by partial sums of each group, in float32, for some heads at a time."""
+    query, key, value, _, logsum = attended
     batch, heads, queries, channels = query.shape
     groups, padded = lists.ids.shape[1:]
     grad_key, grad_value = new_rows(key), new_rows(value)
@@ -301,15 +345,16 @@ def key_and_value_gradients(
         partial = delta.new_empty((2, count, groups * padded, channels))
         more = delta.new_empty((2, count, further * padded, channels))
         launch(
-            key_gradients, count * blocks * (groups + further), grad, query, key, value, *lists, segments.order,
-            segments.ends, logsum, delta, *partial, *more, *strides_of(grad, query, key, value), heads, queries,
-            groups, padded, run, further, first, blocks, base_two(scale), scale, T=tile, **columns,
-            num_warps=4, num_stages=2,
+            key_gradients, count * blocks * (groups + further), grad, query, key, value, *lists,
+            segments.order, segments.ends, logsum, delta, *partial, *more,
+            *strides_of(grad, query, key, value), heads, queries, groups, padded, run, further,
+            first, blocks, base_two(scale), scale, T=tile, **columns, num_warps=4, num_stages=2,
         )  # fmt: skip
         if further:
             launch(
-                add_runs, 2 * count * groups * blocks, partial, more, lists.counts, segments.ends, count, groups,
-                padded, run, further, first, blocks, **columns, num_warps=4, num_stages=1,
+                add_runs, 2 * count * groups * blocks, partial, more, lists.counts, segments.ends,
+                count, groups, padded, run, further, first, blocks, **columns, num_warps=4,
+                num_stages=1,
             )  # fmt: skip
         gather(inverse, partial, [grad_key, grad_value], first)
     return grad_key, grad_value

@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Query groups, queries in the order of their groups, tiles of them, and the statistics of Eq. 3.
 
-A program takes a run of tokens of one head against all centroids. What is left of it is one bit a query for its group,
-or for number G, that of no group (padding). A second program writes out the queries of one group, and its tiles.
+A program takes a run of tokens of one head against all centroids. What is left of it is one bit a
+query for its group, or for number G, that of no group (padding). A second program writes out the
+queries of one group, and its tiles.
 """
 
 from typing import NamedTuple
@@ -12,12 +13,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgt.ops.triton.common import exact, expand, head_base, load_rows, multiply, split, split_centers
+from dgt.ops.triton.common import (
+    exact,
+    expand,
+    head_base,
+    load_rows,
+    multiply,
+    split,
+    split_centers,
+)
 from dgt.ops.triton.launch import block_of, launch, power_of_two, rows_of, strides_of
 
 MOST_AT_ONCE = 64  # groups whose scores a program holds
 FAR = tl.constexpr(1 << 30)  # above every group
-TILE = 128  # the most queries of a program at a time, whose bits fill half of the rows of :func:`packers`
+# The most queries of a program at a time, whose bits fill half of the rows of :func:`packers`.
+TILE = 128
 LARGEST_TILE = 64
 
 
@@ -27,9 +37,9 @@ class Segments(NamedTuple):
     order: Tensor
     """(B H, L) int32: queries, group after group, ascending within a group."""
     ends: Tensor
-    """(B H, G + 1) int32: where the segment of a group ends in ``order``; the last is that of no group."""
+    """(B H, G + 1) int32: where a group's segment ends in ``order``; the last is of no group."""
     tiles: Tensor
-    """(B H, slots, 4) int32: group (-1: unused), first place and end in ``order`` of every tile, and 0."""
+    """(B H, slots, 4) int32: group (-1: unused), first place and end in ``order``, and 0."""
 
 
 def no_segments(like: Tensor) -> Segments:
@@ -45,10 +55,28 @@ def nearest(score, ids):
 
 
 @triton.jit
-def packers(T: tl.constexpr):
-    """(T, 16) float16 matrix by which (R, T) flags times it are 16 bits of each row a column, and the sum in the last.
+def nearest_group(
+    tile, center, centers, groups,
+    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, GP: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """Groups of T tokens; ``center`` are the first GP centroids, of :func:`split_centers`."""
+    ids = tl.arange(0, GP)
+    best, group = tl.full([T], float("-inf"), tl.float32), tl.full([T], FAR, tl.int32)
+    for begin in range(0, 1 if ONE else groups, GP):
+        if not ONE:
+            center = split_centers(centers, begin + ids, groups, tile.dtype, D, DP)
+        across = tl.trans(center[0]), tl.trans(center[1]), tl.trans(center[2])
+        top, which = nearest(exact((tile, tile, tile), across), begin + ids)
+        group, best = tl.where(top > best, which, group), tl.maximum(best, top)
+    return tl.minimum(group, groups - 1)
 
-    Sums of powers of two up to 2 ** 15 are exact on the matrix units, which have nothing else to do meanwhile.
+
+@triton.jit
+def packers(T: tl.constexpr):
+    """(T, 16) float16 matrix that packs (R, T) flags: 16 bits a column, and the sum in the last.
+
+    Sums of powers of two up to 2 ** 15 are exact on the matrix units, which have nothing else to do
+    meanwhile.
     """
     token, column = tl.arange(0, T)[:, None], tl.arange(0, 16)[None, :]
     exponent = tl.where(column == 15, 0, token % 16) + 15  # in the bits of a float16
@@ -63,7 +91,9 @@ def group_run(
     D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, GP: tl.constexpr,
     ONE: tl.constexpr, MASKED: tl.constexpr, GIVEN: tl.constexpr, SORT: tl.constexpr,
 ):  # fmt: skip
-    """Group a run of tokens of a head (GIVEN: read their groups); SORT: write members as bits, and counts.
+    """Group a run of tokens of a head.
+
+    GIVEN: read their groups. SORT: write the members of groups as bits, and their counts.
 
     ONE: all groups, and that of none, are among GP; otherwise a run is one tile of T.
     """
@@ -84,16 +114,11 @@ def group_run(
             group = tl.where((group < 0) | (group >= groups), groups, group).to(tl.int32)
         else:
             tile = load_rows(rows, place, ql, inside, D, DP)
-            best, group = tl.full([T], float("-inf"), tl.float32), tl.full([T], FAR, tl.int32)
-            for begin in range(0, 1 if ONE else groups, GP):
-                if not ONE:
-                    center = split_centers(centers, begin + ids, groups, narrow, D, DP)
-                across = tl.trans(center[0]), tl.trans(center[1]), tl.trans(center[2])
-                top, which = nearest(exact((tile, tile, tile), across), begin + ids)
-                group, best = tl.where(top > best, which, group), tl.maximum(best, top)
-            group = tl.minimum(group, groups - 1)
+            group = nearest_group(tile, center, centers, groups, D, DP, T, GP, ONE)
             if MASKED:
-                real = tl.load(key_mask + (head // heads).to(tl.int64) * tokens + place, mask=inside, other=0)
+                real = tl.load(
+                    key_mask + (head // heads).to(tl.int64) * tokens + place, mask=inside, other=0
+                )
                 group = tl.where(real != 0, group, groups)
             tl.store(address, tl.where(group == groups, -1, group).to(tl.int64), mask=inside)
         if SORT:
@@ -109,7 +134,9 @@ def group_run(
                 if ONE:
                     total += number
                 else:
-                    tl.store(counts + (row_of_counts + begin + ids), number, mask=begin + ids <= groups)
+                    tl.store(
+                        counts + (row_of_counts + begin + ids), number, mask=begin + ids <= groups
+                    )
     if ONE and SORT:
         tl.store(counts + (row_of_counts + ids), total, mask=ids <= groups)
 
@@ -119,7 +146,7 @@ def place_group(
     words, counts, order, ends, tiles, pid, tokens, groups, runs, pitch, slots,
     T: tl.constexpr, GC: tl.constexpr, RC: tl.constexpr, WP: tl.constexpr,
 ):  # fmt: skip
-    """Write the queries of one group of a head to their places, where they end, and their tiles of T."""
+    """Write the queries of a group of a head in order, where they end, and their tiles of T."""
     head, group = pid // (groups + 1), pid % (groups + 1)
     ids = tl.arange(0, GC)
     total = tl.zeros([GC], tl.int32)
@@ -128,10 +155,12 @@ def place_group(
         row = counts + (head.to(tl.int64) * runs + run) * (groups + 1) + ids[None, :]
         total += tl.sum(tl.load(row, mask=(run < runs) & (ids <= groups)[None, :], other=0), 0)
     needed = (total + T - 1) // T
-    start, size = tl.sum(tl.where(ids < group, total, 0), 0), tl.sum(tl.where(ids == group, total, 0), 0)
+    start = tl.sum(tl.where(ids < group, total, 0), 0)
+    size = tl.sum(tl.where(ids == group, total, 0), 0)
     slot, own = tl.sum(tl.where(ids < group, needed, 0), 0), (size + T - 1) // T
     tl.store(ends + head.to(tl.int64) * (groups + 1) + group, start + size)
-    end = tl.where(group == groups, slots - slot, own)  # the last group also marks what is left of the list
+    # The last group also marks what is left of the list.
+    end = tl.where(group == groups, slots - slot, own)
     for first in range(0, end, 32):
         nth = first + tl.arange(0, 32)
         row = tiles + (head.to(tl.int64) * slots + slot + nth) * 4
@@ -167,7 +196,8 @@ class QueryPlan(NamedTuple):
     group_ids: Tensor
     """(B, H, L) int64: written, or read where they were given."""
     words: Tensor
-    """(B H, G + 1, W) int32: bit ``i % 32`` of ``words[:, g, i // 32]`` tells whether query i is in group g."""
+    """(B H, G + 1, W) int32: bit ``i % 32`` of ``words[:, g, i // 32]`` if query i is in group g.
+    """
     counts: Tensor
     """(B H, runs, G + 1) int32: how many queries of every run are in a group."""
     run: int
@@ -206,9 +236,13 @@ class OrderPlan(NamedTuple):
 
 
 def plan_groups(
-    query: Tensor, centroids: Tensor, key_mask: Tensor | None, sort: bool, group_ids: Tensor | None = None
+    query: Tensor,
+    centroids: Tensor,
+    key_mask: Tensor | None,
+    sort: bool,
+    group_ids: Tensor | None = None,
 ) -> QueryPlan:
-    """Prepare the grouping of (B, H, L, D) queries, whose groups are only read where they are given."""
+    """Prepare the grouping of (B, H, L, D) queries; groups that are given are only read."""
     query, centroids = rows_of(query), centroids.float().contiguous()
     key_mask = key_mask if key_mask is None else key_mask.contiguous()
     batch, heads, tokens, _ = query.shape
@@ -221,16 +255,32 @@ def plan_groups(
     runs, pitch = triton.cdiv(tokens, run), triton.cdiv(tokens, 32)
     if group_ids is None:
         group_ids = torch.empty((batch, heads, tokens), dtype=torch.int64, device=query.device)
-    words = group_ids.new_empty((batch * heads, groups + 1, pitch) if sort else (1, 1, pitch), dtype=torch.int32)
+    words = group_ids.new_empty(
+        (batch * heads, groups + 1, pitch) if sort else (1, 1, pitch), dtype=torch.int32
+    )
     counts = words.new_empty((batch * heads, runs, groups + 1) if sort else 1)
     return QueryPlan(
-        query, centroids, key_mask, group_ids, words, counts, run, runs, size, at_once, given, sort, batch * heads
+        query,
+        centroids,
+        key_mask,
+        group_ids,
+        words,
+        counts,
+        run,
+        runs,
+        size,
+        at_once,
+        given,
+        sort,
+        batch * heads,
     )
 
 
 def plan_order(queries: QueryPlan) -> OrderPlan:
     """Prepare the :class:`Segments` of queries that were planned to be sorted."""
-    heads, groups, tokens = queries.words.shape[0], queries.words.shape[1] - 1, queries.query.shape[2]
+    heads = queries.words.shape[0]
+    groups = queries.words.shape[1] - 1
+    tokens = queries.query.shape[2]
     slots = count_slots(tokens, groups, tile_size(tokens, groups))
     shapes = ((heads, tokens), (heads, groups + 1), (heads, slots, 4))
     segments = Segments(*(queries.words.new_empty(shape) for shape in shapes))
@@ -238,9 +288,14 @@ def plan_order(queries: QueryPlan) -> OrderPlan:
 
 
 def tile_size(queries: int, groups: int) -> int:
-    """Queries in a tile: about the mean size of a group, from 16 to 64. By comparisons, so that it can be traced."""
+    """Queries in a tile: about the mean size of a group, from 16 to 64.
+
+    It is found by comparisons, so that it can be traced.
+    """
     mean = queries // groups
-    return LARGEST_TILE if mean > 32 else 32 if mean > 16 else 16
+    if mean > 32:
+        return LARGEST_TILE
+    return 32 if mean > 16 else 16
 
 
 def count_slots(queries: int, groups: int, size: int) -> int | torch.SymInt:
@@ -253,9 +308,12 @@ def sum_run(
     query, group_ids, sums, qb, qh, ql, heads, tokens, groups, runs, run,
     D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, GP: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Sum the tokens of every group in a run of a head, and count them in column D: one-hot rows times tokens.
+    """Sum the tokens of every group in a run of a head, and count them in column D.
 
-    UNIT: every token is cut to unit length. Products with zeros and ones are exact, and sums have a fixed order.
+    One-hot rows times tokens.
+
+    UNIT: every token is cut to unit length. Products with zeros and ones are exact, and sums have a
+    fixed order.
     """
     head = tl.program_id(0) // runs
     first = tl.program_id(0) % runs * run
@@ -265,7 +323,9 @@ def sum_run(
         total, number = tl.zeros([GP, DP], tl.float32), tl.zeros([GP, T], tl.int32)
         for start in range(first, tl.minimum(first + run, tokens), T):
             place = start + tl.arange(0, T)
-            group = tl.load(group_ids + head.to(tl.int64) * tokens + place, mask=place < tokens, other=-1)
+            group = tl.load(
+                group_ids + head.to(tl.int64) * tokens + place, mask=place < tokens, other=-1
+            )
             member = ids[:, None] == group.to(tl.int32)[None, :]
             number += member.to(tl.int32)
             tile = load_rows(rows, place, ql, place < tokens, D, DP)
@@ -282,16 +342,21 @@ def sum_run(
 
 
 def sum_queries(query: Tensor, group_ids: Tensor, groups: int, unit: bool) -> Tensor:
-    """Sum the queries of every group, each of unit length or as it is, and count: float32 (B, H, runs, G, D + 1)."""
+    """Sum and count the queries of every group, as they are or at ``unit`` norm.
+
+    Returns float32 (B, H, runs, G, D + 1).
+    """
     query = rows_of(query)
     batch, heads, tokens, channels = query.shape
     size = min(32, block_of(query))
     run = min(512, triton.cdiv(tokens, size) * size)
     runs = triton.cdiv(tokens, run)
-    sums = torch.empty((batch, heads, runs, groups, channels + 1), dtype=torch.float32, device=query.device)
+    sums = torch.empty(
+        (batch, heads, runs, groups, channels + 1), dtype=torch.float32, device=query.device
+    )
     launch(
-        sum_run, batch * heads * runs, query, group_ids.contiguous(), sums, *strides_of(query), heads, tokens, groups,
-        runs, run, D=channels, DP=power_of_two(channels), T=size, GP=min(2 * size, power_of_two(groups)), UNIT=unit,
-        num_warps=4, num_stages=1,
+        sum_run, batch * heads * runs, query, group_ids.contiguous(), sums, *strides_of(query),
+        heads, tokens, groups, runs, run, D=channels, DP=power_of_two(channels), T=size,
+        GP=min(2 * size, power_of_two(groups)), UNIT=unit, num_warps=4, num_stages=1,
     )  # fmt: skip
     return sums

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The keys of every group as lists, and their inverse, which sums over groups without atomics on floats.
+"""The keys of every group as lists, and their inverse, which sums without float atomics.
 
-A key finds the partial gradients of the groups that chose it through the index, in ascending order of group, and adds
-them up: the same bits in every run. docs/kernels.md tells how it is built.
+A key finds the partial gradients of the groups that chose it through the index, in ascending order
+of group, and adds them up: the same bits in every run. docs/kernels.md tells how it is built.
 """
 
 from typing import NamedTuple
@@ -30,8 +30,10 @@ class Lists(NamedTuple):
 
 
 def lists_of(key_ids: Tensor, keys: int) -> Lists:
-    """Lists of (B, H, G, K) ids that a caller made; with plain PyTorch, as that is no part of the whole operator."""
-    ids = torch.where((key_ids >= 0) & (key_ids < keys), key_ids, keys).flatten(0, 1).sort(-1).values
+    """Lists from (B, H, G, K) ids of a caller, by plain PyTorch."""
+    ids = (
+        torch.where((key_ids >= 0) & (key_ids < keys), key_ids, keys).flatten(0, 1).sort(-1).values
+    )
     real = ids < keys
     padded = F.pad(ids.where(real, 0), (0, -ids.shape[2] % PAD))
     return Lists(padded.to(torch.int32), real.sum(-1, dtype=torch.int32))
@@ -39,7 +41,9 @@ def lists_of(key_ids: Tensor, keys: int) -> Lists:
 
 def with_prefix(lists: Lists, width: int, prefix: int) -> Lists:
     """Lists of up to ``width`` keys after a prefix as lists of all keys, the prefix first."""
-    always = torch.arange(prefix, dtype=torch.int32, device=lists.ids.device).expand(*lists.ids.shape[:2], prefix)
+    always = torch.arange(prefix, dtype=torch.int32, device=lists.ids.device).expand(
+        *lists.ids.shape[:2], prefix
+    )
     ids = torch.cat([always, lists.ids[..., :width] + prefix], dim=-1)
     return Lists(F.pad(ids, (0, -ids.shape[2] % PAD)), lists.counts + prefix)
 
@@ -57,19 +61,25 @@ def load_entry(ids, counts, head, block, keys, groups, width, N: tl.constexpr):
 
 @triton.jit
 def mark_keys(ids, counts, bits, keys, groups, width, words, blocks, N: tl.constexpr):
-    """Set the bit of every group in the int32 words of the keys it chose, and count these groups in the last word."""
+    """Set the bit of every group in the words of the keys it chose; count in the last word."""
     head = tl.program_id(0) // blocks
-    _, group, key, exist = load_entry(ids, counts, head, tl.program_id(0) % blocks, keys, groups, width, N)
+    _, group, key, exist = load_entry(
+        ids, counts, head, tl.program_id(0) % blocks, keys, groups, width, N
+    )
     row = bits + (head.to(tl.int64) * keys + key) * words
     tl.atomic_or(row + group // 32, (1 << (group % 32)).to(tl.int32), mask=exist, sem="relaxed")
     tl.atomic_add(row + words - 1, 1, mask=exist, sem="relaxed")
 
 
 @triton.jit
-def fill_entries(ids, counts, bits, ends, entries, keys, groups, width, words, blocks, N: tl.constexpr):
+def fill_entries(
+    ids, counts, bits, ends, entries, keys, groups, width, words, blocks, N: tl.constexpr
+):
     """Write every entry to its place in the list of its key: after those of all lower groups."""
     head = tl.program_id(0) // blocks
-    entry, group, key, exist = load_entry(ids, counts, head, tl.program_id(0) % blocks, keys, groups, width, N)
+    entry, group, key, exist = load_entry(
+        ids, counts, head, tl.program_id(0) % blocks, keys, groups, width, N
+    )
     key = head.to(tl.int64) * keys + key
     above = tl.zeros([N], tl.int32)  # chosen by this group or a higher one
     for word in range(words - 1):
@@ -85,7 +95,7 @@ def gather_partials(
     partial, ends, entries, one, two, ab, ah, al, heads, keys, size, first_head, count, tiles,
     D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Add up the partials of every key of ``count`` heads; partials are (1 or 2, count, G P, D) float32."""
+    """Add up the (1 or 2, count, G P, D) float32 partials of every key of ``count`` heads."""
     nth, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     head = first_head + nth % count
     key = tile * N + tl.arange(0, N)
@@ -105,7 +115,10 @@ def gather_partials(
 
 
 def mark(lists: Lists, keys: int) -> Tensor:
-    """Tell for each of M keys which groups chose it, a bit each, and in the last word how many: int32 (B H, M, W)."""
+    """Tell which groups chose each of M keys: int32 (B H, M, W).
+
+    A bit a group; the last word holds how many.
+    """
     heads, groups, width = lists.ids.shape
     words, blocks = triton.cdiv(groups, 32) + 1, triton.cdiv(groups * width, BLOCK)
     bits = torch.zeros((heads, keys, words), dtype=torch.int32, device=lists.ids.device)
@@ -115,7 +128,7 @@ def mark(lists: Lists, keys: int) -> Tensor:
 
 
 def invert(lists: Lists, keys: int) -> tuple[Tensor, Tensor]:
-    """Return ``(ends, entries)``: for each of M keys the list of the entries, ``group P + place``, that chose it.
+    """Return ``(ends, entries)``: the entries, ``group P + place``, that chose each of M keys.
 
     Lists are int32 (B H, G P), ascending, one after the other; ``ends`` int32 (B H, M).
     """
@@ -128,13 +141,18 @@ def invert(lists: Lists, keys: int) -> tuple[Tensor, Tensor]:
     return ends, entries
 
 
-def gather(inverse: tuple[Tensor, Tensor], partials: Tensor, targets: list[Tensor], first: int) -> None:
-    """Sum one or two (heads, G P, D) partials over groups into (B, H, M, D) targets, for heads from ``first`` on."""
+def gather(
+    inverse: tuple[Tensor, Tensor], partials: Tensor, targets: list[Tensor], first: int
+) -> None:
+    """Sum (heads, G P, D) partials over groups into (B, H, M, D) targets.
+
+    One or two at once, for the heads from ``first`` on.
+    """
     (pairs, count, size, channels), target = partials.shape, targets[0]
     size_of_tile = min(64, 4096 // power_of_two(channels))
     tiles = triton.cdiv(target.shape[2], size_of_tile)
     launch(
-        gather_partials, pairs * count * tiles, partials, *inverse, target, targets[-1], *strides_of(target),
-        target.shape[1], target.shape[2], size, first, count, tiles,
+        gather_partials, pairs * count * tiles, partials, *inverse, target, targets[-1],
+        *strides_of(target), target.shape[1], target.shape[2], size, first, count, tiles,
         D=channels, DP=power_of_two(channels), N=size_of_tile, num_warps=4,
     )  # fmt: skip

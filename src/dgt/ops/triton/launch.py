@@ -1,6 +1,7 @@
-"""Running kernels: whether Triton can be used here, one helper that launches, and a recorder of what is launched.
+"""Launching kernels: whether Triton can be used here, the launcher, and a launch recorder.
 
-With it `benchmarks/compile_kernels.py` walks the code that runs on a GPU, on meta tensors, and compiles every kernel.
+With it `benchmarks/compile_kernels.py` walks the code that runs on a GPU, on meta tensors, and
+compiles every kernel.
 """
 
 import contextlib
@@ -16,7 +17,8 @@ from dgt.ops.triton.fallback import KernelError
 MAX_CHANNELS = 128
 OLDEST = (8, 0)  # compute capability of the first GPUs with bfloat16 matrix units
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
-WORKSPACE = 48 << 20  # bytes of the largest temporary buffer, about the L2 cache: more heads are done in turns
+# Bytes of the largest temporary buffer, about the L2 cache: more heads are done in turns.
+WORKSPACE = 48 << 20
 
 
 class Launch(NamedTuple):
@@ -33,12 +35,32 @@ class Launch(NamedTuple):
         return dict(zip(self.kernel.arg_names, self.arguments, strict=False)) | self.options
 
 
+class Attended(NamedTuple):
+    """What the forward pass read and wrote, as its gradients need it."""
+
+    query: Tensor
+    """(B, H, L, D)."""
+    key: Tensor
+    """(B, H, M, D)."""
+    value: Tensor
+    """(B, H, M, D)."""
+    output: Tensor
+    """(B, H, L, D) of the query's type."""
+    logsum: Tensor
+    """(B, H, L) float32, base 2."""
+
+    def in_rows(self) -> "Attended":
+        """Return tensors with contiguous channels."""
+        query, key, value, output = (rows_of(tensor) for tensor in self[:4])
+        return Attended(query, key, value, output, self.logsum.contiguous())
+
+
 _recorded: list[Launch] | None = None
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Launch]]:
-    """Record launches instead of running them, inside a ``with``; the tensors may then be on the meta device."""
+    """Record launches instead of running them; tensors may then be on the meta device."""
     global _recorded  # noqa: PLW0603
     before, _recorded = _recorded, []
     try:
@@ -48,18 +70,26 @@ def recording() -> Iterator[list[Launch]]:
 
 
 def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
-    """Run ``programs`` programs of a kernel on the device of its first argument; KernelError where that fails."""
+    """Run ``programs`` programs of a kernel on the device of its first argument.
+
+    Raises KernelError where that fails.
+    """
     options |= {"enable_fp_fusion": True}  # from Triton 3.10 on no longer of itself
     if _recorded is not None:
         _recorded.append(Launch(kernel, programs, arguments, options))
     elif programs:
         try:
-            with torch.cuda.device(arguments[0].device) if arguments[0].is_cuda else contextlib.nullcontext():
+            with _device_of(arguments[0]):
                 kernel[(programs,)](*arguments, **options)
         except Exception as error:  # of the compiler, the assembler, the linker or the driver
             raise KernelError(
-                f'the Triton kernel {kernel.__name__} failed: {type(error).__name__}: {error}; use backend="torch"'
+                f"the Triton kernel {kernel.__name__} failed: {type(error).__name__}: {error}; "
+                'use backend="torch"'
             ) from error
+
+
+def _device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
 def interpreting() -> bool:
@@ -72,11 +102,14 @@ def check_runnable(name: str, tensor: Tensor) -> None:
 
     Raises:
         TypeError: for a type that kernels do not have, or that the interpreter multiplies wrongly.
-        ValueError: for more than 128 channels per head, a CPU tensor without the interpreter, or too old a GPU.
+        ValueError: for more than 128 channels per head, a CPU tensor without the interpreter, or
+            too old a GPU.
     """
     way, ours = 'use backend="torch"', 'for backend="triton"'
     if tensor.dtype not in TYPES:
-        raise TypeError(f"{name} must be float32, float16 or bfloat16 {ours}, got {tensor.dtype}; {way}")
+        raise TypeError(
+            f"{name} must be float32, float16 or bfloat16 {ours}, got {tensor.dtype}; {way}"
+        )
     if tensor.shape[3] > MAX_CHANNELS:
         most = f"{MAX_CHANNELS} channels per head {ours}"
         raise ValueError(f"{name} must have at most {most}, got {tensor.shape[3]}; {way}")
@@ -88,11 +121,13 @@ def check_runnable(name: str, tensor: Tensor) -> None:
     elif tensor.device.type == "cpu" and not interpreting():
         raise ValueError(
             f"{name} must be on a CUDA device {ours}, got a CPU tensor; {way}, "
-            "or set TRITON_INTERPRET=1 before Triton is imported to try the kernels in its interpreter"
+            "or set TRITON_INTERPRET=1 before Triton is imported to try the kernels in its "
+            "interpreter"
         )
     elif tensor.device.type == "cpu" and tensor.dtype == torch.bfloat16:
         raise TypeError(
-            f"{name} must be float32 or float16 in Triton's interpreter, whose bfloat16 products are wrong, "
+            f"{name} must be float32 or float16 in Triton's interpreter, whose bfloat16 products "
+            "are wrong, "
             f"got {tensor.dtype}; use one of these, or {way[4:]}"
         )
 
@@ -114,12 +149,12 @@ def block_of(tensor: Tensor) -> int:
 
 
 def at_most(tensor: Tensor, registers: int) -> dict[str, int]:
-    """Return the option that keeps a thread to so many registers, for narrow heads, where none is spilled."""
+    """Return the option that limits registers per thread, for heads so narrow that none spills."""
     return {"maxnreg": registers} if tensor.element_size() == 2 and tensor.shape[3] <= 32 else {}
 
 
 def rows_of(tensor: Tensor) -> Tensor:
-    """Return a (B, H, L, D) tensor whose channels lie one after the other, copying only if they do not."""
+    """Return a (B, H, L, D) tensor with contiguous channels, copying only if needed."""
     return tensor if tensor.stride(3) == 1 or tensor.shape[3] == 1 else tensor.contiguous()
 
 
@@ -129,7 +164,7 @@ def strides_of(*tensors: Tensor) -> tuple[int, ...]:
 
 
 def new_rows(like: Tensor) -> Tensor:
-    """Return an empty (B, H, L, D) tensor that lies in memory as (B, L, H, D), so that merging heads is free."""
+    """Return an empty (B, H, L, D) tensor laid out as (B, L, H, D): merging heads is free."""
     batch, heads, tokens, channels = like.shape
     return like.new_empty(batch, tokens, heads, channels).transpose(1, 2)
 

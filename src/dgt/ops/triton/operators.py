@@ -1,7 +1,7 @@
-"""The kernels as operators of PyTorch: shapes for tracing, gradients, and counts of floating-point operations.
+"""The kernels as PyTorch operators: fake kernels, gradients, and FLOP counts.
 
-Operators are opaque to ``torch.compile``, so they never break a graph. They work in the type of their inputs, also
-under autocast, whose casts happen in the layers before them.
+Operators are opaque to ``torch.compile``, so they never break a graph. They work in the type of
+their inputs, also under autocast, whose casts happen in the layers before them.
 """
 
 import importlib
@@ -16,7 +16,7 @@ from dgt.ops import flops
 from dgt.ops.triton import dense, fallback, gathered, grouping, passes, products, rest, statistics
 from dgt.ops.triton.grouping import Segments, count_slots, no_segments, tile_size
 from dgt.ops.triton.inverse import PAD, Lists, lists_of, with_prefix
-from dgt.ops.triton.launch import check_runnable, new_rows, power_of_two
+from dgt.ops.triton.launch import Attended, check_runnable, new_rows, power_of_two
 from dgt.ops.triton.passes import sort_queries
 
 move_centroids = statistics.move_centroids
@@ -38,12 +38,14 @@ group_queries.register_fake(lambda query, *_: query.new_empty(query.shape[:3], d
 
 @torch.library.custom_op("dgt::triton_group_statistics", mutates_args=())
 def group_statistics(query: Tensor, group_ids: Tensor, groups: int) -> Tensor:
-    """Of every group the sum of its unit queries and, last, their number (Eq. 3): float32 (H, G, D + 1)."""
+    """Sum the unit queries of every group, and count them last (Eq. 3): float32 (H, G, D + 1)."""
     check_runnable("query", query)
     return grouping.sum_queries(query, group_ids, groups, unit=True).sum((0, 2))
 
 
-group_statistics.register_fake(lambda q, _, groups: q.new_empty((q.shape[1], groups, q.shape[3] + 1)).float())
+group_statistics.register_fake(
+    lambda q, _, groups: q.new_empty((q.shape[1], groups, q.shape[3] + 1)).float()
+)
 
 
 @torch.library.custom_op("dgt::triton_select_keys", mutates_args=())
@@ -64,10 +66,10 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float,
     key_bias: Tensor | None = None,
 ) -> Saved:  # fmt: skip
-    """Attention inside each group: ``(output, logsum, ...)``, and all that the gradients read again.
+    """Attention inside each group: ``(output, logsum, ...)`` and what the gradients read.
 
-    ``logsum`` is float32 (B, H, L), base 2; then come the :class:`Segments` and :class:`Lists`. There are no gradients
-    of ``logsum``, and none at all with a ``key_bias``.
+    ``logsum`` is float32 (B, H, L), base 2; then come the :class:`Segments` and :class:`Lists`.
+    There are no gradients of ``logsum``, and none at all with a ``key_bias``.
     """
     check_runnable("query", query)
     segments, lists = sort_queries(group_ids, key_ids.shape[2]), lists_of(key_ids, key.shape[2])
@@ -79,50 +81,67 @@ def _like_attend(query: Tensor, key: Tensor, groups: int, width: Any) -> Saved:
     """Empty tensors of the shapes that :func:`attend` returns."""
     heads, tokens = query.shape[0] * query.shape[1], query.shape[2]
     slots = count_slots(tokens, groups, tile_size(tokens, groups))
-    shapes = ((heads, tokens), (heads, groups + 1), (heads, slots, 4), (heads, groups, -(-width // PAD) * PAD))
+    shapes = (
+        (heads, tokens),
+        (heads, groups + 1),
+        (heads, slots, 4),
+        (heads, groups, -(-width // PAD) * PAD),
+    )
     extra = (query.new_empty(shape, dtype=torch.int32) for shape in (*shapes, (heads, groups)))
     return (new_rows(query), query.new_empty(query.shape[:3], dtype=torch.float32), *extra)  # type: ignore[return-value]
 
 
-attend.register_fake(lambda query, key, value, group_ids, key_ids, *_: _like_attend(query, key, *key_ids.shape[2:]))
+attend.register_fake(
+    lambda query, key, value, group_ids, key_ids, *_: _like_attend(query, key, *key_ids.shape[2:])
+)
 
 
 @torch.library.custom_op("dgt::triton_attend_backward", mutates_args=())
 def attend_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsum: Tensor,
-    group_ids: Tensor, key_ids: Tensor, order: Tensor, ends: Tensor, tiles: Tensor, ids: Tensor, counts: Tensor,
-    scale: float,
+    group_ids: Tensor, key_ids: Tensor, order: Tensor, ends: Tensor, tiles: Tensor, ids: Tensor,
+    counts: Tensor, scale: float,
 ) -> Grads:  # fmt: skip
     """Gradients of query, key and value; the same bits in every run."""
     check_runnable("query", query)
+    attended = Attended(query, key, value, output, logsum)
     if not len(order):  # few tokens: the bits of groups stand in the place of the lists
-        return dense.backward(grad, query, key, value, output, logsum, group_ids, ids, scale)
+        return dense.backward(grad, attended, group_ids, ids, scale)
     segments, lists = Segments(order, ends, tiles), Lists(ids, counts)
-    return gathered.backward(grad, query, key, value, output, logsum, segments, lists, scale)
+    return gathered.backward(grad, attended, segments, lists, scale)
 
 
-attend_backward.register_fake(lambda grad, query, key, value, *_: (new_rows(query), new_rows(key), new_rows(value)))
+attend_backward.register_fake(
+    lambda grad, query, key, value, *_: (new_rows(query), new_rows(key), new_rows(value))
+)
 
 
 @torch.library.custom_op("dgt::triton_attention", mutates_args=())
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, top_k: int, scale: float, key_mask: Tensor | None,
-    remainder: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, top_k: int, scale: float,
+    key_mask: Tensor | None, remainder: bool = False,
 ) -> Whole:  # fmt: skip
-    """The whole operator; what :func:`attend` returns, with ``group_ids`` and ``key_ids`` in third and fourth place.
+    """The whole operator.
 
-    Keys before the last L, a prefix, stand in all lists, but not in ``key_ids``, which count from the first of the L.
-    Few tokens save bits in place of segments and lists. There are no gradients with a ``remainder``.
+    Returns what :func:`attend` does, with ``group_ids`` and ``key_ids`` in third and fourth place.
+
+    Keys before the last L, a prefix, stand in all lists, but not in ``key_ids``, which count from
+    the first of the L. Few tokens save bits in place of segments and lists. There are no gradients
+    with a ``remainder``.
     """
     check_runnable("query", query)
     prefix = key.shape[2] - query.shape[2]
     keys, values = key[:, :, prefix:], value[:, :, prefix:]
     many = remainder or not dense.are_few(query, key)
-    group_ids, segments, key_ids, lists = passes.group_and_select(query, keys, centroids, top_k, key_mask, many)
+    group_ids, segments, key_ids, lists = passes.group_and_select(
+        query, keys, centroids, top_k, key_mask, many
+    )
     if not many:
         found = dense.attend(query, key, value, group_ids, lists.ids, scale)
         return (*found, group_ids, key_ids, *segments, *lists)
-    rest_of = rest.summarize(query, keys, values, group_ids, lists, scale, key_mask) if remainder else None
+    rest_of = None
+    if remainder:
+        rest_of = rest.summarize(query, keys, values, group_ids, lists, scale, key_mask)
     lists = with_prefix(lists, key_ids.shape[3], prefix) if prefix else lists
     found = gathered.attend(query, key, value, segments, lists, scale, None, rest_of)
     return (*found, group_ids, key_ids, *segments, *lists)
@@ -130,23 +149,31 @@ def attention(
 
 @attention.register_fake
 def _(
-    query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, top_k: int, scale: float, key_mask: Tensor | None,
-    remainder: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, top_k: int, scale: float,
+    key_mask: Tensor | None, remainder: bool = False,
 ) -> Whole:  # fmt: skip
     groups, width = centroids.shape[1], torch.sym_min(top_k, query.shape[2])
     group_ids = query.new_empty(query.shape[:3], dtype=torch.int64)
     key_ids = key.new_empty((*key.shape[:2], groups, width), dtype=torch.int64)
     output, logsum, *extra = _like_attend(query, key, groups, width + key.shape[2] - query.shape[2])
     if not remainder and dense.are_few(query, key):
-        words = extra[0].new_empty((query.shape[0] * query.shape[1], groups, power_of_two(key.shape[2], 32) // 32))
+        words = extra[0].new_empty(
+            (query.shape[0] * query.shape[1], groups, power_of_two(key.shape[2], 32) // 32)
+        )
         extra = [*no_segments(words), words, words.new_empty(0)]
     return (output, logsum, group_ids, key_ids, *extra)  # type: ignore[return-value]
 
 
 def group_matmul(
-    form: int, left: Tensor, right: Tensor, group_ids: Tensor, key_ids: Tensor, tokens: int, fill: float
+    form: int,
+    left: Tensor,
+    right: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    tokens: int,
+    fill: float,
 ) -> Tensor:
-    """Multiply group by group; contract as in :func:`dgt.group_matmul`, whose operator calls this."""
+    """Multiply group by group, as :func:`dgt.group_matmul`, whose operator calls this."""
     check_runnable("right" if form == 2 else "left", right if form in (2, 4) else left)
     segments = sort_queries(group_ids, key_ids.shape[2])
     if form <= 2:
@@ -158,7 +185,7 @@ def group_matmul(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """For :func:`attend` and :func:`attention`, whose arguments, but for the third to fifth, have the same places."""
+    """Save what the gradients of :func:`attend` and :func:`attention` need."""
     whole = len(output) == 9
     query, key, value = inputs[:3]
     group_ids, key_ids = output[2:4] if whole else inputs[3:5]
@@ -170,7 +197,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     if ctx.forward_only:
-        raise NotImplementedError('backend="triton" has no gradients of a remainder or key_bias; use backend="torch"')
+        raise NotImplementedError(
+            'backend="triton" has no gradients of a remainder or key_bias; use backend="torch"'
+        )
     try:
         grads: Grads = torch.ops.dgt.triton_attend_backward(grad, *ctx.saved_tensors, ctx.scale)
     except fallback.KernelError as error:
@@ -182,12 +211,15 @@ def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
 
 
 def _plain_gradients(grad: Tensor, ctx: Any) -> Grads:
-    """Gradients where a kernel failed: attention again, by the same groups and keys, in plain PyTorch."""
+    """Gradients where a kernel failed, in plain PyTorch, with the same groups and keys."""
     query, key, value, _, _, group_ids, key_ids, *_ = ctx.saved_tensors
     if ctx.prefix:
-        always = torch.arange(ctx.prefix, device=key_ids.device).expand(*key_ids.shape[:3], ctx.prefix)
+        always = torch.arange(ctx.prefix, device=key_ids.device).expand(
+            *key_ids.shape[:3], ctx.prefix
+        )
         key_ids = torch.cat([always, torch.where(key_ids >= 0, key_ids + ctx.prefix, -1)], dim=-1)
-    plain = importlib.import_module("dgt.ops.torch_ops")  # of another backend, which only a failure needs
+    # Of another backend, which only a failure needs.
+    plain = importlib.import_module("dgt.ops.torch_ops")
     with torch.enable_grad():
         leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
         output = plain.attend(*leaves, group_ids, key_ids, ctx.scale)
@@ -196,7 +228,9 @@ def _plain_gradients(grad: Tensor, ctx: Any) -> Grads:
 
 
 def _refuse_backward(ctx: Any, *grads: Any) -> None:
-    raise NotImplementedError('backend="triton" is differentiable once; use backend="reference" for second derivatives')
+    raise NotImplementedError(
+        'backend="triton" is differentiable once; use backend="reference" for second derivatives'
+    )
 
 
 attend_backward.register_autograd(_refuse_backward)
@@ -207,5 +241,9 @@ register_flop_formula(torch.ops.dgt.triton_group_queries)(flops.group_queries)
 register_flop_formula(torch.ops.dgt.triton_select_keys)(flops.select_keys)
 register_flop_formula(torch.ops.dgt.triton_attend)(flops.attend)
 register_flop_formula(torch.ops.dgt.triton_attention)(flops.attention)
-register_flop_formula(torch.ops.dgt.triton_group_statistics)(lambda query, *_, **__: 2 * math.prod(query))
-register_flop_formula(torch.ops.dgt.triton_attend_backward)(lambda grad, *s, **_: 10 * math.prod(grad) * int(s[6][3]))
+register_flop_formula(torch.ops.dgt.triton_group_statistics)(
+    lambda query, *_, **__: 2 * math.prod(query)
+)
+register_flop_formula(torch.ops.dgt.triton_attend_backward)(
+    lambda grad, *s, **_: 10 * math.prod(grad) * int(s[6][3])
+)

@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The four group-wise matrix products of the paper's appendix as kernels, which keep P (L x k) in memory.
+"""The four group-wise matrix products of the paper's appendix, with P (L x k) in memory.
 
-Forms 1 and 2 take a tile of queries of one group, forms 3 and 4 a block of the selected keys of one group. Keys and
-values are read in place, as in the paper. Unlike there, a tile never straddles two groups, and keys that several groups
-chose sum their parts through the inverse index instead of racing for one address.
+Forms 1 and 2 take a tile of queries of one group, forms 3 and 4 a block of the selected keys of one
+group. Keys and values are read in place, as in the paper. Unlike there, a tile never straddles two
+groups, and keys that several groups chose sum their parts through the inverse index instead of
+racing for one address.
 """
 
 import torch
@@ -24,7 +25,9 @@ def product_of_tile(
     rb, rh, rl, kb, kh, kl, heads, queries, count, groups, width, slots, fill,
     D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Form 1, P[i, p] = rows[i] . keys[ids[p]], ``fill`` without such a key; or 2, rows[i] = sum P[i, p] keys[ids[p]].
+    """Form 1, P[i, p] = rows[i] . keys[ids[p]]; or form 2, rows[i] = sum P[i, p] keys[ids[p]].
+
+    Where there is no such key, P is ``fill``.
 
     ``ids`` are those of the group of query i; a tile holds queries of one group.
     """
@@ -78,8 +81,14 @@ def columns_times_rows(
     store_rows(base, column, D, column < width, total, D, DP)
 
 
-def by_rows(form: int, left: Tensor, keys: Tensor, segments: Segments, key_ids: Tensor, fill: float = 0.0) -> Tensor:
-    """Form 1, (B, H, L, D) and (B, H, M, D) to (B, H, L, K), or 2, (B, H, L, K) and (B, H, M, D) to (B, H, L, D)."""
+def by_rows(
+    form: int, left: Tensor, keys: Tensor, segments: Segments, key_ids: Tensor, fill: float = 0.0
+) -> Tensor:
+    """Form 1 or 2.
+
+    Form 1 maps (B, H, L, D) and (B, H, M, D) to (B, H, L, K), form 2 (B, H, L, K) and (B, H, M, D)
+    to (B, H, L, D).
+    """
     keys, key_ids = rows_of(keys), key_ids.contiguous()
     batch, heads, queries, _ = left.shape
     groups, width = key_ids.shape[2:]
@@ -87,16 +96,25 @@ def by_rows(form: int, left: Tensor, keys: Tensor, segments: Segments, key_ids: 
     rows, weights = (rows_of(left), result) if form == 1 else (result, left.contiguous())
     slots, channels, sizes = segments.tiles.shape[1], rows.shape[3], tiling(rows, groups)
     launch(
-        product_of_tile, batch * heads * slots, rows, weights, keys, key_ids, segments.order, segments.tiles,
-        *strides_of(rows, keys), heads, queries, keys.shape[2], groups, width, slots, float(fill),
-        D=channels, DP=power_of_two(channels), T=sizes.queries, N=sizes.keys, FORM=form, num_warps=4,
+        product_of_tile, batch * heads * slots, rows, weights, keys, key_ids, segments.order,
+        segments.tiles, *strides_of(rows, keys), heads, queries, keys.shape[2], groups, width,
+        slots, float(fill),
+        D=channels, DP=power_of_two(channels), T=sizes.queries, N=sizes.keys, FORM=form,
+        num_warps=4,
     )  # fmt: skip
     return result
 
 
-def by_columns(weights: Tensor, rows: Tensor, segments: Segments, key_ids: Tensor, tokens: int) -> Tensor:
-    """Form 4, and 3 transposed: (B, H, L, K) weights and (B, H, L, D) rows to (B, H, M, D) with M = ``tokens``."""
-    weights, rows, key_ids = weights.contiguous(), rows_of(rows), key_ids.contiguous()
+def by_columns(
+    weights: Tensor, rows: Tensor, segments: Segments, key_ids: Tensor, tokens: int
+) -> Tensor:
+    """Form 4, and 3 transposed.
+
+    It maps (B, H, L, K) weights and (B, H, L, D) rows to (B, H, M, D) with M = ``tokens``.
+    """
+    weights = weights.contiguous()
+    rows = rows_of(rows)
+    key_ids = key_ids.contiguous()
     batch, heads, queries, channels = rows.shape
     groups, width = key_ids.shape[2:]
     result = rows.new_empty(batch, heads, tokens, channels)
@@ -105,12 +123,14 @@ def by_columns(weights: Tensor, rows: Tensor, segments: Segments, key_ids: Tenso
     lists = Lists(key_ids.flatten(0, 1), segments.ends.new_full((batch * heads, groups), width))
     inverse = invert(lists, tokens)
     for first, number in turns(batch * heads, 4 * groups * width * channels):
-        partial = torch.empty((1, number, groups * width, channels), dtype=torch.float32, device=rows.device)
+        partial = torch.empty(
+            (1, number, groups * width, channels), dtype=torch.float32, device=rows.device
+        )
         launch(
             columns_times_rows, number * groups * blocks,
             weights, rows, segments.order, segments.ends, partial, *strides_of(rows),
-            heads, queries, groups, width, first, blocks, D=channels, DP=power_of_two(channels), T=sizes.queries,
-            N=sizes.keys, num_warps=4,
+            heads, queries, groups, width, first, blocks, D=channels, DP=power_of_two(channels),
+            T=sizes.queries, N=sizes.keys, num_warps=4,
         )  # fmt: skip
         gather(inverse, partial, [result], first)
     return result

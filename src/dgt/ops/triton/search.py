@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Searches for the k-th largest of many float32 scores, without sorting: of a row in registers, or of a list in memory.
+"""Searches for the k-th largest float32 score without sorting, in registers or in memory.
 
-A guess lies between two scores in proportion to how many scores reach each; after :data:`GUESSES` of them intervals
-are halved by rank, so that no search takes more than about 40 steps, whatever the scores.
+A guess lies between two scores in proportion to how many scores reach each; after :data:`GUESSES`
+of them intervals are halved by rank, so that no search takes more than about 40 steps, whatever the
+scores.
 """
 
 import triton
@@ -28,28 +29,31 @@ def score_of(rank):
 
 @triton.jit
 def count_reaching(score, least):
-    """How many scores, of which none is NaN, reach a finite number: by signs of differences, never an overflow's."""
+    """How many scores, none of them NaN, reach a finite number.
+
+    It counts signs of differences, and no difference overflows.
+    """
     below = (score - least).to(tl.uint32, bitcast=True) >> 31
     return -tl.sum(below.to(tl.int32), 0) + score.shape[0]
 
 
 @triton.jit
 def extremes(score):
-    """How many scores are real, the lowest of them, and a number just above the highest; NaN and -inf are not real."""
+    """How many scores are real (not NaN or -inf), their minimum, a number above their maximum."""
     low = tl.min(tl.where(score > float("-inf"), score, float("inf")), 0)
     return count_reaching(score, LOWEST), low, score_of(rank_of(tl.max(score, 0)) + 1)
 
 
 @triton.jit
 def halve(low, high):
-    """The number in the middle of all that lie from ``low`` to ``high``; ``low`` itself where none is left between."""
+    """The middle one of the floats from ``low`` to ``high``; ``low`` if none lies between."""
     one, two = rank_of(low), rank_of(high)
     return score_of((one & two) + ((one ^ two) >> 1))  # the mean without overflow
 
 
 @triton.jit
 def divide(low, high, least, most, count):
-    """A number that about ``count`` scores reach, of which ``most`` reach ``low`` and ``least`` reach ``high``.
+    """A number that about ``count`` scores reach, where ``most`` reach ``low``, ``least`` ``high``.
 
     It lies between the two, or is ``low`` where rounding leaves none.
     """
@@ -69,26 +73,36 @@ def narrow_down(low, high, least, most, middle, reach, count):
 
 @triton.jit
 def find_threshold(score, count):
-    """``(low, high, least, most)``: ``most`` >= ``count`` scores reach ``low``, or all; more only if they are level.
+    """``(low, high, least, most)``: ``most`` >= ``count`` scores reach ``low``, or all.
 
-    The others reach ``high``: ``least``, fewer than ``count``. First by proportion, and if that takes long by halves.
+    More reach it only if they are tied.
+
+    The others reach ``high``: ``least``, fewer than ``count``. First by proportion, and if that
+    takes long by halves.
     """
     most, low, high = extremes(score)
     least, step = 0, 0
     while (most > count) & (step < GUESSES):
         middle = divide(low, high, least, most, count)
-        low, high, least, most = narrow_down(low, high, least, most, middle, count_reaching(score, middle), count)
+        low, high, least, most = narrow_down(
+            low, high, least, most, middle, count_reaching(score, middle), count
+        )
         step += 1
     middle = halve(low, high)
     while (most > count) & (middle > low):
-        low, high, least, most = narrow_down(low, high, least, most, middle, count_reaching(score, middle), count)
+        low, high, least, most = narrow_down(
+            low, high, least, most, middle, count_reaching(score, middle), count
+        )
         middle = halve(low, high)
     return low, high, least, most
 
 
 @triton.jit
 def choose_row(score, count):
-    """Which of the scores of a row are the ``count`` largest, ties to the lowest place; all that are real, if fewer."""
+    """Which scores of a row are the ``count`` largest, ties to the lowest place.
+
+    All that are real, if those are fewer.
+    """
     low, high, _, most = find_threshold(score, count)
     chosen, first, last = score >= low, 0, score.shape[0]
     while most > count:  # many are level: where among them to end
@@ -104,7 +118,7 @@ def choose_row(score, count):
 
 @triton.jit
 def find_threshold_of_list(scores, total, count, N: tl.constexpr):
-    """What :func:`find_threshold` returns, for a list in memory that is read N numbers at a time."""
+    """As :func:`find_threshold`, for a list in memory that is read N numbers at a time."""
     low, high, real = float("inf"), float("-inf"), 0
     for begin in range(0, total, N):
         place = begin + tl.arange(0, N)
@@ -117,7 +131,9 @@ def find_threshold_of_list(scores, total, count, N: tl.constexpr):
         reach = 0
         for begin in range(0, total, N):
             place = begin + tl.arange(0, N)
-            reach += count_reaching(tl.load(scores + place, mask=place < total, other=float("-inf")), middle)
+            reach += count_reaching(
+                tl.load(scores + place, mask=place < total, other=float("-inf")), middle
+            )
         low, high, least, most = narrow_down(low, high, least, most, middle, reach, count)
         step += 1
         middle = divide(low, high, least, most, count)
@@ -127,7 +143,10 @@ def find_threshold_of_list(scores, total, count, N: tl.constexpr):
 
 @triton.jit
 def keep_best(found, scores, total, count, N: tl.constexpr):
-    """Shorten a list to its ``count`` best in the order they have, ties to the first; how many are left."""
+    """Shorten a list to its ``count`` best, in order, ties to the first.
+
+    Return how many are left.
+    """
     low, high, least, _ = find_threshold_of_list(scores, total, count, N)
     ties, kept = 0, 0
     for begin in range(0, total, N):

@@ -1,9 +1,8 @@
-"""One small case by the kernels and by plain PyTorch: whether they are right here; and a file that remembers it."""
+"""Check the kernels against plain PyTorch on a small case, and remember the verdict in a file."""
 
 import functools
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,13 +12,14 @@ from torch import Tensor
 
 from dgt.ops.triton import operators
 from dgt.utils.atomic_write import write_json
+from dgt.utils.cache import cache_folder
 
 SIZES = ((784, 98), (97, 20))  # tokens and k: many, whose keys are gathered; few, under a mask
 GROUPS, CHANNELS, PADDING = 7, 32, 50
 
 
 class Case(NamedTuple):
-    """Inputs whose scores are exact in any order of summation, and often level, so that ids can be compared."""
+    """Inputs whose scores are exact in any order of summation, with ties, so that ids compare."""
 
     query: Tensor
     key: Tensor
@@ -45,8 +45,12 @@ def expected_ids(case: Case) -> tuple[Tensor, Tensor]:
     """Groups and keys by sorting scores in float64."""
     centroids = case.centroids[None].double()
     scores = centroids @ case.query.double().transpose(-1, -2)
-    groups = torch.where(case.real[:, None], scores.sort(stable=True, dim=-2, descending=True).indices[:, :, 0], -1)
-    scores = (centroids @ case.key.double().transpose(-1, -2)).masked_fill(~case.real[:, None, None], -torch.inf)
+    groups = torch.where(
+        case.real[:, None], scores.sort(stable=True, dim=-2, descending=True).indices[:, :, 0], -1
+    )
+    scores = (centroids @ case.key.double().transpose(-1, -2)).masked_fill(
+        ~case.real[:, None, None], -torch.inf
+    )
     keys = scores.sort(stable=True, dim=-1, descending=True).indices[..., : case.top_k]
     return groups, keys.sort(-1).values
 
@@ -54,7 +58,9 @@ def expected_ids(case: Case) -> tuple[Tensor, Tensor]:
 def expected_attention(case: Case, groups: Tensor, keys: Tensor, grad: Tensor) -> list[Tensor]:
     """Output and three gradients by dense attention under a mask, in float64."""
     leaves = [tensor.double().requires_grad_() for tensor in case[:3]]
-    chosen = torch.zeros(1, 1, GROUPS, case.key.shape[2], dtype=torch.bool, device=keys.device).scatter_(-1, keys, True)
+    chosen = torch.zeros(
+        1, 1, GROUPS, case.key.shape[2], dtype=torch.bool, device=keys.device
+    ).scatter_(-1, keys, True)
     sees = chosen[0, 0, groups[0, 0].clamp(min=0)] & case.real[0, :, None]
     scores = (leaves[0] @ leaves[1].transpose(-1, -2)) * CHANNELS**-0.5
     weights = scores.masked_fill(~sees, -1e300).softmax(-1) * sees
@@ -67,7 +73,11 @@ def find_reason(device: torch.device, dtype: torch.dtype) -> str:
 
     Raises whatever the kernels raise where they cannot run.
     """
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),
+    ):
         for tokens, top_k in SIZES:
             reason = _compare(make_case(tokens, top_k, device, dtype))
             if reason:
@@ -86,7 +96,9 @@ def _compare(case: Case) -> str:
         return "wrong groups"
     if not torch.equal(found_keys, keys):
         return "wrong keys"
-    grad = torch.linspace(-1, 1, output.numel(), device=output.device).view_as(output).to(output.dtype)
+    grad = (
+        torch.linspace(-1, 1, output.numel(), device=output.device).view_as(output).to(output.dtype)
+    )
     found = [output, *torch.autograd.grad(output, leaves, grad)]
     for name, ours, exact in zip(
         ("output", "gradient of query", "gradient of key", "gradient of value"),
@@ -94,8 +106,11 @@ def _compare(case: Case) -> str:
         expected_attention(case, groups, keys, grad),
         strict=True,
     ):
-        # Inputs are rounded once, P and dS before each product, the result at the end: some roundings of the type.
-        error = float((ours.detach().double() - exact).square().mean().sqrt() / exact.square().mean().sqrt())
+        # Inputs are rounded once, P and dS before each product, the result at the end: some
+        # roundings of the type.
+        error = float(
+            (ours.detach().double() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+        )
         if not error <= 4 * max(torch.finfo(ours.dtype).eps, 1e-6):
             return f"an error of {error:.1e} in the {name}"
     return ""
@@ -103,7 +118,7 @@ def _compare(case: Case) -> str:
 
 def cache_file() -> Path:
     """Where verdicts are kept: ``dgt/triton.json`` in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dgt" / "triton.json"
+    return cache_folder() / "triton.json"
 
 
 @functools.cache
@@ -124,7 +139,9 @@ def driver_version() -> str:
 def identity(device: torch.device, dtype: torch.dtype) -> str:
     """All that a verdict depends on."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
-    return " | ".join((name, driver_version(), f"Triton {triton.__version__}", kernels_digest(), str(dtype)))
+    return " | ".join(
+        (name, driver_version(), f"Triton {triton.__version__}", kernels_digest(), str(dtype))
+    )
 
 
 def _verdicts() -> dict[str, str]:
@@ -133,16 +150,20 @@ def _verdicts() -> dict[str, str]:
         found = json.loads(cache_file().read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return {key: value for key, value in found.items() if isinstance(value, str)} if isinstance(found, dict) else {}
+    return (
+        {key: value for key, value in found.items() if isinstance(value, str)}
+        if isinstance(found, dict)
+        else {}
+    )
 
 
 def known_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    """What an earlier process found wrong, the empty string for nothing; None where none has looked."""
+    """What an earlier process found wrong: empty for nothing, None where none has looked."""
     return _verdicts().get(identity(device, dtype))
 
 
 def remember(device: torch.device, dtype: torch.dtype, reason: str) -> None:
-    """Keep a verdict for later processes; where the folder cannot be written to, they check again."""
+    """Keep a verdict for later processes; if the folder is not writable, they check again."""
     try:
         write_json(cache_file(), _verdicts() | {identity(device, dtype): reason})
     except OSError:

@@ -1,5 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The step of Eq. 4 for all centroids of a layer in one launch, where PyTorch takes some 25 little kernels."""
+"""The step of Eq. 4 for all centroids of a layer in one launch.
+
+PyTorch takes about 25 small kernels for it.
+"""
 
 import triton
 import triton.language as tl
@@ -17,7 +20,7 @@ def move_rows(
     centroids, sums, counts, num_updates, rate, rows,
     D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr, IN_MEMORY: tl.constexpr,
 ):  # fmt: skip
-    """Move all rows, R at a time, by one program, which is enough for them; forget the sums and counts.
+    """Move all rows, R at a time, in one program; clear the sums and counts.
 
     IN_MEMORY: the rate is a tensor.
     """
@@ -45,10 +48,12 @@ def move_rows(
 def move_centroids(
     centroids: Tensor, sums: Tensor, counts: Tensor, num_updates: Tensor, rate: float | Tensor
 ) -> None:
-    """Move (H, G, D) centroids in place as :func:`dgt.ops.grouping.blend_centroids` tells, and count the update.
+    """Move (H, G, D) centroids in place as :func:`dgt.ops.grouping.blend_centroids` does.
 
-    ``sums``, (H, G, D), and ``counts``, (H, G), become zero; all are float32 and contiguous. ``num_updates``, int64 of
-    no dimension, grows by one if any group has members.
+    The update is counted.
+
+    ``sums``, (H, G, D), and ``counts``, (H, G), become zero; all are float32 and contiguous.
+    ``num_updates``, int64 of no dimension, grows by one if any group has members.
     """
     channels, in_memory = centroids.shape[2], isinstance(rate, Tensor)
     launch(

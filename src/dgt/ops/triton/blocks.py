@@ -1,0 +1,208 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Block maxima of the scores of keys, a bound for every row, and the keys that reach it, as bits.
+
+The first part of the selection (Eq. 1); :mod:`dgt.ops.triton.selection` chooses among these keys.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dgt.ops.triton.common import LOWEST, exact, head_base, load_rows, split_centers
+from dgt.ops.triton.launch import block_of, launch, power_of_two, strides_of
+from dgt.ops.triton.search import find_threshold, rank_of, score_of
+
+LEAST_BLOCKS = 256  # so that few tokens have one for each
+MOST_BLOCKS = 4096  # block maxima of a row, which a program holds to find the bound
+# The part of a turn whose multiples keep farthest from one another, however many there are.
+GOLDEN = 0.618034
+LOWEST_RANK = tl.constexpr(-2139095040)  # of the least finite score
+SLACK = tl.constexpr(2.0**-20)  # of the largest score of a row: 16 times the rounding of float32
+
+
+@triton.jit
+def pack_columns(flags, R: tl.constexpr, N: tl.constexpr):
+    """Pack (R, N) flags into (R, N / 32) int32: ``c`` is bit ``c % 32`` of word ``c // 32``."""
+    bits = tl.where(flags, (1 << (tl.arange(0, N) % 32))[None, :], 0)
+    return tl.sum(tl.reshape(bits, [R, N // 32, 32]), 2)
+
+
+@triton.jit
+def score_keys(
+    center, rows, key_mask, head, heads, place, stride, tokens,
+    D: tl.constexpr, DP: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """(GP, T) scores of T keys, and which keys are real; TAIL: some lie beyond the last key."""
+    inside = place < tokens if TAIL else place >= 0
+    across = tl.trans(load_rows(rows, place, stride, inside, D, DP))
+    score = exact(center, (across, across, across))
+    if MASKED:
+        mask_row = key_mask + (head // heads).to(tl.int64) * tokens
+        inside &= tl.load(mask_row + place, mask=inside, other=0) != 0
+    return score, inside
+
+
+@triton.jit
+def best_of_blocks(
+    key, centroids, key_mask, best, pid, kb, kh, kl, heads, tokens, groups, parts, slices,
+    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, GP: tl.constexpr, N: tl.constexpr,
+    TURN: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Best scores of GP groups in T of a head's N blocks of keys (:func:`block_of_key`)."""
+    head, part, piece = pid // slices // parts, pid // slices % parts, pid % slices
+    ids = part * GP + tl.arange(0, GP)
+    centers = centroids + (head % heads).to(tl.int64) * groups * D
+    center = split_centers(centers, ids, groups, key.dtype.element_ty, D, DP)
+    rows = head_base(key, head, heads, kb, kh)
+    result = tl.full([GP, T], float("-inf"), tl.float32)
+    block = piece * T + tl.arange(0, T)
+    full, passes = tokens // N, tl.cdiv(tokens, N)  # the last pass is apart where keys end in it
+    for TAIL in tl.static_range(2):
+        begin, end = full * TAIL, full + (passes - full) * TAIL
+        for nth in tl.range(begin, end, num_stages=1 if TAIL else None):
+            place = nth * N + ((block - (nth * (nth + 1) >> 1) * TURN) & (N - 1))
+            score, inside = score_keys(
+                center, rows, key_mask, head, heads, place, kl, tokens, D, DP, TAIL == 1, MASKED
+            )  # fmt: skip
+            if MASKED or TAIL:
+                score = tl.where(inside[None, :], score, float("-inf"))
+            result = tl.maximum(result, score)
+    row = best + (head.to(tl.int64) * groups + ids)[:, None] * N
+    tl.store(row + block[None, :], result, mask=(ids < groups)[:, None] & (block < N)[None, :])
+
+
+@triton.jit
+def bound_row(best, bound, row, width, N: tl.constexpr):
+    """A score that a row's ``width`` best keys reach, from N block maxima.
+
+    Any score, if fewer blocks are real.
+    """
+    score = tl.load(best + row.to(tl.int64) * N + tl.arange(0, N))
+    score = tl.where(score == score, score, float("-inf"))
+    low, _, _, most = find_threshold(score, width)
+    low = tl.where(most >= width, low, LOWEST)
+    # Should the second kernel round otherwise: 16 steps of float32 lower, and near zero, where such
+    # steps are tiny beside the terms that cancelled, by so many of the largest score's.
+    size = tl.abs(score)
+    largest = tl.max(tl.where(size < float("inf"), size, 0.0), 0)
+    step_lower = score_of(tl.maximum(rank_of(low), LOWEST_RANK + 16) - 16)
+    low = tl.maximum(tl.minimum(step_lower, low - largest * SLACK), LOWEST)
+    tl.store(bound + row, tl.where(most > 0, low, float("inf")))
+
+
+@triton.jit
+def mark_candidates(
+    key, centroids, key_mask, bound, words, kb, kh, kl, heads, tokens, groups, parts, slices, span,
+    pitch,
+    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, GP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """For ``span`` keys and GP groups one bit each: whether the score reaches the group's bound."""
+    pid = tl.program_id(0)
+    head, part, piece = pid // slices // parts, pid // slices % parts, pid % slices
+    ids = part * GP + tl.arange(0, GP)
+    centers = centroids + (head % heads).to(tl.int64) * groups * D
+    center = split_centers(centers, ids, groups, key.dtype.element_ty, D, DP)
+    rows = head_base(key, head, heads, kb, kh)
+    row = head.to(tl.int64) * groups + ids
+    least = tl.load(bound + row, mask=ids < groups, other=float("inf"))[:, None]
+    for begin in range(piece * span, tl.minimum(piece * span + span, tokens), T):
+        place = begin + tl.arange(0, T)
+        score, inside = score_keys(
+            center, rows, key_mask, head, heads, place, kl, tokens, D, DP, True, MASKED
+        )
+        real = tl.sum(
+            tl.reshape(tl.where(inside, 1 << (tl.arange(0, T) % 32), 0), [T // 32, 32]), 1
+        )
+        word = pack_columns(score >= least, GP, T) & real[None, :]
+        which = begin // 32 + tl.arange(0, T // 32)[None, :]
+        tl.store(
+            words + row[:, None] * pitch + which,
+            word,
+            mask=(ids < groups)[:, None] & (which < pitch),
+        )
+
+
+class KeyPlan(NamedTuple):
+    """How the block maxima of all keys are found, and where they go."""
+
+    key: Tensor
+    """(B, H, L, D), channels one after the other."""
+    best: Tensor
+    """(B H, G, N) float32, N blocks: the maxima."""
+    blocks_at_once: int
+    """Blocks of a program."""
+    groups_at_once: int
+    """Groups of a program."""
+    parts: int
+    """Programs that share the groups of a head."""
+    slices: int
+    """Programs that share the blocks of a head."""
+
+    @property
+    def blocks(self) -> int:
+        """N."""
+        return self.best.shape[2]
+
+    @property
+    def programs(self) -> int:
+        """Programs of all heads."""
+        return self.best.shape[0] * self.parts * self.slices
+
+
+def block_turn(blocks: int) -> int:
+    """Return R, odd: from pass p - 1 to p, blocks turn by ``p R`` (:func:`block_of_key`)."""
+    return int(blocks * GOLDEN) | 1
+
+
+def block_of_key(places: Tensor, blocks: int) -> Tensor:
+    """Return the block of every key j: ``(j + p (p + 1) / 2 R) mod N`` in pass ``p = j // N``.
+
+    N is a power of two.
+
+    Without turns, a column of an image whose width divides N would fall into few blocks, and its
+    keys, which are alike, would hide one another there. Turns that grow with the passes fall into
+    step with no width.
+    """
+    passes = places // blocks
+    return (places + passes * (passes + 1) // 2 * block_turn(blocks)) % blocks
+
+
+def plan(key: Tensor, groups: int, top_k: int) -> KeyPlan:
+    """Prepare the search for block maxima."""
+    batch, heads, tokens, _ = key.shape
+    blocks = min(
+        power_of_two(tokens, 32), power_of_two(2 * min(top_k, tokens), LEAST_BLOCKS), MOST_BLOCKS
+    )
+    wide = block_of(key) == 64
+    size = 32
+    if wide:
+        size = min(blocks, 128 if tokens > blocks else 64)
+    at_once = min(64 if wide else 16, power_of_two(groups))
+    best = torch.empty((batch * heads, groups, blocks), dtype=torch.float32, device=key.device)
+    return KeyPlan(key, best, size, at_once, triton.cdiv(groups, at_once), blocks // size)
+
+
+def mark(plan: KeyPlan, centroids: Tensor, key_mask: Tensor | None, bounds: Tensor) -> Tensor:
+    """Tell which keys reach the bounds, a bit each: int32 (B H, G, W)."""
+    heads, tokens, channels = plan.key.shape[1:]
+    rows, groups, _ = plan.best.shape
+    size, parts = plan.blocks_at_once, plan.parts
+    words = bounds.new_empty((rows, groups, triton.cdiv(tokens, 32)), dtype=torch.int32)
+    pieces = max(1, min(triton.cdiv(tokens, size), triton.cdiv(1056, rows * parts)))
+    span = triton.cdiv(triton.cdiv(tokens, pieces), size) * size
+    slices = triton.cdiv(tokens, span)
+    launch(
+        mark_candidates, rows * parts * slices, plan.key, centroids, key_mask, bounds, words,
+        *strides_of(plan.key), heads, tokens, groups, parts, slices, span, words.shape[2],
+        D=channels, DP=power_of_two(channels), T=size, GP=plan.groups_at_once,
+        MASKED=key_mask is not None, num_warps=4,
+    )  # fmt: skip
+    return words
+
+
+def warps_for(numbers: int) -> int:
+    """Warps of a program that holds so many numbers: up to 16 in a thread."""
+    return min(8, max(1, numbers // 512))
