@@ -212,4 +212,4 @@ def test_the_lines_of_the_page(tmp_path, monkeypatch) -> None:
     names = {"images": [Image.fromarray(image) for image in pixels]}
     exec(lines, names)
     assert [(layer.prefix, layer.tokens) for layer in names["report"].layers] == [(5, 149)] * 2
-    assert {"report.png", "plan.safetensors"} < {path.name for path in tmp_path.iterdir()}
+    assert {"report.png", "plan.json"} < {path.name for path in tmp_path.iterdir()}
