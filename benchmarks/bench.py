@@ -25,7 +25,7 @@ from dgt.utils.errors import Disagreement, LostProcess, UserError
 FORMS = (
     "timm models, each NAME[@PIXELS][+inference|+global|+checkpointing] (default: DGT-T and peers)"
 )
-RUNTIMES = ("eager", "compile", "onnxruntime", "openvino")
+RUNTIMES = ("eager", "compile", "onnxruntime", "openvino", "openvino-extension")
 
 
 def parser() -> argparse.ArgumentParser:

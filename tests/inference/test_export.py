@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -18,9 +19,10 @@ from timm.models import save_for_hf
 from torch import nn
 
 import dgt.inference.export as files
-from dgt.export import Source, export
+from dgt.export import Source, encode_program, export
 from dgt.inference.export import source_of_run
 from dgt.layers.baselines.swin import WindowAttention
+from dgt.ops import clustered_attention
 from dgt.training import LoadedRun, load_recipe, load_run
 from dgt_command import main
 
@@ -28,6 +30,29 @@ onnx = pytest.importorskip("onnx", reason="onnx, onnxscript and onnxruntime are 
 onnxruntime = pytest.importorskip("onnxruntime", reason="onnx, onnxscript and onnxruntime are not installed")
 
 SIZES = [(1, 33, 33), (3, 97, 65), (1, 224, 320), (3, 128, 128)]
+
+
+class ClusteredPixels(nn.Module):
+    """Pixels that attend to each other in groups, as a pretrained model's tokens do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        tokens = (self.scale * images.flatten(2)).transpose(1, 2)[:, None]
+        return clustered_attention(tokens, tokens * 2, tokens, num_groups=4, top_k=6, num_residual_keys=3)
+
+
+def test_clustered_attention_is_one_operator_of_a_program() -> None:
+    module = ClusteredPixels().eval()
+    content = encode_program(Source(module, fixed=(2, 9, 8)))
+    program = torch.export.load(io.BytesIO(content))
+    called = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    assert called.count(torch.ops.dgt.clustered_attention.default) == 1
+    images = torch.randn(2, 3, 9, 8)
+    with torch.no_grad():
+        assert torch.equal(program.module()(images), module(images))
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from bench_models import open_openvino
 from torch import Tensor, nn
 
 import dgt.inference.export as files
-from dgt.export import Source, encode_onnx, export, open_onnx
+from dgt.export import Source, encode_onnx, export, open_onnx, open_openvino
 from dgt.training import load_run
 from dgt.utils.errors import UserError
 from dgt_command import main

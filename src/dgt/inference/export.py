@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dgt.inference import formats
 from dgt.inference.formats import Runner, Source, as_list
+from dgt.inference.openvino_extension import open_openvino, openvino_extension_path
 from dgt.layers.baselines.cswin import StripeAttention
 from dgt.layers.baselines.swin import WindowAttention
 from dgt.runs import LoadedRun, load_run
@@ -64,14 +65,19 @@ class Export:
         path: the file or the folder.
         size: bytes of the file, or of the weights in the folder.
         verification: how it agreed with its source.
+        extension: the library that OpenVINO needs to read the file; None where it needs none.
     """
 
     path: Path
     size: int
     verification: Verification
+    extension: Path | None = None
 
     def __str__(self) -> str:
-        return f"{self.path}  {self.size / 2**20:.1f} MiB  {self.verification}"
+        line = f"{self.path}  {self.size / 2**20:.1f} MiB  {self.verification}"
+        if self.extension is None:
+            return line
+        return f"{line}\nOpenVINO reads it after core.add_extension({str(self.extension)!r})"
 
 
 def export(
@@ -80,6 +86,7 @@ def export(
     features: bool = False,
     size: tuple[int, int] | None = None,
     batch: int | None = None,
+    openvino_extension: bool = False,
 ) -> Export:
     """Write a trained model for other programs, and check it against its source before it takes its
     place.
@@ -93,13 +100,16 @@ def export(
         size: the height and width of all images, for a file in which nothing is decided any more
             where it runs.
         batch: how many images it then takes at a time; 1 by default.
+        openvino_extension: write every DG-Attention as one operator, for OpenVINO on CPUs alone,
+            which reads such a file with :func:`dgt.export.openvino_extension_path`; for ONNX files.
 
     Returns:
         What was written, and how it agreed with its source.
 
     Raises:
-        UserError, OSError: as `load_run` and :func:`source_of_run`; an unknown ending, a missing
-            library, a model that the format cannot hold; `out` cannot be written.
+        UserError, OSError: as `load_run`, :func:`source_of_run` and, for the extension,
+            :func:`dgt.export.openvino_extension_path`; an unknown ending, a missing library, a
+            model that the format cannot hold; `out` cannot be written.
         Disagreement: what was exported is not equal to its source; nothing is written then.
 
     Example:
@@ -111,9 +121,15 @@ def export(
         raise UserError(
             "--batch goes with --size, and both with a file, .onnx or .pt2: a folder for timm takes any"
         )
+    if openvino_extension and path.suffix != ".onnx":
+        raise UserError(f"--openvino-extension goes with a file that ends in .onnx, got {out}")
+    # before a model is opened, which takes longer than to see that nothing compiles
+    extension = openvino_extension_path() if openvino_extension else None
     run = load_run(checkpoint)
     if path.suffix:
-        return _export_file(run, path, features, None if size is None else (batch or 1, *size))
+        fixed = None if size is None else (batch or 1, *size)
+        source = replace(source_of_run(run, features), fixed=fixed, extended=openvino_extension)
+        return replace(_export_file(run, source, path), extension=extension)
     return _export_folder(run, path)
 
 
@@ -153,10 +169,8 @@ def _check_folder(path: Path, features: bool) -> None:
         raise NotADirectoryError(f"{path} is a file: name a folder, or a file ending in {endings}")
 
 
-def _export_file(
-    run: LoadedRun, path: Path, features: bool, fixed: tuple[int, int, int] | None
-) -> Export:
-    source = replace(source_of_run(run, features), fixed=fixed)
+def _export_file(run: LoadedRun, source: Source, path: Path) -> Export:
+    fixed = source.fixed
     if fixed and source.size and set(fixed[1:]) != {source.size}:
         came = " x ".join(map(str, fixed[1:]))
         raise UserError(
@@ -164,8 +178,9 @@ def _export_file(
         )
     encode, reopen = FORMATS[path.suffix]
     content = encode(source)
+    opened = open_openvino(content, extended=True) if source.extended else reopen(content)
     verification = verify(
-        source.module, reopen(content), _sizes(run, source), batch=fixed[0] if fixed else None
+        source.module, opened, _sizes(run, source), batch=fixed[0] if fixed else None
     )
     atomic_write(path, content)
     return Export(path, len(content), verification)

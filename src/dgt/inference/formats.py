@@ -53,6 +53,9 @@ class Source:
         about: further facts, kept in the file: what the classes are, how images are normalized.
         fixed: batch, height and width of all images that the file is for; None leaves free what the
             module does.
+        extended: write every DG-Attention, and every :func:`dgt.clustered_attention`, as one ONNX
+            operator, which OpenVINO knows by an extension
+            (:func:`dgt.export.openvino_extension_path`).
     """
 
     module: nn.Module
@@ -60,6 +63,7 @@ class Source:
     size: int | None = None
     about: dict[str, str] = field(default_factory=dict)
     fixed: tuple[int, int, int] | None = None
+    extended: bool = False
 
 
 def as_list(outputs: Tensor | Sequence[Tensor]) -> list[Tensor]:
@@ -191,7 +195,13 @@ def encode_onnx(source: Source) -> bytes:
     size = sum(tensor.nbytes for tensor in source.module.state_dict().values()) / 2**30
     if size > LARGEST:
         raise UserError(f"one ONNX file holds at most 2 GiB, the weights alone take {size:.1f} GiB")
-    model = _translate(source, TRANSLATIONS)
+    translations = dict(TRANSLATIONS)
+    program = trace(source)
+    if source.extended:
+        _join_attention(source, program, translations)
+    else:
+        _check_standard(source, program)
+    model = _translate(source, program, translations)
     bodies = [onnx_ir.serde.from_proto(function.to_function_proto()) for function in FUNCTIONS]
     model.functions.update({body.identifier(): body for body in bodies})
     InlinePass()(model)
@@ -200,7 +210,8 @@ def encode_onnx(source: Source) -> bytes:
         flatten_tokens(model.graph)
         RemoveUnusedNodesPass()(model)
     ClearMetadataAndDocStringPass()(model)  # among it paths of this machine
-    model.opset_imports.pop("dgt", None)  # all functions are inlined
+    if not source.extended:
+        model.opset_imports.pop("dgt", None)  # all functions are inlined
     model.metadata_props.update(source.about)
     file = onnx_ir.to_proto(model)
     # whoever reads it infers shapes; those of weights confuse onnxruntime's quantization
@@ -209,11 +220,36 @@ def encode_onnx(source: Source) -> bytes:
     return content
 
 
-def _translate(source: Source, translations: dict[Any, Any]) -> Any:
-    """Return the module as a model of onnx_ir, in which the functions that translations call have
-    no bodies yet.
+def _join_attention(source: Source, program: ExportedProgram, translations: dict[Any, Any]) -> None:
+    """Make one operator of every DG-Attention of a recorded graph, and add its translation.
+
+    UserError where there is none.
     """
-    program = trace(source)
+    from dgt.inference import onnx_extension
+
+    if not onnx_extension.join_steps(program):
+        name = type(source.module).__name__
+        raise UserError(
+            f"a {name} has no attention that the OpenVINO extension could do: export it without"
+        )
+    translations.update(onnx_extension.TRANSLATIONS)
+
+
+def _check_standard(source: Source, program: ExportedProgram) -> None:
+    """Raise UserError for an attention that standard operators do not have."""
+    clustered = torch.ops.dgt.clustered_attention.default
+    if any(node.target == clustered for node in program.graph.nodes):
+        name = type(source.module).__name__
+        raise UserError(
+            f"a {name} that attends in groups found in the image has no standard ONNX operators: "
+            "write it for OpenVINO's extension, Source(..., extended=True)"
+        )
+
+
+def _translate(source: Source, program: ExportedProgram, translations: dict[Any, Any]) -> Any:
+    """Return a recorded module as a model of onnx_ir, in which the functions that translations call
+    have no bodies yet.
+    """
     free: dict[int, str] = {}
     if not source.fixed:
         free[0] = "batch"

@@ -66,7 +66,7 @@ def level() -> str:
     """
     asked = os.environ.get(VARIABLE)
     if not asked:
-        return _level_of_processor()
+        return processor_level()
     known = (*_levels(), NONE)
     if asked not in known:
         raise UserError(
@@ -158,9 +158,8 @@ def _loaded() -> _Loaded:
     name = level()
     if name == NONE:
         return _refused(f"the environment variable {VARIABLE} is 'none'")
-    levels = _levels()
-    has = _level_of_processor()
-    if levels.index(name) > levels.index(has):
+    has = processor_level()
+    if not has_level(name):
         return _refused(f"{VARIABLE} asks for {name}, which this processor lacks: PyTorch found {has}")
     file = _file(name)
     if not file.is_file():
@@ -218,9 +217,16 @@ def _levels() -> tuple[str, ...]:
     return (BASELINE,)
 
 
-def _level_of_processor() -> str:
+def processor_level() -> str:
+    """Return the highest level that this processor has, as PyTorch finds it."""
     if _levels() == (BASELINE,):
         return BASELINE
     capability = torch.backends.cpu.get_cpu_capability()
     by_capability = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
     return by_capability.get(capability, "x86-64-v2")
+
+
+def has_level(name: str) -> bool:
+    """Tell whether this processor has a level; False for one of another kind of processor."""
+    levels = _levels()
+    return name in levels and levels.index(name) <= levels.index(processor_level())

@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from dgt.ops.triton import operators
 from dgt.utils.atomic_write import write_json
+from dgt.utils.cache import cache_folder
 
 SIZES = ((784, 98), (97, 20))  # tokens and k: many, whose keys are gathered; few, under a mask
 GROUPS, CHANNELS, PADDING = 7, 32, 50
@@ -118,7 +118,7 @@ def _compare(case: Case) -> str:
 
 def cache_file() -> Path:
     """Where verdicts are kept: ``dgt/triton.json`` in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dgt" / "triton.json"
+    return cache_folder() / "triton.json"
 
 
 @functools.cache

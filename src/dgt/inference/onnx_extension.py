@@ -1,0 +1,374 @@
+"""Attention in groups as ONNX nodes of the domain `dgt`, for runtimes that an extension teaches them.
+
+`DGAttention` is Dynamic Group Attention: in a recorded graph it is three operators, group, select
+and attend, which are joined here. `DGClusteredAttention` is :func:`dgt.clustered_attention`. Each
+takes its tokens in one of two forms:
+
+    (query, key, value) -> output    (B, H, L, D) and twice (B, H, S, D) -> (B, H, L, D)
+    (qkv) -> output                  (B, L, 3 H D) -> (B, L, H D)
+
+The second takes the projections of a layer as they are, so nothing is transposed before or after.
+The centroids (H, G, D) of `DGAttention` are its last input. `openvino_extension.cpp` has the nodes
+for OpenVINO.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import onnx
+import torch
+from onnxscript import FLOAT
+from onnxscript.values import Op, Opset
+from torch import Tensor
+from torch.export import ExportedProgram
+
+from dgt.ops import clustered_attention, dynamic_group_attention
+from dgt.utils.errors import UserError
+
+DOMAIN = Opset("dgt", 1)
+HEADS_FIRST = [2, 0, 3, 1, 4]  # (B, L, 3, H, D) -> (3, B, H, L, D)
+RESHAPES = (
+    torch.ops.aten.unflatten.int,
+    torch.ops.aten.flatten.using_ints,
+    torch.ops.aten.view.default,
+    torch.ops.aten.reshape.default,
+)
+VIEWS_OF_ALL = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+_ATTENTION = {"top_k": "INT", "scale": "FLOAT"}
+_CLUSTERED_ATTENTION = {
+    "num_groups": "INT",
+    "top_k": "INT",
+    "num_residual_keys": "INT",
+    "num_prefix_tokens": "INT",
+    "scale": "FLOAT",
+    "share_key_clusters": "INT",
+    "num_heads": "INT",
+}
+
+
+def _node(name: str, attributes: dict[str, str]) -> Op:
+    """A node of so many inputs as it is given, by name and types of its attributes."""
+    schema = onnx.defs.OpSchema
+    variadic = schema.FormalParameterOption.Variadic
+    described = schema(
+        name=name,
+        domain=DOMAIN.domain,
+        since_version=DOMAIN.version,
+        inputs=[schema.FormalParameter("inputs", "T", param_option=variadic)],
+        outputs=[schema.FormalParameter("output", "T")],
+        type_constraints=[("T", ["tensor(float)"], "float32")],
+        attributes=[
+            schema.Attribute(attribute, getattr(schema.AttrType, kind))
+            for attribute, kind in attributes.items()
+        ],
+    )
+    return Op(DOMAIN, name, described)
+
+
+_attention_node = _node("DGAttention", _ATTENTION)
+_clustered_attention_node = _node("DGClusteredAttention", _CLUSTERED_ATTENTION)
+
+
+@torch.library.custom_op("dgt::joined_attention", mutates_args=())
+def _joined_attention(
+    query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, top_k: int, scale: float
+) -> Tensor:
+    return dynamic_group_attention(query, key, value, centroids, top_k, scale).output.contiguous()
+
+
+@_joined_attention.register_fake
+def _(query: Tensor, *_: Any) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+@torch.library.custom_op("dgt::joined_attention_of_projection", mutates_args=())
+def _joined_attention_of_projection(
+    qkv: Tensor, centroids: Tensor, top_k: int, scale: float
+) -> Tensor:
+    heads = centroids.shape[0]
+    query, key, value = _split_heads(qkv, heads)
+    output = dynamic_group_attention(query, key, value, centroids, top_k, scale).output
+    return output.transpose(1, 2).flatten(2).contiguous()
+
+
+@_joined_attention_of_projection.register_fake
+def _(qkv: Tensor, centroids: Tensor, *_: Any) -> Tensor:
+    heads, channels = centroids.shape[0], centroids.shape[2]
+    return qkv.new_empty((*qkv.shape[:2], heads * channels))
+
+
+@torch.library.custom_op("dgt::clustered_attention_of_projection", mutates_args=())
+def _clustered_attention_of_projection(
+    qkv: Tensor,
+    num_heads: int,
+    num_groups: int,
+    top_k: int,
+    num_residual_keys: int,
+    num_prefix_tokens: int,
+    scale: float,
+    key_mask: Tensor | None,
+    share_key_clusters: bool,
+) -> Tensor:
+    query, key, value = _split_heads(qkv, num_heads)
+    output = clustered_attention(
+        query,
+        key,
+        value,
+        num_groups=num_groups,
+        top_k=top_k,
+        num_residual_keys=num_residual_keys,
+        num_prefix_tokens=num_prefix_tokens,
+        scale=scale,
+        key_mask=key_mask,
+        share_key_clusters=share_key_clusters,
+    )
+    return output.transpose(1, 2).flatten(2).contiguous()
+
+
+@_clustered_attention_of_projection.register_fake
+def _(qkv: Tensor, *_: Any) -> Tensor:
+    return qkv.new_empty((*qkv.shape[:2], qkv.shape[2] // 3))
+
+
+def _split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return query, key and value, each (B, H, L, D), of (B, L, 3 H D) projections."""
+    parts = qkv.unflatten(-1, [3, heads, qkv.shape[-1] // (3 * heads)])
+    query, key, value = parts.permute(HEADS_FIRST).unbind()
+    return query, key, value
+
+
+def joined_attention(
+    query: FLOAT[...],
+    key: FLOAT[...],
+    value: FLOAT[...],
+    centroids: FLOAT[...],
+    top_k: int,
+    scale: float,
+) -> FLOAT[...]:
+    """DG-Attention of (B, H, L, D) queries, keys and values."""
+    return _attention_node(query, key, value, centroids, top_k=top_k, scale=scale)
+
+
+def joined_attention_of_projection(
+    qkv: FLOAT[...], centroids: FLOAT[...], top_k: int, scale: float
+) -> FLOAT[...]:
+    """DG-Attention of (B, L, 3 H D) projections."""
+    return _attention_node(qkv, centroids, top_k=top_k, scale=scale)
+
+
+def clustered_attention_by_head(
+    query: FLOAT[...],
+    key: FLOAT[...],
+    value: FLOAT[...],
+    num_groups: int,
+    top_k: int,
+    num_residual_keys: int,
+    num_prefix_tokens: int,
+    scale: float,
+    key_mask: None,
+    share_key_clusters: bool,
+) -> FLOAT[...]:
+    """Clustered attention of (B, H, L, D) queries, keys and values."""
+    return _clustered_attention_node(
+        query,
+        key,
+        value,
+        num_groups=num_groups,
+        top_k=top_k,
+        num_residual_keys=num_residual_keys,
+        num_prefix_tokens=num_prefix_tokens,
+        scale=scale,
+        share_key_clusters=int(share_key_clusters),
+        num_heads=1,  # which the inputs tell
+    )
+
+
+def clustered_attention_of_projection(
+    qkv: FLOAT[...],
+    num_heads: int,
+    num_groups: int,
+    top_k: int,
+    num_residual_keys: int,
+    num_prefix_tokens: int,
+    scale: float,
+    key_mask: None,
+    share_key_clusters: bool,
+) -> FLOAT[...]:
+    """Clustered attention of (B, L, 3 H D) projections."""
+    return _clustered_attention_node(
+        qkv,
+        num_groups=num_groups,
+        top_k=top_k,
+        num_residual_keys=num_residual_keys,
+        num_prefix_tokens=num_prefix_tokens,
+        scale=scale,
+        share_key_clusters=int(share_key_clusters),
+        num_heads=num_heads,
+    )
+
+
+TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.ops.dgt.joined_attention.default: joined_attention,
+    torch.ops.dgt.joined_attention_of_projection.default: joined_attention_of_projection,
+    torch.ops.dgt.clustered_attention.default: clustered_attention_by_head,
+    torch.ops.dgt.clustered_attention_of_projection.default: clustered_attention_of_projection,
+}
+
+
+class _Attention(NamedTuple):
+    """A DG-Attention in a graph: the nodes and the numbers that its three steps are called with."""
+
+    query: Any
+    key: Any
+    value: Any
+    centroids: Any
+    top_k: int
+    scale: float
+
+
+def join_steps(program: ExportedProgram) -> int:
+    """Make one operator of every attention in groups of a graph, in place.
+
+    Steps that are of no DG-Attention as a layer of this package does it, such as those with a mask
+    of padding, stay as they are.
+
+    Returns:
+        How many there were.
+
+    Raises:
+        UserError: for clustered attention with a mask of padding.
+    """
+    count = 0
+    for node in list(program.graph.nodes):
+        if node.target == torch.ops.dgt.clustered_attention.default:
+            count += 1
+            _read_projection(node)
+        attention = _find_attention(node)
+        if attention is not None:
+            count += 1
+            _join(node, attention)
+    program.graph.eliminate_dead_code()
+    program.graph_module.recompile()
+    return count
+
+
+def _join(node: Any, attention: _Attention) -> None:
+    """Make a node, the last step of a DG-Attention, or the one that merges its heads, all of it."""
+    projection = _find_projection(attention.query, attention.key, attention.value)
+    merged = _find_merged_heads(node)
+    if projection is None or merged is None:
+        node.target = torch.ops.dgt.joined_attention.default
+        node.args = tuple(attention)
+    else:
+        merged.target = torch.ops.dgt.joined_attention_of_projection.default
+        merged.args = (projection, attention.centroids, attention.top_k, attention.scale)
+
+
+def _read_projection(node: Any) -> None:
+    """Let a clustered attention take the projections as they are, where that is what it is of."""
+    query, key, value, *settings = node.args
+    if settings[5] is not None:
+        raise UserError("clustered attention with a mask of padding cannot be written as one operator")
+    projection = _find_projection(_origin(query), _origin(key), _origin(value))
+    merged = _find_merged_heads(node)
+    if projection is not None and merged is not None:
+        heads = node.meta["val"].shape[1]
+        merged.target = torch.ops.dgt.clustered_attention_of_projection.default
+        merged.args = (projection, heads, *settings)
+
+
+def _find_attention(node: Any) -> _Attention | None:
+    """The DG-Attention that a node is the last step of; None where it is of none."""
+    if node.target != torch.ops.dgt.attend.default or _optional(node, 6) is not None:
+        return None
+    query, key, value, groups, keys, scale = node.args[:6]
+    if groups.target != torch.ops.dgt.group_queries.default or _optional(groups, 2) is not None:
+        return None
+    if keys.target != torch.ops.dgt.select_keys.default or _optional(keys, 3) is not None:
+        return None
+    parts = (query, key, value, groups.args[1])
+    query, key, value, centroids = (_origin(part) for part in parts)
+    same = (
+        _origin(groups.args[0]) is query
+        and _origin(keys.args[0]) is centroids
+        and _origin(keys.args[1]) is key
+    )
+    if not same:
+        return None
+    return _Attention(query, key, value, centroids, keys.args[2], scale)
+
+
+def _find_projection(*parts: Any) -> Any:
+    """The (B, L, 3 H D) projections that query, key and value are views of; None where not."""
+    split: Any = parts[0].args[0] if parts[0].args else None
+    for place, part in enumerate(parts):
+        if part.op != "call_function" or part.args != (split, place):
+            return None
+    if split.target != torch.ops.aten.unbind.int or _optional(split, 1) not in (None, 0):
+        return None
+    turned = split.args[0]
+    if turned.target != torch.ops.aten.permute.default or list(turned.args[1]) != HEADS_FIRST:
+        return None
+    cut = turned.args[0]
+    if cut.target not in RESHAPES:
+        return None
+    projection = cut.args[0]
+    _, heads, _, channels = parts[0].meta["val"].shape
+    fits = _ends_with(cut, 5, 3, heads, channels) and _ends_with(projection, 3, 3 * heads * channels)
+    return projection if fits else None
+
+
+def _find_merged_heads(node: Any) -> Any:
+    """The node that makes (B, L, H D) of an attention's (B, H, L, D); None where there is none, or
+    something else is made of it, too.
+    """
+    _, heads, _, channels = node.meta["val"].shape
+    turned = _only_user(node)
+    if turned is None or turned.target != torch.ops.aten.transpose.int:
+        return None
+    merged = _only_user(turned)
+    if turned.args[1:] != (1, 2) or merged is None or merged.target not in RESHAPES:
+        return None
+    return merged if _ends_with(merged, 3, heads * channels) else None
+
+
+def _only_user(node: Any) -> Any:
+    """The node that takes a node's result, views of all of it aside, if there is one alone."""
+    while len(node.users) == 1:
+        node = next(iter(node.users))
+        if not _is_view_of_all(node):
+            return node
+    return None
+
+
+def _ends_with(node: Any, rank: int, *sizes: int) -> bool:
+    """Whether a node's result has so many dimensions, the last of these sizes."""
+    shape = node.meta["val"].shape
+    return len(shape) == rank and tuple(shape[-len(sizes) :]) == sizes
+
+
+def _origin(node: Any) -> Any:
+    """What a node is without the views of all of it that lie before it."""
+    while _is_view_of_all(node):
+        node = node.args[0]
+    return node
+
+
+def _is_view_of_all(node: Any) -> bool:
+    if node.target in RESHAPES:
+        before, after = (str(part.meta["val"].shape) for part in (node.args[0], node))
+        return before == after  # as text: comparing free sizes might fix them
+    return node.target in VIEWS_OF_ALL or _is_whole_slice(node)
+
+
+def _is_whole_slice(node: Any) -> bool:
+    if node.target != torch.ops.aten.slice.Tensor or _optional(node, 4) not in (None, 1):
+        return False
+    begin, end = _optional(node, 2), _optional(node, 3)
+    return begin in (None, 0) and end in (None, torch.iinfo(torch.int64).max)
+
+
+def _optional(node: Any, place: int) -> Any:
+    """An argument of a node; None where it is left out."""
+    return node.args[place] if place < len(node.args) else None

@@ -1,0 +1,281 @@
+"""DG-Attention as one operator of OpenVINO: equal to PyTorch, in files, and a sentence where it cannot be had."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+from dgt.export import (
+    Source,
+    add_openvino_extension,
+    encode_onnx,
+    export,
+    open_onnx,
+    open_openvino,
+    openvino_extension_path,
+)
+from dgt.inference import openvino_extension
+from dgt.layers import DGAttention
+from dgt.ops import attend, clustered_attention
+from dgt.training import load_run
+from dgt.utils.errors import UserError
+from dgt_command import main
+
+onnx = pytest.importorskip("onnx", reason="onnx, onnxscript and onnxruntime are not installed")
+pytest.importorskip("onnxscript", reason="onnx, onnxscript and onnxruntime are not installed")
+openvino = pytest.importorskip("openvino", reason="openvino is not installed")
+
+TOLERANCE = {"rtol": 0, "atol": 1e-4}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def extension(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The library, compiled once into a cache folder of these tests; skipped where it cannot be."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        try:
+            path = openvino_extension_path()
+        except UserError as error:
+            pytest.skip(str(error))
+        yield path
+
+
+class OneLayer(nn.Module):
+    """An image's pixels as tokens, through one layer of DG-Attention."""
+
+    def __init__(self, cosine: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.widen = nn.Conv2d(3, 12, 1)
+        self.attention = DGAttention(12, num_heads=2, num_groups=4, top_k=5, cosine=cosine)
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = self.widen(images).permute(0, 2, 3, 1)
+        return self.attention(tokens).permute(0, 3, 1, 2)
+
+
+def operators(content: bytes) -> Counter[str]:
+    """How many nodes of each operator a file has."""
+    return Counter(node.op_type for node in onnx.load_from_string(content).graph.node)
+
+
+@pytest.mark.parametrize("cosine", [False, True])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_layer_is_one_operator_and_equal_to_pytorch_at_any_size(cosine: bool, threads: int) -> None:
+    module = OneLayer(cosine).eval()
+    content = encode_onnx(Source(module, extended=True))
+    found = operators(content)
+    assert found["DGAttention"] == 1
+    assert not found.keys() & {"TopK", "ArgMax", "Softmax", "GatherND", "If"}
+    run = open_openvino(content, threads, extended=True)
+    for batch, height, width in ((1, 7, 9), (3, 7, 9), (2, 1, 3), (1, 40, 30)):  # 3 tokens are fewer than k
+        images = torch.randn(batch, 3, height, width)
+        with torch.no_grad():
+            torch.testing.assert_close(run(images), [module(images)], **TOLERANCE)
+
+
+def test_projections_are_read_as_they_are() -> None:
+    """Nothing is turned between the projections and the operator, nor after it."""
+    node = next(n for n in onnx.load_from_string(layer_file()).graph.node if n.op_type == "DGAttention")
+    assert len(node.input) == 2
+    assert operators(layer_file())["Transpose"] == 2  # pixels to tokens, and back
+
+
+def layer_file() -> bytes:
+    return encode_onnx(Source(OneLayer().eval(), extended=True, fixed=(1, 6, 8)))
+
+
+def test_steps_whose_ids_are_asked_for_keep_them(steps: nn.Module, same_as_eager: Any) -> None:
+    content = encode_onnx(Source(steps, ("groups", "keys", "output"), extended=True))
+    assert operators(content)["DGAttention"] == 1
+    run = open_openvino(content, extended=True)
+    same_as_eager(run, torch.randn(2, 3, 9, 8))
+
+
+class OtherGroups(nn.Module):
+    """Attention over groups and keys that no grouping found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Parameter(torch.ones(()))
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = self.one * images.flatten(2).transpose(1, 2)[:, None]
+        groups = tokens[..., 0].gt(0).long()
+        keys = torch.arange(2)[:, None].expand(len(images), 1, 2, 1)
+        return attend(tokens, tokens, tokens, groups, keys)
+
+
+def test_a_model_without_dg_attention_is_refused() -> None:
+    with pytest.raises(UserError, match="a OtherGroups has no attention that the OpenVINO extension could do"):
+        encode_onnx(Source(OtherGroups().eval(), extended=True, fixed=(1, 6, 8)))
+
+
+@pytest.mark.parametrize("sizes", [[], ["--size", "96", "64", "--batch", "2"]])
+def test_the_command_writes_a_file_that_openvino_reads(
+    run: Path, tmp_path: Path, extension: Path, capsys: pytest.CaptureFixture[str], sizes: list[str]
+) -> None:
+    path = tmp_path / "model.onnx"
+    assert main(["export", str(run), str(path), "--openvino-extension", *sizes]) == 0
+    assert f"OpenVINO reads it after core.add_extension('{extension}')" in capsys.readouterr().out
+    network = load_run(run).network
+    layers = sum(isinstance(module, DGAttention) for module in network.modules())
+    assert operators(path.read_bytes())["DGAttention"] == layers
+    images = torch.randn(2, 3, 96, 64)
+    with torch.no_grad():
+        expected = network(images)
+    core = openvino.Core()
+    core.add_extension(str(extension))
+    compiled = core.compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    found = torch.from_numpy(compiled(images.numpy())["logits"])
+    torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+def test_openvinos_own_format_keeps_the_operator(tmp_path: Path) -> None:
+    core = openvino.Core()
+    add_openvino_extension(core)
+    (tmp_path / "model.onnx").write_bytes(layer_file())
+    openvino.save_model(core.read_model(tmp_path / "model.onnx"), tmp_path / "model.xml", compress_to_fp16=False)
+    compiled = core.compile_model(tmp_path / "model.xml", "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    module, images = OneLayer().eval(), torch.randn(1, 3, 6, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.from_numpy(compiled(images.numpy())[0]), module(images), **TOLERANCE)
+
+
+def test_other_runtimes_and_openvino_without_it_refuse_the_file() -> None:
+    with pytest.raises(RuntimeError, match="DGAttention"):
+        open_openvino(layer_file())
+    with pytest.raises(Exception, match="DGAttention"):  # an exception of onnxruntime's own
+        open_onnx(layer_file())
+
+
+def test_nan_is_found() -> None:
+    run = open_openvino(layer_file(), extended=True)
+    with pytest.raises(RuntimeError, match="DGAttention: query must be finite, got NaN"):
+        run(torch.full((1, 3, 6, 8), torch.nan))
+
+
+def test_a_library_that_cannot_be_used_is_told(
+    extension: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = openvino.Core()
+    with pytest.raises(UserError, match=r"there is no OpenVINO extension .*missing\.so; dgt\.export\.openvino_ext"):
+        add_openvino_extension(core, tmp_path / "missing.so")
+    _, version, *rest = extension.name.split("-", 2)
+    other = tmp_path / f"dgt_openvino-2024.0.1-{'-'.join(rest)}"
+    shutil.copy(extension, other)
+    with pytest.raises(UserError, match=rf"is for OpenVINO 2024\.0\.1, installed is {version}; dgt\.export"):
+        add_openvino_extension(core, other)
+    another = tmp_path / extension.name.replace(openvino_extension._level(), "x86-64-v9")
+    shutil.copy(extension, another)
+    with pytest.raises(UserError, match="is for processors with x86-64-v9, which this one lacks"):
+        add_openvino_extension(core, another)
+    broken = tmp_path / "broken.so"
+    broken.write_text("no library")
+    with pytest.raises(UserError, match=rf"OpenVINO {version} cannot load the extension .*broken\.so"):
+        add_openvino_extension(core, broken)
+
+
+def test_why_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(UserError, match=r"needs a C\+\+ compiler, and there is none: install g\+\+"):
+        openvino_extension_path()
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    with pytest.raises(UserError, match=r"compiler '/nowhere/c\+\+' cannot be run: No such file"):
+        openvino_extension_path()
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(UserError, match=r"false cannot compile the extension for OpenVINO .*: exit status 1"):
+        openvino_extension_path()
+    assert not list(tmp_path.rglob("*.so"))
+    monkeypatch.setattr(openvino_extension, "HEADER", "include/nothing.hpp")
+    with pytest.raises(UserError, match=r"has no C\+\+ headers or libraries for its extension: install the wheel"):
+        openvino_extension_path()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "openvino" else name)
+    with pytest.raises(UserError, match=r"the OpenVINO extension needs openvino, not installed here: pip install"):
+        openvino_extension_path()
+
+
+def test_only_onnx_files_take_it(run: Path, tmp_path: Path) -> None:
+    for name in ("model.pt2", "model"):
+        with pytest.raises(UserError, match=r"--openvino-extension goes with a file that ends in \.onnx"):
+            export(run, tmp_path / name, openvino_extension=True)
+
+
+class Clustered(nn.Module):
+    """A pretrained attention of timm, done in groups that are found in its tokens."""
+
+    def __init__(self, attention: Any, normed: bool, **settings: Any) -> None:
+        super().__init__()
+        self.attention = attention
+        self.normed = normed
+        self.settings = settings
+
+    def forward(self, x: Tensor, **_: Any) -> Tensor:
+        qkv = self.attention.qkv(x).reshape(*x.shape[:2], 3, self.attention.num_heads, -1)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        if self.normed:
+            key = key * 0.5  # no projection as it is any more
+        output = clustered_attention(query, key, value, **self.settings).reshape(query.shape)
+        return self.attention.proj(output.transpose(1, 2).reshape(x.shape))
+
+
+PRETRAINED = {
+    "residual": {"num_groups": 8, "top_k": 12, "num_residual_keys": 4, "num_prefix_tokens": 1},
+    "shared": {"num_groups": 5, "top_k": 9, "num_residual_keys": 6, "num_prefix_tokens": 1, "share_key_clusters": True},
+    "one": {"num_groups": 8, "top_k": 12, "num_residual_keys": 1, "scale": 0.2},
+    "sharp": {"num_groups": 60, "top_k": 300, "num_residual_keys": 0, "num_prefix_tokens": 1},
+}
+
+
+def make_vit(normed: bool, settings: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    vit: Any = timm.create_model("vit_tiny_patch16_224", img_size=128, depth=2, num_classes=7).eval()
+    for block in vit.blocks:
+        block.attn = Clustered(block.attn, normed, **settings)
+    return vit
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("settings", PRETRAINED.values(), ids=PRETRAINED)
+def test_pretrained_attention_in_groups_is_one_operator(normed: bool, settings: dict[str, Any]) -> None:
+    vit = make_vit(normed, settings)
+    content = encode_onnx(Source(vit, size=128, extended=True))
+    nodes = [node for node in onnx.load_from_string(content).graph.node if node.domain == "dgt"]
+    assert [(node.op_type, len(node.input)) for node in nodes] == [("DGClusteredAttention", 3 if normed else 1)] * 2
+    run = open_openvino(content, extended=True)
+    for batch in (1, 3):
+        images = torch.randn(batch, 3, 128, 128)
+        with torch.no_grad():
+            torch.testing.assert_close(run(images), [vit(images)], **TOLERANCE)
+
+
+def test_standard_operators_do_not_have_it() -> None:
+    with pytest.raises(UserError, match=r"in groups found in the image has no standard ONNX operators: write it for"):
+        encode_onnx(Source(make_vit(False, PRETRAINED["residual"]), fixed=(1, 128, 128)))
+
+
+class Padded(nn.Module):
+    """Clustered attention with a mask of padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Parameter(torch.ones(()))
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = self.one * images.flatten(2).transpose(1, 2)[:, None]
+        mask = images[:, 0].flatten(1) > 0
+        return clustered_attention(tokens, tokens, tokens, num_groups=2, top_k=3, key_mask=mask)
+
+
+def test_padding_in_pretrained_attention_is_refused() -> None:
+    with pytest.raises(UserError, match="clustered attention with a mask of padding cannot be written"):
+        encode_onnx(Source(Padded().eval(), extended=True, fixed=(1, 6, 8)))
