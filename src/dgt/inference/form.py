@@ -76,7 +76,7 @@ def inference_form(module: nn.Module) -> nn.Module:
 
 
 def _gelu(x: Tensor) -> Tensor:
-    """GELU of a tensor that nobody else holds: in place, unless gradients ask for it."""
+    """GELU of a tensor that nothing else refers to: in place, unless gradients need it."""
     return F.gelu(x) if torch.is_grad_enabled() and x.requires_grad else torch.ops.aten.gelu_(x)
 
 
