@@ -26,10 +26,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 import dgt
-from dgt.acceleration.sdpa import Call, attend_in_groups, watch_calls
-from dgt.acceleration.search import half_interval, relative_error
+from dgt.acceleration.statistics import half_interval, relative_error
 from dgt.bench.measures import machine
-from dgt.ops import seed_centroids
+from dgt.ops import dynamic_group_attention, find_centroids, seed_centroids
+from dgt.swap import Call, trace_sdpa
 from dgt.utils.atomic_write import write_json
 
 CLASSES, CROP = 11, 192
@@ -185,7 +185,7 @@ def heads(options: argparse.Namespace) -> None:
     images = load(options.data, "train")[0]
     images = images[torch.linspace(0, len(images) - 1, 2 * options.images).long()]
     model, calls = open_model(options.weights), dict[str, Call]()
-    with watch_calls(model, lambda name, call: calls.setdefault(name, call) and None):
+    with trace_sdpa(model, lambda name, call: calls.setdefault(name, call) and None):
         model(torch.cat([images[0::2], images[1::2]]))
     settings, rows = [(groups, keys) for groups in (24, 64, 160) for keys in (8, 32, 96, 256)], []
     for name, call in calls.items():
@@ -197,8 +197,10 @@ def heads(options: argparse.Namespace) -> None:
         tokens = few.query.transpose(0, 1).flatten(1, 2)
         for groups, keys in settings:
             places = torch.arange(32 * groups) * tokens.shape[1] // (32 * groups)
-            found = attend_in_groups(
-                rest, seed_centroids(tokens[:, places], groups), keys, 0, 1
+            centroids = seed_centroids(tokens[:, places], groups)
+            own = find_centroids(rest.query, centroids, 1)
+            found = dynamic_group_attention(
+                rest.query, rest.key, rest.value, own, keys, rest.scale, remainder=True
             ).output
             squares = (found - whole).square().sum((0, 2, 3)) / whole.square().sum()
             alone = (found - whole).square().sum((0, 2, 3)) / whole.square().sum((0, 2, 3))

@@ -58,16 +58,24 @@ def look(name: str) -> dict[str, Any]:
                 "grouped": 0,
                 "reasons": {str(refused).partition(", got")[0]: 1},
             }
+    reasons = [reason_of(row) for row in rows]
     return {
         "pixels": images.shape[-1],
         "attentions": len(rows),
-        "grouped": sum(row.choice == "groups" for row in rows),
+        "grouped": sum(not reason for reason in reasons),
         "tokens": max(row.tokens for row in rows),
         "prefix": max(row.prefix for row in rows),
-        "reasons": dict(
-            collections.Counter(row.reason.partition(",")[0] for row in rows if row.reason)
-        ),
+        "reasons": dict(collections.Counter(reason for reason in reasons if reason)),
     }
+
+
+def reason_of(row: Any) -> str:
+    """Why an attention does not gain at any size: windows stay as small, and so does one side of a pooling head."""
+    if row.tokens != row.key_tokens and not row.reason:
+        return "queries and keys are of different tokens"
+    if row.sequences > 1 and not row.reason:
+        return "in windows"
+    return str(row.reason.partition(",")[0])
 
 
 def look_at_all(only: str) -> dict[str, Any]:

@@ -31,6 +31,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,10 @@ import torch
 from torch import Tensor, nn
 
 import dgt
+from dgt.acceleration.capture import split_inputs
+from dgt.acceleration.grouped import grouped_calls
 from dgt.acceleration.report import Report
-from dgt.acceleration.sdpa import grouped_calls
-from dgt.acceleration.search import half_interval, relative_error, roles
+from dgt.acceleration.statistics import half_interval, relative_error
 from dgt.bench.measures import machine
 from dgt.runs.recipe import build_data, parse_recipe
 from dgt.training import load_run
@@ -144,12 +146,16 @@ def neighbours(options: argparse.Namespace, images: Images) -> None:
     """
     own, network = (load_run(options.run).network.eval() for _ in range(2))
     dgt.apply_plan(network, options.neighbours)
-    keys, pairs = {call: call.top_k for call in grouped_calls(network).values()}, list[Tensor]()
+    rows = {answer: answer.rows for answer in grouped_calls(network).values()}
+    pairs = list[Tensor]()
     for image, _ in images.part(0, options.calibrate + (options.images or options.calibrate)):
         before, after = own(image)[0].double(), list[Tensor]()
         for times in TIMES:
-            for call, count in keys.items():
-                call.top_k = max(1, round(times * count))
+            for answer, own_rows in rows.items():
+                answer.rows = {
+                    at: replace(row, keys=max(1, round(times * row.keys)))
+                    for at, row in own_rows.items()
+                }
             after.append(network(image)[0].double())
         pairs.append(
             torch.tensor([[(one - before).square().sum(), before.square().sum()] for one in after])
@@ -159,7 +165,7 @@ def neighbours(options: argparse.Namespace, images: Images) -> None:
 
 def by_role(squares: Tensor, calibrate: int) -> dict[str, Any]:
     """Errors of images that chose, were held out, and of others, of (images, plans, 2)."""
-    chose, aside = roles(calibrate)[1:]
+    chose, aside = split_inputs(calibrate)
     parts = {"chose": chose, "aside": aside, "others": range(calibrate, len(squares))}
     images, rows = {name: len(places) for name, places in parts.items()}, []
     for place, times in enumerate(TIMES):
@@ -179,6 +185,11 @@ def by_role(squares: Tensor, calibrate: int) -> dict[str, Any]:
     }
 
 
+def changes_outputs(report: Report) -> bool:
+    """Whether a plan has any attention in groups."""
+    return any(layer.choice == "groups" for layer in report.layers)
+
+
 def row(report: Report, name: str, found: dict[str, Any]) -> dict[str, Any]:
     """What a plan does to the images that it and the model's own attention have answered."""
     count = min(len(found["logits"][OWN]), len(found["logits"][name]))
@@ -188,7 +199,7 @@ def row(report: Report, name: str, found: dict[str, Any]) -> dict[str, Any]:
     squares = torch.stack([(after - own).square().sum(1), own.square().sum(1)], dim=1)
     labels = torch.tensor(found["labels"][:count])
     right = [(logits.argmax(1) == labels).double() for logits in (own, after)]
-    error, chose = relative_error(squares), len(roles(found["calibrate"])[1])
+    error, chose = relative_error(squares), len(split_inputs(found["calibrate"])[0])
     return report.to_json() | {
         "choosing_images": chose,
         "missed": {
@@ -313,7 +324,7 @@ def measure(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Non
     for error in takewhile(lambda _: has_time(), options.errors):
         name = f"{error:g}"
         network, reports[name] = plan(error, options, images, folder)
-        if reports[name].centroids:
+        if changes_outputs(reports[name]):
             networks[name] = network
     last = len(images.places)
     if options.images:

@@ -14,6 +14,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,8 @@ from gpu_common import Rows, attempt, times
 from torch import Tensor, nn
 
 import dgt
-from dgt.acceleration import inspect_model
-from dgt.acceleration.sdpa import GroupedCall, exact_attention, install
+from dgt.acceleration import exact_attention, inspect_model
+from dgt.acceleration.grouped import install_rows
 
 DINO = "vit_large_patch16_dinov3"
 SIZES = (2048, 4096)
@@ -67,14 +68,10 @@ def accelerate(plan: Plan) -> dict[str, Any]:
     with torch.device("meta"):  # whose forward is free
         twin = timm.create_model(DINO, img_size=plan.size, num_classes=0)
         layers = inspect_model(twin, torch.empty(1, 3, plan.size, plan.size), least_tokens=1)
-    for layer in layers:
-        centroids = F.normalize(
-            torch.randn(layer.heads, plan.groups, layer.channels, device="cuda"), dim=-1
-        )
-        install(
-            model.get_submodule(layer.name),
-            GroupedCall(centroids, plan.keys, layer.prefix, 0).eval(),
-        )
+    rows = [
+        replace(layer, groups=plan.groups, keys=plan.keys, residual_keys=1) for layer in layers
+    ]
+    install_rows(model, rows)
     row: dict[str, Any] = {
         "model": DINO,
         "weights": "random",

@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dgt.acceleration.sdpa import Call, watch_calls
 from dgt.ops import find_centroids, seed_centroids
 from dgt.runs.recipe import load_recipe
+from dgt.swap import Call, trace_sdpa
 from dgt.tasks import TASKS
 from dgt.utils.errors import UserError
 from studies.command import run_study
@@ -113,7 +113,7 @@ def open_subject(weights: str, images: int, keys: Sequence[str]) -> Subject:
             own = find_centroids(call.query, centroids[name], 1)
             return answer(Operands(name, call.query, call.key, call.value, call.scale, GRID, own))
 
-        with watch_calls(parts, attention):
+        with trace_sdpa(parts, attention):
             yield
 
     return Subject(network, TASKS[recipe.task], open_data(recipe, [], images), swap)
@@ -123,7 +123,7 @@ def open_subject(weights: str, images: int, keys: Sequence[str]) -> Subject:
 def cluster(parts: nn.ModuleDict, data: Any) -> dict[str, Tensor]:
     """Centroids (H, G, D) of every attention, from its queries for images."""
     queries: dict[str, list[Tensor]] = {}
-    with watch_calls(parts, lambda name, call: queries.setdefault(name, []).append(call.query)):
+    with trace_sdpa(parts, lambda name, call: queries.setdefault(name, []).append(call.query)):
         for images, _ in data.val_dataloader():
             parts["vit"](torch.stack(images))
     centroids = {}

@@ -13,6 +13,9 @@ import pytest
 import timm
 from PIL import Image
 
+from dgt.runs.model import export_model, make_record
+from dgt.runs.recipe import load_recipe
+from dgt.tasks import TASKS
 from dgt.utils.extras import EXTRAS
 from dgt.weights import SHIPPED
 
@@ -48,12 +51,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "images").mkdir()
     for number in range(3):
         Image.effect_noise((64, 64), 60).convert("RGB").save(folder / "images" / f"{number}.png")
+    for name in ("segment", "detect"):
+        recipe = load_recipe(f"scenes_{name}", ["--data.image_size=64"] if name == "detect" else [])
+        classes = [f"class {number}" for number in range(8)]
+        network = TASKS[name].build(recipe.model, len(classes), 64)
+        export_model(folder / name, network, make_record(recipe, classes))
     timm.models.save_for_hf(timm.create_model("test_vit", num_classes=4), folder / "vit")
     return folder
 
 
 WORKING = {
     "predict": f"predict {SHIPPED} images/0.png --json",
+    "predict by a segmenter": "predict segment images/0.png --out segmented",
+    "predict by a detector": "predict detect images/0.png --out detected",
     "export": f"export {SHIPPED} model.pt2",
     "export for timm": f"export {SHIPPED} model",
     "accelerate": "accelerate vit --images images --error 0.5",

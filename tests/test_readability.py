@@ -17,7 +17,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("src", "benchmarks", "studies", "tools")
 NOT_YET: tuple[str, ...] = (
-    "src/dgt/acceleration",
     "src/dgt/ops/attention.py",
     "src/dgt/ops/native/operators.py",
     "src/dgt/ops/remainder.py",

@@ -63,9 +63,9 @@ for part in ${*:-scenes imagenette camvid detector vit}; do
             --schedule.epochs 1 --schedule.warmup_epochs 0.1 --optimizer.lr 2e-4 --optimizer.lr_batch 4 \
             --data.val_size 200 --model.init_from "$out/runs/vit128"
         # By images that the model was not trained on: its errors on others are larger
-        [ -f "$out/plan.safetensors" ] || $dgt accelerate "$out/runs/vit256/model" --images "$data/imagenette128/val" \
-            --size 256 --count 96 --error 0.05 --out "$out/plan.safetensors"
-        pack vit_patch4.imagenette256 vit256 --plan "$out/plan.safetensors"
+        [ -f "$out/plan.json" ] || $dgt accelerate "$out/runs/vit256/model" --images "$data/imagenette128/val" \
+            --size 256 --count 96 --error 0.05 --out "$out/plan.json"
+        pack vit_patch4.imagenette256 vit256 --plan "$out/plan.json"
         ;;
     *)
         echo "error: no part $part" >&2

@@ -91,7 +91,7 @@ def card_text(
         use.append(f'timm.create_model("local-dir:{name}", pretrained=True)  # after import dgt')
         tags += ["image-classification", "timm"]
     if plan:
-        use.append(f'dgt.apply_plan(model, "{name}/plan.safetensors")')
+        use.append(f'dgt.apply_plan(model, "{name}/plan.json")')
     header = ModelCardData(
         license=about["licence_id"], library_name="timm" if timm else "dgt", tags=tags
     )

@@ -4,7 +4,13 @@ Importing the package registers its models with timm: ``timm.create_model("dgt_t
 """
 
 from dgt import native
-from dgt.acceleration import accelerate, apply_plan, exact_attention, register_attention
+from dgt.acceleration import (
+    FrameTokens,
+    accelerate,
+    apply_plan,
+    exact_attention,
+    register_attention,
+)
 from dgt.inference import optimize_for_inference
 from dgt.layers import DGAttention, GlobalAttention
 from dgt.models import (
@@ -43,6 +49,7 @@ __all__ = [
     "DGAttention",
     "DynamicGroupAttentionOutput",
     "DynamicGroupTransformer",
+    "FrameTokens",
     "GlobalAttention",
     "accelerate",
     "apply_plan",

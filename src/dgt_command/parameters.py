@@ -39,10 +39,28 @@ class Shape(click.ParamType):  # type: ignore[type-arg]  # generic in some versi
         return tuple(int(part) for part in parts)
 
 
+def no_option(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
+    """Refuse an argument that is an option or a key: a command that takes keys lets them through.
+
+    Raises:
+        click.NoSuchOption: for an option that does not exist.
+        Mistake: for a key of a recipe, which must come after the argument.
+    """
+    if value is None or not value.startswith("--") or Path(value).exists():
+        return value
+    key = value[2:].partition("=")[0]
+    if "." in key:
+        name = (parameter.name or "").upper()
+        usage = f"{context.command_path} {name} --{key} ..."
+        raise Mistake(f"{name} must come before its keys, got {value!r} first; write {usage}")
+    raise click.NoSuchOption(value, ctx=context)
+
+
 def existing_model(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
     """Refuse a checkpoint, or one of several, that is not there."""
     paths = value if isinstance(value, tuple) else (value,)
     for path in paths:
+        no_option(context, parameter, path)
         if path is not None and not Path(path).exists():
             raise Mistake(f"there is no checkpoint, run folder or model folder {path!r}")
     return value

@@ -9,7 +9,14 @@ from pathlib import Path
 import click
 
 from dgt_command.moved import refuse_moved_study
-from dgt_command.parameters import AT_LEAST_0, AT_LEAST_1, WITH_KEYS, Mistake, check_words
+from dgt_command.parameters import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    WITH_KEYS,
+    Mistake,
+    check_words,
+    no_option,
+)
 from dgt_command.recipe_files import (
     RECIPES,
     TABLES,
@@ -77,7 +84,7 @@ def demo(out: str, epochs: int | None, seed: int) -> None:
     default="never",
     help="auto: resume where it stopped",
 )
-@click.argument("recipe", required=False)
+@click.argument("recipe", required=False, callback=no_option)
 @click.argument("keys", nargs=-1, type=click.UNPROCESSED)
 def train(show_help: bool, resume: str, recipe: str | None, keys: tuple[str, ...]) -> None:
     """Train a recipe and write its run folder."""
@@ -156,7 +163,7 @@ def status(folder: str, as_json: bool) -> None:
 
 
 @click.command(context_settings=WITH_KEYS)
-@click.argument("table", required=False)
+@click.argument("table", required=False, callback=no_option)
 @click.argument("keys", nargs=-1, type=click.UNPROCESSED)
 @click.option(
     "--seeds", metavar="N", type=AT_LEAST_1, default=3, show_default=True, help="Seeds of each row."

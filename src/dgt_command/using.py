@@ -136,7 +136,7 @@ def _model_and_images(words: tuple[str, ...]) -> tuple[str | None, list[str]]:
 @click.option(
     "--error",
     metavar="E",
-    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    type=click.FloatRange(0, 1, max_open=True),
     default=0.01,
     show_default=True,
     help="Relative error of the output.",
@@ -155,7 +155,7 @@ def _model_and_images(words: tuple[str, ...]) -> tuple[str | None, list[str]]:
 @click.option(
     "--out",
     metavar="FILE",
-    default="plan.safetensors",
+    default="plan.json",
     show_default=True,
     help="Where the plan goes, for dgt.apply_plan.",
 )

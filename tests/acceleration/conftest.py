@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch.utils.benchmark
 
-from dgt.acceleration import sdpa, search
-from dgt.acceleration.sdpa import GroupedCall
+from dgt.acceleration import capture, grouped, measure
+from dgt.swap import sdpa
+
+OWN_SECONDS = 0.1
 
 
 class Clock:
@@ -22,25 +24,31 @@ class Clock:
 
 @pytest.fixture
 def slow_attention(monkeypatch) -> Clock:
-    """A machine on which a model's own attention is slow, whatever the size, and groups take time by their count."""
-    clock, read, forward = Clock(), sdpa.read_call, GroupedCall.forward
+    """A machine on which a model's own attention is slow, whatever the size, and groups take time by their count.
+
+    The native dense kernel takes as long as the model's own.
+    """
+    clock, read, answer = Clock(), sdpa.read_call, grouped.answer_call
 
     def slow(*arguments, **options) -> sdpa.Call:
         call = read(*arguments, **options)
 
         def run():
-            clock.now += 0.1
+            clock.now += OWN_SECONDS
             return call.run()
 
         return call._replace(run=run)
 
-    def counted(grouped: GroupedCall, call: sdpa.Call):
-        clock.now += (grouped.centroids.shape[1] + grouped.top_k) / 1e4
-        return forward(grouped, call)
+    def counted(call: sdpa.Call, row):
+        is_grouped = row.choice == "groups"
+        clock.now += (row.groups + row.keys + row.residual_keys) / 1e4 if is_grouped else OWN_SECONDS
+        return answer(call, row)
 
     monkeypatch.setattr(torch.utils.benchmark, "timer", clock)
-    monkeypatch.setattr(sdpa, "read_call", slow)
-    monkeypatch.setattr(GroupedCall, "forward", counted)
-    monkeypatch.setattr(search, "ROUNDS", 1)
-    monkeypatch.setattr(search, "LEAST_TOKENS", 16)
+    for module in (sdpa, measure):
+        monkeypatch.setattr(module, "read_call", slow)
+    for module in (grouped, measure):
+        monkeypatch.setattr(module, "answer_call", counted)
+    monkeypatch.setattr(measure, "ROUNDS", 1)
+    monkeypatch.setattr(capture, "LEAST_TOKENS", 16)
     return clock

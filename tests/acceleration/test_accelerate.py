@@ -18,8 +18,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 import dgt
-from dgt.acceleration import Report, inspect_model, sdpa, search
-from dgt.acceleration.sdpa import grouped_calls
+from dgt.acceleration import Report, choose, confirm, inspect_model, measure, settings, statistics
+from dgt.acceleration.grouped import grouped_calls
+from dgt.swap import sdpa, uninstall_answers
 
 SIZE = 96  # 6 x 6 patches of 16, or 24 x 24 of 4
 SMALL = {"depth": 2, "embed_dim": 32, "num_heads": 2, "img_size": SIZE, "num_classes": 5}
@@ -60,11 +61,14 @@ def test_models_of_timm(name) -> None:
         after = model(images)
         with dgt.exact_attention(model):
             assert torch.equal(model(images), before)
-    assert [layer.choice for layer in report.layers] == ["groups"] * 2
+    assert "groups" in {layer.choice for layer in report.layers}
     assert {layer.prefix for layer in report.layers} == {MODELS[name]}
-    assert 0 < difference(after[2:], before[2:]) == pytest.approx(report.predicted_error, rel=1e-3, abs=1e-6)
+    chosen_by = [0, 2, 3]
+    error = difference(after[chosen_by], before[chosen_by])
+    assert 0 < error == pytest.approx(report.predicted_error, rel=1e-3, abs=1e-6)
     assert difference(after[1], before[1]) == pytest.approx(report.measured_error, rel=1e-3, abs=1e-6)
     assert report.predicted_error <= 0.2
+    assert max(report.predicted_error, report.measured_error) < report.error_bound <= 0.2
     assert report.attention_speedup > 1
     assert report.bound >= 1
     state = model.state_dict()
@@ -76,7 +80,7 @@ def test_models_of_timm(name) -> None:
 def test_the_error_is_what_was_asked_for() -> None:
     images = torch.randn(4, 3, SIZE, SIZE)
     reports = [dgt.accelerate(vit(), images, error) for error in (1e-5, 0.02, 0.3)]
-    assert all(report.predicted_error <= report.asked_error for report in reports)
+    assert all(report.error_bound <= report.asked_error for report in reports)
     assert reports[0].predicted_error < reports[2].predicted_error
     speedups = [report.attention_speedup for report in reports]
     assert speedups == sorted(speedups)
@@ -84,35 +88,38 @@ def test_the_error_is_what_was_asked_for() -> None:
 
 
 @pytest.mark.usefixtures("slow_attention")
-@pytest.mark.parametrize(("error", "spread"), [(0.001, 0.08), (0.01, 0.15), (0.05, 0.15)])
-def test_the_predicted_error_is_that_of_other_images(error, spread, monkeypatch) -> None:
-    monkeypatch.setattr(search, "GROUPS", (24, 64))
+@pytest.mark.parametrize(("error", "spread"), [(0.004, 0.08), (0.1, 0.15)])
+def test_the_bound_holds_for_other_images(error, spread) -> None:
+    """And is not loose; the error asked for is made use of."""
     model, others = vit(spread=spread, global_pool="avg"), smooth_images(12, seed=1)
     with torch.no_grad():
         before = model(others)
         report = dgt.accelerate(model, smooth_images(12), error)
-        assert 0.3 * error < report.predicted_error <= error
-        assert difference(model(others), before) == pytest.approx(report.predicted_error, rel=0.2)
+        assert 0.4 * error < report.error_bound <= error
+        assert difference(model(others), before) <= report.error_bound
+    assert report.error_bound < 2 * report.predicted_error
 
 
-@pytest.mark.usefixtures("slow_attention")
-def test_the_error_of_all_images_is_what_was_asked_for(monkeypatch) -> None:
-    """Of 48 images 6 give centroids, 12 are kept aside, and 30 choose, though only 8 steer: of smaller errors here."""
-    monkeypatch.setattr(search, "GROUPS", (8, 24))
-    images = smooth_images(48)
-    images[:18] *= 0.3  # the first images that choose, and the rest
-    model = vit(depth=1, global_pool="avg")
-    with torch.no_grad():
-        before = model(images)
-        report = dgt.accelerate(model, images, 0.05)
-        squares = torch.stack([(model(images) - before).square().sum(1), before.square().sum(1)], dim=1)
-    chosen = [place for place in range(48) if place % 8 and place % 4 != 1]
-    few, most, aside = (squares[places].sum(0) for places in (chosen[:8], chosen, slice(1, None, 4)))
-    assert len(chosen) == 30
-    assert float((most[0] / most[1]).sqrt()) == pytest.approx(report.predicted_error, rel=1e-3)
-    assert float((aside[0] / aside[1]).sqrt()) == pytest.approx(report.measured_error, rel=1e-3)
-    assert few[0] / few[1] != pytest.approx(float(most[0] / most[1]), rel=0.1)
-    assert 0.02 < report.predicted_error <= 0.05
+@pytest.mark.parametrize("spread", [0.6, 1.0])
+@pytest.mark.parametrize("count", [4, 12, 48])
+def test_the_bound_of_an_error(count, spread) -> None:
+    """For squared errors that are lognormal: 19 of 20 such bounds are at least the error of as many others."""
+    draws = torch.Generator().manual_seed(0)
+    shares = 1e-4 * (spread * torch.randn(600, 2, count, generator=draws, dtype=torch.float64)).exp()
+    bounds = []
+    held = []
+    for seen, unseen in shares:
+        bound = statistics.error_bound(torch.stack([seen, torch.ones_like(seen)], dim=1))
+        bounds.append(bound / float(seen.mean().sqrt()))
+        held.append(float(unseen.mean().sqrt()) <= bound)
+    assert 0.9 < sum(held) / 600 < 0.99
+    assert sum(bounds) / 600 < (2 if count >= 12 else 3)
+
+
+def test_the_bound_of_no_error() -> None:
+    assert statistics.error_bound(torch.tensor([[0.0, 1.0], [0.0, 1.0]], dtype=torch.float64)) == 0
+    one = torch.tensor([[1e-4, 1.0]], dtype=torch.float64)
+    assert statistics.error_bound(one) == pytest.approx(0.01)
 
 
 def test_the_interval_of_an_error_holds_it() -> None:
@@ -123,19 +130,20 @@ def test_the_interval_of_an_error_holds_it() -> None:
         torch.rand(400, 40, generator=draws, dtype=torch.float64)
     )
     found = [torch.stack([ratio * size, size], dim=1) for ratio, size in zip(ratios, sizes, strict=True)]
-    errors, halves = zip(*((search.relative_error(one), search.half_interval(one)) for one in found), strict=True)
+    errors = [statistics.relative_error(one) for one in found]
+    halves = [statistics.half_interval(one) for one in found]
     held = [abs(error - 0.05) <= half for error, half in zip(errors, halves, strict=True)]
     assert 0.85 < sum(held) / 400 < 0.98
     assert sum(halves) / 400 == pytest.approx(0.05 * 1.96 * 1.5 / 2 / 40**0.5, rel=0.2)
     one = found[0]
-    assert search.half_interval(one[:1]) is None
-    assert search.half_interval(one * torch.tensor([0.0, 1.0])) is None
-    assert search.half_interval(one[:2].repeat(20, 1)) < search.half_interval(one[:2].repeat(3, 1))
+    assert statistics.half_interval(one[:1]) is None
+    assert statistics.half_interval(one * torch.tensor([0.0, 1.0])) is None
+    assert statistics.half_interval(one[:2].repeat(20, 1)) < statistics.half_interval(one[:2].repeat(3, 1))
 
 
 def test_a_report_says_when_images_are_too_few() -> None:
     report = Report(0.05, 0.04, 0.05, 2.0, 1.5, 3.0, [], predicted_half=0.016)
-    assert "\nnote: 4 times as many images would tell the error to 20 %\n" in f"\n{report}"
+    assert "\nnote: 4 times as many inputs would tell the error to 20 %\n" in f"\n{report}"
     for error, half in ((0.04, 0.0079), (0.04, None), (4e-7, 2e-7)):  # the last is of rounding
         assert "note" not in str(dataclasses.replace(report, predicted_error=error, predicted_half=half))
 
@@ -148,17 +156,9 @@ def smooth_images(count: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.usefixtures("slow_attention")
-def test_settings_are_timed_as_they_predict(monkeypatch) -> None:
-    """Without the statistics of a training step, whatever mode the model is in."""
-    observed = []
-    monkeypatch.setattr(sdpa.GroupedCall, "observe", lambda *arguments: observed.append(arguments))
-    assert dgt.accelerate(vit().train(), torch.randn(2, 3, SIZE, SIZE), 0.9).layers[0].choice == "groups"
-    assert not observed
-
-
-@pytest.mark.usefixtures("slow_attention")
 def test_where_groups_are_not_faster_nothing_changes(monkeypatch) -> None:
-    monkeypatch.setattr(search, "GAIN", 0.01)  # 1 ms there, and the fewest groups take 1.6
+    for module in (measure, choose):
+        monkeypatch.setattr(module, "GAIN", 0.001)  # 0.1 ms there
     model, images = vit(), torch.randn(2, 3, SIZE, SIZE)
     report = dgt.accelerate(model, images, 0.9)
     assert {(layer.choice, layer.reason) for layer in report.layers} == {
@@ -170,9 +170,8 @@ def test_where_groups_are_not_faster_nothing_changes(monkeypatch) -> None:
 
 @pytest.mark.usefixtures("slow_attention")
 def test_where_the_whole_model_is_not_faster_nothing_changes(monkeypatch) -> None:
-    monkeypatch.setattr(
-        search, "in_turns", lambda *_: 2 * [(300.0, {f"blocks.{number}.attn": 100.0 for number in (0, 1)})]
-    )
+    same = confirm.Timed(300.0, {(f"blocks.{number}.attn", 0): 100.0 for number in (0, 1)})
+    monkeypatch.setattr("dgt.acceleration.pipeline.time_choice", lambda *_: (same, same))
     model, images = vit(), torch.randn(2, 3, SIZE, SIZE)
     before = model(images)
     report = dgt.accelerate(model, images, 0.3)
@@ -207,7 +206,7 @@ class Kind(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
-        options = {"mask": {"attn_mask": torch.zeros(x.shape[1], x.shape[1])}, "causal": {"is_causal": True}}
+        options = {"mask": {"attn_mask": torch.randn(x.shape[1], x.shape[1])}, "causal": {"is_causal": True}}
         if self.kind == "cross":
             key, value = key[:, :, ::2], value[:, :, ::2]
         if self.kind == "few":
@@ -230,17 +229,19 @@ def test_what_cannot_be_grouped_stays_and_says_why() -> None:
     torch.manual_seed(0)
     model = Reader()
     report = dgt.accelerate(model, torch.randn(4, 8, 16, 16), 0.9)
-    assert {layer.name: layer.reason for layer in report.layers} == {
+    assert {layer.title: layer.reason for layer in report.layers} == {
         "kinds.0": "",
         "kinds.1": "a mask or bias of pairs",
         "kinds.2": "causal",
-        "kinds.3": "queries and keys are of different tokens",
-        "kinds.4": "in windows, 8 an image",
+        "kinds.3": "",
+        "kinds.4": "",
         "kinds.5": "few tokens",
-        "kinds.6": "3 dimensions instead of 4",
-        "shared": "called more than once",
+        "kinds.6": "",
+        "shared": "",
+        "shared call 2": "",
     }
-    assert list(grouped_calls(model)) == ["kinds.0"]
+    grouped = set(grouped_calls(model))
+    assert grouped == {"kinds.0", "kinds.3", "kinds.4", "kinds.6", "shared"}
     assert all(module.training for module in model.modules())
     assert "kinds.0" in str(report)
     assert "a mask or bias of pairs" in str(report)
@@ -265,11 +266,21 @@ def test_a_plan_serves_a_model_with_the_same_layers(tmp_path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no plan"):
         dgt.apply_plan(vit(), tmp_path / "none")
     (tmp_path / "text").write_text("no plan")
+    (tmp_path / "json").write_text('{"format": "dgt-plan-2", "report": {"layers": [{"name": "blocks.0.attn"}]}}')
+    with pytest.raises(ValueError, match=r"'.*json' is no plan: "):
+        dgt.apply_plan(vit(), tmp_path / "json")
     with pytest.raises(ValueError, match="is no plan"):
         dgt.apply_plan(vit(), tmp_path / "text")
-    safetensors.torch.save_file({"a": torch.zeros(1)}, tmp_path / "weights", metadata={"format": "pt"})
+    older = r"is a plan of an older version, .*: run dgt\.accelerate"
+    for kind, message in (("pt", "is no plan"), ("dgt-plan-1", older)):
+        safetensors.torch.save_file({"a": torch.zeros(1)}, tmp_path / "weights", metadata={"format": kind})
+        with pytest.raises(ValueError, match=message):
+            dgt.apply_plan(vit(), tmp_path / "weights")
+    (tmp_path / "other").write_text('{"format": "dgt-plan-3"}')
     with pytest.raises(ValueError, match="is no plan of this version"):
-        dgt.apply_plan(vit(), tmp_path / "weights")
+        dgt.apply_plan(vit(), tmp_path / "other")
+    with pytest.warns(DeprecationWarning, match="model is no longer needed to save a plan"):
+        report.save(tmp_path / "plan.safetensors", model)
 
 
 @pytest.mark.usefixtures("slow_attention")
@@ -292,76 +303,27 @@ def test_an_accelerated_model_is_a_model() -> None:
         torch.testing.assert_close(compiled(images), expected, rtol=1e-4, atol=1e-4)
         model(torch.randn(1, 3, 2 * SIZE, SIZE))
         model(torch.randn(1, 3, 16, 16))  # fewer tokens than half: attended to as ever
-    assert len(dgt_calls) == 2
+    assert len(dgt_calls) >= 1
     model.train()(images).square().mean().backward()
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
-@pytest.mark.usefixtures("slow_attention")
-def test_centroids_move_in_training(tmp_path, monkeypatch) -> None:
-    """By Eqs. 3-4 after the optimizer's step, eagerly and compiled; never in evaluation or with exact attention."""
-    monkeypatch.setattr(search, "GROUPS", (8,))
-    monkeypatch.setattr(search, "KEYS", (8,))
-    torch.compiler.reset()
-    model, images = vit(depth=1), torch.randn(4, 3, SIZE, SIZE)
-    keys = model.state_dict().keys()
-    report = dgt.accelerate(model, images, 0.9)
-    calls = grouped_calls(model)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-
-    def moved(module: nn.Module, training: bool) -> list[float]:
-        before = [call.centroids.clone() for call in calls.values()]
-        module.train(training)(images).square().mean().backward()
-        optimizer.step()
-        return [float((call.centroids - old).abs().max()) for call, old in zip(calls.values(), before, strict=True)]
-
-    assert moved(model, False) == [0.0]
-    assert min(moved(model, True)) > 1e-3
-    assert min(moved(torch.compile(model, backend="aot_eager"), True)) > 1e-4
-    with dgt.exact_attention(model):
-        assert max(moved(model, True)) < 1e-6  # of bringing them to unit norm
-    for name, call in calls.items():
-        torch.testing.assert_close(call.centroids.norm(dim=-1), torch.ones(2, 8))
-        assert not torch.equal(call.centroids, report.centroids[name])
-
-    report.save(tmp_path / "plan", model)
-    other = vit(depth=1)
-    dgt.apply_plan(other, tmp_path / "plan")
-    assert model.state_dict().keys() == keys
-    other.load_state_dict(model.state_dict())
-    with torch.no_grad():
-        expected = model.eval()(images)
-        torch.testing.assert_close(other(images), expected)
-        torch.testing.assert_close(copy.deepcopy(model)(images), expected)
-    expected = calls["blocks.0.attn"].centroids.clone()
-    _train_once(copy.deepcopy(model))  # a copy's optimizer moves the copy's
-    assert torch.equal(calls["blocks.0.attn"].centroids, expected)
-    other.half()
-    assert grouped_calls(other)["blocks.0.attn"].centroids.dtype == torch.float32
-
-
-def _train_once(model: nn.Module) -> None:
-    before = grouped_calls(model)["blocks.0.attn"].centroids.clone()
-    model.train()(torch.randn(1, 3, SIZE, SIZE)).sum().backward()
-    torch.optim.SGD(model.parameters(), 0.01).step()
-    assert not torch.equal(grouped_calls(model)["blocks.0.attn"].centroids, before)
-
-
 class Fails(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, last: int) -> None:
         super().__init__()
-        self.inner, self.calls = vit(), 0
+        self.inner, self.calls, self.last = vit(), 0, last
 
     def forward(self, images: Tensor) -> Tensor:
         self.calls += 1
-        if self.calls == 6:
+        if self.calls == self.last:
             raise RuntimeError("out of luck")
         return self.inner(images)
 
 
 @pytest.mark.usefixtures("slow_attention")
-def test_a_model_that_fails_is_as_it_was() -> None:
-    model, images = Fails().train(), torch.randn(4, 3, SIZE, SIZE)
+@pytest.mark.parametrize("last", [3, 5, 8])  # in the first pass, the second, the third
+def test_a_model_that_fails_is_as_it_was(last) -> None:
+    model, images = Fails(last).train(), torch.randn(4, 3, SIZE, SIZE)
     with pytest.raises(RuntimeError, match="out of luck"):
         dgt.accelerate(model, images, 0.3)
     assert not grouped_calls(model)
@@ -374,19 +336,31 @@ def test_a_model_that_fails_is_as_it_was() -> None:
     [
         ({"model": "vit"}, TypeError, "model must be a module, got 'vit' of type str"),
         ({"model": nn.Linear(4, 4)}, ValueError, "model must call .*attention, got a Linear that does not"),
-        ({"images": [1, 2]}, TypeError, r"images must be a tensor \(N, ...\), or .*, got \[1, 2\]"),
-        ({"images": {"x": 3}}, TypeError, r"images must be a tensor .* by their names, got"),
-        ({"images": {"x": torch.randn(1, 4)}}, ValueError, "images must be at least 2, .* got 1"),
-        ({"images": torch.randn(1, 4)}, ValueError, "images must be at least 2, .* got 1"),
-        ({"images": torch.randn(0, 4)}, ValueError, "images must be at least 2, .* got 0"),
-        ({"error": 0.0}, ValueError, "error must be above 0 and below 1, got 0.0"),
-        ({"error": 1}, ValueError, "error must be above 0 and below 1, got 1"),
-        ({"error": "small"}, ValueError, "error must be above 0 and below 1, got 'small'"),
-        ({"error": float("nan")}, ValueError, "error must be above 0 and below 1, got nan"),
+        ({"inputs": None}, TypeError, r"inputs must be a tensor \(N, ...\), .*, got None"),
+        ({"inputs": [1, 2]}, TypeError, r"inputs must be a tensor .*, got \[1 of type int, 2 of type int\]"),
+        ({"inputs": {"x": 3}}, TypeError, r"inputs must be a tensor .* by their names, .*got {x: 3 of type int}"),
+        ({"inputs": {"x": torch.randn(1, 4)}}, ValueError, "inputs must be at least 2, .* got 1"),
+        ({"inputs": torch.randn(1, 4)}, ValueError, "inputs must be at least 2, .* got 1"),
+        ({"inputs": torch.randn(0, 4)}, ValueError, "inputs must be at least 2, .* got 0"),
+        ({"inputs": [torch.randn(1, 4)]}, ValueError, "inputs must be at least 2, .* got 1"),
+        (
+            {"inputs": [(torch.randn(1, 4),), (torch.randn(1, 4), 3)]},
+            ValueError,
+            r"inputs must all have the structure of the first, \[a \(1, 4\) tensor .*\], but number 1 is \[a \(1, 4\)",
+        ),
+        ({"error": -0.1}, ValueError, "error must be at least 0 and below 1, got -0.1"),
+        ({"error": 1}, ValueError, "error must be at least 0 and below 1, got 1"),
+        ({"error": "small"}, ValueError, "error must be at least 0 and below 1, got 'small'"),
+        ({"error": float("nan")}, ValueError, "error must be at least 0 and below 1, got nan"),
+        ({"forward": 3}, TypeError, "forward must be a function, got 3"),
+        ({"metric": "mIoU"}, TypeError, "metric must be a function, got 'mIoU'"),
+        ({"special_tokens": [1, 1]}, ValueError, "special_tokens must name every place once"),
+        ({"special_tokens": [-1]}, ValueError, "special_tokens must be at least 0, got -1"),
+        ({"special_tokens": dgt.FrameTokens(5, 4)}, ValueError, "special_tokens must be fewer than the tokens"),
     ],
 )
 def test_bad_input(change, error, message) -> None:
-    arguments = {"model": nn.Linear(4, 4), "images": torch.randn(2, 4), "error": 0.1, **change}
+    arguments = {"model": nn.Linear(4, 4), "inputs": torch.randn(2, 4), "error": 0.1, **change}
     with pytest.raises(error, match=message):
         dgt.accelerate(**arguments)
 
@@ -450,7 +424,7 @@ def test_an_accelerated_model_is_saved_whole_and_keeps_what_was_patched() -> Non
         assert torch.equal(again(images), model(images))
         with dgt.exact_attention(again):
             assert torch.equal(again(images), before)
-        sdpa.uninstall_all(model)
+        uninstall_answers(model)
         assert attention.forward.func is _twice
         assert torch.equal(model(images), before)
 
@@ -504,8 +478,20 @@ class Label(nn.Module):
     ("model", "options", "error", "message"),
     [
         (Label, {}, ValueError, "model must return floating point tensors"),
-        (vit, {"num_prefix_tokens": -1}, ValueError, "num_prefix_tokens must be at least 0, got -1"),
-        (vit, {"num_prefix_tokens": "1"}, TypeError, "num_prefix_tokens must be an int of at least 0, got '1'"),
+        (vit, {"special_tokens": -1}, ValueError, "special_tokens must be at least 0, got -1"),
+        (vit, {"special_tokens": "1"}, TypeError, "special_tokens must be an int of at least 0, got '1'"),
+        (
+            vit,
+            {"special_tokens": [0, 577]},
+            ValueError,
+            r"special_tokens must be places within the sequence, got 577 for the 577 tokens of 'blocks\.0\.attn'",
+        ),
+        (
+            vit,
+            {"forward": lambda model, item: {"best": model(item).argmax(-1)}},
+            ValueError,
+            r"forward must return floating point tensors, .* got {best: a \(1,\) tensor of torch.int64 on cpu}",
+        ),
         (lambda: torch.compile(vit()), {}, ValueError, "model must not be compiled yet"),
         (lambda: compiled_in_place(vit()), {}, ValueError, "model must not be compiled yet"),
     ],
@@ -518,7 +504,7 @@ def test_bad_models(model, options, error, message) -> None:
 @pytest.mark.parametrize("shape", [(2, 3, 32, 32), (2, 3, 96), (2, 5, SIZE, SIZE)])
 def test_images_of_a_wrong_shape(shape) -> None:
     model = vit().train()
-    with pytest.raises(ValueError, match=rf"model must take the images, got a \(1, {str(shape[1:])[1:-1]}\) .*: "):
+    with pytest.raises(ValueError, match=rf"model must take the inputs, got a \(1, {str(shape[1:])[1:-1]}\) .*: "):
         dgt.accelerate(model, torch.randn(shape))
     assert all(module.training and not module._forward_hooks for module in model.modules())
 
@@ -546,7 +532,8 @@ def test_a_plan_of_other_sizes(options, message, tmp_path) -> None:
 @pytest.mark.usefixtures("slow_attention")
 def test_a_plan_of_other_prefix_tokens(tmp_path) -> None:
     """Is refused, but where the user gave their number, or in plans of before that was written."""
-    counted, given = (dgt.accelerate(vit(), torch.randn(2, 3, SIZE, SIZE), 0.9, number) for number in (None, 1))
+    images = torch.randn(2, 3, SIZE, SIZE)
+    counted, given = (dgt.accelerate(vit(), images, 0.9, special_tokens=number) for number in (None, 1))
     counted.save(tmp_path / "plan")
     other = vit(reg_tokens=4)
     with pytest.raises(ValueError, match=r"plan's 1 class and register tokens at 'blocks\.0\.attn', got 5"):
@@ -558,25 +545,6 @@ def test_a_plan_of_other_prefix_tokens(tmp_path) -> None:
 
 
 @pytest.mark.usefixtures("slow_attention")
-def test_a_plan_of_a_model_that_was_wrapped_since(tmp_path) -> None:
-    model, images = vit(), torch.randn(2, 3, SIZE, SIZE)
-    report = dgt.accelerate(model, images, 0.9)
-    _train_once(model)
-    centroids = {name: call.unit_centroids() for name, call in grouped_calls(model).items()}
-    apart = copy.deepcopy(model)
-    apart.blocks[0].attn = torch.compile(apart.blocks[0].attn)
-    for wrapped in (model, torch.compile(model), nn.DataParallel(torch.compile(model)), apart):
-        report.save(tmp_path / "plan", wrapped)
-        again = dgt.apply_plan(vit(), tmp_path / "plan")
-        torch.testing.assert_close(again.centroids, centroids)
-    for other in (vit(), nn.Sequential(model)):
-        with pytest.raises(
-            ValueError, match=r"model must have the plan's layers in groups, .*: not so '.*blocks\.0\.attn'"
-        ):
-            report.save(tmp_path / "plan", other)
-
-
-@pytest.mark.usefixtures("slow_attention")
 def test_in_inference_mode(tmp_path) -> None:
     """What was accelerated there can be trained elsewhere."""
     models = [vit(), vit()]
@@ -584,7 +552,9 @@ def test_in_inference_mode(tmp_path) -> None:
         dgt.accelerate(models[0], torch.randn(2, 3, SIZE, SIZE), 0.9).save(tmp_path / "plan")
         dgt.apply_plan(models[1], tmp_path / "plan")
     for model in models:
-        _train_once(model)
+        assert grouped_calls(model)
+        model.train()(torch.randn(1, 3, SIZE, SIZE)).sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 class Parts(nn.Module):
@@ -627,9 +597,9 @@ def test_the_multi_head_attention_of_torch(batch_first) -> None:
     runs = []
     with torch.no_grad():
         before = model(images)
-        with sdpa.watch_calls(model, lambda _, call: runs.append(call.run()) or runs[-1]):  # as they are timed
+        with sdpa.trace_sdpa(model, lambda _, call: runs.append(call.run()) or runs[-1]):  # as they are timed
             torch.testing.assert_close(model(images), before)
-        assert [isinstance(output, tuple) for output in runs] == [False, False, True, True, True, True, False]
+        assert [isinstance(output, tuple) for output in runs] == [False, False, True, True, True, False, False]
         report = dgt.accelerate(model, images, 0.9)
         assert {layer.name: layer.reason for layer in report.layers} == {
             "parts.plain": "",
@@ -637,7 +607,7 @@ def test_the_multi_head_attention_of_torch(batch_first) -> None:
             "parts.apart": "keys added, or projected apart",
             "parts.mask": "a mask or bias of pairs",
             "parts.weights": "its weights are asked for",
-            "parts.probe": "queries and keys are of different tokens",
+            "parts.probe": "few tokens",
             "encoder.self_attn": "inside of nn.TransformerEncoderLayer, which passes it by in evaluation",
         }
         assert {(layer.heads, layer.tokens, layer.channels, layer.prefix) for layer in report.layers[:5]} == {
@@ -648,8 +618,8 @@ def test_the_multi_head_attention_of_torch(batch_first) -> None:
         assert report.predicted_error > 0
         with dgt.exact_attention(model):
             assert torch.equal(model(images), before)
-        for call in grouped_calls(model).values():
-            call.top_k = 257  # with all keys groups are exact
+        for answer in grouped_calls(model).values():  # with all keys groups are exact
+            answer.rows = {at: dataclasses.replace(row, keys=257) for at, row in answer.rows.items()}
         torch.testing.assert_close(model(images), before, rtol=1e-4, atol=1e-4)
 
 
@@ -666,7 +636,7 @@ def test_what_would_be_found_needs_no_values() -> None:
     rows = inspect_model(model, images)
     assert [(row.choice, row.tokens, row.prefix) for row in rows] == [("groups", 261, 5)] * 12
     assert {row.reason for row in inspect_model(model, images, least_tokens=300)} == {"few tokens"}
-    with pytest.raises(TypeError, match=r"images must hold values, got a \(1, 3, 256, 256\) tensor"):
+    with pytest.raises(TypeError, match=r"inputs must hold values, got a \(1, 3, 256, 256\) tensor"):
         dgt.accelerate(model, images)
 
 
@@ -687,7 +657,7 @@ class Registers(nn.Module):
 def test_class_and_register_tokens_are_found() -> None:
     model, x = Registers(), torch.randn(1, 256, 8)
     assert [(row.prefix, row.note) for row in inspect_model(model, x)] == [(5, "")]
-    assert [row.prefix for row in inspect_model(model, x, num_prefix_tokens=2)] == [2]
+    assert [row.prefix for row in inspect_model(model, x, special_tokens=2)] == [2]
     (row,) = inspect_model(model.blocks, x)
     assert row.prefix == 0
     assert "nothing tells of class or register tokens" in row.note
@@ -705,12 +675,14 @@ def test_inputs_by_name() -> None:
 
 @pytest.mark.usefixtures("slow_attention")
 def test_all_attention_counts_in_the_bound() -> None:
-    """On that machine each of eight calls takes 0.1 s, and each look at its clock 0.1 ms."""
+    """On that machine each of nine calls takes 0.1 s, and each look at its clock 0.1 ms."""
     report = dgt.accelerate(Reader(), torch.randn(8, 8, 16, 16), 0.9)
-    before = {layer.name: layer.ms_before for layer in report.layers}
-    assert before == pytest.approx({**dict.fromkeys(before, 100.1), "shared": 200.2})
-    after, row = {layer.name: layer.ms_after for layer in report.layers}, report.layers[0]
-    assert after == pytest.approx({**before, "kinds.0": (row.groups + row.keys) / 10 + 0.1})
+    before = {layer.title: layer.ms_before for layer in report.layers}
+    assert before == pytest.approx(dict.fromkeys(before, 100.1))
+    for layer in report.layers:
+        pairs = layer.groups + layer.keys + layer.residual_keys
+        assert layer.ms_after == pytest.approx(pairs / 10 + 0.1 if layer.choice == "groups" else 100.1)
+    after = {layer.title: layer.ms_after for layer in report.layers}
     assert report.attention_speedup == pytest.approx(sum(before.values()) / sum(after.values()))
     assert report.bound > report.model_speedup > 1
 
@@ -719,24 +691,10 @@ def test_all_attention_counts_in_the_bound() -> None:
 def test_no_speedup_is_above_the_bound() -> None:
     """Both are of the same run of the model with its own attention, which takes nearly all of its time there."""
     report = dgt.accelerate(vit(), torch.randn(4, 3, SIZE, SIZE), 0.9)
-    own, inside = sdpa.time_calls(vit(), lambda: None, exact=True)
-    assert not inside
-    assert 0 < own < 1
+    nothing = confirm.time_run(vit(), lambda: None, [], is_exact=True)
+    assert not nothing.by_site
+    assert 0 < nothing.ms < 1
     assert 1 < report.model_speedup < report.attention_speedup < report.bound
-
-
-@pytest.mark.usefixtures("slow_attention")
-def test_turns_time_what_is_run() -> None:
-    model, images = vit(), torch.randn(2, 3, SIZE, SIZE)
-    report = dgt.accelerate(model, images, 0.9)
-    with torch.no_grad(), dgt.exact_attention(model):
-        expected = model(images)
-    outputs = []
-    (before, own), (after, grouped) = sdpa.in_turns(model, lambda: outputs.append(model(images)), 2)
-    assert [torch.equal(output, expected) for output in outputs] == [True, False, True, False]
-    assert own == pytest.approx({layer.name: 100.1 for layer in report.layers})
-    assert grouped == pytest.approx({layer.name: (layer.groups + layer.keys) / 10 + 0.1 for layer in report.layers})
-    assert (before, after) == pytest.approx((sum(own.values()) + 0.3, sum(grouped.values()) + 0.3))
 
 
 @pytest.mark.usefixtures("slow_attention")
@@ -749,3 +707,280 @@ def test_a_picture_of_the_report(tmp_path) -> None:
     with pytest.raises(ValueError, match="not supported"):
         report.plot(tmp_path / "report.docx")
     assert [path.name for path in tmp_path.iterdir()] == ["report.png"]
+
+
+def count_runs(model: nn.Module) -> list[int]:
+    """A list that grows with every call of the model."""
+    runs: list[int] = []
+    model.register_forward_hook(lambda *_: runs.append(1))
+    return runs
+
+
+@pytest.mark.usefixtures("slow_attention")
+@pytest.mark.parametrize("count", [2, 3, 6])
+def test_its_own_price(count) -> None:
+    """Six passes over the inputs at most, one where there is nothing to gain."""
+    model = vit()
+    runs = count_runs(model)
+    dgt.accelerate(model, torch.randn(count, 3, SIZE, SIZE), 0.05)
+    assert 2 * count < len(runs) <= 6 * count
+
+
+@pytest.mark.usefixtures("slow_attention")
+def test_no_gain_is_said_within_one_pass(slow_attention, monkeypatch) -> None:
+    """By the bound after the first input; where nothing is faster, after one pass."""
+    model = vit()
+    runs = count_runs(model)
+    for module in (measure, choose):
+        monkeypatch.setattr(module, "GAIN", 0.001)
+    report = dgt.accelerate(model, torch.randn(4, 3, SIZE, SIZE), 0.5)
+    assert len(runs) == 4
+    assert "nothing gained: no setting within the error is faster" in str(report)
+
+    def wait(*_) -> None:
+        slow_attention.now += 1000
+
+    model.patch_embed.register_forward_hook(wait)
+    runs.clear()
+    report = dgt.accelerate(model, torch.randn(4, 3, SIZE, SIZE), 0.5)
+    assert len(runs) == 1
+    assert report.verdict == "attention takes too little of the model's time (bound 1.00)"
+
+
+@pytest.mark.usefixtures("slow_attention")
+def test_no_error_allows_exact_attention_alone(monkeypatch) -> None:
+    model, images = vit(), torch.randn(4, 3, SIZE, SIZE)
+    assert not grouped_calls(model)
+    before = model(images)
+    report = dgt.accelerate(model, images, 0)
+    assert {row.choice for row in report.layers} == {"dense"}  # there the native kernel is not faster
+    monkeypatch.setattr(sdpa, "read_call", slower(sdpa.read_call))
+    report = dgt.accelerate(model, images, error=0)
+    assert {row.choice for row in report.layers} == {"exact"}
+    torch.testing.assert_close(model(images), before, rtol=1e-5, atol=1e-5)
+    assert report.error_bound == 0
+    with dgt.exact_attention(model):
+        assert torch.equal(model(images), before)
+
+
+def slower(read):
+    """Read calls so that the model's own attention is run twice."""
+
+    def read_slower(*arguments, **options):
+        call = read(*arguments, **options)
+        return call._replace(run=lambda: (call.run(), call.run())[1])
+
+    return read_slower
+
+
+@pytest.mark.usefixtures("slow_attention")
+def test_what_counts_is_what_forward_returns() -> None:
+    """Of a model of timm without a head its tokens; the report says so, and gives a figure of the task's own."""
+    model, images = vit(num_classes=0), torch.randn(4, 3, SIZE, SIZE)
+    with torch.no_grad():
+        before = model.forward_features(images)
+        report = dgt.accelerate(model, images, 0.5)
+        after = model.forward_features(images)
+    assert report.measured == "all tokens of forward_features"
+    assert difference(after[1:2], before[1:2]) == pytest.approx(report.measured_error, rel=1e-3)
+    alike = F.cosine_similarity(after, before, dim=-1)
+    assert float(alike.mean()) == pytest.approx(report.cosine_mean, abs=1e-5)
+    assert float(alike.flatten().quantile(0.01)) == pytest.approx(report.cosine_low, abs=1e-5)
+    assert f"lowest hundredth {report.cosine_low:.5f}" in str(report)
+
+    calls = []
+
+    def largest(outputs: list[Tensor]) -> float:
+        calls.append(len(outputs))
+        return max(float(output.max()) for output in outputs)
+
+    other = vit(num_classes=0)
+    report = dgt.accelerate(
+        other, images, 0.5, forward=lambda model, item: model.forward_features(item)[:, 1:], metric=largest
+    )
+    assert report.measured == "what forward returns"
+    assert calls == [4, 4]
+    assert report.metric_before == pytest.approx(float(before[:, 1:].max()), rel=1e-5)
+    assert report.metric_before != report.metric_after
+    assert f"metric: {report.metric_before:.6g} before" in str(report)
+
+
+class Pair(nn.Module):
+    """A matcher: one attention for two sets of points, called for each, and one across, in nested mappings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.within, self.across = Points(), Points()
+
+    def forward(self, data: dict[str, dict[str, Tensor]]) -> dict[str, list[Tensor]]:
+        first, second = (data[side]["points"] for side in ("first", "second"))
+        first, second = (x + self.within(x, x, data[s]["real"]) for x, s in ((first, "first"), (second, "second")))
+        return {"points": [first + self.across(first, second), second + self.across(second, first)]}
+
+
+class Points(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.rest = nn.Linear(16, 16), nn.Linear(16, 32)
+
+    def forward(self, x: Tensor, other: Tensor, real: Tensor | None = None) -> Tensor:
+        query = self.query(x).unflatten(-1, (2, 8)).transpose(1, 2)
+        key, value = self.rest(other).unflatten(-1, (2, 2, 8)).permute(2, 0, 3, 1, 4)
+        mask = None if real is None else real[:, None, None]
+        return F.scaled_dot_product_attention(query, key, value, mask).transpose(1, 2).flatten(2)
+
+
+def pair(seed: int) -> tuple[dict[str, dict[str, Tensor]]]:
+    draws = torch.Generator().manual_seed(seed)
+    first, second = (torch.randn(1, count, 16, generator=draws) for count in (96, 120))
+    real = torch.arange(96)[None] < 80
+    return (
+        {
+            "first": {"points": first, "real": real},
+            "second": {"points": second, "real": torch.ones(1, 120, dtype=torch.bool)},
+        },
+    )
+
+
+@pytest.mark.usefixtures("slow_attention")
+def test_modules_called_more_than_once_across_two_sets(tmp_path) -> None:
+    """Every call of a module has settings of its own; padding is respected; a plan does the same again."""
+    torch.manual_seed(0)
+    model, items = Pair(), [pair(seed) for seed in range(4)]
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    report = dgt.accelerate(model, items, 0.5)
+    sizes = {(row.title, row.tokens, row.key_tokens) for row in report.layers}
+    assert sizes == {
+        ("within", 96, 96),
+        ("within call 2", 120, 120),
+        ("across", 96, 120),
+        ("across call 2", 120, 96),
+    }
+    assert {row.choice for row in report.layers} == {"groups"}
+    report.save(tmp_path / "plan.json")
+    again = Pair()
+    again.load_state_dict(weights)
+    dgt.apply_plan(again, tmp_path / "plan.json")
+    with torch.no_grad():
+        for _ in range(2):
+            for new, old in zip(again(*items[0])["points"], model(*items[0])["points"], strict=True):
+                assert torch.equal(new, old)
+    items[1][0]["second"].pop("real")
+    expected = r"inputs must all have the structure of the first, .* but number 1 is"
+    with pytest.raises(ValueError, match=expected) as caught:
+        dgt.accelerate(Pair(), items, 0.5)
+    assert "tensor([" not in str(caught.value)
+
+
+class Packed(nn.Module):
+    """A tower of a language model: images of different sizes in one sequence, attention once for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Points()
+        self.inner = Sequences(self.attention)
+
+    def forward(self, tokens: Tensor, lengths: list[int]) -> Tensor:
+        return tokens + self.inner(tokens, lengths)
+
+
+class Sequences(nn.Module):
+    def __init__(self, points: Points) -> None:
+        super().__init__()
+        self.query, self.rest = points.query, points.rest
+
+    def forward(self, x: Tensor, lengths: list[int]) -> Tensor:
+        return torch.cat([Points.forward(self, part, part) for part in x.split(lengths, dim=1)], dim=1)
+
+
+@pytest.mark.usefixtures("slow_attention")
+def test_packed_sequences() -> None:
+    """Of changing numbers: one row for all of a module's calls; short sequences are attended to as ever."""
+    torch.manual_seed(0)
+    model = Packed()
+    packs = [[60, 70], [64, 80, 90], [100], [60, 10, 60, 60, 60, 60]]
+    items = [{"tokens": torch.randn(1, sum(lengths), 16), "lengths": tuple(lengths)} for lengths in packs]
+    report = dgt.accelerate(model, items, 0.5)
+    (row,) = report.layers
+    assert (row.name, row.calls, row.choice) == ("inner", 6, "groups")
+    with torch.no_grad():
+        after = model(**items[3])
+        with dgt.exact_attention(model):
+            before = model(**items[3])
+    changed = (after - before).abs().amax((0, 2)) > 0
+    assert changed[:60].any()
+    assert not changed[60:70].any()
+
+
+@pytest.mark.usefixtures("slow_attention")
+@pytest.mark.parametrize("special", [[5, 0, 100], dgt.FrameTokens(2, 64)])
+def test_special_tokens_at_places(special, tmp_path) -> None:
+    """They see, and are seen by, everything: a class token in the middle is as exact as at the start."""
+    torch.manual_seed(0)
+    model, x = Heads(), torch.randn(4, 256, 8)
+    places = [0, 5, 100] if isinstance(special, list) else [0, 1, 64, 65, 128, 129, 192, 193]
+    with torch.no_grad():
+        before = model(x)
+        report = dgt.accelerate(model, x, 0.9, special_tokens=special)
+        after = model(x)
+        assert report.layers[0].prefix == len(places)
+        torch.testing.assert_close(after[:, places], before[:, places], rtol=1e-4, atol=1e-5)
+        others = [place for place in range(256) if place not in places]
+        assert not torch.allclose(after[:, others], before[:, others], rtol=1e-3, atol=1e-3)
+        report.save(tmp_path / "plan")
+        other = Heads()
+        other.load_state_dict(model.state_dict())
+        dgt.apply_plan(other, tmp_path / "plan")
+        assert torch.equal(other(x), after)
+
+
+@pytest.mark.usefixtures("slow_attention")
+def test_old_names_warn() -> None:
+    model, images = vit(), torch.randn(2, 3, SIZE, SIZE)
+    with pytest.warns(DeprecationWarning, match="num_prefix_tokens is now called special_tokens"):
+        dgt.accelerate(model, images, 0.9, num_prefix_tokens=1)
+    with pytest.warns(DeprecationWarning, match="images is now called inputs"):
+        assert inspect_model(vit(), images=images)[0].choice == "groups"
+    with pytest.raises(TypeError, match="inputs must be given once"):
+        dgt.accelerate(vit(), images, images=images)
+
+
+@pytest.mark.usefixtures("slow_attention")
+def test_a_gain_that_batches_lose(slow_attention, monkeypatch) -> None:
+    """Groups that are slower for four inputs at once are used for one, and the model's own attention for more."""
+    counted = measure.answer_call
+
+    def slow_in_batches(call, row):
+        slow_attention.now += 10.0 if len(call.query) > 1 else 0.0
+        return counted(call, row)
+
+    monkeypatch.setattr(measure, "answer_call", slow_in_batches)
+    model, images = vit(), torch.randn(4, 3, SIZE, SIZE)
+    report = dgt.accelerate(model, images, 0.9)
+    assert {row.most_batch for row in report.layers if row.choice == "groups"} == {1}
+    with torch.no_grad():
+        batch, one = model(images), model(images[:1])
+        with dgt.exact_attention(model):
+            assert torch.equal(model(images), batch)
+            assert not torch.equal(model(images[:1]), one)
+
+
+@pytest.mark.usefixtures("slow_attention")
+def test_larger_inputs_keep_the_share() -> None:
+    model = vit(dynamic_img_size=True)
+    report = dgt.accelerate(model, torch.randn(2, 3, SIZE, SIZE), 0.9)
+    row = next(row for row in report.layers if row.choice == "groups")
+    larger = settings.scale_split(row, 4 * row.tokens, 4 * row.tokens)
+    assert larger == settings.Split(4 * row.groups, 4 * row.keys, 4 * row.residual_keys)
+    with torch.no_grad():
+        assert model(torch.randn(1, 3, 2 * SIZE, 2 * SIZE)).isfinite().all()
+
+
+@pytest.mark.parametrize("share", settings.SHARES)
+@pytest.mark.parametrize("tokens", [20, 200, 5477])
+def test_a_budget_is_split_as_it_costs(share, tokens) -> None:
+    split = settings.split_budget(share, tokens, tokens, True)
+    assert min(split) >= 1
+    if share * tokens > 100:
+        pairs = 2.5 * split.groups + 2 * split.residual_keys + split.keys
+        assert pairs == pytest.approx(share * tokens, rel=0.05)

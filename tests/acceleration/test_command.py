@@ -13,7 +13,6 @@ import transformers
 from PIL import Image
 from torch import nn
 
-from dgt.acceleration import search
 from dgt.app import accelerate as app
 from dgt_command import main
 
@@ -39,10 +38,10 @@ def test_images_that_cannot_be_read_are_left_out(tmp_path, monkeypatch, caplog) 
     report = app.accelerate_model("vit", tmp_path, 0.1, SIZE, 4)
     assert len(report.layers) == 2
     assert "9.png is left out: not an image" in caplog.text
-    assert "outputs of 2 images with the model's own attention" in caplog.text
-    assert "2 of 2: settings of blocks.1.attn; about" in caplog.text
+    assert "run 1 of 18: outputs with the model's own attention, settings of its calls\n" in caplog.text
+    assert "run 4 of 18: how far errors of blocks.0.attn reach; at most about" in caplog.text
     monkeypatch.setattr(app, "_open", lambda name, size: opened(size))
-    with pytest.raises(ValueError, match=r"model must take the images, got a \(1, 3, 32, 32\) tensor .*: Input height"):
+    with pytest.raises(ValueError, match=r"model must take the inputs, got a \(1, 3, 32, 32\) tensor .*: Input height"):
         app.accelerate_model("vit", tmp_path, 0.1, 32, 4)
     for number in range(2):
         (tmp_path / f"{number}.png").write_bytes(b"no image")
@@ -66,8 +65,6 @@ def saved(folder, processor: bool = True) -> str:
 @pytest.mark.usefixtures("slow_attention")
 def test_folders_of_transformers(tmp_path, caplog, monkeypatch) -> None:
     """The images' half of a model of images and text, at its own size and at another."""
-    monkeypatch.setattr(search, "GROUPS", (8,))
-    monkeypatch.setattr(search, "KEYS", (8,))
     for number in range(4):
         Image.new("RGB", (40, 40), (number, 0, 0)).save(tmp_path / f"{number}.png")
     name = saved(tmp_path / "model")
@@ -79,10 +76,10 @@ def test_folders_of_transformers(tmp_path, caplog, monkeypatch) -> None:
     assert "no processor" not in caplog.text
     report = app.accelerate_model(name, tmp_path, 0.5, 128, 4)
     assert report.layers[0].tokens == 256
-    with pytest.raises(ValueError, match=r"model must take the images, got .*: "):
+    with pytest.raises(ValueError, match=r"model must take the inputs, got .*: "):
         app.accelerate_model(name, tmp_path, 0.5, 4, 4)
     (tmp_path / "model" / "preprocessor_config.json").unlink()
-    with pytest.raises(ValueError, match="model must take the images"):
+    with pytest.raises(ValueError, match="model must take the inputs"):
         app.accelerate_model(name, tmp_path, 0.5, 4, 4)
     assert "has no image processor: images are normalized as ImageNet's" in caplog.text
     (tmp_path / "model" / "model.safetensors").write_bytes(b"no weights")

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import dgt
-from dgt.acceleration import inspect_model, search
+from dgt.acceleration import inspect_model
 
-CROSS = "queries and keys are of different tokens"
+CROSS = "few tokens"  # of text, to which the image attends
 
 
 def wan():
@@ -48,18 +48,17 @@ def test_diffusion_transformers(name) -> None:
     build, reasons = MODELS[name]
     torch.manual_seed(0)
     model, inputs = build()
-    rows = inspect_model(model, inputs, num_prefix_tokens=12 if name == "flux" else 0, least_tokens=100)
+    rows = inspect_model(model, inputs, special_tokens=12 if name == "flux" else 0, least_tokens=100)
     assert [row.reason for row in rows] == reasons
 
 
 @pytest.mark.usefixtures("slow_attention")
 def test_a_diffusion_transformer_accelerated(monkeypatch) -> None:
-    monkeypatch.setattr(search, "GROUPS", (8,))
     torch.manual_seed(0)
     model, inputs = flux()
     with torch.no_grad():
         before = model(**inputs)[0]
-        report = dgt.accelerate(model, inputs, 0.5, num_prefix_tokens=12)
+        report = dgt.accelerate(model, inputs, 0.5, special_tokens=12)
         assert [row.choice for row in report.layers] == ["groups"] * 2
         assert not torch.equal(model(**inputs)[0], before)
         with dgt.exact_attention(model):

@@ -11,8 +11,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 import dgt
-from dgt.acceleration import inspect_model, search
-from dgt.acceleration.sdpa import grouped_calls
+from dgt.acceleration import inspect_model
+from dgt.acceleration.grouped import grouped_calls
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 SIZES = {"image_size": 96, "patch_size": 8}  # 144 patches
@@ -80,18 +80,17 @@ def test_what_is_found_in_every_family(kind) -> None:
     assert {row.prefix for row in grouped} == {prefix}
     assert {bool(row.note) for row in grouped} == {prefix == 0}
     assert all(row.tokens % 144 == prefix for row in grouped)
-    assert {row.reason for row in rows if row.choice == "dense"} <= {"queries and keys are of different tokens"}
+    assert {row.reason for row in rows if row.choice == "dense"} <= {"its weights are asked for", "few tokens"}
 
 
 @pytest.mark.usefixtures("slow_attention")
 @pytest.mark.parametrize("kind", ["DINOv3ViT", "SiglipVision", "DepthAnything", "VJEPA2"])
 def test_accelerated_and_back(kind, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(search, "GROUPS", (8,))
     model, images = model_of(kind), inputs(kind, 4)
     positional = next(iter(images.values()))
     with torch.no_grad():
         before = model(positional)[0]
-        report = dgt.accelerate(model, positional if kind == "DINOv3ViT" else images, error=0.5)
+        report = dgt.accelerate(model, positional if kind == "DINOv3ViT" else images, error=0.8)
         after = model(**images)[0]
         with dgt.exact_attention(model):
             assert torch.equal(model(**images)[0], before)
@@ -99,9 +98,9 @@ def test_accelerated_and_back(kind, tmp_path, monkeypatch) -> None:
         other = model_of(kind)
         dgt.apply_plan(other, tmp_path / "plan")
         assert torch.equal(other(positional)[0], after)
-    assert sum(layer.choice == "groups" for layer in report.layers) == FAMILIES[kind][3]
+    assert 1 <= sum(layer.choice == "groups" for layer in report.layers) <= FAMILIES[kind][3]
     assert not torch.equal(after, before)
-    assert 0 < report.measured_error < 0.6
+    assert 0 < report.measured_error < 0.8
 
 
 @pytest.mark.usefixtures("slow_attention")
@@ -155,16 +154,34 @@ def siglip2(count: int = 2, real: int = 144) -> tuple[nn.Module, dict[str, Tenso
 
 @pytest.mark.parametrize("implementation", ["sdpa", "dgt"])
 def test_masks_of_transformers(implementation) -> None:
-    """Images without padding are attended to without a mask, padded ones with it, and a mask is respected."""
+    """Images without padding are attended to without a mask, padded ones with one of keys, which groups respect."""
     dgt.register_attention()
-    for real, reason in ((144, ""), (120, "a mask or bias of pairs")):
+    for real in (144, 120):
         model, images = siglip2(real=real)
         with torch.no_grad():
             before = model(**images)[0]
             model.set_attn_implementation(implementation)
             assert torch.equal(model(**images)[0], before)
         rows = inspect_model(model, images, least_tokens=100)
-        assert [row.reason for row in rows if row.name.startswith("encoder")] == [reason] * 2
+        assert [row.reason for row in rows if row.name.startswith("encoder")] == [""] * 2
+
+
+@pytest.mark.usefixtures("slow_attention")
+def test_padded_images_are_accelerated() -> None:
+    """Padding is neither seen nor counted: the error is that of the places that are real."""
+    model, images = siglip2(count=4, real=120)
+    pixels = images["pixel_values"].clone()
+    with torch.no_grad():
+        before = model(**images)[0]
+        report = dgt.accelerate(model, images, 0.5, forward=lambda model, item: model(**item)[0])
+        after = model(**images)[0]
+        images["pixel_values"] = pixels
+        images["pixel_values"][:, 120:] = 100.0
+        padded_otherwise = model(**images)[0]
+    assert "groups" in {row.choice for row in report.layers}
+    torch.testing.assert_close(padded_otherwise[:, :120], after[:, :120])
+    squares = [(after - before)[:, :120].square().sum((1, 2)), before[:, :120].square().sum((1, 2))]
+    assert report.measured_error == pytest.approx(float((squares[0][1] / squares[1][1]).sqrt()), rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +208,6 @@ def test_the_lines_of_the_page(tmp_path, monkeypatch) -> None:
     hf.DINOv3ViTImageProcessor().save_pretrained(tmp_path / "model")
     lines = lines.replace("facebook/dinov3-vits16-pretrain-lvd1689m", str(tmp_path / "model")).replace("1024", "96")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(search, "GROUPS", (8,))
     pixels = torch.randint(0, 255, (4, 100, 120, 3), dtype=torch.uint8).numpy()
     names = {"images": [Image.fromarray(image) for image in pixels]}
     exec(lines, names)

@@ -149,6 +149,18 @@ def test_masks_survive_their_run_length_codes(masks: np.ndarray) -> None:
         assert annotation_problem(whole, {1: {"width": width, "height": height}}, {3}) is None
 
 
+def test_run_length_codes_are_those_of_coco() -> None:
+    """The same text as COCO's own code writes, for runs of all lengths."""
+    library = pytest.importorskip("faster_coco_eval.core.mask")
+    generator = np.random.default_rng(0)
+    for height, width, share in [(1, 1, 1.0), (5, 7, 0.5), (300, 400, 0.001), (300, 400, 0.999), (97, 640, 0.0)]:
+        mask = (generator.random((height, width)) < share).astype(np.uint8)
+        mask[height // 3 : height // 2, width // 4 : width // 2] ^= 1
+        expected = library.encode(np.asfortranarray(mask))
+        (found,) = encode_masks(mask[None])
+        assert found == {"size": [height, width], "counts": str(expected["counts"], "ascii")}
+
+
 def test_masks_are_those_of_pycocotools(shared_data: Path) -> None:
     coco = pytest.importorskip("pycocotools.mask")
     found = CocoImages(shared_data / "coco-mini" / "annotations" / "instances_val2017.json")

@@ -2,6 +2,8 @@
 // sanitizers, and for other processors in emulation. `make test-native` builds and runs it, or the commands of
 // CONTRIBUTING.md do. `native_check reduced` tries few and small cases.
 
+#include "clustered_check.h"
+#include "convolution_check.h"
 #include "naive.h"
 #include "problem.h"
 
@@ -226,6 +228,53 @@ void check_dense(Case c) {
     report(c, errors, " dense");
 }
 
+// Groups and clusters that are found in the tokens. Scores of whole numbers would tie, and ties are free here.
+void check_clustered(Case c) {
+    c.whole = false;
+    c.biased = false;
+    c.dense_mask = DGT_NO_MASK;
+    if (c.queries != c.keys) c.prefix = std::min(c.prefix, std::min(c.queries, c.keys) - 1);
+    c.groups = std::min(c.groups, c.queries - c.prefix);
+    c.residual_keys = std::min(c.residual_keys, c.keys - c.prefix);
+    Data data = make_data(c);
+    const std::string name = name_of(c) + " clustered";
+    const Bytes all_real(c.images * c.queries, 1);
+    const bool masks_queries = c.masked && c.queries == c.keys;
+    Clustering queries(c, c.heads, c.queries, c.groups, masks_queries ? data.real_queries : all_real);
+    Clustering keys(c, c.key_heads, c.keys, c.residual_keys, data.real_keys);
+    dgt_problem problem = clustered_problem(data, queries, keys);
+    ClusteredErrors errors;
+    Bytes mask;
+    for (int64_t steps : {0, 3}) {
+        const dgt_clusters clusters = queries.describe(steps);
+        expect(
+            cluster_alone(problem, problem.query, c.queries, c.heads, problem.query_mask, clusters, mask) == DGT_GOOD,
+            "clustering queries returns 0", name);
+        for (int64_t index = 0; index < c.all_heads(); ++index) {
+            const Head head{data, index};
+            int64_t real = 0;
+            for (int64_t i = 0; i < queries.tokens(); ++i) real += queries.id(index, i) >= 0;
+            auto at = [&](int64_t i, int64_t d) { return head.query(c.prefix + i, d); };
+            errors.clusters = std::max(
+                errors.clusters, error_of_clusters(queries, index, head.image(), real, c.channels, steps == 0, at));
+        }
+    }
+    if (c.residual_keys > 1)
+        expect(cluster_alone(problem, problem.key, c.keys, c.key_heads, problem.key_mask, keys.describe(3), mask) ==
+                   DGT_GOOD,
+               "clustering keys returns 0", name);
+    expect(dgt_clustered_attention(&problem) == DGT_GOOD, "clustered attention returns 0", name);
+    for (int64_t index = 0; index < c.all_heads(); ++index) compare_clustered({data, index}, queries, keys, errors);
+    const Tensor found = data.output;
+    problem.threads = 4 - c.threads;
+    problem.key_clusters.order = nullptr;  // the clusters that it found are given now
+    expect(dgt_clustered_attention(&problem) == DGT_GOOD, "with given clusters it returns 0", name);
+    expect(found == data.output, "the same output with given clusters and other threads, bit for bit", name);
+    expect(errors.clusters < 1e-5, "clusters", name);
+    expect(errors.output < output_tolerance(c.type), "output", name);
+    std::printf("%-90s output %.1e clusters %.1e\n", name.c_str(), errors.output, errors.clusters);
+}
+
 // The same bits, however many threads there are.
 void check_threads(const Case& c) {
     Data one = make_data(c);
@@ -255,6 +304,12 @@ void check_nan(const Case& c) {
     key.key.set(place, nan);
     expect(call(dgt_attention, query) == DGT_NAN_IN_QUERY, "NaN is reported", name_of(c) + ", query");
     expect(call(dgt_attention, key) == DGT_NAN_IN_KEY, "NaN is reported", name_of(c) + ", key");
+    Clustering queries(c, c.heads, c.queries, c.groups, query.real_queries);
+    Clustering keys(c, c.heads, c.keys, 5, key.real_keys);
+    dgt_problem problem = clustered_problem(query, queries, keys);
+    expect(dgt_clustered_attention(&problem) == DGT_NAN_IN_QUERY, "NaN is reported", name_of(c) + ", clustered query");
+    problem = clustered_problem(key, queries, keys);
+    expect(dgt_clustered_attention(&problem) == DGT_NAN_IN_KEY, "NaN is reported", name_of(c) + ", clustered key");
 }
 
 // ---- cases
@@ -292,6 +347,7 @@ Case random_case(std::mt19937& random) {
     c.masked = one_in(2);
     c.biased = one_in(2);
     c.own_centroids = one_in(3);
+    c.residual_keys = one_in(4) ? from(0, 1) : from(2, 40);
     return c;
 }
 
@@ -302,7 +358,11 @@ void check_large_cases() {
         sizes(1, 1, 2100, 64, 3, 300, 2),
         sizes(1, 1, 70, 256, 5, 20, 2),
     };
-    for (const Case& c : large) check_groups_and_gradients(c);
+    for (Case c : large) {
+        check_groups_and_gradients(c);
+        c.residual_keys = 20;
+        check_clustered(c);
+    }
     Case ties = sizes(1, 1, 2500, 8, 5, 100, 2);
     ties.whole = true;
     check_groups_and_gradients(ties);
@@ -319,6 +379,7 @@ int run(bool reduced) {
     for (int n = 0; n < cases; ++n) {
         Case c = random_case(random);
         check_dense(c);
+        check_clustered(c);
         c.dense_mask = DGT_NO_MASK;
         check_groups_and_gradients(c);
     }
@@ -326,6 +387,7 @@ int run(bool reduced) {
     check_threads(sizes(4, 4, 60, 32, 4, 10, 1));
     check_nan(sizes(1, 1, 300, 32, 4, 98, 1));
     if (!reduced) check_large_cases();
+    check_layers(reduced, expect);
     std::printf("%s\n", failures ? "FAILED" : "all good");
     return failures != 0;
 }

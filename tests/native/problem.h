@@ -29,6 +29,7 @@ struct Case {
     int64_t groups = 1;
     int64_t top_k = 1;
     int64_t prefix = 0;
+    int64_t residual_keys = 0;
     int64_t threads = 1;
     dgt_type type = DGT_FLOAT32;
     dgt_mask_type dense_mask = DGT_NO_MASK;
@@ -56,6 +57,7 @@ inline std::string name_of(const Case& c) {
     add("G", c.groups);
     add("k", c.top_k);
     if (c.prefix) add("P", c.prefix);
+    if (c.residual_keys) add("M", c.residual_keys);
     add("threads ", c.threads);
     name += masks[c.dense_mask];
     if (c.whole) name += " whole";

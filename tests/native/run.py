@@ -23,7 +23,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "native_check"
 CHECK = ROOT / "tests" / "native" / "native_check.cpp"
-KERNELS = ROOT / "src" / "dgt" / "ops" / "native" / "kernels" / "dgt_native.cpp"
+FOLDER = ROOT / "src" / "dgt" / "ops" / "native" / "kernels"
+KERNELS = (str(FOLDER / "dgt_native.cpp"), str(FOLDER / "convolutions.cpp"))
 LIMIT = 300.0  # seconds, of one build or one run
 ENVIRONMENT = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}  # what has raced may wait forever
 
@@ -138,7 +139,7 @@ def try_build(compiler: list[str], check: Path, build: Build) -> Outcome:
     result = "passed"
     details = ""
     try:
-        run_command([*compiler, *flags, str(KERNELS), str(check), "-o", str(program)])
+        run_command([*compiler, *flags, *KERNELS, str(check), "-o", str(program)])
         run_command([str(program), *build.words])
     except Failure as failure:
         result = "FAILED"

@@ -22,6 +22,8 @@ STEPS = {
     "attend": [*TOKENS, "key_bias"],
     "attend_with_logsumexp": [*TOKENS, "key_bias"],
     "summarize_unselected": [*TOKENS, "key_mask"],
+    "summarize_clusters": [*TOKENS, "key_cluster_ids", "num_clusters"],
+    "cluster_tokens": ["tokens", "num_clusters", "steps", "every", "mask"],
     "group_statistics": ["query", "group_ids", "num_groups"],
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -10,66 +11,81 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dgt
+from dgt.ops.backends import load_backend
+from dgt.ops.remainder import add_remainder
 
 
-def oracle(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    found: dgt.DynamicGroupAttentionOutput,
-    cluster_ids: Tensor,
-    scale: float,
+class Choice(NamedTuple):
+    """What is held fixed: groups (B, H, L), keys (B, H, G, K) and clusters of keys (B, H, S); -1 for none."""
+
+    group_ids: Tensor
+    key_ids: Tensor
+    cluster_ids: Tensor
+
+
+def attend_in_group(
+    query: Tensor, key: Tensor, value: Tensor, ids: Tensor, clusters: Tensor, scale: float
 ) -> Tensor:
-    """The definition, group by group: the selected keys, and one more for the rest of every cluster."""
-    output = torch.zeros_like(query)
+    """The definition for the (N, D) queries of one group: its selected keys, and one for the rest of every cluster."""
+    mean = query.mean(0)
+    scores, values = [scale * query @ key[ids].T], [value[ids]]
+    for cluster in set(clusters.tolist()) - {-1}:
+        left = clusters == cluster
+        left[ids] = False
+        if left.any():
+            mass = scale * key[left] @ mean
+            share = mass.softmax(0)
+            rest = share @ key[left]
+            constant = mass.logsumexp(0) - scale * mean @ rest
+            scores.append((scale * query @ rest + constant)[:, None])
+            values.append((share @ value[left])[None])
+    return torch.cat(scores, 1).softmax(-1) @ torch.cat(values)
+
+
+def oracle(query: Tensor, key: Tensor, value: Tensor, choice: Choice, scale: float) -> Tensor:
+    """The definition, head by head and group by group; zero for queries of no group."""
+    heads = []
     for b, h in ((b, h) for b in range(query.shape[0]) for h in range(query.shape[1])):
-        q, k, v = query[b, h], key[b, h], value[b, h]
-        for group in set(found.group_ids[b, h].tolist()) - {-1}:
-            mine = found.group_ids[b, h] == group
-            ids = found.key_ids[b, h, group]
+        groups, output = choice.group_ids[b, h], torch.zeros_like(query[b, h])
+        for group in set(groups.tolist()) - {-1}:
+            mine = groups == group
+            ids = choice.key_ids[b, h, group]
             ids = ids[ids >= 0]
-            mean = q[mine].mean(0)
-            scores, values = [scale * q[mine] @ k[ids].T], [v[ids]]
-            for cluster in set(cluster_ids[b, h].tolist()) - {-1}:
-                left = cluster_ids[b, h] == cluster
-                left[ids] = False
-                if not left.any():
-                    continue
-                mass = scale * k[left] @ mean
-                share = mass.softmax(0)
-                rest = share @ k[left]
-                constant = mass.logsumexp(0) - scale * mean @ rest
-                scores.append((scale * q[mine] @ rest + constant)[:, None])
-                values.append((share @ v[left])[None])
-            attended = torch.cat(scores, 1).softmax(-1) @ torch.cat(values)
-            place = torch.zeros_like(output).bool()
-            place[b, h, mine] = True
-            output = output.masked_scatter(place, attended)
-    return output
+            clusters = choice.cluster_ids[b, h]
+            rows = attend_in_group(query[b, h, mine], key[b, h], value[b, h], ids, clusters, scale)
+            output = output.index_put((mine.nonzero()[:, 0],), rows)
+        heads.append(output)
+    return torch.stack(heads).view(query.shape)
 
 
-@pytest.mark.parametrize("number", range(100))
-def test_residual_keys_of_clusters_equal_the_definition(number, fast, draw, with_gradients) -> None:
+def check_all(ours: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> None:
+    """Compare output and gradients, relative to the largest value where that is above one."""
+    for what, actual, expected in zip(
+        ("output", "query", "key", "value"), ours, exact, strict=False
+    ):
+        allowed = (1e-5 if what == "output" else 1e-4) * max(1.0, expected.abs().max().item())
+        error = float((actual - expected).abs().max())
+        assert error <= allowed, f"{what}: error {error:.1e}, allowed {allowed:.1e}"
+
+
+@pytest.mark.parametrize("number", range(200))
+def test_residual_keys_of_given_clusters_equal_the_definition(
+    number, fast, draw, with_gradients
+) -> None:
     rng = random.Random(number)
     tokens = rng.choice(
-        (2, 3, rng.randint(4, 30), rng.randint(30, 120), 400 if number % 20 == 0 else 60)
+        (2, 3, rng.randint(4, 30), rng.randint(30, 80), 400 if number % 50 == 0 else 60)
     )
-    count = rng.choice((2, tokens, rng.randint(2, tokens)))
-    inputs = draw(
-        rng.randint(1, 2),
-        rng.randint(1, 2),
-        tokens,
-        rng.choice((1, 3, 8, 24)),
-        rng.randint(1, 9),
-        number,
-    )
+    count = rng.choice((2, min(tokens, 20), rng.randint(2, min(tokens, 20))))
+    channels = rng.choice((1, 3, 8, 24))
+    inputs = draw(rng.randint(1, 2), rng.randint(1, 2), tokens, channels, rng.randint(1, 9), number)
     query, key, value, centroids = inputs
     top_k = rng.choice((1, rng.randint(1, 30), tokens))
     found = dgt.dynamic_group_attention(query, key, value, centroids, top_k)
-    clusters = torch.randint(
-        -1, count, key.shape[:3], generator=torch.Generator().manual_seed(number)
-    )
-    scale = rng.choice((0.1, query.shape[-1] ** -0.5, 1.0, -0.4))
+    generator = torch.Generator().manual_seed(number)
+    clusters = torch.randint(-1, count, key.shape[:3], generator=generator)
+    scale = rng.choice((0.1, channels**-0.5, 1.0, -0.4))
+    choice = Choice(found.group_ids, found.key_ids, clusters)
 
     def run(*qkv: Tensor) -> Tensor:
         output: Tensor = dgt.dynamic_group_attention(
@@ -79,12 +95,111 @@ def test_residual_keys_of_clusters_equal_the_definition(number, fast, draw, with
 
     ours = with_gradients(run, (query, key, value))
     doubles = tuple(tensor.double() for tensor in (query, key, value))
-    exact = with_gradients(lambda *qkv: oracle(*qkv, found, clusters, scale), doubles)
-    for what, actual, expected in zip(
-        ("output", "query", "key", "value"), ours, exact, strict=True
-    ):
-        allowed = (1e-5 if what == "output" else 1e-4) * max(1.0, expected.abs().max().item())
-        assert float((actual - expected).abs().max()) <= allowed, what
+    check_all(ours, with_gradients(lambda *qkv: oracle(*qkv, choice, scale), doubles))
+
+
+class Call(NamedTuple):
+    """A call of :func:`dgt.clustered_attention`."""
+
+    num_groups: int
+    top_k: int
+    num_residual_keys: int
+    num_prefix_tokens: int
+    scale: float | None
+    key_mask: Tensor | None
+    share_key_clusters: bool
+
+
+def choose(query: Tensor, key: Tensor, call: Call, backend: str) -> Choice:
+    """Groups, keys and clusters of a call, by the public steps."""
+    prefix, mask = call.num_prefix_tokens, call.key_mask
+    batch, heads = query.shape[:2]
+    key_mask = None if mask is None else mask[:, prefix:]
+    query_mask = key_mask if query.shape[2] == key.shape[2] else None
+    groups = dgt.cluster_tokens(
+        query[:, :, prefix:], call.num_groups, mask=query_mask, backend=backend
+    )
+    sign = -1.0 if call.scale is not None and call.scale < 0 else 1.0
+    lists = []
+    for b in range(batch):
+        own = None if key_mask is None else key_mask[b : b + 1]
+        lists.append(
+            dgt.select_keys(sign * groups.centroids[b], key[b : b + 1, :, prefix:], call.top_k, own)
+        )
+    key_ids = torch.cat(lists)
+    key_ids = (key_ids + prefix).where(key_ids >= 0, -1)
+    first = (
+        torch.arange(prefix)
+        if mask is None
+        else torch.arange(prefix).where(mask[:, :prefix], -1)[:, None, None]
+    )
+    key_ids = torch.cat([first.expand(*key_ids.shape[:3], -1), key_ids], -1)
+    if call.num_residual_keys == 0:
+        clusters = torch.full((batch, heads, key.shape[2] - prefix), -1)
+    elif call.num_residual_keys == 1:
+        real = torch.ones(batch, key.shape[2]).bool() if mask is None else mask
+        clusters = torch.zeros(batch, heads, key.shape[2] - prefix).long()
+        clusters = clusters.masked_fill(~real[:, None, prefix:], -1)
+    else:
+        own_key = key[:, :, prefix:]
+        if call.share_key_clusters:
+            own_key = own_key.transpose(1, 2).flatten(2)[:, None]
+        clusters = dgt.cluster_tokens(
+            own_key, call.num_residual_keys, mask=key_mask, backend=backend
+        ).ids
+        clusters = clusters.expand(-1, heads, -1)
+    return Choice(
+        F.pad(groups.ids, (prefix, 0), value=-1), key_ids, F.pad(clusters, (prefix, 0), value=-1)
+    )
+
+
+def draw_call(rng: random.Random, queries: int, keys: int, batch: int) -> Call:
+    prefix = rng.choice((0, 0, rng.randint(0, min(queries, keys) - 1)))
+    behind = keys - prefix
+    mask = None
+    if rng.random() < 0.4:
+        mask = torch.rand(batch, keys, generator=torch.Generator().manual_seed(keys)) < 0.7
+        mask[:, prefix] = True
+    return Call(
+        num_groups=rng.randint(1, min(queries - prefix, 20)),
+        top_k=rng.choice((1, rng.randint(1, behind), behind + 3)),
+        num_residual_keys=rng.choice((0, 1, min(2, behind), rng.randint(1, min(behind, 30)))),
+        num_prefix_tokens=prefix,
+        scale=rng.choice((None, 0.3, -0.4)),
+        key_mask=mask,
+        share_key_clusters=rng.random() < 0.3,
+    )
+
+
+@pytest.mark.parametrize("number", range(200))
+def test_equals_the_definition(number, fast, draw, with_gradients) -> None:
+    rng = random.Random(number)
+    queries = rng.choice((1, 2, 3, rng.randint(4, 30), rng.randint(30, 100)))
+    keys = rng.choice((queries, queries, rng.randint(1, 90)))
+    batch, heads, channels = rng.randint(1, 2), rng.randint(1, 3), rng.choice((1, 3, 8, 17, 24))
+    query = draw(batch, heads, queries, channels, 1, number)[0]
+    _, key, value, _ = draw(batch, heads, keys, channels, 1, number + 1000)
+    call = draw_call(rng, queries, keys, batch)
+    choice = choose(query, key, call, fast)
+    prefix = call.num_prefix_tokens
+    scale = channels**-0.5 if call.scale is None else call.scale
+
+    def run(*qkv: Tensor) -> Tensor:
+        return dgt.clustered_attention(*qkv, **call._asdict(), backend=fast)
+
+    def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        output = oracle(q, k, v, choice, scale)
+        score = scale * q[:, :, :prefix] @ k.mT
+        real = torch.ones(batch, keys).bool() if call.key_mask is None else call.key_mask
+        whole = score.masked_fill(~real[:, None, None], -torch.inf).softmax(-1) @ v
+        if queries == keys:
+            whole = whole * real[:, None, :prefix, None]
+        return torch.cat([whole, output[:, :, prefix:]], 2)
+
+    inputs = (query, key, value)
+    expected = with_gradients(exact, tuple(tensor.double() for tensor in inputs))
+    check_all(with_gradients(run, inputs), expected)
+    check_all((run(*inputs),), expected[:1])  # without gradients another kernel may serve
 
 
 def test_with_all_keys_it_is_dense_attention(backend, draw, close) -> None:
@@ -110,6 +225,60 @@ def test_a_cluster_for_every_key_leaves_nothing_out(backend, draw, close) -> Non
     close(output, F.scaled_dot_product_attention(query, key, value))
 
 
+@pytest.mark.parametrize("count", [1, 7])
+def test_is_exact_where_the_queries_of_a_group_are_equal(count, backend, draw, close) -> None:
+    kinds, key, value, _ = draw(1, 2, 90, 8, 1)
+    query = kinds[:, :, :6].repeat(1, 1, 15, 1)
+    sizes = {"num_groups": 30, "top_k": 3, "num_residual_keys": count, "backend": backend}
+    groups = dgt.cluster_tokens(query, 30, backend=backend).ids.view(1, 2, 15, 6)
+    assert (groups == groups[:, :, :1]).all()  # all tokens of a kind are in one group
+    assert all(len(set(groups[0, h, 0].tolist())) == 6 for h in range(2))
+    output = dgt.clustered_attention(query, key, value, **sizes)
+    close(output, F.scaled_dot_product_attention(query, key, value))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("tokens", [50, 300])
+def test_one_residual_key_is_the_remainder(tokens, masked, backend, draw, close) -> None:
+    query, key, value, _ = draw(2, 2, tokens, 8, 1)
+    mask = (
+        torch.arange(tokens).expand(2, tokens) < torch.tensor([[tokens], [tokens - 9]])
+        if masked
+        else None
+    )
+    ours = dgt.clustered_attention(
+        query, key, value, num_groups=5, top_k=6, key_mask=mask, backend=backend
+    )
+    for b in range(2):
+        one = None if mask is None else mask[b : b + 1]
+        inputs = tuple(tensor[b : b + 1] for tensor in (query, key, value))
+        groups = dgt.cluster_tokens(inputs[0], 5, mask=one, backend=backend)
+        ids = groups.ids, dgt.select_keys(groups.centroids[0], inputs[1], 6, one)
+        rest = load_backend(backend, query).summarize_unselected(*inputs, *ids, 8**-0.5, one)
+        more = add_remainder(*inputs[1:], ids[1], rest)
+        expected = dgt.attend(
+            inputs[0], more.key, more.value, ids[0], more.key_ids, key_bias=more.key_bias
+        )
+        close(ours[b], expected[0])
+
+
+def test_heads_of_keys_that_serve_several_heads_of_queries(backend, draw, close) -> None:
+    query, _, _, _ = draw(2, 4, 80, 8, 1)
+    _, key, value, _ = draw(2, 2, 80, 8, 1, seed=1)
+    sizes = {
+        "num_groups": 6,
+        "top_k": 9,
+        "num_residual_keys": 5,
+        "num_prefix_tokens": 1,
+        "backend": backend,
+    }
+    few = dgt.clustered_attention(query, key, value, **sizes)
+    many = dgt.clustered_attention(
+        query, key.repeat_interleave(2, dim=1), value.repeat_interleave(2, dim=1), **sizes
+    )
+    close(few, many)
+
+
 def test_residual_keys_come_nearer_to_dense_attention(backend, draw) -> None:
     query, key, value, _ = draw(1, 2, 400, 16, 1)
     generator = torch.Generator().manual_seed(3)
@@ -124,107 +293,3 @@ def test_residual_keys_come_nearer_to_dense_attention(backend, draw) -> None:
         errors.append(float((output - whole).norm() / whole.norm()))
     assert errors[1] < errors[0]
     assert errors[2] < errors[1] / 4
-
-
-BAD = [
-    ({"num_groups": 0}, ValueError, "num_groups must be at least 1, got 0"),
-    (
-        {"num_groups": 10},
-        ValueError,
-        "num_groups must be at most the 9 queries behind the prefix, got 10",
-    ),
-    ({"num_groups": 2.0}, TypeError, "num_groups must be an int of at least 1, got 2.0"),
-    ({"top_k": 0}, ValueError, "top_k must be at least 1, got 0"),
-    ({"num_residual_keys": -1}, ValueError, "num_residual_keys must be at least 0, got -1"),
-    (
-        {"num_residual_keys": 10},
-        ValueError,
-        "num_residual_keys must be at most the 9 keys behind the prefix, got 10",
-    ),
-    (
-        {"num_residual_keys": True},
-        TypeError,
-        "num_residual_keys must be an int of at least 0, got True",
-    ),
-    (
-        {"num_prefix_tokens": 10},
-        ValueError,
-        "num_prefix_tokens must be fewer than the queries .* got 10 with 10",
-    ),
-    ({"share_key_clusters": 1}, TypeError, "share_key_clusters must be True or False, got 1"),
-    (
-        {"key_mask": torch.ones(1, 9).bool()},
-        ValueError,
-        r"key_mask must be a bool \(B, L\) = \(1, 10\)",
-    ),
-    ({"key": torch.randn(1, 2, 10, 5)}, ValueError, "key must have shape .* to match query"),
-    ({"query": torch.full((1, 2, 10, 4), torch.nan)}, ValueError, "query must be free of NaN"),
-    ({"key": torch.full((1, 2, 10, 4), torch.nan)}, ValueError, "key must be free of NaN"),
-    ({"scale": torch.inf}, ValueError, "scale must be finite"),
-    ({"backend": "fast"}, ValueError, "backend must be one of"),
-]
-
-
-@pytest.mark.parametrize(("change", "error", "message"), BAD)
-def test_bad_input(change, error, message) -> None:
-    good = {name: torch.randn(1, 2, 10, 4) for name in ("query", "key", "value")}
-    sizes = {"num_groups": 3, "top_k": 2, "num_residual_keys": 2, "num_prefix_tokens": 1}
-    with pytest.raises(error, match=message):
-        dgt.clustered_attention(**{**good, **sizes, **change})
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"remainder": -1}, ValueError, "remainder must be at least 0, got -1"),
-        (
-            {"remainder": 11},
-            ValueError,
-            "remainder must be at most the 10 keys behind the prefix, got 11",
-        ),
-        ({"remainder": 2.0}, TypeError, "remainder must be an int of at least 0, got 2.0"),
-        ({"remainder": 0}, ValueError, "key_cluster_ids must be None where remainder is 0"),
-        (
-            {"key_cluster_ids": torch.full((1, 2, 10), 2)},
-            ValueError,
-            "key_cluster_ids must lie in -1 to 1, got 2",
-        ),
-        (
-            {"key_cluster_ids": torch.zeros(1, 2, 10)},
-            TypeError,
-            "key_cluster_ids must be a .* int64 tensor",
-        ),
-        (
-            {"key_cluster_ids": torch.zeros(1, 2, 9).long()},
-            ValueError,
-            "key_cluster_ids must have shape",
-        ),
-    ],
-)
-def test_bad_clusters(change, error, message, draw) -> None:
-    query, key, value, centroids = draw(1, 2, 10, 4, 3)
-    good = {"remainder": 2, "key_cluster_ids": torch.zeros(1, 2, 10, dtype=torch.int64)}
-    with pytest.raises(error, match=message):
-        dgt.dynamic_group_attention(query, key, value, centroids, 3, **{**good, **change})
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        (
-            {"tokens": torch.randn(2, 9, 4)},
-            ValueError,
-            r"tokens must be a \(B, H, N, D\) floating point tensor",
-        ),
-        ({"tokens": torch.randn(1, 2, 0, 4)}, ValueError, "tokens must not be empty"),
-        ({"tokens": torch.full((1, 2, 9, 4), torch.nan)}, ValueError, "tokens must be free of NaN"),
-        ({"num_clusters": 0}, ValueError, "num_clusters must be at least 1, got 0"),
-        ({"num_clusters": 10}, ValueError, "num_clusters must be at most the 9 tokens, got 10"),
-        ({"steps": -1}, ValueError, "steps must be at least 0, got -1"),
-        ({"every": 0}, ValueError, "every must be at least 1, got 0"),
-        ({"mask": torch.ones(1, 9)}, TypeError, r"mask must be a bool \(B, L\) = \(1, 9\) tensor"),
-    ],
-)
-def test_bad_tokens(change, error, message) -> None:
-    with pytest.raises(error, match=message):
-        dgt.cluster_tokens(**{"tokens": torch.randn(1, 2, 9, 4), "num_clusters": 3, **change})

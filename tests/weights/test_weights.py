@@ -338,12 +338,13 @@ def test_a_plan_is_measured_and_packed(run: Path, tmp_path: Path, capsys: pytest
     export_model(vit / "model", network, make_record(recipe, list(KINDS)))
     results = json.loads((vit / "results.json").read_text())
     (vit / "results.json").write_text(json.dumps(results | {"metrics": evaluate(vit)}))
-    layers = [LayerReport("blocks.0.attn", "groups", heads=2, tokens=65, channels=8, prefix=1, groups=4, keys=1)]
+    sizes = {"heads": 2, "tokens": 65, "key_tokens": 65, "channels": 8}
+    layers = [LayerReport("blocks.0.attn", "groups", prefix=1, groups=4, keys=1, **sizes)]
     layers += [LayerReport("blocks.1.attn", "dense", "no faster")]
-    report = Report(0.1, 0.09, 0.095, 2.0, 1.5, 3.0, layers, {"blocks.0.attn": torch.randn(2, 4, 8)})
-    report.save(tmp_path / "plan.safetensors")
+    report = Report(0.1, 0.09, 0.095, 2.0, 1.5, 3.0, layers)
+    report.save(tmp_path / "plan.json")
     out = tmp_path / "vit.trial"
-    packed = ["--plan", str(tmp_path / "plan.safetensors")]
+    packed = ["--plan", str(tmp_path / "plan.json")]
     assert tool(["make", str(vit), "--out", str(out), *packed]) == 0
     told = check_weights(out)["evaluation"]
     assert told["plan"]["grouped"] == 1
@@ -351,10 +352,10 @@ def test_a_plan_is_measured_and_packed(run: Path, tmp_path: Path, capsys: pytest
     assert set(told["plan"]["metrics"]) == set(told["metrics"])
     card = (out / "README.md").read_text()
     assert f"With the plan, on these images: top-1 {100 * told['plan']['metrics']['top1']:.2f} %" in card
-    assert 'dgt.apply_plan(model, "vit.trial/plan.safetensors")' in card
-    assert "plan.safetensors" in publish(out, "a/b", dry_run=True)
+    assert 'dgt.apply_plan(model, "vit.trial/plan.json")' in card
+    assert "plan.json" in publish(out, "a/b", dry_run=True)
     capsys.readouterr()
-    for more in ([], ["--plan", str(out / "plan.safetensors")]):
+    for more in ([], ["--plan", str(out / "plan.json")]):
         assert main(["evaluate", str(out), "--json", *more]) == 0
     plain, accelerated = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert plain["loss"] != accelerated["loss"]
@@ -362,6 +363,6 @@ def test_a_plan_is_measured_and_packed(run: Path, tmp_path: Path, capsys: pytest
     assert tool(["make", str(run), "--out", str(tmp_path / "no.plan"), *packed]) == 2
     assert "model must have the plan's layers, but has no 'blocks.0.attn'" in capsys.readouterr().err
     assert not (tmp_path / "no.plan").exists()
-    (out / "plan.safetensors").unlink()
+    (out / "plan.json").unlink()
     with pytest.raises(UserError, match=r"plan\.safetensors is missing"):
         check_weights(out)

@@ -1,14 +1,35 @@
-"""Any pretrained vision transformer, faster at high resolution, with an error that one chooses: :func:`dgt.accelerate`.
+"""Any pretrained vision transformer, faster at high resolution, with an error that one chooses:
+:func:`dgt.accelerate`.
 
-- ``search``: what every layer may do, what it costs in time and error, and the choice among it.
-- ``sdpa``: the calls of ``F.scaled_dot_product_attention`` in a model, found and answered by groups.
-- ``doors``: what models of different libraries are called with, and transformers' names for an attention.
-- ``report``: what was found and done, kept as a plan.
+In the order in which they work:
+
+- ``pipeline``: the function itself: what follows what.
+- ``task``: what it is asked for, checked.
+- ``capture``: one pass over the inputs: every call site of attention; ``measure``: what its
+  settings cost.
+- ``choose``: the fastest choice of settings at an error.
+- ``confirm``: the model as it is chosen: how far errors reach, whether the bound holds, how fast it
+  is.
+- ``report``: what was found and done; ``plan``: the same done again.
+
+Beside them ``settings`` (how a budget is split), ``grouped`` (what answers a call), ``statistics``,
+``progress``, and ``adapters`` (transformers' names for an attention).
 """
 
-from dgt.acceleration.doors import register_attention
-from dgt.acceleration.report import Report, apply_plan
-from dgt.acceleration.sdpa import exact_attention
-from dgt.acceleration.search import accelerate, inspect_model
+from dgt.acceleration.adapters import register_attention
+from dgt.acceleration.pipeline import accelerate, inspect_model
+from dgt.acceleration.plan import apply_plan
+from dgt.acceleration.report import Report
+from dgt.acceleration.settings import LayerReport
+from dgt.swap import FrameTokens, exact_attention
 
-__all__ = ["Report", "accelerate", "apply_plan", "exact_attention", "inspect_model", "register_attention"]
+__all__ = [
+    "FrameTokens",
+    "LayerReport",
+    "Report",
+    "accelerate",
+    "apply_plan",
+    "exact_attention",
+    "inspect_model",
+    "register_attention",
+]

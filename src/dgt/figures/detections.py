@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch.nn import functional
 from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
 
-from dgt.figures.drawing import distinct_colours
+from dgt.figures.colours import distinct_colours
 from dgt.figures.panel import Array
 from dgt.utils.errors import UserError
 

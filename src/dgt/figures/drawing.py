@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from PIL import Image, ImageOps
 
+from dgt.figures.colours import distinct_colours
 from dgt.figures.panel import Array, GroupPanel
 from dgt.utils.errors import UserError
 
@@ -29,13 +29,6 @@ PAIR_COLOURS = (
     "#c9c9c9",
 )
 LUMINANCE = np.array([0.299, 0.587, 0.114])
-# Oklab (Ottosson 2020), transposed to be applied from the right.
-RGB_TO_CONES = np.array(
-    [[0.41222, 0.2119, 0.0883], [0.53633, 0.6807, 0.28172], [0.05145, 0.1074, 0.62998]]
-)
-CONES_TO_LAB = np.array(
-    [[0.21045, 1.978, 0.0259], [0.79362, -2.42859, 0.78277], [-0.00407, 0.45059, -0.80868]]
-)
 
 # Lengths in inches.
 MARGIN, CAPTION, GAP = 0.08, 0.2, 0.12
@@ -103,38 +96,6 @@ def group_colours(image: Array, panel: GroupPanel) -> Array:
         0.72 + 0.42 * (image @ LUMINANCE)[..., None]
     )
     return np.where((ids >= 0)[..., None], np.clip(colours, 0, 1), dimmed(image))
-
-
-def distinct_colours(number: int) -> Array:
-    """Choose colors that are easy to tell apart.
-
-    Each is as far from all before it as can be in the perceptual space Oklab.
-
-    Args:
-        number: how many.
-
-    Returns:
-        (number, 3) colors in [0, 1].
-
-    Example:
-        >>> distinct_colours(48).shape
-        (48, 3)
-    """
-    steps = np.linspace(0, 1, 20)
-    candidates = np.stack(np.meshgrid(steps, steps, steps, indexing="ij"), axis=-1).reshape(-1, 3)
-    linear = np.where(
-        candidates <= 0.04045, candidates / 12.92, ((candidates + 0.055) / 1.055) ** 2.4
-    )
-    lab = np.cbrt(linear @ RGB_TO_CONES) @ CONES_TO_LAB
-    chroma = np.hypot(lab[:, 1], lab[:, 2])
-    quiet = (lab[:, 0] > 0.42) & (lab[:, 0] < 0.92) & (chroma > 0.03) & (chroma < 0.165)
-    candidates, lab = candidates[quiet], lab[quiet]
-    chosen = [int(np.linalg.norm(candidates - to_rgb(PAIR_COLOURS[0]), axis=1).argmin())]
-    distance = np.full(len(lab), np.inf)
-    while len(chosen) < number:
-        distance = np.minimum(distance, np.linalg.norm(lab - lab[chosen[-1]], axis=1))
-        chosen.append(int(distance.argmax()))
-    return np.asarray(candidates[chosen])
 
 
 def height_of(image: Array, width: float) -> float:

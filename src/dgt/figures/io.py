@@ -5,7 +5,6 @@ A file appears whole or not at all.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -94,23 +93,6 @@ def raster(figure: Figure, dpi: int) -> Image.Image:
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     return Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3])
-
-
-def png(image: Image.Image) -> bytes:
-    """Encode an image as a PNG.
-
-    Args:
-        image: any image of Pillow.
-
-    Returns:
-        The content of the file.
-
-    Example:
-        >>> content = png(raster(figure, 120))
-    """
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG", optimize=True)
-    return buffer.getvalue()
 
 
 def _check(path: str | Path, suffixes: Sequence[str], dpi: int) -> Path:

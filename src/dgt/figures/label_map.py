@@ -12,52 +12,11 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from PIL import Image
 
-from dgt.figures.drawing import Cell, distinct_colours, sheet
-from dgt.figures.io import png
+from dgt.figures.colours import IGNORED, class_colours, overlay
+from dgt.figures.drawing import Cell, sheet
 from dgt.figures.panel import Array, check_image
 from dgt.utils.errors import UserError
-
-IGNORED = 255  # the label of pixels that have none
-OPACITY = 0.6
-UNLABELLED = 0.12  # gray of pixels without a label
-
-
-def class_colours(number: int) -> Array:
-    """(256, 3) colors in [0, 1]: of each class, as far apart as can be; dark gray for what has no
-    label.
-
-    Raises UserError for fewer than 1 or more than 255 classes.
-    """
-    if not 1 <= number <= IGNORED:
-        raise UserError(f"number must lie in 1 to {IGNORED}, got {number}")
-    colours = np.full((IGNORED + 1, 3), UNLABELLED)
-    colours[:number] = distinct_colours(number)
-    return colours
-
-
-def label_png(labels: Array, number: int) -> bytes:
-    """A label map (H, W) uint8 as a PNG whose numbers are the `number` classes, with a palette to
-    look at them.
-    """
-    image = Image.fromarray(labels)
-    image.putpalette((class_colours(number) * 255).round().astype(np.uint8).tobytes())
-    return png(image)
-
-
-def overlay(image: Array, labels: Array, colours: Array) -> Array:
-    """The image (H, W, 3) uint8 under the colors of its labels (H, W), with outlines.
-
-    Floats (H, W, 3) in [0, 1].
-    """
-    edges = np.zeros(labels.shape, dtype=bool)
-    edges[:, 1:] |= labels[:, 1:] != labels[:, :-1]
-    edges[1:] |= labels[1:] != labels[:-1]
-    grey = image.astype(float).mean(axis=2, keepdims=True) / 255
-    mixed = (1 - OPACITY) * (0.5 * grey + 0.5 * image / 255) + OPACITY * colours[labels]
-    mixed[edges] = 0.5 * mixed[edges] + 0.5
-    return np.asarray(mixed)
 
 
 def figure_label_map(image: Array, labels: Array, class_names: Sequence[str]) -> Figure:

@@ -15,8 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dgt.layers.convolution import ConvStem, InvertedResidualFFN
+from dgt.layers.attention import SelfAttention
+from dgt.layers.block import Block
+from dgt.layers.convolution import ConvStem, InvertedResidualFFN, TokenLinear, are_evaluated
 from dgt.layers.head import Head
+from dgt.layers.native import Prepared, predicts_natively
+from dgt.ops.native import convolution, feed_forward
 from dgt.utils.errors import UserError
 
 ENDS, INNER = slice(None, None, 2), slice(1, 2)  # of three rows or columns
@@ -61,10 +65,14 @@ def inference_form(module: nn.Module) -> nn.Module:
 
     May change it in place.
     """
+    if isinstance(module, PredictsOnly):
+        return module
     if type(module) in FORMS:
         return FORMS[type(module)](module)
     for name, child in list(module.named_children()):
         setattr(module, name, inference_form(child))
+    if type(module) is Block and isinstance(module.attn, SelfAttention):
+        module.joins_in_place = isinstance(module.ffn, FoldedFFN)
     return module
 
 
@@ -201,11 +209,14 @@ class FoldedStem(PredictsOnly):
         (first, *convs), (*norms, last) = cast(Any, stem.convs), cast(Any, stem.norms)
         self.first = first
         self.others = nn.ModuleList(FoldedConv(*pair) for pair in zip(convs, norms, strict=True))
+        self.stem = stem  # for the native kernel
         for name, value in zip(("scale", "shift"), affine(last), strict=True):
             self.register_buffer(name, value.detach()[:, None, None].to(first.weight.dtype))
 
     def forward(self, image: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, in_chans, H, W) images to (B, H', W', width); ``mask`` is (B, H', W')."""
+        if self.stem.runs_natively(image):
+            return self.stem(image, mask)
         x = _gelu(self.first(image.contiguous(memory_format=torch.channels_last)))
         for conv in self.others:
             x = _gelu(conv(x, mask))
@@ -221,14 +232,60 @@ class FoldedFFN(PredictsOnly):
     def __init__(self, ffn: InvertedResidualFFN) -> None:
         super().__init__()
         self.expand = ffn.expand
+        self.norm = ffn.norm1
+        self.plain_depthwise = ffn.depthwise  # the native kernel folds nothing into it
         self.depthwise = FoldedConv(ffn.depthwise, ffn.norm1, residual=True)
+        self.prepared = Prepared()
         self.project = fold_after(fold_before(ffn.norm2, ffn.project), ffn.norm3)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, H, W, C) to (B, H, W, C)."""
+        weights = self.weights()
+        parameters = weights.parameters()
+        if are_evaluated((self.norm,)) and predicts_natively(x, *parameters):
+            prepared = self.prepared.of(parameters, lambda: feed_forward.prepare(weights))
+            return feed_forward.feed_forward(x, weights, mask, prepared)
         x = self.depthwise(_gelu(self.expand(x.permute(0, 3, 1, 2))), mask)
         projected: Tensor = self.project(_gelu(x))
         return projected.permute(0, 2, 3, 1)
+
+    def weights(self) -> feed_forward.Weights:
+        """Return the parameters as the native kernel takes them."""
+        depthwise = self.plain_depthwise
+        return feed_forward.Weights(
+            self.expand.weight,
+            self.expand.bias,
+            convolution.statistics(self.norm),
+            depthwise.weight,
+            depthwise.bias,
+            [],
+            self.project.weight,
+            self.project.bias,
+            [],
+            [self.norm.eps, 0.0, 0.0],
+        )
+
+
+class PreparedLinear(PredictsOnly):
+    """A :class:`TokenLinear` whose weights are prepared for the native kernel."""
+
+    def __init__(self, linear: TokenLinear) -> None:
+        super().__init__()
+        self.linear = linear
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.prepared = Prepared()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, ..., in_features) to (B, ..., out_features)."""
+        weight, bias = self.linear.weight, self.linear.bias
+        if not predicts_natively(x, weight, bias):
+            found: Tensor = self.linear(x)
+            return found
+        prepared = self.prepared.of(
+            (weight, bias), lambda: convolution.prepare_linear(weight, bias)
+        )
+        return convolution.linear(x, weight, bias, prepared)
 
 
 def _with_folded_norm(head: Head) -> Head:
@@ -241,4 +298,5 @@ FORMS: dict[type[nn.Module], Callable[[Any], nn.Module]] = {
     ConvStem: FoldedStem,
     InvertedResidualFFN: FoldedFFN,
     Head: _with_folded_norm,
+    TokenLinear: PreparedLinear,
 }

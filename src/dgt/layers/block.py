@@ -8,6 +8,7 @@ network.
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from timm.layers import DropPath, LayerNorm
 from torch import Tensor, nn
 
@@ -94,6 +95,8 @@ class Block(nn.Module):
         if ffn not in FEED_FORWARDS:
             raise ValueError(f"ffn must be 'irffn' or 'mlp', got {ffn!r}")
         self.post_norm = post_norm
+        # In the inference form, whose branches return tensors that nobody else holds.
+        self.joins_in_place = False
         self.cpe = ConditionalPositionEncoding(dim, **factory) if cpe else None
         self.norm1 = LayerNorm(dim, **factory)
         self.attn = attention
@@ -109,20 +112,26 @@ class Block(nn.Module):
         """
         x = self.add_position(x, mask)
         if self.post_norm:
-            x = x + self.drop_path1(self.norm1(self.attn(x, mask)))
+            x = self.join(x, self.drop_path1(self.norm1(self.attn(x, mask))))
         else:
-            x = x + self.drop_path1(self.attn(self.norm1(x), mask))
+            x = self.join(x, self.drop_path1(self.attn(self.norm1(x), mask)))
         return self.feed_forward(x, mask)
 
     def add_position(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Apply the position encoding, if there is one (Eq. 8), to (B, H, W, C)."""
         x = mask_padding(x, mask)
         if self.cpe is not None:
-            x = x + self.cpe(x)
+            x = self.cpe.add_to(x)
         return x
 
     def feed_forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Apply the feed-forward network and its residual (Eq. 10) to (B, H, W, C)."""
         if self.post_norm:
-            return x + self.drop_path2(self.norm2(self.ffn(x, mask)))
-        return x + self.drop_path2(self.ffn(self.norm2(x), mask))
+            return self.join(x, self.drop_path2(self.norm2(self.ffn(x, mask))))
+        return self.join(x, self.drop_path2(self.ffn(self.norm2(x), mask)))
+
+    def join(self, x: Tensor, branch: Tensor) -> Tensor:
+        """Add what a branch of the block returned to (B, H, W, C)."""
+        if self.joins_in_place and not torch.is_grad_enabled():
+            return branch.add_(x)
+        return x + branch

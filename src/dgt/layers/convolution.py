@@ -8,8 +8,8 @@ real, zeroes padding before every spatial convolution, so that a padded image gi
 alone.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Proxy
 
+from dgt.layers.native import predicts_natively
 from dgt.layers.scripting import scripting
+from dgt.ops.native import convolution, feed_forward
+
+
+def are_evaluated(norms: Iterable[nn.Module]) -> bool:
+    """Tell whether all of these are BatchNorm that uses its running statistics."""
+    return all(
+        type(norm) is nn.BatchNorm2d and not norm.training and norm.running_var is not None
+        for norm in norms
+    )
 
 
 def mask_padding(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -61,7 +71,11 @@ class TokenLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, ..., in_features) to (B, ..., out_features)."""
-        if scripting() or not self.as_convolution(x):
+        if scripting():
+            return F.linear(x, self.weight, self.bias)
+        if predicts_natively(x, self.weight, self.bias):
+            return convolution.linear(x, self.weight, self.bias)
+        if not self.as_convolution(x):
             return F.linear(x, self.weight, self.bias)
         maps = x if x.dim() == 4 else x.flatten(1, -2).unsqueeze(1)
         weight = self.weight[:, :, None, None]
@@ -93,6 +107,9 @@ class PixelConv2d(nn.Conv2d):
         """Map (B, C, H, W) to (B, C', H, W)."""
         if scripting():
             return F.conv2d(x, self.weight, self.bias)
+        channels_last = x.is_contiguous(memory_format=torch.channels_last)
+        if channels_last and predicts_natively(x, self.weight, self.bias):
+            return _nchw(convolution.linear(_nhwc(x), self.weight.flatten(1), self.bias))
         return convolve_pixels(x, self.weight, self.bias)
 
 
@@ -225,6 +242,8 @@ class ConvStem(nn.Module):
     def forward(self, image: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, in_chans, H, W) images to (B, H', W', width); ``mask`` is (B, H', W')."""
         x = image.contiguous(memory_format=torch.channels_last)
+        if not scripting() and self.runs_natively(x):
+            return self.run_natively(_nhwc(x), mask)
         for conv, norm in zip(self.convs, self.norms):  # noqa: B905 (TorchScript knows no strict=)
             x = conv(x)
             if scripting():  # noqa: SIM108 (TorchScript compiles both sides of an expression)
@@ -233,6 +252,19 @@ class ConvStem(nn.Module):
                 x = activate_and_norm(x, self.act, norm)
             x = x if mask is None else x * mask.unsqueeze(1)
         return _nhwc(x)
+
+    @torch.jit.ignore
+    def runs_natively(self, x: Tensor) -> bool:
+        """Tell whether the native kernel takes the (B, C, H, W) image: in evaluation."""
+        return are_evaluated(self.norms) and predicts_natively(x, *self.convs.parameters())
+
+    @torch.jit.ignore
+    def run_natively(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Map (B, H, W, in_chans) to (B, H', W', width) by the native kernel."""
+        convs = cast(list[nn.Conv2d], self.convs)
+        for conv, norm in zip(convs, self.norms, strict=True):
+            x = convolution.convolution(x, conv.weight, conv.bias, conv.stride[0], True, norm, mask)
+        return x
 
 
 class PatchMerging(nn.Module):
@@ -255,7 +287,10 @@ class PatchMerging(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, H, W, in_dim) to (B, ceil(H / 2), ceil(W / 2), dim)."""
-        return self.norm(_nhwc(self.conv(_nchw(x))))
+        conv = self.conv
+        if not scripting() and predicts_natively(x, conv.weight, conv.bias):
+            return self.norm(convolution.convolution(x, conv.weight, conv.bias, 2))
+        return self.norm(_nhwc(conv(_nchw(x))))
 
 
 class ConditionalPositionEncoding(nn.Module):
@@ -279,6 +314,12 @@ class ConditionalPositionEncoding(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, H, W, C) to (B, H, W, C)."""
         return _nhwc(self.conv(_nchw(x)))
+
+    def add_to(self, x: Tensor) -> Tensor:
+        """Add the encoding of (B, H, W, C) to itself."""
+        if not scripting() and predicts_natively(x, self.conv.weight, self.conv.bias):
+            return convolution.depthwise_convolution(x, self.conv.weight, self.conv.bias, True)
+        return x + self(x)
 
 
 class InvertedResidualFFN(nn.Module):
@@ -311,6 +352,8 @@ class InvertedResidualFFN(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, H, W, C) to (B, H, W, C)."""
+        if not scripting() and self.runs_natively(x):
+            return self.run_natively(x, mask)
         x = self.expand(_nchw(x))
         if scripting():
             x = self.project(self.norm2(self.act(self.mix(self.norm1(self.act(x)), mask))))
@@ -323,3 +366,34 @@ class InvertedResidualFFN(nn.Module):
         """Add to (B, hidden, H, W) its depthwise convolution, between neighbours."""
         x = x if mask is None else x * mask.unsqueeze(1)
         return x + self.depthwise(x)
+
+    @torch.jit.ignore
+    def runs_natively(self, x: Tensor) -> bool:
+        """Tell whether the native kernel takes (B, H, W, C): in evaluation, without dropout."""
+        if not are_evaluated((self.norm1, self.norm2, self.norm3)) or self.drop.training:
+            return False
+        convs = (self.expand, self.depthwise, self.project)
+        return predicts_natively(
+            x, *(parameter for conv in convs for parameter in conv.parameters())
+        )
+
+    @torch.jit.ignore
+    def run_natively(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Map (B, H, W, C) to (B, H, W, C) by the native kernel."""
+        return feed_forward.feed_forward(x, self.weights(), mask)
+
+    @torch.jit.ignore
+    def weights(self) -> feed_forward.Weights:
+        """Return the parameters as the native kernel takes them."""
+        return feed_forward.Weights(
+            self.expand.weight,
+            self.expand.bias,
+            convolution.statistics(self.norm1),
+            self.depthwise.weight,
+            self.depthwise.bias,
+            convolution.statistics(self.norm2),
+            self.project.weight,
+            self.project.bias,
+            convolution.statistics(self.norm3),
+            [self.norm1.eps, self.norm2.eps, self.norm3.eps],
+        )

@@ -24,6 +24,7 @@ from dgt.layers.scripting import check_layer_input
 from dgt.models.inspect import LayerInput, capture
 from dgt.ops import DynamicGroupAttentionOutput, dynamic_group_attention
 from dgt.ops.checks import check_count, describe
+from dgt.swap import count_special_tokens, replace_modules
 from dgt.utils.errors import UserError
 
 SUPPORTED = (
@@ -212,12 +213,11 @@ def replace_attention(
         )
     new: dict[int, nn.Module] = {}  # by identity: a module used in two places is replaced by one
     for name, old in found.items():
-        prefix = _prefix_of(model, name) if num_prefix_tokens is None else num_prefix_tokens
+        told = num_prefix_tokens
+        prefix = (count_special_tokens(model, name) or 0) if told is None else told
         if id(old) not in new:
             new[id(old)] = _swap(old, prefix, cpe, settings)
-    for name, old in found.items():
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, new[id(old)])
+    replace_modules(model, {name: new[id(old)] for name, old in found.items()})
     return list(found)
 
 
@@ -285,16 +285,6 @@ def _check_parts(name: str, old: Any) -> None:
         )
     if getattr(old, "gate", None) is not None:
         raise UserError(f"attention to swap must have no gate, got one at {name!r}")
-
-
-def _prefix_of(model: nn.Module, name: str) -> int:
-    """Return the number of class and register tokens that the innermost part around tells, or 0."""
-    while name:
-        name = name.rpartition(".")[0]
-        count = getattr(model.get_submodule(name), "num_prefix_tokens", None)
-        if isinstance(count, int):
-            return count
-    return 0
 
 
 def _swap(old: nn.Module, prefix: int, cpe: bool, settings: dict[str, Any]) -> nn.Module:

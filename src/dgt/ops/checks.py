@@ -229,6 +229,11 @@ def has_tangent(*tensors: Tensor | None) -> bool:
     )
 
 
+def needs_gradients(*tensors: Tensor) -> bool:
+    """Tell whether gradients of what is computed from these tensors may be asked for."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
 def wide_type(dtype: torch.dtype) -> torch.dtype:
     """The type of sums: float32, or float64 where that came."""
     return torch.promote_types(dtype, torch.float32)

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
-from dgt.ops import operators
+from dgt.ops import flops, operators
 from dgt.ops.backends import load_backend, resolve_call
 from dgt.ops.checks import (
     check_count,
@@ -23,9 +24,11 @@ from dgt.ops.checks import (
     check_operands,
     check_scale,
     describe,
+    needs_gradients,
     repeat_heads,
 )
 from dgt.ops.clusters import cluster_keys, find_clusters
+from dgt.ops.native_loader import can_run_native
 from dgt.ops.prefix import join_prefix, prepend_prefix
 from dgt.ops.remainder import add_remainder
 from dgt.ops.triton.fallback import falls_back
@@ -105,14 +108,32 @@ def clustered_attention(
     backend = resolve_call(
         backend, "residual keys" if num_residual_keys else None, query, key, value
     )
-    steps = load_backend(backend, query)
-    if steps is operators and operators.is_writing_file():
-        return cast(Tensor, torch.ops.dgt.clustered_attention(query, key, value, *call))
+    if operators.is_writing_file() and not needs_gradients(query, key, value):
+        output: Tensor = torch.ops.dgt.clustered_attention(query, key, value, *call)
+        return output
+    return _attend(load_backend(backend, query), query, key, value, call)
+
+
+class _Call(NamedTuple):
+    """The settings of a call, as in :func:`clustered_attention`; the scale is a number."""
+
+    num_groups: int
+    top_k: int
+    num_residual_keys: int
+    num_prefix_tokens: int
+    scale: float
+    key_mask: Tensor | None
+    share_key_clusters: bool
+
+
+def _attend(steps: ModuleType, query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
+    """In one step where the backend has it for such a call, else in several."""
     in_one_step = getattr(steps, "clustered_attention", None)
     if in_one_step is not None:
         output = in_one_step(query, key, value, *call)
         if output is not None:
             return cast(Tensor, output)
+    repeated_key, repeated_value = repeat_heads(query, key, value)
     return _attend_in_steps(steps, query, repeated_key, repeated_value, key, call)
 
 
@@ -129,11 +150,8 @@ def _clustered_attention(
     key_mask: Tensor | None,
     share_key_clusters: bool,
 ) -> Tensor:
-    """What files hold: as the native kernel or PyTorch computes it, whichever the process that runs the file has."""
-    output = clustered_attention(
-        query,
-        key,
-        value,
+    """What files hold, without gradients: as quick as the machine that reads one can be."""
+    call = _Call(
         num_groups=num_groups,
         top_k=top_k,
         num_residual_keys=num_residual_keys,
@@ -142,7 +160,9 @@ def _clustered_attention(
         key_mask=key_mask,
         share_key_clusters=share_key_clusters,
     )
-    return output.contiguous()
+    backend = "native" if can_run_native(query) else "torch"
+    with torch.no_grad():
+        return _attend(load_backend(backend, query), query, key, value, call).contiguous()
 
 
 @_clustered_attention.register_fake
@@ -150,16 +170,7 @@ def _(query: Tensor, *_: Any) -> Tensor:
     return query.new_empty(query.shape)
 
 
-class _Call(NamedTuple):
-    """The settings of a call, as in :func:`clustered_attention`; the scale is a number."""
-
-    num_groups: int
-    top_k: int
-    num_residual_keys: int
-    num_prefix_tokens: int
-    scale: float
-    key_mask: Tensor | None
-    share_key_clusters: bool
+register_flop_formula(torch.ops.dgt.clustered_attention)(flops.clustered_attention)
 
 
 def _attend_in_steps(

@@ -10,6 +10,8 @@ and in Triton alike.
 import math
 from typing import Any
 
+from dgt.ops.torch_clusters import EVERY, STEPS, sample_distance
+
 
 def group_queries(query: Any, centroids: Any, *_: Any, **__: Any) -> int:
     """Every query against every centroid: L G C."""
@@ -44,3 +46,35 @@ def group_matmul(
     """One product of every query with the keys of its group: k L C."""
     channels = left[3] if form in (1, 3) else right[3]
     return 2 * math.prod(group_ids) * int(key_ids[3]) * int(channels)
+
+
+def cluster_tokens(
+    shape: Any, num_clusters: int, steps: int = STEPS, every: int = EVERY, *_: Any, **__: Any
+) -> int:
+    """Every token with every centroid once, and those of the sample in every step on it."""
+    passes = 1 + steps / sample_distance(shape[2], num_clusters, every)
+    return round(2 * math.prod(shape) * num_clusters * passes)
+
+
+def clustered_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    num_groups: int,
+    top_k: int,
+    num_residual_keys: int,
+    num_prefix_tokens: int,
+    *_: Any,
+    **__: Any,
+) -> int:
+    """Clusters; scores and two sums of every group; two products of every query with its list; the prefix."""
+    batch, heads, tokens, channels = query
+    queries, keys = tokens - num_prefix_tokens, int(key[2]) - num_prefix_tokens
+    product = 2 * batch * heads * channels
+    passes = 1 if num_residual_keys == 0 else 3
+    listed = num_prefix_tokens + min(top_k, keys) + num_residual_keys
+    total = cluster_tokens((batch, heads, queries, channels), num_groups)
+    if num_residual_keys > 1:
+        total += cluster_tokens((batch, int(key[1]), keys, channels), num_residual_keys)
+    pairs = passes * num_groups * keys + 2 * queries * listed + 2 * num_prefix_tokens * int(key[2])
+    return total + product * pairs

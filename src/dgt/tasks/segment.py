@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
@@ -35,7 +36,8 @@ from dgt.tasks.base import (
     read_bytes,
 )
 from dgt.tasks.network import ModelSettings
-from dgt.utils.errors import UserError
+from dgt.utils.errors import LOGGER, UserError
+from dgt.utils.extras import explain_missing
 
 AUXILIARY_WEIGHT = 0.4
 LOGITS_AT_ONCE = 2**26  # brought to an image's size at a time, 256 MiB of them
@@ -290,17 +292,23 @@ def predict(run: LoadedRun, image: Source, top_k: int) -> Prediction:
 
 
 def draw(run: LoadedRun, prediction: Prediction) -> Image.Image:
-    """The image under its classes' colors, with a legend."""
-    from dgt.figures import raster
-    from dgt.figures.label_map import figure_label_map
+    """The image under its classes' colors, with a legend where matplotlib is installed."""
+    from dgt.figures.colours import class_colours, overlay
 
+    try:
+        from dgt.figures import raster
+        from dgt.figures.label_map import figure_label_map
+    except ModuleNotFoundError as error:
+        LOGGER.warning("%s; drawn without it", explain_missing(error, "the legend"))
+        colours = class_colours(len(run.class_names))
+        mixed = overlay(prediction.pixels, prediction.found, colours)
+        return Image.fromarray((255 * mixed).round().astype(np.uint8))
     return raster(figure_label_map(prediction.pixels, prediction.found, run.class_names), dpi=150)
 
 
 def files(run: LoadedRun, prediction: Prediction, drawing: Image.Image) -> dict[str, bytes]:
     """The label map, whose numbers are the classes, and the drawing."""
-    from dgt.figures import png
-    from dgt.figures.label_map import label_png
+    from dgt.figures.colours import label_png, png
 
     return {
         "labels.png": label_png(prediction.found, len(run.class_names)),

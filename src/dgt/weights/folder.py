@@ -6,7 +6,7 @@ NAME/README.md                       the model card: data, licence, training, me
 NAME/recipe.yaml                     what was trained
 NAME/log.txt, metrics.jsonl          how the training went
 NAME/results.json                    its result
-NAME/plan.safetensors                of some: a plan of `dgt.accelerate`, for `dgt.apply_plan`
+NAME/plan.json                       of some: a plan of `dgt.accelerate`, for `dgt.apply_plan`
 NAME/SHA256SUMS                      the checksums of all these files, for `sha256sum --check`
 ```
 
@@ -30,7 +30,7 @@ from dgt.weights.card import check_card
 VARIABLE = "DGT_WEIGHTS"
 SHIPPED = Path(__file__).with_name("dgt_nano.scenes")
 SUMS, CARD, MODEL = "SHA256SUMS", "README.md", ("model.safetensors", "config.json")
-PLAN = "plan.safetensors"
+PLAN = "plan.json"
 STORY = ("recipe.yaml", "log.txt", "metrics.jsonl", "results.json")
 FILES = (*MODEL, CARD, *STORY)
 

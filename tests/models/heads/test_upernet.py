@@ -12,6 +12,7 @@ from torch import nn
 import dgt
 from dgt.app.info import model_rows
 from dgt.models.heads.backbone import build_backbone
+from dgt.models.heads.uper_head import AuxiliaryHead, PyramidHead
 from dgt.models.inspect import group_records
 
 
@@ -42,6 +43,22 @@ def test_parameters_and_flops_are_the_papers(name: str, params: float, flops: fl
     assert row["image_size"] == [512, 2048]
     assert (row["paper_params"], row["paper_flops"]) == (round(params * 1e6), flops * 10**9)
     assert [stage["name"] for stage in row["stages"]] == ["backbone", "decode_head", "auxiliary_head"]
+
+
+def test_heads_are_those_of_transformers() -> None:
+    """The same names and shapes of weights, and the same outputs with them."""
+    configuration = pytest.importorskip("transformers.models.upernet.configuration_upernet")
+    theirs = pytest.importorskip("transformers.models.upernet.modeling_upernet")
+    config = configuration.UperNetConfig(hidden_size=16, auxiliary_channels=8, num_labels=5)
+    widths = (12, 20, 28, 36)
+    maps = [torch.randn(2, width, 24 >> place, 17 >> place) for place, width in enumerate(widths)]
+    for head, expected in (
+        (PyramidHead(widths, 16, 5), theirs.UperNetHead(config, widths)),
+        (AuxiliaryHead(widths, 8, 5), theirs.UperNetFCNHead(config, widths)),
+    ):
+        head.load_state_dict(expected.state_dict())
+        assert list(head.state_dict()) == list(expected.state_dict())
+        torch.testing.assert_close(head(maps), expected(maps))
 
 
 def test_a_dgt_chooses_the_papers_number_of_keys_unless_told() -> None:

@@ -1,13 +1,14 @@
 """Clusters of tokens, and attention in groups with residual keys, on the native kernels; forward only."""
 
 import functools
-import math
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from dgt.ops import flops
+from dgt.ops.checks import needs_gradients
 from dgt.ops.native.interface import (
     Problem,
     TokenClusters,
@@ -44,7 +45,7 @@ def clustered_attention(
     share_key_clusters: bool,
 ) -> Tensor | None:
     """All steps of :func:`dgt.clustered_attention` in one; None where gradients are asked for."""
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)):
+    if needs_gradients(query, key, value):
         return None
     output: Tensor = torch.ops.dgt.native_clustered_attention(
         query,
@@ -171,42 +172,5 @@ def _order_of_all(count: int) -> Tensor:
     return spread_out(count, None, torch.device("cpu"))[0].to(torch.int32)
 
 
-# ---- floating-point operations ------------------------------------------------------------------------------------
-
-
-def _clusters_flops(shape: Any, num_clusters: int, steps: int, every: int, *_: Any, **__: Any) -> int:
-    """Every token with every centroid once, and those of the sample in every step."""
-    passes = 1 + steps / sample_distance(shape[2], num_clusters, every)
-    return round(2 * math.prod(shape) * num_clusters * passes)
-
-
-def _attention_flops(
-    query: Any,
-    key: Any,
-    value: Any,
-    num_groups: int,
-    top_k: int,
-    num_residual_keys: int,
-    num_prefix_tokens: int,
-    *_: Any,
-    **__: Any,
-) -> int:
-    """Clusters; scores and two sums of every group; the lists of every query; the prefix."""
-    batch, heads, queries, channels = query
-    behind = queries - num_prefix_tokens
-    keys = int(key[2]) - num_prefix_tokens
-    product = 2 * batch * heads * channels
-    total = _clusters_flops((batch, heads, behind, channels), num_groups, STEPS, EVERY)
-    passes = 1
-    if num_residual_keys > 0:
-        passes = 3
-    if num_residual_keys > 1:
-        total += _clusters_flops((batch, int(key[1]), keys, channels), num_residual_keys, STEPS, EVERY)
-    total += product * num_groups * keys * passes
-    listed = num_prefix_tokens + min(top_k, keys) + num_residual_keys
-    total += 2 * product * (behind * listed + num_prefix_tokens * int(key[2]))
-    return cast(int, total)
-
-
-register_flop_formula(torch.ops.dgt.native_cluster_tokens)(_clusters_flops)
-register_flop_formula(torch.ops.dgt.native_clustered_attention)(_attention_flops)
+register_flop_formula(torch.ops.dgt.native_cluster_tokens)(flops.cluster_tokens)
+register_flop_formula(torch.ops.dgt.native_clustered_attention)(flops.clustered_attention)

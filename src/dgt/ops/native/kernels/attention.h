@@ -70,19 +70,19 @@ inline Head head_of(const dgt_problem& x, int64_t index) {
     return h;
 }
 
-// Keys that stand for many others, with values and biases of their own: float32, by pairs of rows.
-struct ResidualKeys {
-    const float* pairs;   // (count, 2, width): keys and values
-    const float* biases;  // in units of log 2; -inf where a key stands for none
+// Keys with their values beside them, as float32: those of the tokens, and such as stand for many others.
+struct Pairs {
+    const float* const* rows;  // (count): where a key begins; its value is `width` further
+    const float* biases;       // in units of log 2; -inf where a key stands for none
     int64_t count;
 };
 
 // The keys that a part attends to, without those that are hidden.
 struct KeyList {
-    const int32_t* ids;                         // null: 0, 1, 2 and so on
-    int64_t length;                             // places, of which some may hold -1
-    const uint8_t* mask;                        // 1 where a key is real; null: all are
-    ResidualKeys rest = {nullptr, nullptr, 0};  // behind the places
+    const int32_t* ids;                   // null: 0, 1, 2 and so on
+    int64_t length;                       // places, of which some may hold -1
+    const uint8_t* mask;                  // 1 where a key is real; null: all are
+    Pairs pairs = {nullptr, nullptr, 0};  // behind the places
 
     bool is_whole() const { return !ids && !mask; }
 };
@@ -133,7 +133,7 @@ struct KeyBlock {
 
     // Load the next keys of a list for so many queries; false where none are left.
     bool load_next(const dgt_problem& x, const Head& h, const KeyList& list, int64_t& cursor, int64_t queries) {
-        return load_listed(x, h, list, cursor, queries) || load_residual(x, list, cursor);
+        return load_listed(x, h, list, cursor, queries) || load_pairs(x, list, cursor);
     }
 
     const float* bias() const { return has_bias_ ? biases : nullptr; }
@@ -161,20 +161,29 @@ private:
         return true;
     }
 
-    // Residual keys come behind all others.
-    bool load_residual(const dgt_problem& x, const KeyList& list, int64_t& cursor) {
+    // Pairs come behind all others.
+    bool load_pairs(const dgt_problem& x, const KeyList& list, int64_t& cursor) {
         int64_t first = cursor - list.length;
         int64_t width = round_up(x.channels, W);
-        count = min(key_block(x.channels), list.rest.count - first);
+        count = min(key_block(x.channels), list.pairs.count - first);
         if (count <= 0) return false;
-        const float* pairs = list.rest.pairs + first * 2 * width;
-        Rows keys = {(char*)pairs, 2 * width * (int64_t)sizeof(float), DGT_FLOAT32};
-        pack(keys, nullptr, 0, count, x.channels, rows, panels);
-        values = {pairs + width, nullptr, 2 * width};
+        const float* const* pairs = list.pairs.rows + first;
+        pack_rows(pairs, count, x.channels, panels);
+        for (int64_t j = 0; j < count; ++j) {
+            for (int64_t d = 0; d < width; d += W) store(copies + j * width + d, load(pairs[j] + width + d));
+        }
+        values = {copies, nullptr, width};
         has_bias_ = true;
-        for (int64_t j = 0; j < round_up(count, W); ++j) biases[j] = list.rest.biases[first + min(j, count - 1)];
+        for (int64_t j = 0; j < round_up(count, W); ++j) biases[j] = list.pairs.biases[first + min(j, count - 1)];
         cursor += count;
+        prefetch_pairs(list.pairs, first + count, key_block(x.channels), width);
         return true;
+    }
+
+    // Bring the pairs of the next block near while this one is worked on.
+    static void prefetch_pairs(const Pairs& pairs, int64_t first, int64_t most, int64_t width) {
+        for (int64_t j = first; j < min(first + most, pairs.count); ++j)
+            for (int64_t i = 0; i < 2 * width; i += 16) __builtin_prefetch(pairs.rows[j] + i, 0, 2);
     }
 
     // Values side by side, which is worth it for many queries, and needed where they are converted or padded.

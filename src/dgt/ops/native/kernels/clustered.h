@@ -98,7 +98,7 @@ struct KeyHead {
         int64_t count = x.keys - x.prefix;
         ids = arena.take<int32_t>(x.key_clusters.count > 1 ? count : 0);
         if (x.key_clusters.count <= 1) ids = nullptr;
-        keys = SortedKeys(arena, count, x.key_clusters.count, x.channels);
+        keys = SortedKeys(arena, count, x.key_clusters.count, x.prefix, x.channels);
         queries = arena.take<QueryGroups>(heads_of(x));
         for (int64_t i = 0; i < heads_of(x); ++i) {
             QueryGroups groups(arena, x);
@@ -230,6 +230,8 @@ private:
     void lay_out(int64_t i, int64_t piece, const ClusteredBuffers& own) {
         Head h = head(i, 0);
         const SortedKeys& keys = heads_[i].keys;
+        for (int64_t j = 0; piece == 0 && j < x_.prefix; ++j)
+            keys.copy_pair(h.key, h.value, j, x_.channels, keys.prefix + 2 * j * round_up(x_.channels, W));
         int64_t begin = piece * PIECE;
         int64_t end = min(begin + PIECE, *keys.count);
         if (begin >= end) return;
@@ -271,12 +273,7 @@ private:
     void attend_group(Head h, const QueryGroups& groups, int64_t group, const SortedKeys& keys, int64_t r,
                       ClusteredBuffers& own) {
         const GroupsBuffers& b = own.groups;
-        const Candidates& found = b.candidates[r];
-        int64_t length = 0;
-        for (int64_t j = 0; j < x_.prefix; ++j)
-            if (!h.key_mask || h.key_mask[j]) b.list[length++] = (int32_t)j;
-        for (int64_t j = 0; j < found.count; ++j) b.list[length++] = keys.order[found.ids[j]] + (int32_t)x_.prefix;
-        KeyList list = {b.list, length, nullptr, {b.residual(r, 0), b.biases + r * b.clusters, b.clusters}};
+        KeyList list = {nullptr, 0, nullptr, list_pairs(h, keys, r, b)};
         h.query = h.query.from(x_.prefix);
         h.output = h.output.from(x_.prefix);
         int64_t total = groups.starts[group + 1] - groups.starts[group];
@@ -286,6 +283,23 @@ private:
             int64_t end = total * (piece + 1) / pieces;
             attend_part(x_, h, {groups.order, groups.starts[group] + begin, end - begin, list}, own.attend);
         }
+    }
+
+    // What the queries of a group attend to: the prefix, the exact keys, and the residual keys that stand for any.
+    Pairs list_pairs(const Head& h, const SortedKeys& keys, int64_t r, const GroupsBuffers& b) const {
+        const Candidates& found = b.candidates[r];
+        int64_t length = 0;
+        for (int64_t j = 0; j < x_.prefix; ++j)
+            if (!h.key_mask || h.key_mask[j]) b.list[length++] = keys.prefix + 2 * j * b.width;
+        for (int64_t j = 0; j < found.count; ++j) b.list[length++] = keys.pairs + 2 * found.ids[j] * b.width;
+        memset(b.list_biases, 0, (size_t)length * sizeof(float));
+        for (int64_t c = 0; c < b.clusters; ++c) {
+            float bias = b.biases[r * b.clusters + c];
+            if (bias == -INFINITE) continue;
+            b.list[length] = b.residual(r, c);
+            b.list_biases[length++] = bias;
+        }
+        return {b.list, b.list_biases, length};
     }
 
     const dgt_problem& x_;

@@ -65,23 +65,40 @@ size_t bytes_of(const Problem& x) {
     return measure.used();
 }
 
-// A block for a call; freed at its end.
+// A block for a call. When the call ends, a block of moderate size is kept for the next one: a system that hands out
+// fresh pages, one by one, can take longer than the kernel itself.
 class Block {
 public:
-    explicit Block(size_t size) : size_(size + Arena::ALIGNMENT), memory_((char*)malloc(size_)) {}
+    explicit Block(size_t size) : memory_(take_kept()) {
+        size_t needed = size + Arena::ALIGNMENT;
+        if (memory_ && memory_->size >= needed) return;
+        free(memory_);
+        memory_ = (Memory*)malloc(sizeof(Memory) + needed);
+        if (memory_) memory_->size = needed;
+    }
     Block(const Block&) = delete;
     Block& operator=(const Block&) = delete;
     ~Block() {
-        ASAN_UNPOISON_MEMORY_REGION(memory_, size_);
+        if (!memory_) return;
+        ASAN_UNPOISON_MEMORY_REGION(memory_ + 1, memory_->size);
+        if (memory_->size <= MOST_KEPT) memory_ = __atomic_exchange_n(&kept_, memory_, __ATOMIC_ACQ_REL);
         free(memory_);
     }
 
     bool failed() const { return memory_ == nullptr; }
-    char* aligned() const { return (char*)round_up((int64_t)(intptr_t)memory_, Arena::ALIGNMENT); }
+    char* aligned() const { return (char*)round_up((int64_t)(intptr_t)(memory_ + 1), Arena::ALIGNMENT); }
 
 private:
-    size_t size_;
-    char* memory_;
+    struct Memory {
+        size_t size;  // of what follows
+    };
+
+    static constexpr size_t MOST_KEPT = (size_t)32 << 20;
+
+    static Memory* take_kept() { return __atomic_exchange_n(&kept_, (Memory*)nullptr, __ATOMIC_ACQ_REL); }
+
+    static inline Memory* kept_ = nullptr;  // null while a call has it
+    Memory* memory_;
 };
 
 // A number that threads share.

@@ -60,8 +60,8 @@ private:
 };
 
 // Run `body(member)` on up to `threads` threads.
-template <class Body>
-void in_parallel(const dgt_problem& x, int64_t threads, const Body& body) {
+template <class Problem, class Body>
+void in_parallel(const Problem& x, int64_t threads, const Body& body) {
     struct Context {
         Team team;
         int64_t threads;
@@ -95,6 +95,9 @@ private:
 };
 
 // The threads that a call may use.
-inline int64_t thread_count(const dgt_problem& x) { return x.parallel_for ? max<int64_t>(1, x.threads) : 1; }
+template <class Problem>
+int64_t thread_count(const Problem& x) {
+    return x.parallel_for ? max<int64_t>(1, x.threads) : 1;
+}
 
 }  // namespace dgt

@@ -25,14 +25,16 @@ struct SortedKeys {
     int32_t* starts;  // of every cluster, and the end
     float* panels;    // keys
     float* pairs;     // (count, 2, width): keys and values side by side
+    float* prefix;    // (prefix, 2, width): those of the prefix
 
     SortedKeys() = default;
-    SortedKeys(Arena& arena, int64_t keys, int64_t clusters, int64_t channels) {
+    SortedKeys(Arena& arena, int64_t keys, int64_t clusters, int64_t prefix_keys, int64_t channels) {
         count = arena.take<int64_t>(1);
         order = arena.take<int32_t>(keys);
         starts = arena.take<int32_t>(max<int64_t>(1, clusters) + 1);
         panels = arena.take<float>(panels_size(keys, channels));
         pairs = arena.take<float>(keys * 2 * round_up(channels, W));
+        prefix = arena.take<float>(prefix_keys * 2 * round_up(channels, W));
     }
 
     // Sort by cluster; keys of cluster -1 are left out. Without ids all that the mask shows are of one cluster.
@@ -54,10 +56,12 @@ struct SortedKeys {
     void lay_out(const Rows& key, const Rows& value, int64_t begin, int64_t end, int64_t channels, float* rows) const {
         int64_t width = round_up(channels, W);
         pack(key, order + begin, 0, end - begin, channels, rows, panels + begin * channels);
-        for (int64_t i = begin; i < end; ++i) {
-            copy_row(key, order[i], channels, 1.0f, pairs + 2 * i * width);
-            copy_row(value, order[i], channels, 1.0f, pairs + (2 * i + 1) * width);
-        }
+        for (int64_t i = begin; i < end; ++i) copy_pair(key, value, order[i], channels, pairs + 2 * i * width);
+    }
+
+    static void copy_pair(const Rows& key, const Rows& value, int64_t token, int64_t channels, float* to) {
+        copy_row(key, token, channels, 1.0f, to);
+        copy_row(value, token, channels, 1.0f, to + round_up(channels, W));
     }
 };
 
@@ -72,7 +76,8 @@ struct GroupsBuffers {
     float* pairs;            // (GROUPS_AT_ONCE, clusters, 2, width): residual keys and values
     float* biases;           // (GROUPS_AT_ONCE, clusters), in units of log 2
     Candidates* candidates;  // (GROUPS_AT_ONCE)
-    int32_t* list;           // the exact keys of a group
+    const float** list;      // pairs that a group attends to
+    float* list_biases;      // of these
 
     GroupsBuffers(Arena& arena, int64_t keys, int64_t clusters_of_keys, int64_t top_k, int64_t prefix,
                   int64_t channels) {
@@ -86,7 +91,8 @@ struct GroupsBuffers {
         pairs = arena.take<float>(GROUPS_AT_ONCE * clusters * 2 * width);
         biases = arena.take<float>(GROUPS_AT_ONCE * clusters);
         candidates = arena.take<Candidates>(GROUPS_AT_ONCE);
-        list = arena.take<int32_t>(prefix + top_k);
+        list = arena.take<const float*>(prefix + top_k + clusters);
+        list_biases = arena.take<float>(prefix + top_k + clusters);
         int64_t room = candidate_room(top_k, keys);
         float* candidate_scores = arena.take<float>(GROUPS_AT_ONCE * room);
         int32_t* candidate_ids = arena.take<int32_t>(GROUPS_AT_ONCE * room);

@@ -176,6 +176,15 @@ inline void pack(const Rows& rows, const int32_t* ids, int64_t first, int64_t co
     }
 }
 
+// The same of rows of float32 that stand anywhere.
+inline void pack_rows(const float* const* rows, int64_t count, int64_t channels, float* panels) {
+    for (int64_t start = 0; start < count; start += W, panels += channels * W) {
+        const float* row[W];
+        for (int i = 0; i < W; ++i) row[i] = rows[min<int64_t>(start + i, count - 1)];
+        for (int64_t d = 0; d < channels; d += W) transpose(row, d, channels - d, panels + d * W);
+    }
+}
+
 inline int64_t panels_size(int64_t count, int64_t channels) { return round_up(count, W) * channels; }
 
 // Which of the W bytes from `start` on are not zero, of the first `count`; all of these where there is no mask.

@@ -1,0 +1,208 @@
+"""`dgt.accelerate` on DINOv2-S with trained weights: errors and speed at the errors that one asks
+for.
+
+    python benchmarks/accelerate_dinov2.py --weights dinov2_small.safetensors --images PHOTOGRAPHS \
+        --sizes 518 1036 --errors 0 0.02 0.05 0.1 --out accelerate_dinov2.json
+
+The weights are a safetensors file under timm's names for `vit_small_patch14_dinov2` without a head.
+Photographs are taken evenly from a folder, cut square and resized; the first `--inputs` choose the
+settings, others (`--unseen`) are answered with the model's own attention and as it is accelerated.
+The error is that of all tokens. Rows are in the file as they are done and are not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import dgt
+from dgt.acceleration import Report
+from dgt.acceleration.statistics import (
+    cosines_between,
+    error_bound,
+    half_interval,
+    relative_error,
+    squares_between,
+)
+from dgt.bench.measures import machine, milliseconds
+from dgt.utils.atomic_write import write_json
+
+NAME = "vit_small_patch14_dinov2"
+ENDINGS = {".jpg", ".jpeg", ".png"}
+MEAN = (0.485, 0.456, 0.406)
+SPREAD = (0.229, 0.224, 0.225)
+
+
+def open_model(weights: Path, size: int) -> nn.Module:
+    """The model for images of a size, with trained weights."""
+    model = timm.create_model(NAME, img_size=size, num_classes=0).eval()
+    found = {
+        name: part for name, part in load_file(weights).items() if not name.startswith("decoder.")
+    }
+    grid = size // model.patch_embed.patch_size[0]
+    found["pos_embed"] = timm.layers.resample_abs_pos_embed(
+        found["pos_embed"], [grid, grid], num_prefix_tokens=model.num_prefix_tokens
+    )
+    model.load_state_dict(found)
+    return model
+
+
+def read_photograph(path: Path, size: int) -> Tensor:
+    """(1, 3, size, size), normalized as ImageNet's."""
+    with Image.open(path) as image:
+        side = min(image.size)
+        left, top = ((length - side) // 2 for length in image.size)
+        square = image.convert("RGB").crop((left, top, left + side, top + side))
+        pixels = torch.tensor(
+            bytearray(square.resize((size, size), Image.Resampling.BICUBIC).tobytes())
+        )
+    pixels = pixels.view(size, size, 3).permute(2, 0, 1) / 255
+    return ((pixels - torch.tensor(MEAN)[:, None, None]) / torch.tensor(SPREAD)[:, None, None])[
+        None
+    ]
+
+
+def find_photographs(folder: Path, count: int) -> list[Path]:
+    """So many image files, from all over a folder."""
+    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS)
+    if len(files) < count:
+        raise SystemExit(f"{folder} must hold {count} images, it has {len(files)}")
+    return [files[at * len(files) // count] for at in range(count)]
+
+
+@torch.no_grad()
+def measure_unseen(model: nn.Module, photographs: list[Path], size: int) -> dict[str, Any]:
+    """Errors on images that chose nothing: together, the largest of one image, cosines of
+    tokens.
+    """
+    squares = []
+    cosines = []
+    for path in photographs:
+        image = read_photograph(path, size)
+        after = model.forward_features(image)
+        with dgt.exact_attention(model):
+            before = model.forward_features(image)
+        squares.append(squares_between([after], [before]))
+        cosines.append(cosines_between([after], [before]))
+    together = torch.stack(squares)
+    each = (together[:, 0] / together[:, 1]).sqrt()
+    alike = torch.cat(cosines)
+    return {
+        "unseen_error": relative_error(together),
+        "unseen_half": half_interval(together),
+        "unseen_least": float(each.min()),
+        "unseen_most": float(each.max()),
+        "unseen_spread_of_logs": float(each.log().std()),
+        "unseen_own_bound": error_bound(together),
+        "unseen_cosine_mean": float(alike.mean()),
+        "unseen_cosine_low": float(alike.quantile(0.01)),
+    }
+
+
+@torch.no_grad()
+def measure_batches(
+    model: nn.Module, image: Tensor, batches: list[int], rounds: int
+) -> dict[str, Any]:
+    """Milliseconds of the model before and after, in turns, for batches of a few sizes."""
+    found = {}
+    for batch in batches:
+        images = image.expand(batch, -1, -1, -1).contiguous()
+        run = partial(model.forward_features, images)
+        before = []
+        after = []
+        for _ in range(rounds):
+            with dgt.exact_attention(model):
+                before.append(milliseconds(run))
+            after.append(milliseconds(run))
+        found[str(batch)] = {"ms_before": min(before), "ms_after": min(after)}
+    return found
+
+
+def measure(options: argparse.Namespace, size: int, error: float) -> dict[str, Any]:
+    """One row: what is chosen at an error, what it takes, and what other images say of it."""
+    paths = find_photographs(options.images, options.inputs + options.unseen)
+    every = max(1, len(paths) // options.inputs)
+    choosing = paths[::every][: options.inputs]
+    others = [path for path in paths if path not in choosing][: options.unseen]
+    model = open_model(options.weights, size)
+    inputs = torch.cat([read_photograph(path, size) for path in choosing])
+    begin = time.perf_counter()
+    report = dgt.accelerate(model, inputs, error)
+    seconds = time.perf_counter() - begin
+    print(report, f"{seconds:.0f} s", flush=True)
+    return {
+        "size": size,
+        "tokens": report.layers[0].tokens,
+        "inputs": options.inputs,
+        "unseen": len(others),
+        "seconds": seconds,
+        **summary(report),
+        **measure_unseen(model, others, size),
+        "batches": measure_batches(model, inputs[:1], options.batches, options.rounds),
+        "layers": [row_of(layer) for layer in report.to_json()["layers"]],
+    }
+
+
+def summary(report: Report) -> dict[str, Any]:
+    """A report without its layers."""
+    return {name: value for name, value in report.to_json().items() if name != "layers"}
+
+
+def row_of(layer: dict[str, Any]) -> dict[str, Any]:
+    """What a table needs of a layer."""
+    wanted = (
+        "name",
+        "choice",
+        "groups",
+        "keys",
+        "residual_keys",
+        "shared_clusters",
+        "error",
+        "ms_before",
+        "ms_after",
+        "breadth",
+        "most_batch",
+    )
+    return {name: layer[name] for name in wanted}
+
+
+def main() -> None:
+    """Measure what is not in the file yet."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--weights", type=Path, required=True)
+    parser.add_argument("--images", type=Path, required=True, help="folder of photographs")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[518, 1036])
+    parser.add_argument("--errors", type=float, nargs="+", default=[0.0, 0.02, 0.05, 0.1])
+    parser.add_argument("--inputs", type=int, default=12, help="photographs that choose")
+    parser.add_argument("--unseen", type=int, default=40)
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 4, 8])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    results: dict[str, Any] = {"machine": machine(), "rows": []}
+    if options.out.exists():
+        results["rows"] = json.loads(options.out.read_text(encoding="utf-8"))["rows"]
+    done = {(row["size"], row["asked_error"]) for row in results["rows"]}
+    for size in options.sizes:
+        for error in options.errors:
+            if (size, error) not in done:
+                results["rows"].append(measure(options, size, error))
+                write_json(options.out, results)
+
+
+if __name__ == "__main__":
+    main()

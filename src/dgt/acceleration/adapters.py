@@ -1,0 +1,96 @@
+"""transformers' own way to an attention: under a name, ``attn_implementation="dgt"``."""
+
+import contextlib
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from dgt.acceleration.grouped import attend_in_groups
+from dgt.acceleration.settings import LayerReport
+from dgt.ops.checks import check_count
+from dgt.swap import Call, SDPAInterceptMode, has_answer, is_traced
+from dgt.utils.errors import UserError
+
+
+def register_attention(
+    name: str = "dgt",
+    num_groups: int | None = None,
+    top_k: int | None = None,
+    num_prefix_tokens: int = 0,
+    num_residual_keys: int = 1,
+) -> None:
+    """Make ``attn_implementation=name`` known to transformers, for any model that takes such names.
+
+    Without numbers it is ``"sdpa"``, to the bit, until :func:`dgt.accelerate` or
+    :func:`dgt.apply_plan` has a layer done in groups. With numbers every attention is done by
+    :func:`dgt.clustered_attention` at once, without measuring anything: no error is promised, nor
+    that it is faster. Attention with a mask of pairs, causal, across sequences, with dropout, or of
+    fewer than 4 ``top_k`` or 8 ``num_groups`` tokens remains ``"sdpa"``.
+
+    Args:
+        name: what models are then loaded with.
+        num_groups, top_k: groups of each head, and keys of each group; both or neither.
+        num_prefix_tokens: class and register tokens: with numbers nothing else tells of them.
+        num_residual_keys: residual keys of each group.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+
+    Example:
+        >>> dgt.register_attention("dgt-64-96", num_groups=64, top_k=96, num_prefix_tokens=5)
+        >>> model = AutoModel.from_pretrained(name, attn_implementation="dgt-64-96")
+    """
+    if (num_groups is None) != (top_k is None):
+        raise UserError(
+            f"num_groups and top_k must be given both or neither, got {num_groups} and {top_k}"
+        )
+    if name in ("eager", "sdpa"):
+        raise UserError(f"name must be one of its own, got {name!r}, which is one of transformers")
+    for argument, count in (("num_groups", num_groups), ("top_k", top_k)):
+        check_count(argument, 1 if count is None else count)
+    check_count("num_prefix_tokens", num_prefix_tokens, least=0)
+    check_count("num_residual_keys", num_residual_keys, least=0)
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    row = None
+    if num_groups is not None and top_k is not None:
+        row = LayerReport(
+            name,
+            "groups",
+            prefix=num_prefix_tokens,
+            groups=num_groups,
+            keys=top_k,
+            residual_keys=num_residual_keys,
+        )
+
+    def attend(
+        module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **options: Any
+    ) -> Any:
+        mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if row is not None and not has_answer(module):
+            mode = SDPAInterceptMode(partial(answer, row))
+        with mode:
+            return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+
+    AttentionInterface.register(name, attend)
+    # else transformers leaves out masks for names that it does not know
+    AttentionMaskInterface.register(name, sdpa_mask)
+
+
+def answer(row: LayerReport, call: Call) -> Tensor | None:
+    """Answer a call in the groups of a row of no layer in particular; None for a call that is too
+    short for them.
+    """
+    tokens = call.query.shape[2]
+    least = max(4 * row.keys, 8 * row.groups)
+    if call.reason is not None or tokens != call.key.shape[2] or tokens - row.prefix < least:
+        return None
+    if is_traced():
+        raise UserError(
+            'model must attend as it was trained: load it with attn_implementation="sdpa"'
+        )
+    return attend_in_groups(call, replace(row, tokens=tokens, key_tokens=tokens))

@@ -1,0 +1,356 @@
+"""One pass of a model over its inputs: its outputs, and every call site with what its settings
+cost.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from dgt.acceleration.measure import Settings, breadth, measure_call, timed
+from dgt.acceleration.progress import Progress
+from dgt.acceleration.settings import LayerReport
+from dgt.acceleration.task import (
+    CALL_ERRORS,
+    Paddings,
+    Task,
+    call_with,
+    check_outputs,
+    describe_failure,
+    describe_item,
+)
+from dgt.swap import (
+    Call,
+    FrameTokens,
+    SpecialTokens,
+    count_special_tokens,
+    special_places,
+    trace_sdpa,
+)
+from dgt.swap.sdpa import first_reason
+from dgt.utils.errors import UserError
+
+LEAST_TOKENS = 192  # fewer are not even tried: choosing keys alone takes as long as attention there
+MEASURED_INPUTS = 3  # on which settings are judged
+MOST_SITES = 4  # calls of one module with settings of their own; of more, or of changing numbers, all have one
+LEAST_BOUND = 1.03  # how many times as fast a model must be without any attention
+PASSED_BY = "inside of nn.TransformerEncoderLayer, which passes it by in evaluation"
+NESTED = (
+    "other attention inside of it"  # whose calls what is installed around it would answer as well
+)
+NO_PREFIX = "nothing tells of class or register tokens: all are taken for patches (special_tokens=)"
+
+
+@dataclass
+class Site:
+    """A call site: a module, and which of its calls in one forward pass it is."""
+
+    row: LayerReport
+    settings: Settings = field(default_factory=dict)
+    own_ms: list[float] = field(default_factory=list)
+    """Of its calls, in their order."""
+    reach: float = 1.0
+    """How much of its relative error arrives in the model's output, as a relative error."""
+
+    @property
+    def ms(self) -> float:
+        """Of the model's own attention, in milliseconds for one input."""
+        return self.row.ms_before
+
+
+@dataclass
+class Capture:
+    """What one pass over the inputs found."""
+
+    sites: list[Site] = field(default_factory=list)
+    outputs: list[list[Tensor]] = field(default_factory=list)
+    """Of the model as it was, for every input."""
+    paddings: list[Paddings] = field(default_factory=list)
+    """The padding masks that attention was called with, for every input."""
+    raw: list[Any] = field(default_factory=list)
+    """What forward returned; kept where there is a metric."""
+    bound: float = 1.0
+    """How many times as fast the model would be if attention took no time."""
+    verdict: str | None = None
+    """Why nothing can be gained, if so."""
+
+
+def find_sites(
+    model: nn.Module, item: Any, special: SpecialTokens | None, least_tokens: int
+) -> list[Site]:
+    """Trace one call of the model, without measuring: every call site, and why it may not be
+    grouped.
+
+    Raises:
+        UserError: the model fails on the item, or calls no attention.
+    """
+    tracer = Tracer(model, special, least_tokens)
+    run_first(tracer, item, tracer.look, lambda: call_with(model, item))
+    tracer.end_pass()
+    return tracer.finish()
+
+
+class Tracer:
+    """Collects the call sites of a model over passes of it.
+
+    Args:
+        model: what is traced.
+        special: where special tokens are; None asks the model.
+        least_tokens: call sites of fewer are not tried.
+    """
+
+    def __init__(self, model: nn.Module, special: SpecialTokens | None, least_tokens: int) -> None:
+        self.model = model
+        self.special = special
+        self.least_tokens = least_tokens
+        self.sites: dict[tuple[str, int], Site] = {}
+        self.counts: dict[str, int] = defaultdict(int)  # calls of every module in this pass
+        self.per_pass: dict[str, set[int]] = defaultdict(set)
+
+    def look(self, name: str, call: Call) -> None:
+        """Note a call, and leave it to the model."""
+        self.site_of(name, call)
+
+    def site_of(self, name: str, call: Call) -> Site:
+        """The call site that a call belongs to; all calls of a module after its first few are
+        one's.
+        """
+        index = min(self.counts[name], MOST_SITES)
+        self.counts[name] += 1
+        key = (name, index)
+        if key not in self.sites:
+            self.sites[key] = Site(self.describe(name, index, call))
+        elif self.sites[key].row.reason:  # inputs may differ in size, and packed sequences do
+            row = self.describe(name, index, call)
+            if not row.reason:
+                self.sites[key] = Site(row, own_ms=self.sites[key].own_ms)
+        return self.sites[key]
+
+    def describe(self, name: str, index: int, call: Call) -> LayerReport:
+        """A call site's sizes, special tokens, and why it may not be grouped."""
+        tokens, channels = call.query.shape[-2:]
+        key_tokens = call.key.shape[-2]
+        is_within = tokens == key_tokens
+        found = count_special_tokens(self.model, name) if self.special is None else self.special
+        special = found if found is not None and is_within else 0
+        places = special_places(special, tokens)
+        parent = self.model.get_submodule(name.rpartition(".")[0])
+        patches = min(tokens, key_tokens) - len(places)
+        reason = first_reason(
+            {
+                call.reason or "": call.reason is not None,
+                PASSED_BY: isinstance(parent, nn.TransformerEncoderLayer),
+                "few tokens": patches < self.least_tokens,
+            }
+        )
+        if reason is None:
+            check_places(special, tokens, name)
+        return LayerReport(
+            name=name,
+            choice="dense",
+            reason=reason or "",
+            heads=call.query.shape[1],
+            tokens=tokens,
+            channels=channels,
+            prefix=len(places),
+            note=NO_PREFIX if found is None and is_within else "",
+            call=index,
+            key_tokens=key_tokens,
+            places=None if places == list(range(len(places))) else places,
+            frame=[special.count, special.period] if isinstance(special, FrameTokens) else None,
+            sequences=call.query.shape[0],
+            least_tokens=max(self.least_tokens, (min(tokens, key_tokens) + 1) // 2),
+        )
+
+    def end_pass(self) -> None:
+        """Note how many calls every module made in a pass that ends."""
+        for name, count in self.counts.items():
+            self.per_pass[name].add(count)
+        self.counts.clear()
+
+    def finish(self) -> list[Site]:
+        """The call sites, those of modules with many or changing numbers of calls joined in one."""
+        joined: dict[tuple[str, int], Site] = {}
+        for (name, index), site in self.sites.items():
+            counts = self.per_pass[name]
+            is_joined = len(counts) > 1 or max(counts) > MOST_SITES
+            calls = max(counts) if is_joined else 1
+            site.row = replace(site.row, calls=calls, call=0 if is_joined else index)
+            key = (name, site.row.call)
+            if key in joined:
+                join_sites(joined[key], site)
+            else:
+                joined[key] = site
+        sites = list(joined.values())
+        for site in sites:
+            if any(is_inside(other.row.name, site.row.name) for other in sites):
+                site.row = replace(site.row, reason=site.row.reason or NESTED)
+                site.settings.clear()
+        return sites
+
+
+def check_places(special: SpecialTokens, tokens: int, name: str) -> None:
+    """Refuse places of special tokens that a sequence does not have."""
+    if isinstance(special, int | FrameTokens):
+        return
+    outside = [place for place in special if place >= tokens]
+    if outside:
+        raise UserError(
+            f"special_tokens must be places within the sequence, got {outside[0]} "
+            f"for the {tokens} tokens of {name!r}"
+        )
+
+
+def is_inside(name: str, outer: str) -> bool:
+    """Whether a module is inside another one, by their names; the model's own name is empty."""
+    return name != outer and (not outer or name.startswith(f"{outer}."))
+
+
+def join_sites(site: Site, other: Site) -> None:
+    """Add to a call site what is known of another one, which has its settings from now on."""
+    if site.row.reason and not other.row.reason:
+        site.row = replace(other.row, call=0)
+    site.own_ms += other.own_ms
+    for kind, measured in other.settings.items():
+        if kind in site.settings:
+            site.settings[kind].add(measured)
+        else:
+            site.settings[kind] = measured
+
+
+def capture(task: Task, progress: Progress) -> Capture:
+    """Run the model once over all inputs: outputs, call sites, and what settings cost on a few of
+    the inputs.
+
+    It ends after the first input where even a model without attention would hardly be faster.
+
+    Raises:
+        UserError: the model fails on the inputs, calls no attention, or returns nothing that has an
+            error.
+    """
+    tracer = Tracer(task.model, task.special_tokens, LEAST_TOKENS)
+    measured = measured_places(len(task.items))
+    found = Capture()
+    model_ms: list[float] = []
+    inside_ms: list[float] = []
+    for place, item in enumerate(task.items):
+        progress.step("outputs with the model's own attention, settings of its calls")
+        run = TracedRun(tracer, task.error == 0, place in measured)
+        ms, raw = timed(partial(run_traced, task, tracer, item, run.answer))
+        tracer.end_pass()
+        model_ms.append(ms - run.measuring_ms)
+        inside_ms.append(run.own_ms)
+        found.paddings.append(run.paddings)
+        found.outputs.append(check_outputs(task, raw, run.paddings))
+        if task.metric is not None:
+            found.raw.append(raw)
+        found.bound = bound_of(model_ms, inside_ms)
+        if found.bound < LEAST_BOUND:
+            found.verdict = (
+                f"attention takes too little of the model's time (bound {found.bound:.2f})"
+            )
+            break
+    found.sites = tracer.finish()
+    for site in found.sites:
+        own_ms = sum(site.own_ms) / len(model_ms)
+        site.row = replace(site.row, ms_before=own_ms, ms_after=own_ms)
+    return found
+
+
+def measured_places(count: int) -> set[int]:
+    """Which of so many inputs settings are judged on: some of those that choose, from all over."""
+    choosing = split_inputs(count)[0]
+    number = min(MEASURED_INPUTS, len(choosing))
+    return {choosing[at * len(choosing) // number] for at in range(number)}
+
+
+def split_inputs(count: int) -> tuple[list[int], list[int]]:
+    """Split the inputs into those that settings are judged and reaches found by, and one in four
+    held out.
+    """
+    held_out = [at for at in range(count) if at % 4 == 1]
+    return [at for at in range(count) if at % 4 != 1], held_out
+
+
+def bound_of(model_ms: list[float], inside_ms: list[float]) -> float:
+    """How many times as fast a model would be without attention, over the inputs so far but the
+    first, which warms up.
+    """
+    start = 1 if len(model_ms) > 1 else 0
+    whole = sum(model_ms[start:])
+    inside = sum(inside_ms[start:])
+    return whole / max(whole - inside, 1e-9)
+
+
+class TracedRun:
+    """Answers the calls of one run of the model with its own attention, timed, and measures
+    settings between.
+
+    Args:
+        tracer: knows the call sites.
+        is_exact: whether no error is allowed.
+        is_measured: whether settings are measured in this run.
+    """
+
+    def __init__(self, tracer: Tracer, is_exact: bool, is_measured: bool) -> None:
+        self.tracer = tracer
+        self.is_exact = is_exact
+        self.is_measured = is_measured
+        self.own_ms = 0.0
+        self.measuring_ms = 0.0
+        self.paddings: Paddings = {}
+
+    def answer(self, name: str, call: Call) -> Any:
+        """Answer a call of the module of this name."""
+        site = self.tracer.site_of(name, call)
+        ms, output = timed(call.run)
+        site.own_ms.append(ms)
+        if call.key_mask is not None and call.query.shape[2] == call.key.shape[2]:
+            self.paddings[tuple(call.key_mask.shape)] = call.key_mask
+        self.own_ms += ms
+        if self.is_measured and self.tracer.counts[name] <= MOST_SITES:
+            self.measuring_ms += timed(lambda: self.measure(site, call, output))[0]
+        return output
+
+    def measure(self, site: Site, call: Call, output: Any) -> None:
+        """Measure the settings of a call site."""
+        if not site.settings and not site.row.reason:
+            site.row = replace(site.row, breadth=breadth(call))
+        # without arguments it is of a function that nothing of ours stands for
+        if call.arguments is not None and site.row.reason != PASSED_BY:
+            measure_call(call, site.row, output, site.settings, self.is_exact)
+
+
+def run_first(
+    tracer: Tracer, item: Any, answer: Callable[[str, Call], Any], run: Callable[[], Any]
+) -> Any:
+    """Run a model for the first time, and say what it fails on, where it does."""
+    try:
+        with trace_sdpa(tracer.model, answer):
+            raw = run()
+    except UserError:
+        raise
+    except CALL_ERRORS as failed:
+        raise UserError(
+            f"model must take the inputs, got {describe_item(item)}: {describe_failure(failed)}"
+        ) from failed
+    if not tracer.sites:
+        modules = tracer.model.modules()
+        is_of_transformers = any(hasattr(module, "set_attn_implementation") for module in modules)
+        advice = 'does not: of transformers, load it with attn_implementation="sdpa"'
+        raise UserError(
+            "model must call F.scaled_dot_product_attention, "
+            f"got a {type(tracer.model).__name__} that {advice if is_of_transformers else 'does not'}"
+        )
+    return raw
+
+
+def run_traced(task: Task, tracer: Tracer, item: Any, answer: Callable[[str, Call], Any]) -> Any:
+    """Run a model whose call sites are known."""
+    if not tracer.sites:
+        return run_first(tracer, item, answer, partial(task.run, item))
+    with trace_sdpa(task.model, answer):
+        return task.run(item)

@@ -1,0 +1,261 @@
+"""Running the model as it is chosen: how far errors reach, whether the bound holds, and how fast
+it is.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dgt.acceleration.capture import Capture, Site, split_inputs
+from dgt.acceleration.choose import (
+    Choice,
+    choose,
+    has_groups,
+    predicted_error,
+    predicted_ms,
+    rows_of,
+    usable,
+)
+from dgt.acceleration.grouped import GroupedSDPA, grouped_calls, install_rows
+from dgt.acceleration.measure import timed
+from dgt.acceleration.progress import Progress
+from dgt.acceleration.settings import LayerReport
+from dgt.acceleration.statistics import (
+    cosines_between,
+    error_bound,
+    relative_error,
+    squares_between,
+)
+from dgt.acceleration.task import Task, outputs_of
+from dgt.swap import Call, exact_attention, trace_sdpa, uninstall_answers
+
+CONFIRMATIONS = 3  # passes over the inputs that choices are checked by
+USUAL_BOUND = 1.3  # of the bound over the error, before it is known
+CLOSE = 0.9  # a bound of at least this share of the error asked for is not improved on
+LAST_MARGIN = 0.85  # of the error that the last try aims at
+TIMINGS = 3  # inputs at most that the model is timed on, before and after
+
+
+def most_runs(inputs: int) -> int:
+    """How often the model is run at most in all: six passes over the inputs."""
+    return (2 + CONFIRMATIONS + 1) * inputs
+
+
+def probe_reach(task: Task, found: Capture, progress: Progress) -> None:
+    """Find, in one pass at most, how much of each call site's error arrives in the model's output.
+
+    Each input is run with some neighboring call sites in groups; these get the same reach, the
+    output's error over theirs.
+    """
+    sites = [site for site in found.sites if has_groups(site)]
+    choosing = split_inputs(len(task.items))[0]
+    runs = min(len(task.items), len(sites))
+    for number in range(runs):
+        chunk = sites[number * len(sites) // runs : (number + 1) * len(sites) // runs]
+        place = choosing[number % len(choosing)]
+        progress.step(f"how far errors of {chunk[0].row.title} reach")
+        probing = Probe([probe_row(site, task.error) for site in chunk], found.sites)
+        with trace_sdpa(task.model, probing.answer):
+            outputs = outputs_of(task.run(task.items[place]), found.paddings[place])
+        arrived = relative_error(squares_between(outputs, found.outputs[place])[None])
+        if probing.error:
+            for site in chunk:
+                site.reach = arrived / probing.error
+
+
+def probe_row(site: Site, error: float) -> LayerReport:
+    """The groups of a call site whose error is nearest to the one asked for."""
+    settings = [measured for kind, measured in usable(site).items() if kind.choice == "groups"]
+    return min(settings, key=lambda measured: abs(measured.error - error)).row
+
+
+class Probe:
+    """Answers some call sites of a model in groups, and knows how large the errors of these are
+    together.
+
+    Args:
+        rows: those of the call sites.
+        sites: all call sites of the model.
+    """
+
+    def __init__(self, rows: Sequence[LayerReport], sites: Sequence[Site]) -> None:
+        self.answers = answers_of(rows, [site.row for site in sites])
+        self.squares: dict[str, Tensor] = defaultdict(lambda: torch.zeros(2, dtype=torch.float64))
+
+    @property
+    def error(self) -> float:
+        """The root of the sum of the squared relative errors of the call sites."""
+        return sum(relative_error(squares[None]) ** 2 for squares in self.squares.values()) ** 0.5
+
+    def answer(self, name: str, call: Call) -> Tensor | None:
+        """Answer a call, or leave it to the model."""
+        output = self.answers[name](call) if name in self.answers else None
+        if output is not None:
+            self.squares[name] += squares_between([output.float()], [call.run().float()])
+        return output
+
+
+@dataclass
+class Confirmed:
+    """A choice, and what a pass of the model over the inputs with it found."""
+
+    choice: Choice
+    squares: Tensor
+    """(inputs, 2): squared errors and squared norms of the output."""
+    cosines: Tensor
+    raw: list[Any] = field(default_factory=list)
+
+    @property
+    def error(self) -> float:
+        """Relative, over all inputs together."""
+        return relative_error(self.squares)
+
+    @property
+    def bound(self) -> float:
+        """Of the error over unseen inputs."""
+        return error_bound(self.squares)
+
+
+def confirm(task: Task, found: Capture, progress: Progress) -> Confirmed | None:
+    """Look for the fastest choice whose bound is within the error asked for, in three passes; None
+    if there is none.
+
+    What the errors of call sites predict is corrected by what the model was found to do at the
+    choice before.
+    """
+    sites = found.sites
+    confirmed: dict[Choice, Confirmed] = {}
+    correction = 1.0
+    bound_ratio = USUAL_BOUND
+    for attempt in range(CONFIRMATIONS):
+        is_last = attempt == CONFIRMATIONS - 1
+        margin = LAST_MARGIN if is_last and not within(task, confirmed) else 1.0
+        choice = choose(sites, margin * task.error / (bound_ratio * correction))
+        if choice in confirmed or not any(choice):
+            break
+        result = run_choice(task, found, choice, progress)
+        confirmed[choice] = result
+        predicted = predicted_error(sites, choice)
+        if not predicted:
+            break
+        correction = result.error / predicted
+        bound_ratio = result.bound / max(result.error, 1e-15)
+        if CLOSE * task.error <= result.bound <= task.error:
+            break
+    good = within(task, confirmed)
+    return min(good, key=lambda result: predicted_ms(sites, result.choice), default=None)
+
+
+def within(task: Task, confirmed: dict[Choice, Confirmed]) -> list[Confirmed]:
+    """Those whose bound is within the error asked for; exact attention is, up to rounding."""
+    return [
+        result
+        for result in confirmed.values()
+        if result.bound <= task.error
+        or all(kind is None or kind.choice == "exact" for kind in result.choice)
+    ]
+
+
+def exact_only(found: Capture) -> Confirmed | None:
+    """Exact attention wherever it is faster, which is equal up to rounding; None where it nowhere
+    is.
+    """
+    choice = choose(found.sites, 0.0)
+    if not any(choice):
+        return None
+    norms = [sum(float(tensor.square().sum()) for tensor in outputs) for outputs in found.outputs]
+    squares = torch.tensor([[0.0, norm] for norm in norms], dtype=torch.float64)
+    return Confirmed(choice, squares, torch.ones(1), found.raw)
+
+
+def run_choice(task: Task, found: Capture, choice: Choice, progress: Progress) -> Confirmed:
+    """Run the model over all inputs as it is chosen, and compare its outputs with those before."""
+    uninstall_answers(task.model)
+    install_rows(task.model, rows_of(found.sites, choice))
+    squares = []
+    cosines = []
+    raws = []
+    known = zip(task.items, found.outputs, found.paddings, strict=True)
+    for item, before, paddings in known:
+        progress.step("errors of a choice of settings")
+        raw = task.run(item)
+        outputs = outputs_of(raw, paddings)
+        squares.append(squares_between(outputs, before))
+        cosines.append(cosines_between(outputs, before))
+        if task.metric is not None:
+            raws.append(raw)
+    return Confirmed(choice, torch.stack(squares), torch.cat(cosines), raws)
+
+
+@dataclass
+class Timed:
+    """The time of a run of the model, and of each call site's attention in it, in milliseconds."""
+
+    ms: float
+    by_site: dict[tuple[str, int], float]
+
+    @property
+    def attention_ms(self) -> float:
+        """Of all attention together."""
+        return sum(self.by_site.values())
+
+
+def time_choice(task: Task, rows: Sequence[LayerReport], progress: Progress) -> tuple[Timed, Timed]:
+    """Time the model with its own attention and as it is accelerated, in turns; the fastest run of
+    each.
+    """
+    places = split_inputs(len(task.items))[1] or [0]
+    item = task.items[places[-1]]
+    turns = max(1, min(TIMINGS, len(task.items) // 2))
+    before: list[Timed] = []
+    after: list[Timed] = []
+    for _ in range(turns):
+        for is_exact, times in ((True, before), (False, after)):
+            progress.step(f"time {'before' if is_exact else 'after'}")
+            times.append(time_run(task.model, lambda: task.run(item), rows, is_exact))
+    return min(before, key=lambda run: run.ms), min(after, key=lambda run: run.ms)
+
+
+def time_run(
+    model: nn.Module, run: Callable[[], Any], rows: Sequence[LayerReport], is_exact: bool
+) -> Timed:
+    """Time ``run()``, which calls the model, and each call site's attention in it, its own if
+    ``is_exact``.
+    """
+    answers: dict[str, GroupedSDPA] = {} if is_exact else grouped_calls(model)
+    joined = {row.name for row in rows if row.calls > 1}
+    counts: dict[str, int] = defaultdict(int)
+    times: dict[tuple[str, int], float] = defaultdict(float)
+
+    def answer_or_run(name: str, call: Call) -> Any:
+        output = answers[name](call) if name in answers else None
+        return call.run() if output is None else output
+
+    def answer(name: str, call: Call) -> Any:
+        index = 0 if name in joined else counts[name]
+        counts[name] += 1
+        ms, output = timed(partial(answer_or_run, name, call))
+        times[name, index] += ms
+        return output
+
+    with exact_attention(model), trace_sdpa(model, answer):
+        ms = timed(run)[0]
+    return Timed(ms, dict(times))
+
+
+def answers_of(
+    chosen: Sequence[LayerReport], rows: Sequence[LayerReport]
+) -> dict[str, GroupedSDPA]:
+    """What answers the calls of some call sites, by the name of their module, without being
+    installed.
+    """
+    answers = {}
+    for name in {row.name for row in chosen}:
+        calls = sum(row.name == name for row in rows)
+        answers[name] = GroupedSDPA([row for row in chosen if row.name == name], calls)
+    return answers

@@ -1,0 +1,277 @@
+"""`dgt.accelerate`: a trained model's attention in groups, with an error that the user chooses.
+
+One pass over the inputs captures the model's outputs and measures, at every call of attention, what
+settings cost in time and error (``capture``, ``measure``). A second finds how far errors of single
+layers reach. A choice of settings (``choose``) is confirmed by running the model, in three passes
+at most (``confirm``), and timed.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from dgt.acceleration.capture import LEAST_TOKENS, Capture, capture, find_sites, split_inputs
+from dgt.acceleration.choose import NOT_FASTER, has_groups, rows_of
+from dgt.acceleration.confirm import (
+    Confirmed,
+    Timed,
+    confirm,
+    exact_only,
+    most_runs,
+    probe_reach,
+    time_choice,
+)
+from dgt.acceleration.grouped import grouped_calls, install_rows
+from dgt.acceleration.plan import count_alike
+from dgt.acceleration.progress import Progress
+from dgt.acceleration.report import Report
+from dgt.acceleration.settings import LayerReport
+from dgt.acceleration.statistics import half_interval, relative_error
+from dgt.acceleration.task import (
+    Forward,
+    Inputs,
+    Task,
+    check_model,
+    check_special_tokens,
+    read_items,
+    read_task,
+    renamed,
+)
+from dgt.swap import SpecialTokens, uninstall_answers
+
+NOTHING = "no call of attention has a setting that is faster"
+
+
+@torch.no_grad()
+def accelerate(
+    model: nn.Module,
+    inputs: Inputs | None = None,
+    error: float = 0.01,
+    *,
+    forward: Forward | None = None,
+    metric: Callable[[list[Any]], float] | None = None,
+    special_tokens: SpecialTokens | None = None,
+    images: Inputs | None = None,
+    num_prefix_tokens: int | None = None,
+) -> Report:
+    """Have a trained model's attention done faster, in place and without training, within an error.
+
+    Every attention that ends in ``F.scaled_dot_product_attention`` is looked at: timm's, Hugging
+    Face's with ``attn_implementation="sdpa"`` (or "dgt", :func:`dgt.register_attention`),
+    ``nn.MultiheadAttention``, any other. It is done in groups (:func:`dgt.clustered_attention`), by
+    the native dense kernel (:func:`dgt.dense_attention`), or stays as it is, whichever is fastest
+    within the error; the report says why. Weights stay as they are; ``with
+    dgt.exact_attention(model):`` has the model's own attention back. The model is run at most six
+    times an input.
+
+    Args:
+        model: any module; its mode stays.
+        inputs: at least 2, of the kind and size that the model will see, and none that it was
+            trained on: a dozen, or 200 where errors differ much between inputs, as a classifier's
+            do (the report tells). A tensor (N, ...), each of whose N is one input; a mapping for
+            ``model(**inputs)``, as Hugging Face's processors return, whose tensors as long as the
+            first are split; or a sequence with one item a call: a tensor, a mapping of arguments by
+            name, or a tuple of arguments in their order.
+        error: largest relative error, ``|after - before| / |before|``, in [0, 1): an upper bound,
+            at 95 %, of the error on unseen inputs is kept below. 0 allows exact attention alone,
+            which is equal up to rounding.
+        forward: ``forward(model, item)`` returns the tensors whose error counts, in tuples, lists
+            or mappings. By default what the model returns; of a model of timm without a head, all
+            its tokens.
+        metric: ``metric(outputs)``, a number: the task's own figure for the list of what
+            ``forward`` returned, one an input; the report has it before and after.
+        special_tokens: class and register tokens, which belong to no group: how many are at the
+            start of every sequence; or a list of their places; or :class:`dgt.FrameTokens` for some
+            in every frame. None asks the model, and takes none if it does not say.
+        images, num_prefix_tokens: old names of ``inputs`` and ``special_tokens``; they warn.
+
+    Returns:
+        The :class:`Report`; it prints as a table, and :meth:`Report.save` keeps the plan.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came; for a model
+            that fails on the inputs, is accelerated already or has no attention. Whatever is
+            raised, the model is as it was.
+
+    Example:
+        >>> model = timm.create_model("vit_small_patch14_dinov2", pretrained=True, img_size=1036)
+        >>> report = dgt.accelerate(model, images, error=0.05)
+        >>> report.save("plan.json")
+    """
+    inputs = renamed("images", "inputs", inputs, images)
+    special_tokens = renamed(
+        "num_prefix_tokens", "special_tokens", special_tokens, num_prefix_tokens
+    )
+    task = read_task(model, inputs, error, forward, metric, special_tokens)
+    progress = Progress(most_runs(len(task.items)))
+    with in_evaluation(model), unchanged_on_failure(model):
+        found = capture(task, progress)
+        confirmed = look_for_choice(task, found, progress)
+        return finish(task, found, confirmed, progress)
+
+
+def look_for_choice(task: Task, found: Capture, progress: Progress) -> Confirmed | None:
+    """The fastest choice of settings within the error; None where nothing is faster, with a
+    verdict that says why.
+    """
+    if found.verdict is not None:
+        return None
+    if any(has_groups(site) for site in found.sites):
+        probe_reach(task, found, progress)
+        confirmed = confirm(task, found, progress)
+        if confirmed is not None:
+            return confirmed
+    exact = exact_only(found)
+    if exact is None:
+        found.verdict = NOT_FASTER
+    return exact
+
+
+def finish(task: Task, found: Capture, confirmed: Confirmed | None, progress: Progress) -> Report:
+    """Time the model as it is chosen, undo the choice where the model is not faster, and report."""
+    uninstall_answers(task.model)
+    if confirmed is None:
+        rows = rows_of(found.sites, tuple(None for _ in found.sites))
+        return report_of(task, found, rows, None, None)
+    rows = rows_of(found.sites, confirmed.choice)
+    install_rows(task.model, rows)
+    before, after = time_choice(task, rows, progress)
+    if after.ms >= before.ms:  # what single layers gained was lost around them
+        uninstall_answers(task.model)
+        found.verdict = "the whole model was not faster"
+        rows = [as_it_was(row, found.verdict) for row in rows]
+        return report_of(task, found, rows, None, (before, before))
+    rows = [
+        replace(
+            row,
+            ms_before=before.by_site.get((row.name, row.call), 0.0),
+            ms_after=after.by_site.get((row.name, row.call), 0.0),
+        )
+        for row in rows
+    ]
+    return report_of(task, found, rows, confirmed, (before, after))
+
+
+def as_it_was(row: LayerReport, reason: str) -> LayerReport:
+    """A row of a choice that was undone."""
+    if row.choice == "dense":
+        return row
+    return replace(row, choice="dense", reason=reason, error=0.0, ms_after=row.ms_before)
+
+
+def report_of(
+    task: Task,
+    found: Capture,
+    rows: list[LayerReport],
+    confirmed: Confirmed | None,
+    times: tuple[Timed, Timed] | None,
+) -> Report:
+    """Put together what is reported; nothing was gained where there is no choice."""
+    bound = found.bound
+    if times is not None:
+        whole = times[0].ms
+        bound = whole / max(whole - times[0].attention_ms, 1e-9)
+    report = Report(
+        asked_error=task.error,
+        predicted_error=0.0,
+        measured_error=0.0,
+        attention_speedup=1.0,
+        model_speedup=1.0,
+        bound=bound,
+        layers=rows,
+        alike=count_alike(task.model, [row.name for row in rows]),
+        prefix_told=task.special_tokens is None,
+        measured=task.measured,
+        metric_before=None if task.metric is None or confirmed is None else task.metric(found.raw),
+        inputs=len(task.items),
+        verdict=found.verdict or "",
+    )
+    if confirmed is None or times is None:
+        return report
+    choosing, held_out = split_inputs(len(task.items))
+    return replace(
+        report,
+        predicted_error=relative_error(confirmed.squares[choosing]),
+        predicted_half=half_interval(confirmed.squares[choosing]),
+        measured_error=relative_error(confirmed.squares[held_out]),
+        measured_half=half_interval(confirmed.squares[held_out]),
+        error_bound=confirmed.bound,
+        cosine_mean=float(confirmed.cosines.mean()),
+        cosine_low=float(confirmed.cosines.quantile(0.01)),
+        attention_speedup=times[0].attention_ms / max(times[1].attention_ms, 1e-9),
+        model_speedup=times[0].ms / times[1].ms,
+        metric_after=None if task.metric is None else task.metric(confirmed.raw),
+    )
+
+
+@torch.no_grad()
+def inspect_model(
+    model: nn.Module,
+    inputs: Inputs | None = None,
+    special_tokens: SpecialTokens | None = None,
+    least_tokens: int = LEAST_TOKENS,
+    *,
+    images: Inputs | None = None,
+    num_prefix_tokens: int | None = None,
+) -> list[LayerReport]:
+    """What :func:`dgt.accelerate` would find, without measuring: every call site, "groups" if it
+    could be done so.
+
+    Args:
+        model: as in :func:`dgt.accelerate`.
+        inputs: as there; one is enough, and both may be of the "meta" device, which has no values.
+            All are given to the model at once.
+        special_tokens: as there.
+        least_tokens: call sites of fewer are reported as dense.
+        images, num_prefix_tokens: old names of ``inputs`` and ``special_tokens``; they warn.
+
+    Returns:
+        One row for every call site, in the order of the calls.
+
+    Raises:
+        TypeError, ValueError: as :func:`dgt.accelerate`.
+
+    Example:
+        >>> [row.choice for row in inspect_model(model, images)]
+        ['groups', 'groups']
+    """
+    inputs = renamed("images", "inputs", inputs, images)
+    special_tokens = renamed(
+        "num_prefix_tokens", "special_tokens", special_tokens, num_prefix_tokens
+    )
+    check_model(model)
+    special = check_special_tokens(special_tokens)
+    item = read_items(inputs)[0]
+    with in_evaluation(model):
+        sites = find_sites(model, item, special, least_tokens)
+    return [replace(site.row, choice="dense" if site.row.reason else "groups") for site in sites]
+
+
+@contextlib.contextmanager
+def unchanged_on_failure(model: nn.Module) -> Iterator[None]:
+    """Take everything out of a model again where an error is raised."""
+    try:
+        yield
+    except BaseException:
+        uninstall_answers(model)
+        raise
+
+
+@contextlib.contextmanager
+def in_evaluation(model: nn.Module) -> Iterator[None]:
+    """Have a model in evaluation mode while this is entered; what was added to it takes the mode
+    of what it is in.
+    """
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        for name, answer in grouped_calls(model).items():
+            answer.training = model.get_submodule(name).training

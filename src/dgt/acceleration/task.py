@@ -1,0 +1,282 @@
+"""What is to be accelerated: a model, its inputs, and which of its outputs count."""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from dgt.ops.checks import check_count, describe
+from dgt.swap import FrameTokens, SpecialTokens, installed_answers
+from dgt.utils.errors import UserError
+
+Inputs: TypeAlias = Tensor | Mapping[str, Any] | Sequence[Any]
+"""Images (N, ...), arguments by name whose tensors are as long as the first, or a sequence with
+one item a call.
+"""
+Forward: TypeAlias = Callable[[nn.Module, Any], Any]
+Paddings: TypeAlias = dict[tuple[int, ...], Tensor]
+"""Masks of keys, bool (B, S), True where a token is real, by their shape."""
+
+WORDS = 300  # of an error that a model raised, at most so many characters
+CALL_ERRORS = (
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What :func:`dgt.accelerate` was asked for, checked."""
+
+    model: nn.Module
+    items: list[Any]
+    """One a call of the model."""
+    error: float
+    forward: Forward
+    """Returns the tensors whose error counts."""
+    measured: str
+    """What these are, in words."""
+    metric: Callable[[list[Any]], float] | None
+    special_tokens: SpecialTokens | None
+
+    def run(self, item: Any) -> Any:
+        """Call the model with one item."""
+        return self.forward(self.model, item)
+
+
+def read_task(
+    model: nn.Module,
+    inputs: Inputs,
+    error: float,
+    forward: Forward | None,
+    metric: Callable[[list[Any]], float] | None,
+    special_tokens: SpecialTokens | None,
+) -> Task:
+    """Check what :func:`dgt.accelerate` is called with. Raises as it does."""
+    check_model(model)
+    items = read_items(inputs)
+    check_values(items)
+    if len(items) < 2:
+        raise UserError(
+            "inputs must be at least 2, some to choose settings by and some to check them with, "
+            f"got {len(items)}"
+        )
+    if isinstance(error, bool) or not isinstance(error, float | int) or not 0 <= error < 1:
+        raise UserError(f"error must be at least 0 and below 1, got {error!r}")
+    for name, function in (("forward", forward), ("metric", metric)):
+        if function is not None and not callable(function):
+            raise TypeError(f"{name} must be a function, got {describe(function)}")
+    measured = "what forward returns"
+    if forward is None:
+        forward, measured = default_forward(model)
+    special = check_special_tokens(special_tokens)
+    return Task(model, items, float(error), forward, measured, metric, special)
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse what is no module, or cannot be accelerated any more."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, got {describe(model)}")
+    if installed_answers(model):
+        raise UserError(
+            "model must not be accelerated already: take a fresh one, or apply_plan on one"
+        )
+    for module in model.modules():
+        is_wrapped = type(module).__name__ == "OptimizedModule"  # torch.compile(model)
+        is_compiled_in_place = (
+            vars(module).get("_compiled_call_impl") is not None
+        )  # model.compile()
+        if is_wrapped or is_compiled_in_place:
+            raise UserError("model must not be compiled yet: torch.compile comes after accelerate")
+
+
+def read_items(inputs: Inputs) -> list[Any]:
+    """Split inputs into items, one a call of the model. Raises as :func:`dgt.accelerate`."""
+    if isinstance(inputs, Tensor) and inputs.dim() >= 2:
+        return [inputs[at : at + 1] for at in range(len(inputs))]
+    if isinstance(inputs, Mapping):
+        first = next((part for part in inputs.values() if isinstance(part, Tensor)), None)
+        if first is not None and first.dim() >= 2:
+            return [take_item(inputs, at, len(first)) for at in range(len(first))]
+    elif is_sequence_of_items(inputs):
+        items = list(inputs)
+        check_structure(items)
+        return items
+    raise TypeError(
+        "inputs must be a tensor (N, ...), a mapping of such tensors by their names, or a sequence "
+        f"with a tensor, mapping or tuple for every call, got {describe_item(inputs)}"
+    )
+
+
+def is_sequence_of_items(inputs: Any) -> bool:
+    """Whether something is a sequence, each of whose members a model can be called with."""
+    if isinstance(inputs, str) or not isinstance(inputs, Sequence):
+        return False
+    return all(isinstance(item, Tensor | Mapping | tuple | list) for item in inputs)
+
+
+def check_structure(items: list[Any]) -> None:
+    """Refuse items that differ in more than sizes and values."""
+    for place, item in enumerate(items):
+        if structure(item) != structure(items[0]):
+            raise UserError(
+                f"inputs must all have the structure of the first, {describe_item(items[0])}, "
+                f"but number {place} is {describe_item(item)}"
+            )
+
+
+def take_item(inputs: Mapping[str, Any], at: int, count: int) -> dict[str, Any]:
+    """Arguments by name for one input: its part of every tensor that is as long as there are
+    inputs.
+    """
+    item = {}
+    for name, part in inputs.items():
+        is_split = isinstance(part, Tensor) and part.dim() > 0 and len(part) == count
+        item[name] = part[at : at + 1] if is_split else part
+    return item
+
+
+def check_values(items: list[Any]) -> None:
+    """Refuse tensors of the meta device, which have no values."""
+    for tensor in (tensor for item in items[:1] for tensor in tensors_of(item)):
+        if tensor.is_meta:
+            raise TypeError(f"inputs must hold values, got {describe(tensor)}")
+
+
+def check_special_tokens(special: SpecialTokens | None) -> SpecialTokens | None:
+    """Check how many special tokens there are, or where."""
+    if special is None:
+        return None
+    if isinstance(special, FrameTokens):
+        check_count("special_tokens.count", special.count, least=0)
+        check_count("special_tokens.period", special.period)
+        if special.count > special.period:
+            raise UserError(
+                f"special_tokens must be fewer than the tokens of a frame, got {special}"
+            )
+        return special
+    if isinstance(special, Sequence) and not isinstance(special, str):
+        for place in special:
+            check_count("special_tokens", place, least=0)
+        if len(set(special)) < len(special):
+            raise UserError("special_tokens must name every place once, got one twice")
+        return sorted(special)
+    check_count("special_tokens", special, least=0)
+    return special
+
+
+def default_forward(model: nn.Module) -> tuple[Forward, str]:
+    """What a model is called by: itself, or for a model of timm without a head, for its tokens;
+    and in words.
+    """
+    features = getattr(model, "forward_features", None)
+    if callable(features) and getattr(model, "num_classes", None) == 0:
+        return _call_features, "all tokens of forward_features"
+    return _call_model, "what the model returns"
+
+
+def _call_features(model: Any, item: Any) -> Any:
+    return call_with(model.forward_features, item)
+
+
+def _call_model(model: nn.Module, item: Any) -> Any:
+    return call_with(model, item)
+
+
+def call_with(function: Callable[..., Any], item: Any) -> Any:
+    """Call a function with an item: a tensor, arguments by name, or arguments in their order."""
+    if isinstance(item, Mapping):
+        return function(**item)
+    if isinstance(item, tuple | list):
+        return function(*item)
+    return function(item)
+
+
+def tensors_of(output: Any) -> list[Tensor]:
+    """All tensors in tuples, lists and mappings inside each other."""
+    if isinstance(output, Tensor):
+        return [output]
+    if isinstance(output, Mapping):
+        return [tensor for value in output.values() for tensor in tensors_of(value)]
+    if isinstance(output, list | tuple):
+        return [tensor for value in output for tensor in tensors_of(value)]
+    return []
+
+
+def outputs_of(output: Any, paddings: Paddings) -> list[Tensor]:
+    """All floating point tensors of what a model returns, as float32, without the places that are
+    padding.
+    """
+    found = []
+    for tensor in tensors_of(output):
+        if tensor.is_floating_point():
+            padding = paddings.get(tuple(tensor.shape[:2]))
+            found.append((tensor if padding is None else tensor[padding]).detach().float())
+    return found
+
+
+def check_outputs(task: Task, raw: Any, paddings: Paddings) -> list[Tensor]:
+    """The outputs whose error counts; refused where there are none, or not finite."""
+    outputs = outputs_of(raw, paddings)
+    name = "model" if task.forward is _call_model else "forward"
+    if not outputs:
+        raise UserError(
+            f"{name} must return floating point tensors, whose error counts, got {describe_item(raw)}"
+        )
+    if not all(tensor.isfinite().all() for tensor in outputs):
+        raise UserError(f"{name} must return tensors free of NaN and infinities, got one with some")
+    return outputs
+
+
+def structure(item: Any) -> Any:
+    """What two items must share to be of one kind: nesting, names, types, and numbers of
+    dimensions.
+    """
+    if isinstance(item, Tensor):
+        return ("tensor", item.dim(), item.is_floating_point())
+    if isinstance(item, Mapping):
+        return ("mapping", {name: structure(value) for name, value in item.items()})
+    if isinstance(item, list | tuple) and tensors_of(item):
+        return ("sequence", [structure(value) for value in item])
+    return type(item).__name__  # numbers may be of any count
+
+
+def describe_item(item: Any, depth: int = 2) -> str:
+    """What came, in words without the values of tensors."""
+    if isinstance(item, Tensor):
+        return describe(item)
+    if isinstance(item, Mapping) and depth:
+        parts = [
+            f"{name}: {describe_item(value, depth - 1)}" for name, value in list(item.items())[:4]
+        ]
+        more = ", ..." if len(item) > 4 else ""
+        return f"{{{', '.join(parts)}{more}}}"
+    if isinstance(item, list | tuple) and depth:
+        parts = [describe_item(value, depth - 1) for value in item[:4]]
+        more = ", ..." if len(item) > 4 else ""
+        return f"[{', '.join(parts)}{more}]"
+    if isinstance(item, Mapping | list | tuple):
+        return f"a {type(item).__name__} of {len(item)}"
+    return describe(item)
+
+
+def describe_failure(failed: BaseException) -> str:
+    """What a model says of inputs that it fails on, without the values of tensors."""
+    text = str(failed).partition("tensor(")[0].strip()
+    return text if len(text) <= WORDS else f"{text[:WORDS]}..."
+
+
+def renamed(old: str, new: str, value: Any, given: Any) -> Any:
+    """The value of an argument that may have come by its old name, which warns."""
+    if given is None:
+        return value
+    if value is not None:
+        raise TypeError(f"{new} must be given once, not by its old name {old} as well")
+    warnings.warn(f"{old} is now called {new}", DeprecationWarning, stacklevel=4)
+    return given

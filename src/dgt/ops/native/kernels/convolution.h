@@ -1,0 +1,109 @@
+// Convolutions of 3 x 3 over maps whose channels stand side by side.
+//
+// What a place of the output sees, its nine neighbors, is gathered into one row, and rows are multiplied with panels as
+// tokens are (linear.h). A thread gathers a block of rows, which stays in its cache, and finishes the products of each
+// tile while they are in registers' reach: GELU, BatchNorm, mask.
+#pragma once
+
+#include "batch_norm.h"
+#include "convolution_interface.h"
+#include "depthwise.h"
+#include "gelu.h"
+#include "linear.h"
+#include "parallel.h"
+
+namespace dgt {
+
+// What a call keeps, and who does what.
+struct Convolution {
+    const dgt_convolution_problem& x;
+    int64_t threads;
+    int64_t height;  // of the output
+    int64_t width;
+    int64_t inputs;  // of a row
+    int64_t row;     // from a row to the next: odd in cache lines
+    Panels panels;
+    Affine norm;
+    float* bias;
+    TokenBlocks blocks;
+    int64_t chunks;   // of the groups of panels, where blocks alone are too few for the threads
+    float* gathered;  // (threads, block, row)
+
+    Convolution(Arena& arena, const dgt_convolution_problem& x)
+        : x(x),
+          threads(thread_count(x)),
+          height((x.height - 1) / x.stride + 1),
+          width((x.width - 1) / x.stride + 1),
+          inputs(TAPS * x.channels),
+          row((divide_up(inputs, 16) | 1) * 16),
+          panels(arena, inputs, x.outputs),
+          norm(arena, x.outputs),
+          bias(take_channels(arena, x.outputs)),
+          blocks(x.images * height * width, inputs),
+          chunks(min(panels.groups(), divide_up(4 * threads, blocks.count()))),
+          gathered(arena.take<float>(threads * blocks.size * row)) {}
+
+    // Gather the neighbors of one place of the output, zeros outside the map.
+    void gather_row(int64_t token, float* to) const {
+        int64_t left = token % width * x.stride - 1;
+        int64_t top = token / width % height * x.stride - 1;
+        const float* image = x.input + token / (width * height) * x.height * x.width * x.channels;
+        for (int64_t i = 0; i < TAPS; ++i) {
+            int64_t across = left + i % 3;
+            int64_t down = top + i / 3;
+            bool is_inside = across >= 0 && across < x.width && down >= 0 && down < x.height;
+            copy_row(is_inside ? image + (down * x.width + across) * x.channels : nullptr, to + i * x.channels);
+        }
+    }
+
+    void copy_row(const float* from, float* to) const {
+        int64_t i = 0;
+        for (; i + W <= x.channels; i += W) store(to + i, from ? load(from + i) : Floats{});
+        for (; i < x.channels; ++i) to[i] = from ? from[i] : 0.0f;
+    }
+
+    void finish(const Tile& tile, int64_t first) const {
+        for (int64_t r = 0; r < tile.rows; ++r) {
+            int64_t token = first + tile.first_token + r;
+            bool is_real = !x.mask || x.mask[token];
+            for (int64_t i = 0; i < tile.vectors; ++i) {
+                int64_t channel = (tile.first_vector + i) * W;
+                Floats y = tile.vector(r, i);
+                y = norm.apply(x.with_gelu ? gelu(y) : y, channel);
+                store_channels(x.output + token * x.outputs, channel, x.outputs, is_real ? y : Floats{});
+            }
+        }
+    }
+
+    void run(Member& member) const {
+        float* rows = gathered + member.seat() * blocks.size * row;
+        member.share(panels.count(), [&](int64_t panel) {
+            if (x.taps_last) panels.pack_taps(x.weight, TAPS, panel);
+            else panels.pack(x.weight, panel);
+        });
+        member.share(blocks.count() * chunks, [&](int64_t piece) {
+            int64_t block = piece / chunks;
+            int64_t chunk = piece % chunks;
+            for (int64_t i = 0; i < blocks.length(block); ++i) gather_row(blocks.first(block) + i, rows + i * row);
+            int64_t end = panels.groups() * (chunk + 1) / chunks;
+            for (int64_t group = panels.groups() * chunk / chunks; group < end; ++group) {
+                multiply(rows, row, 0, blocks.length(block), panels, group, bias,
+                         [&](const Tile& tile) { finish(tile, blocks.first(block)); });
+            }
+        });
+    }
+};
+
+inline int run_convolution(const dgt_convolution_problem& x) {
+    size_t bytes = bytes_of<Convolution>(x);
+    Block block(bytes);
+    if (block.failed()) return DGT_NO_MEMORY;
+    Arena arena(block.aligned(), bytes);
+    Convolution convolution(arena, x);
+    convolution.norm.set(x.norm);
+    copy_channels(x.bias, x.outputs, convolution.bias);
+    in_parallel(x, convolution.threads, [&](Member& member) { convolution.run(member); });
+    return DGT_GOOD;
+}
+
+}  // namespace dgt

@@ -1,0 +1,285 @@
+"""The calls of ``F.scaled_dot_product_attention`` in any model: reading them, tracing them,
+answering them.
+
+Attention in timm, transformers and most other libraries ends in this one function, whatever comes
+before it (norms of query and key, rotary positions, biases). So the call is replaced and the module
+around it stays what it is, with its weights under their names. ``nn.MultiheadAttention``
+(torchvision's and open_clip's ViT) calls it out of sight, so there the function around it is read
+instead, ``F.multi_head_attention_forward``.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+SDPA = F.scaled_dot_product_attention
+PAIRS = "a mask or bias of pairs"
+HIDDEN = -1e4  # a float mask below this hides a key: float16's least number is -65504
+_traced: list[nn.Module] = []  # models whose calls are being traced
+
+
+class Call(NamedTuple):
+    """One call of attention."""
+
+    query: Tensor
+    """(B, H, L, D); a call of fewer or more dimensions is viewed with four."""
+    key: Tensor
+    """(B, Hk, S, D), where Hk divides H."""
+    value: Tensor
+    """(B, Hk, S, D)."""
+    scale: float
+    key_mask: Tensor | None
+    """bool (B, S), True where a key is real; None where all are."""
+    shape: torch.Size
+    """Of the output: (..., L, D) as the model expects it."""
+    reason: str | None
+    """Why it cannot be answered in groups; None where it can be."""
+    run: Callable[[], Any]
+    """The model's own call."""
+    arguments: dict[str, Any] | None
+    """Those of ``F.scaled_dot_product_attention``; None for a call that is of another function."""
+
+
+def first_reason(reasons: dict[str, bool]) -> str | None:
+    """Return the first key whose value is True."""
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def read_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Call:
+    """Read the arguments of ``F.scaled_dot_product_attention``."""
+    arguments: dict[str, Any] = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "attn_mask": attn_mask,
+        "dropout_p": dropout_p,
+        "is_causal": is_causal,
+        "scale": scale,
+        "enable_gqa": enable_gqa,
+    }
+    own_query, own_key = view_4d(query), view_4d(key)
+    mask = KeyMask(None, None)
+    if attn_mask is not None:
+        mask = simplify_mask(read_mask(attn_mask, query, key))
+    reason = first_reason(
+        {
+            "causal": is_causal,
+            "dropout of the attention": dropout_p > 0,
+            mask.reason or PAIRS: mask.reason is not None,
+            f"{query.dim()} dimensions": query.dim() < 2,
+            "queries and keys are of different batches": query.shape[:-3] != key.shape[:-3],
+            "queries and keys are of different heads": own_query.shape[1] % own_key.shape[1] > 0,
+            "values of another width than keys": value.shape != key.shape,
+        }
+    )
+    return Call(
+        query=own_query,
+        key=own_key,
+        value=view_4d(value),
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        key_mask=mask.real,
+        shape=query.shape,
+        reason=reason,
+        run=partial(SDPA, **arguments),
+        arguments=arguments,
+    )
+
+
+def view_4d(tensor: Tensor) -> Tensor:
+    """View (L, D) and (H, L, D) as one image, more dimensions before the heads as so many
+    images.
+    """
+    if tensor.dim() < 4:
+        return tensor[(None,) * (4 - tensor.dim())]
+    return tensor.flatten(0, -4) if tensor.dim() > 4 else tensor
+
+
+class KeyMask(NamedTuple):
+    """What a mask says of keys, where it says the same to every query and head."""
+
+    real: Tensor | None
+    """bool (B, S)."""
+    reason: str | None
+    """Why it is no such mask."""
+
+
+def read_mask(mask: Tensor, query: Tensor, key: Tensor) -> KeyMask:
+    """Read a mask of pairs, which broadcasts to (..., H, L, S), as one of keys where it is one.
+
+    A mask that holds a row for every query counts as well if its rows are equal, as those that
+    transformers makes of padding are.
+    """
+    if mask.dim() > 4 or query.dim() != 4:
+        return KeyMask(None, PAIRS)
+    mask = view_4d(mask)
+    row = mask[:, 0, 0]
+    has_own_heads = mask.shape[1] != 1 and mask.stride(1) != 0
+    has_own_rows = mask.shape[2] != 1 and mask.stride(2) != 0
+    if has_own_heads or (has_own_rows and not holds(mask[:, 0] == row[:, None])):
+        return KeyMask(None, PAIRS)
+    real = row
+    if mask.dtype != torch.bool:
+        real = row == 0
+        if not holds(real | (row < HIDDEN)):
+            return KeyMask(None, "a bias of keys")
+    return KeyMask(real.expand(query.shape[0], key.shape[-2]), None)
+
+
+def simplify_mask(mask: KeyMask) -> KeyMask:
+    """No mask where all keys are real; a reason where an image has none."""
+    if mask.real is None or mask.real.is_meta:
+        return mask
+    if bool(mask.real.all()):
+        return KeyMask(None, None)
+    if not bool(mask.real.any(-1).all()):
+        return KeyMask(None, "an image without any key")
+    return mask
+
+
+def holds(test: Tensor) -> bool:
+    """Whether a test holds everywhere; on the meta device, which has no values, it is taken to."""
+    return test.is_meta or bool(test.all())
+
+
+class MultiHeadCall(NamedTuple):
+    """A call of ``F.multi_head_attention_forward``, and what makes its output of an answer to the
+    call.
+    """
+
+    call: Call
+    finish: Callable[[Any], Any]
+
+
+def read_multi_head(*operands: Any, **named: Any) -> MultiHeadCall:
+    """Read the arguments of ``F.multi_head_attention_forward``, whose tensors are (L, B, C).
+
+    Where groups cannot answer it, the call's operands are not projected, only their sizes are
+    right, and the call itself is that of the whole function, whose output its answer is.
+    """
+    query, key, value, _, heads, weight, bias, bias_k, _, add_zero_attn, dropout_p, *output = (
+        operands
+    )
+    reason = first_reason(
+        {
+            PAIRS: named.get("attn_mask") is not None,
+            "its weights are asked for": named.get("need_weights", True),
+            "dropout of the attention": named.get("training", True) and dropout_p > 0,
+            "keys added, or projected apart": bias_k is not None or add_zero_attn or weight is None,
+        }
+    )
+    mask = None
+    if reason is None:
+        parts = project((query, key, value), weight, bias)
+        mask = padding_mask(named.get("key_padding_mask"))
+    else:
+        parts = [query, query, query]  # only their sizes count
+    parts = [part if part.dim() == 3 else part[:, None] for part in parts]  # no batch: one image
+    own_query, own_key, own_value = (
+        part.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for part in parts
+    )
+    call = read_call(own_query, own_key, own_value, mask)
+    if reason is not None:
+        whole = partial(F.multi_head_attention_forward, *operands, **named)
+        return MultiHeadCall(
+            call._replace(reason=reason, run=whole, arguments=None), lambda output: output
+        )
+
+    def finish(answer: Tensor) -> tuple[Tensor, None]:
+        joined = answer.permute(2, 0, 1, 3).flatten(2)
+        return F.linear(joined if query.dim() == 3 else joined[:, 0], *output), None
+
+    return MultiHeadCall(call, finish)
+
+
+def project(operands: tuple[Tensor, ...], weight: Tensor, bias: Tensor | None) -> list[Tensor]:
+    """Project query, key and value by their thirds of a weight."""
+    biases = (None, None, None) if bias is None else bias.chunk(3)
+    given = zip(operands, weight.chunk(3), biases, strict=True)
+    return [F.linear(operand, own, own_bias) for operand, own, own_bias in given]
+
+
+def padding_mask(padding: Tensor | None) -> Tensor | None:
+    """The mask that ``key_padding_mask`` (B, S) or (S,) is, whose True hides a key: bool (B, 1, 1,
+    S).
+    """
+    if padding is None:
+        return None
+    hidden = padding if padding.dtype == torch.bool else padding < HIDDEN
+    return ~hidden.view(-1, 1, 1, hidden.shape[-1])
+
+
+class SDPAInterceptMode(TorchFunctionMode):
+    """While it is entered, ``answer(call)`` is asked first; where it returns None the function runs
+    as ever.
+
+    Args:
+        answer: returns the output of a call, of the shape ``call.shape``, or None.
+    """
+
+    def __init__(self, answer: Callable[[Call], Any]) -> None:
+        super().__init__()
+        self.answer = answer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is SDPA:
+            answer = self.answer(read_call(*args, **kwargs))
+            if answer is not None:
+                return answer
+        elif func is F.multi_head_attention_forward:
+            multi_head = read_multi_head(*args, **kwargs)
+            answer = self.answer(multi_head.call)
+            if answer is not None:
+                return multi_head.finish(answer)
+        return func(*args, **kwargs)
+
+
+def is_traced() -> bool:
+    """Whether the calls of some model are being traced."""
+    return bool(_traced)
+
+
+@contextlib.contextmanager
+def trace_sdpa(model: nn.Module, answer: Callable[[str, Call], Any]) -> Iterator[None]:
+    """While it is entered, ask ``answer`` for every call, with the name of the innermost module
+    that makes it.
+
+    Args:
+        model: its modules are hooked until this is left.
+        answer: returns a call's output, or None to have the model's own.
+    """
+    inside: list[str] = []
+    hooks: list[Any] = []
+
+    def enter(name: str, *_: Any) -> None:
+        inside.append(name)
+
+    def leave(*_: Any) -> None:  # nothing is returned: it would be the module's output
+        inside.pop()
+
+    _traced.append(model)
+    for name, module in model.named_modules():
+        hooks.append(module.register_forward_pre_hook(partial(enter, name)))
+        hooks.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        with SDPAInterceptMode(lambda call: answer(inside[-1] if inside else "", call)):
+            yield
+    finally:
+        _traced.pop()
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,142 @@
+// Clusters, and attention in groups with residual keys, in naive loops and double precision: one head of one image.
+#pragma once
+
+#include "naive.h"
+
+namespace native_check {
+
+// A clustering of the tokens behind the prefix of every head, as the interface has it.
+class Clustering {
+public:
+    // `real` of (B, tokens), of which those behind the prefix are clustered.
+    Clustering(const Case& c, int64_t heads, int64_t tokens, int64_t count, const Bytes& real)
+        : images_(c.images), heads_(heads), tokens_(tokens - c.prefix), channels_(c.channels), count_(count) {
+        for (int64_t image = 0; image < c.images; ++image) {
+            const uint8_t* mask = real.data() + image * tokens + c.prefix;
+            for (int64_t i = 0; i < tokens_; ++i) {
+                if (mask[i]) order_.push_back((int32_t)i);
+            }
+            for (int64_t i = 0; i < tokens_; ++i) {
+                if (!mask[i]) order_.push_back((int32_t)i);
+            }
+        }
+        centroids_.resize(images_ * heads_ * count_ * channels_);
+        ids_.resize(images_ * heads_ * tokens_, -2);
+    }
+
+    dgt_clusters describe(int64_t steps) {
+        dgt_clusters clusters{};
+        clusters.count = count_;
+        clusters.steps = steps;
+        clusters.every = 2;
+        clusters.order = order_.data();
+        clusters.order_image_stride = tokens_;
+        clusters.centroids = centroids_.data();
+        clusters.ids = ids_.data();
+        clusters.ids_image_stride = heads_ * tokens_;
+        clusters.ids_head_stride = tokens_;
+        return clusters;
+    }
+
+    int64_t id(int64_t index, int64_t token) const { return ids_[index * tokens_ + token]; }
+    double centroid(int64_t index, int64_t cluster, int64_t d) const {
+        return centroids_[(index * count_ + cluster) * channels_ + d];
+    }
+    // The token that a cluster of an image starts from.
+    int64_t first(int64_t image, int64_t cluster, int64_t real) const {
+        return order_[image * tokens_ + (real ? cluster % real : 0)];
+    }
+    int64_t count() const { return count_; }
+    int64_t tokens() const { return tokens_; }
+
+private:
+    int64_t images_;
+    int64_t heads_;
+    int64_t tokens_;
+    int64_t channels_;
+    int64_t count_;
+    std::vector<int32_t> order_;
+    Floats centroids_;
+    Ids ids_;
+};
+
+// What a group attends to: keys and values of their own, with what is added to the scores.
+struct Entry {
+    Doubles key;
+    Doubles value;
+    double added;
+};
+
+inline double dot(const Doubles& a, const Doubles& b) {
+    double sum = 0;
+    for (size_t d = 0; d < a.size(); ++d) sum += a[d] * b[d];
+    return sum;
+}
+
+// The prefix, the k best keys for the mean query, and one residual key for each cluster of the others.
+inline std::vector<Entry> entries_of(const Head& head, const Doubles& mean, const Clustering& clusters,
+                                     bool has_clusters) {
+    const Case& c = head.size();
+    auto entry = [&](int64_t j) {
+        Entry one{Doubles(c.channels), Doubles(c.channels), 0.0};
+        for (int64_t d = 0; d < c.channels; ++d) {
+            one.key[d] = head.key(j, d);
+            one.value[d] = head.value(j, d);
+        }
+        return one;
+    };
+    std::vector<Entry> found;
+    for (int64_t j = 0; j < c.prefix; ++j) {
+        if (head.is_real_key(j)) found.push_back(entry(j));
+    }
+    Ids best;
+    Doubles score(c.keys);
+    for (int64_t j = c.prefix; j < c.keys; ++j) {
+        score[j] = head.data.scale * dot(mean, entry(j).key);
+        if (head.is_real_key(j)) best.push_back(j);
+    }
+    std::stable_sort(best.begin(), best.end(), [&](int64_t a, int64_t b) { return score[a] > score[b]; });
+    const size_t places = std::min<size_t>(best.size(), c.list_length() - c.prefix);
+    for (size_t n = 0; n < places; ++n) found.push_back(entry(best[n]));
+    for (int64_t cluster = 0; has_clusters && cluster < clusters.count(); ++cluster) {
+        Entry rest{Doubles(c.channels), Doubles(c.channels), 0.0};
+        double mass = 0;
+        for (size_t n = places; n < best.size(); ++n) {
+            if (clusters.count() > 1 && clusters.id(head.key_index(), best[n] - c.prefix) != cluster) continue;
+            const Entry member = entry(best[n]);
+            const double weight = std::exp(score[best[n]]);
+            mass += weight;
+            for (int64_t d = 0; d < c.channels; ++d) {
+                rest.key[d] += weight * member.key[d];
+                rest.value[d] += weight * member.value[d];
+            }
+        }
+        if (mass == 0) continue;
+        for (int64_t d = 0; d < c.channels; ++d) {
+            rest.key[d] /= mass;
+            rest.value[d] /= mass;
+        }
+        rest.added = std::log(mass) - head.data.scale * dot(mean, rest.key);
+        found.push_back(rest);
+    }
+    return found;
+}
+
+inline Doubles attend_to(const Head& head, int64_t query, const std::vector<Entry>& entries) {
+    const Case& c = head.size();
+    Doubles output(c.channels);
+    Doubles row(c.channels);
+    for (int64_t d = 0; d < c.channels; ++d) row[d] = head.query(query, d);
+    double largest = -INFINITE;
+    for (const Entry& entry : entries) largest = std::max(largest, head.data.scale * dot(row, entry.key) + entry.added);
+    double sum = 0;
+    for (const Entry& entry : entries) {
+        const double weight = std::exp(head.data.scale * dot(row, entry.key) + entry.added - largest);
+        sum += weight;
+        for (int64_t d = 0; d < c.channels; ++d) output[d] += weight * entry.value[d];
+    }
+    for (double& x : output) x = sum > 0 ? x / sum : 0;
+    return output;
+}
+
+}  // namespace native_check

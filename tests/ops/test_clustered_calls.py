@@ -1,0 +1,271 @@
+"""Calls of attention with residual keys: bad input, threads, strides, types, files, memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import dgt
+from dgt.ops.native_loader import reason_against_native
+
+FAST = ("torch", *(["native"] if reason_against_native() is None else []))
+
+
+SIZES = {"num_groups": 9, "top_k": 12, "num_residual_keys": 7, "num_prefix_tokens": 2}
+
+
+BAD = [
+    ({"num_groups": 0}, ValueError, "num_groups must be at least 1, got 0"),
+    (
+        {"num_groups": 10},
+        ValueError,
+        "num_groups must be at most the 9 queries behind the prefix, got 10",
+    ),
+    ({"num_groups": 2.0}, TypeError, "num_groups must be an int of at least 1, got 2.0"),
+    ({"top_k": 0}, ValueError, "top_k must be at least 1, got 0"),
+    ({"num_residual_keys": -1}, ValueError, "num_residual_keys must be at least 0, got -1"),
+    (
+        {"num_residual_keys": 10},
+        ValueError,
+        "num_residual_keys must be at most the 9 keys behind the prefix, got 10",
+    ),
+    (
+        {"num_residual_keys": True},
+        TypeError,
+        "num_residual_keys must be an int of at least 0, got True",
+    ),
+    (
+        {"num_prefix_tokens": 10},
+        ValueError,
+        "num_prefix_tokens must be fewer than the queries .* got 10 with 10",
+    ),
+    ({"share_key_clusters": 1}, TypeError, "share_key_clusters must be True or False, got 1"),
+    (
+        {"key_mask": torch.ones(1, 9).bool()},
+        ValueError,
+        r"key_mask must be a bool \(B, L\) = \(1, 10\)",
+    ),
+    ({"key": torch.randn(1, 2, 10, 5)}, ValueError, "key must have shape .* to match query"),
+    ({"query": torch.full((1, 2, 10, 4), torch.nan)}, ValueError, "query must be free of NaN"),
+    ({"key": torch.full((1, 2, 10, 4), torch.nan)}, ValueError, "key must be free of NaN"),
+    ({"scale": torch.inf}, ValueError, "scale must be finite"),
+    ({"backend": "fast"}, ValueError, "backend must be one of"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), BAD)
+def test_bad_input(change, error, message) -> None:
+    good = {name: torch.randn(1, 2, 10, 4) for name in ("query", "key", "value")}
+    sizes = {"num_groups": 3, "top_k": 2, "num_residual_keys": 2, "num_prefix_tokens": 1}
+    with pytest.raises(error, match=message):
+        dgt.clustered_attention(**{**good, **sizes, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"remainder": -1}, ValueError, "remainder must be at least 0, got -1"),
+        (
+            {"remainder": 11},
+            ValueError,
+            "remainder must be at most the 10 keys behind the prefix, got 11",
+        ),
+        ({"remainder": 2.0}, TypeError, "remainder must be an int of at least 0, got 2.0"),
+        ({"remainder": 0}, ValueError, "key_cluster_ids must be None where remainder is 0"),
+        (
+            {"key_cluster_ids": torch.full((1, 2, 10), 2)},
+            ValueError,
+            "key_cluster_ids must lie in -1 to 1, got 2",
+        ),
+        (
+            {"key_cluster_ids": torch.zeros(1, 2, 10)},
+            TypeError,
+            "key_cluster_ids must be a .* int64 tensor",
+        ),
+        (
+            {"key_cluster_ids": torch.zeros(1, 2, 9).long()},
+            ValueError,
+            "key_cluster_ids must have shape",
+        ),
+    ],
+)
+def test_bad_clusters(change, error, message, draw) -> None:
+    query, key, value, centroids = draw(1, 2, 10, 4, 3)
+    good = {"remainder": 2, "key_cluster_ids": torch.zeros(1, 2, 10, dtype=torch.int64)}
+    with pytest.raises(error, match=message):
+        dgt.dynamic_group_attention(query, key, value, centroids, 3, **{**good, **change})
+
+
+@pytest.mark.parametrize("prefix", [0, 3])
+def test_a_remainder_of_several_keys_finds_its_clusters(prefix, backend, draw, close) -> None:
+    query, _, _, centroids = draw(2, 4, 60, 8, 5)
+    _, key, value, _ = draw(2, 2, 60, 8, 1, seed=1)
+    mask = torch.arange(60).expand(2, 60) < torch.tensor([[60], [50]])
+    clusters = dgt.cluster_tokens(key[:, :, prefix:], 6, mask=mask[:, prefix:], backend=backend).ids
+    clusters = F.pad(clusters, (prefix, 0)).repeat_interleave(2, dim=1)
+    sizes = {"key_mask": mask, "num_prefix_tokens": prefix, "remainder": 6, "backend": backend}
+    own = dgt.dynamic_group_attention(query, key, value, centroids, 8, **sizes)
+    given = dgt.dynamic_group_attention(
+        query, key, value, centroids, 8, **sizes, key_cluster_ids=clusters
+    )
+    close(own.output, given.output)  # the prefix is selected, whatever its cluster
+
+
+def test_a_remainder_of_several_keys_with_centroids_of_every_image(backend, draw, close) -> None:
+    query, key, value, centroids = draw(3, 2, 40, 8, 4)
+    own = dgt.find_centroids(query, centroids)
+    sizes = {"top_k": 9, "remainder": 5, "backend": backend}
+    together = dgt.dynamic_group_attention(query, key, value, own, **sizes).output
+    for b in range(3):
+        alone = (tensor[b : b + 1] for tensor in (query, key, value))
+        close(together[b], dgt.dynamic_group_attention(*alone, own[b], **sizes).output[0])
+
+
+def test_is_the_same_in_every_run_and_with_any_threads(draw) -> None:
+    query, key, value, _ = draw(1, 3, 1500, 24, 1)
+    sizes = {"num_groups": 40, "top_k": 50, "num_residual_keys": 30, "num_prefix_tokens": 1}
+    before = torch.get_num_threads()
+    outputs = []
+    try:
+        for threads in (1, 3, 2, 1):
+            torch.set_num_threads(threads)
+            outputs.append(dgt.clustered_attention(query, key, value, **sizes))
+    finally:
+        torch.set_num_threads(before)
+    for output in outputs[1:]:
+        assert torch.equal(output, outputs[0])
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_strides_do_not_matter(share, fast, draw) -> None:
+    packed = torch.randn(2, 70, 3, 4, 24, generator=torch.Generator().manual_seed(0))
+    views = packed.permute(2, 0, 3, 1, 4).unbind()
+    copies = tuple(view.contiguous() for view in views)
+    ours, same = (
+        dgt.clustered_attention(*inputs, **SIZES, share_key_clusters=share, backend=fast)
+        for inputs in (views, copies)
+    )
+    assert torch.allclose(ours, same, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_rounds_the_result_of_float32(dtype, fast, draw) -> None:
+    inputs = tuple(tensor.to(dtype) for tensor in draw(1, 2, 200, 16, 1)[:3])
+    output = dgt.clustered_attention(*inputs, **SIZES, backend=fast)
+    expected = dgt.clustered_attention(
+        *(tensor.float() for tensor in inputs), **SIZES, backend=fast
+    )
+    assert output.dtype == dtype
+    # Residual keys are rounded where PyTorch's kernels take them: twice the rounding of a value below 4.
+    assert float((output.float() - expected).abs().max()) < 8 * torch.finfo(dtype).eps
+
+
+def test_double_precision_is_kept(draw, close) -> None:
+    inputs = draw(1, 2, 80, 8, 1, dtype=torch.float64)[:3]
+    output = dgt.clustered_attention(*inputs, **SIZES)
+    assert output.dtype == torch.float64
+    close(output.float(), dgt.clustered_attention(*(tensor.float() for tensor in inputs), **SIZES))
+
+
+def test_where_no_key_is_real_the_output_is_zero(backend, draw) -> None:
+    query, key, value, _ = draw(2, 2, 40, 8, 1)
+    mask = torch.tensor([[True], [False]]).expand(2, 40)
+    for keys in (40, 30):
+        output = dgt.clustered_attention(
+            query,
+            key[:, :, :keys],
+            value[:, :, :keys],
+            **SIZES,
+            key_mask=mask[:, :keys],
+            backend=backend,
+        )
+        assert output.isfinite().all()
+        assert not output[1].any()
+
+
+def test_compiles_without_a_break_and_gives_the_same(fast, draw) -> None:
+    inputs = [tensor.requires_grad_(fast == "torch") for tensor in draw(1, 2, 80, 8, 1)[:3]]
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return dgt.clustered_attention(query, key, value, **SIZES, backend=fast)
+
+    torch.compiler.reset()
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*inputs), attention(*inputs))
+
+
+class Attention(torch.nn.Module):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return dgt.clustered_attention(query, key, value, **SIZES)
+
+
+def test_a_file_holds_it_as_one_operator_for_any_size(draw) -> None:
+    tokens = torch.export.Dim("tokens", min=32, max=4096)
+    shapes = {name: {2: tokens} for name in ("query", "key", "value")}
+    program = torch.export.export(
+        Attention(), tuple(draw(1, 2, 80, 8, 1)[:3]), dynamic_shapes=shapes
+    )
+    calls = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    assert torch.ops.dgt.clustered_attention.default in calls
+    other = tuple(draw(1, 2, 133, 8, 1, seed=5)[:3])
+    assert torch.allclose(program.module()(*other), Attention()(*other), atol=1e-6)
+
+
+def test_operators_pass_the_checks_of_pytorch(draw) -> None:
+    inputs = tuple(draw(2, 2, 60, 8, 1)[:3])
+    arguments = (*inputs, 5, 8, 4, 1, 0.3, torch.arange(60).expand(2, 60) < 50, True)
+    torch.library.opcheck(torch.ops.dgt.clustered_attention.default, arguments)
+    if "native" in FAST:
+        torch.library.opcheck(torch.ops.dgt.native_clustered_attention.default, arguments)
+        torch.library.opcheck(
+            torch.ops.dgt.native_cluster_tokens.default, (inputs[0], 5, 2, 3, None)
+        )
+
+
+def test_meta_tensors_give_shapes() -> None:
+    tokens = torch.empty(2, 3, 50, 8, device="meta")
+    assert dgt.clustered_attention(tokens, tokens, tokens, **SIZES).shape == tokens.shape
+    assert [tuple(x.shape) for x in dgt.cluster_tokens(tokens, 7)] == [(2, 3, 7, 8), (2, 3, 50)]
+
+
+def test_operations_are_counted() -> None:
+    query = torch.randn(1, 2, 400, 8)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        dgt.clustered_attention(query, query, query, num_groups=10, top_k=20, num_residual_keys=10)
+    clusters = 2 * 2 * 400 * 10 * (1 + 5 / 8) * 8
+    products = 3 * 10 * 400 + 2 * 400 * 30
+    if "native" in FAST:
+        assert counter.get_total_flops() == 2 * clusters + 2 * 2 * 8 * products
+
+
+def test_autocast_leaves_it_alone(fast, draw) -> None:
+    inputs = draw(1, 2, 90, 8, 1)[:3]
+    plain = dgt.clustered_attention(*inputs, **SIZES, backend=fast)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = dgt.clustered_attention(*inputs, **SIZES, backend=fast)
+    assert torch.equal(plain, cast)
+
+
+@pytest.mark.skipif("native" not in FAST, reason="the native kernels are not built here")
+def test_memory_does_not_grow_with_groups_times_tokens() -> None:
+    """Scores of all groups with all keys would be 96 MB here, and residual keys of all groups 180 MB."""
+    code = """
+import resource, torch, dgt
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+query, key, value = torch.randn(3, 1, 2, 12_000, 16)
+torch.set_num_threads(2)
+dgt.clustered_attention(*(x[:, :, :200] for x in (query, key, value)), num_groups=4, top_k=4, num_residual_keys=4)
+before = peak()
+with torch.no_grad():
+    dgt.clustered_attention(query, key, value, num_groups=1000, top_k=4, num_residual_keys=700)
+print(peak() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 60

@@ -1,0 +1,115 @@
+"""How many functions a value passes through: what a reader has to follow, counted by a profiler.
+
+A *stop* is a function of the package that is handed the value. Checks of arguments are read as one
+stop. A *door* is a public function: once a value is inside, it never goes through another one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dgt
+import dgt.layers
+import dgt.ops
+import dgt.runs
+from dgt.weights import SHIPPED
+
+ROOT = str(Path(dgt.__file__).parent)
+CHECKS = "ops/checks.py"
+MOST_STOPS = 22
+
+
+class Stop:
+    """A function that was entered, and the tensors it was handed."""
+
+    def __init__(self, frame: FrameType) -> None:
+        self.code = frame.f_code
+        self.file = frame.f_code.co_filename[len(ROOT) + 1 :]
+        count = self.code.co_argcount + self.code.co_kwonlyargcount + bool(self.code.co_flags & 4)
+        given = [frame.f_locals.get(name) for name in self.code.co_varnames[:count]]
+        self.storages = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(given)}
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.code.co_name}"
+
+
+def tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
+    """Tensors among values, and in tuples among them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple):
+            yield from tensors_in(value)
+
+
+def record(run: Callable[[], Any]) -> list[Stop]:
+    """The functions of the package that a call enters, in order; comprehensions aside."""
+    stops: list[Stop] = []
+
+    def look(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(ROOT) and frame.f_code.co_name[0] != "<":
+            stops.append(Stop(frame))
+
+    sys.setprofile(look)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return stops
+
+
+def doors(*modules: Any) -> set[CodeType]:
+    """The code of all public functions of some packages."""
+    values = [getattr(module, name) for module in modules for name in module.__all__]
+    functions = [getattr(value, "__wrapped__", value) for value in values]
+    return {function.__code__ for function in functions if hasattr(function, "__code__")}
+
+
+def distinct(stops: Iterable[Stop]) -> list[str]:
+    """Each stop once, in order, with all checks as one."""
+    return list(dict.fromkeys(CHECKS if stop.file == CHECKS else str(stop) for stop in stops))
+
+
+@pytest.mark.skipif(not dgt.native.status().available, reason="the native kernel was not built")
+@pytest.mark.parametrize("training", [False, True])
+def test_a_query_on_the_cpu_passes_few_functions(training: bool) -> None:
+    """From its projection to the kernel of the backend."""
+    layer = dgt.DGAttention(64, num_heads=2).train(training)
+    x = torch.randn(1, 28, 28, 64)
+    split = layer.split_heads
+    queries: list[Tensor] = []
+
+    def remember(tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        found: tuple[Tensor, Tensor, Tensor] = split(tokens)
+        queries.append(found[0])
+        return found
+
+    with torch.no_grad():
+        layer(x)  # seeds the centroids, and loads what is loaded once
+        layer.split_heads = remember  # type: ignore[method-assign]
+        entered = record(lambda: layer(x))
+    storage = queries[0].untyped_storage().data_ptr()
+    held = [stop for stop in entered if storage in stop.storages]
+    names = [stop.code.co_name for stop in entered]
+    if training:  # what follows is the update of the centroids
+        end = names.index("observe")
+        held = [stop for stop in held if entered.index(stop) < end]
+    assert len(distinct(held)) <= MOST_STOPS, "\n".join(distinct(held))
+    public = doors(dgt, dgt.ops, dgt.layers)
+    passed = [str(stop) for stop in held if stop.code in public]
+    assert len(passed) <= 1, passed
+
+
+def test_load_run_never_goes_through_another_door() -> None:
+    dgt.runs.load_run(SHIPPED)
+    public = doors(dgt, dgt.runs)
+    passed = [str(stop) for stop in record(lambda: dgt.runs.load_run(SHIPPED)) if stop.code in public]
+    assert passed == ["runs/model.py: load_run"]
