@@ -120,6 +120,11 @@ def add_openvino_extension(core: Any, path: str | Path | None = None) -> Path:
     Raises:
         UserError: the library is missing, of another version of OpenVINO, for another processor, or
             none of ours; or as :func:`openvino_extension_path`.
+
+    Example:
+        >>> core = openvino.Core()
+        >>> path = add_openvino_extension(core)
+        >>> compiled = core.compile_model("model.onnx", "CPU")
     """
     path = openvino_extension_path() if path is None else Path(path)
     _check_library(path)
@@ -141,8 +146,15 @@ def open_openvino(content: bytes, threads: int | None = None, extended: bool = F
         threads: how many; None leaves it to OpenVINO.
         extended: whether the file has DG-Attention as one operator.
 
+    Returns:
+        A function from (B, 3, H, W) images to the list of the file's outputs.
+
     Raises:
         UserError: OpenVINO is not installed; or as :func:`openvino_extension_path`.
+
+    Example:
+        >>> run = open_openvino(Path("model.onnx").read_bytes(), extended=True)
+        >>> (logits,) = run(torch.zeros(1, 3, 224, 224))
     """
     check_libraries("OpenVINO", ("openvino",), "openvino")
     import openvino
