@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from dgt.inference.formats import Runner, check_libraries, check_size
-from dgt.ops import torch_clusters
+from dgt.ops import lloyd
 from dgt.ops.native import library
 from dgt.utils.atomic_write import replacing
 from dgt.utils.cache import cache_folder
@@ -51,10 +51,10 @@ FOR_KERNELS = (
 )
 FOR_OPERATORS = (
     "-O2",
-    f"-DDGT_CLUSTER_STEPS={torch_clusters.STEPS}",
-    f"-DDGT_CLUSTER_EVERY={torch_clusters.EVERY}",
-    f"-DDGT_CLUSTER_LEAST={torch_clusters.LEAST_OF_CLUSTER}",
-    f"-DDGT_CLUSTER_GOLDEN={torch_clusters.GOLDEN}u",
+    f"-DDGT_CLUSTER_STEPS={lloyd.STEPS}",
+    f"-DDGT_CLUSTER_EVERY={lloyd.EVERY}",
+    f"-DDGT_CLUSTER_LEAST={lloyd.LEAST_OF_CLUSTER}",
+    f"-DDGT_CLUSTER_GOLDEN={lloyd.GOLDEN}u",
 )
 
 
