@@ -12,7 +12,7 @@ the JSON, in a folder of its name: plans, and the logits of every image. Run it 
 nothing is measured twice, and more errors or images may be asked for then.
 
     python benchmarks/accelerate_imagenette.py --run OUT/runs/vit256 --data.root DATA/imagenette128 \
-        --spread plan.safetensors --images 48 --out accelerate_spread.json
+        --spread plan.json --images 48 --out accelerate_spread.json
 
 The other way: errors of single images under one plan, of training images as they are augmented and
 of validation.

@@ -251,18 +251,18 @@ def test_what_cannot_be_grouped_stays_and_says_why() -> None:
 def test_a_plan_serves_a_model_with_the_same_layers(tmp_path) -> None:
     model, images = vit(), torch.randn(4, 3, SIZE, SIZE)
     report = dgt.accelerate(model, images, 0.2)
-    report.save(tmp_path / "plan.safetensors")
+    report.save(tmp_path / "plan.json")
     other = vit()
-    again = dgt.apply_plan(other, tmp_path / "plan.safetensors")
+    again = dgt.apply_plan(other, tmp_path / "plan.json")
     with torch.no_grad():
         assert torch.equal(other(images), model(images))
     assert again.to_json() == report.to_json()
     json.dumps(again.to_json())
 
     with pytest.raises(ValueError, match="model must not be accelerated already"):
-        dgt.apply_plan(other, tmp_path / "plan.safetensors")
+        dgt.apply_plan(other, tmp_path / "plan.json")
     with pytest.raises(ValueError, match=r"model must have the plan's layers, but has no 'blocks\.0\.attn'"):
-        dgt.apply_plan(nn.Linear(3, 3), tmp_path / "plan.safetensors")
+        dgt.apply_plan(nn.Linear(3, 3), tmp_path / "plan.json")
     with pytest.raises(FileNotFoundError, match="there is no plan"):
         dgt.apply_plan(vit(), tmp_path / "none")
     (tmp_path / "text").write_text("no plan")
@@ -280,7 +280,7 @@ def test_a_plan_serves_a_model_with_the_same_layers(tmp_path) -> None:
     with pytest.raises(ValueError, match="is no plan of this version"):
         dgt.apply_plan(vit(), tmp_path / "other")
     with pytest.warns(DeprecationWarning, match="model is no longer needed to save a plan"):
-        report.save(tmp_path / "plan.safetensors", model)
+        report.save(tmp_path / "plan.json", model)
 
 
 @pytest.mark.usefixtures("slow_attention")

@@ -184,6 +184,32 @@ def test_padded_images_are_accelerated() -> None:
     assert report.measured_error == pytest.approx(float((squares[0][1] / squares[1][1]).sqrt()), rel=1e-3)
 
 
+@pytest.mark.usefixtures("slow_attention")
+def test_packed_images_of_a_language_model() -> None:
+    """Qwen2-VL's tower attends once for each image of a sequence that holds several."""
+    torch.manual_seed(0)
+    sizes = {"embed_dim": 32, "hidden_size": 32, "patch_size": 4, "depth": 2, "num_heads": 2, "mlp_ratio": 2}
+    model = hf.models.qwen2_vl.modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel._from_config(
+        hf.models.qwen2_vl.configuration_qwen2_vl.Qwen2VLVisionConfig(**sizes)
+    ).eval()
+
+    def pack(*sides: int) -> dict[str, Tensor]:
+        grids = torch.tensor([[1, side, side] for side in sides])
+        return {"hidden_states": torch.randn(int(grids.prod(1).sum()), 3 * 2 * 16), "grid_thw": grids}
+
+    items = [pack(8, 10), pack(12), pack(8, 10, 6), pack(16, 2)]
+    report = dgt.accelerate(model, items, 0.3)
+    assert [(row.name, row.calls, row.choice) for row in report.layers] == [
+        ("blocks.0.attn", 3, "groups"),
+        ("blocks.1.attn", 3, "groups"),
+    ]
+    with torch.no_grad():
+        after = model(**items[0])[0]
+        with dgt.exact_attention(model):
+            before = model(**items[0])[0]
+    assert 0 < (after - before).norm() / before.norm() < 0.3
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -212,4 +238,4 @@ def test_the_lines_of_the_page(tmp_path, monkeypatch) -> None:
     names = {"images": [Image.fromarray(image) for image in pixels]}
     exec(lines, names)
     assert [(layer.prefix, layer.tokens) for layer in names["report"].layers] == [(5, 149)] * 2
-    assert {"report.png", "plan.safetensors"} < {path.name for path in tmp_path.iterdir()}
+    assert {"report.png", "plan.json"} < {path.name for path in tmp_path.iterdir()}

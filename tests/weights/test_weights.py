@@ -364,5 +364,5 @@ def test_a_plan_is_measured_and_packed(run: Path, tmp_path: Path, capsys: pytest
     assert "model must have the plan's layers, but has no 'blocks.0.attn'" in capsys.readouterr().err
     assert not (tmp_path / "no.plan").exists()
     (out / "plan.json").unlink()
-    with pytest.raises(UserError, match=r"plan\.safetensors is missing"):
+    with pytest.raises(UserError, match=r"plan\.json is missing"):
         check_weights(out)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dgt.acceleration.measure import Settings, breadth, measure_call, timed
+from dgt.acceleration.measure import Own, Settings, breadth, measure_call, timed
 from dgt.acceleration.progress import Progress
 from dgt.acceleration.settings import LayerReport
 from dgt.acceleration.task import (
@@ -312,16 +312,17 @@ class TracedRun:
             self.paddings[tuple(call.key_mask.shape)] = call.key_mask
         self.own_ms += ms
         if self.is_measured and self.tracer.counts[name] <= MOST_SITES:
-            self.measuring_ms += timed(lambda: self.measure(site, call, output))[0]
+            own = Own(ms, output)
+            self.measuring_ms += timed(partial(self.measure, site, call, own))[0]
         return output
 
-    def measure(self, site: Site, call: Call, output: Any) -> None:
+    def measure(self, site: Site, call: Call, own: Own) -> None:
         """Measure the settings of a call site."""
         if not site.settings and not site.row.reason:
             site.row = replace(site.row, breadth=breadth(call))
         # without arguments it is of a function that nothing of ours stands for
         if call.arguments is not None and site.row.reason != PASSED_BY:
-            measure_call(call, site.row, output, site.settings, self.is_exact)
+            measure_call(call, site.row, own, site.settings, self.is_exact)
 
 
 def run_first(

@@ -17,6 +17,7 @@ from dgt.acceleration.settings import LayerReport
 BISECTIONS = 40  # of the price, over PRICES
 PRICES = (-4.0, 18.0)  # powers of ten, milliseconds for a squared error of one
 BATCH_GAIN = 0.97  # a setting that is slower than this for a batch is kept from larger batches
+EXACT_GAIN = 0.97  # what exact attention must take less than: it costs no error
 NOT_FASTER = "no setting within the error is faster"
 
 Choice: TypeAlias = tuple[Kind | None, ...]
@@ -25,7 +26,11 @@ Choice: TypeAlias = tuple[Kind | None, ...]
 
 def usable(site: Site) -> dict[Kind, Measured]:
     """The settings of a call site that are faster than its own attention."""
-    return {kind: measured for kind, measured in site.settings.items() if measured.ratio < GAIN}
+    found = {}
+    for kind, measured in site.settings.items():
+        if measured.ratio < (EXACT_GAIN if kind.choice == "exact" else GAIN):
+            found[kind] = measured
+    return found
 
 
 def has_groups(site: Site) -> bool:

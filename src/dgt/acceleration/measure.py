@@ -20,7 +20,8 @@ from dgt.swap import Call, read_call, special_places
 GAIN = 0.9  # a setting must take less than this share of the call's own time
 ROUNDS = 2  # the least time of so many counts
 SLOW = 1.5  # a setting that takes more of the call's own time at first is not timed again
-LONG = 200.0  # milliseconds: what takes more is not timed again either
+LONG = 40.0  # milliseconds: what takes more is not timed again, nor for a batch
+CLEARLY = 0.9  # of an error: less is clearly better
 SHARP = 3.0  # of the statistic s: above, residual keys do not pay
 BROAD = 1.0  # below, they do
 BATCH = 4  # inputs at once, for which a gain has to hold as well
@@ -71,6 +72,13 @@ class Measured:
 Settings = dict[Kind, Measured]
 
 
+class Own(NamedTuple):
+    """A call answered by the model's own attention."""
+
+    ms: float
+    output: Any
+
+
 def timed(work: Callable[[], Any], rounds: int = 1) -> tuple[float, Any]:
     """Return the least number of milliseconds that some work takes, and what it returns."""
     from torch.utils.benchmark import (
@@ -87,37 +95,61 @@ def timed(work: Callable[[], Any], rounds: int = 1) -> tuple[float, Any]:
 
 
 def measure_call(
-    call: Call, row: LayerReport, own_output: Any, settings: Settings, is_exact: bool
+    call: Call, row: LayerReport, own: Own, settings: Settings, is_exact: bool
 ) -> None:
     """Measure every setting of a call site on one of its calls, and add that to what is known.
 
     Args:
         call: the call; its site's first fills in the settings.
         row: of the call site, with the sizes of its calls, and why it cannot be grouped.
-        own_output: what the model's own attention returns for the call.
+        own: the model's own attention for the call.
         settings: what is known so far.
         is_exact: whether no error is allowed, so that no groups are tried.
     """
     is_first = not settings
     if is_first:
         settings.update(settings_to_try(call, row, is_exact))
-    own_ms = timed(call.run, ROUNDS)[0]
+    own = own._replace(ms=timed_again(call.run, own.ms))
     too_slow: set[tuple[bool, bool]] = set()  # of groups: what more keys only make slower
     for kind, measured in settings.items():
         is_grouped = kind.choice == "groups"
         sort = (kind.has_residual, kind.shared_clusters)
-        if is_grouped and (sort in too_slow or call.reason is not None):
+        is_hopeless = sort in too_slow or call.reason is not None
+        if is_grouped and is_hopeless:
             continue
-        ms, output = timed(partial(answer_call, call, measured.row))
-        is_smallest = kind.share == SHARES[0]  # which decides about all of its sort
-        if is_smallest or (ms < SLOW * own_ms and ms < LONG):
-            ms = min(ms, timed(partial(answer_call, call, measured.row), ROUNDS - 1)[0])
-        if is_grouped and ms >= GAIN * own_ms:
+        if not is_first and is_dominated(measured, settings):
+            continue
+        found = measure_setting(call, kind, measured.row, own)
+        measured.add(found)
+        if is_grouped and found.ratio >= GAIN:
             too_slow.add(sort)
-        squares = squares_between(real_rows(call, output), real_rows(call, own_output))
-        measured.add(Measured(measured.row, ms, own_ms, squares))
-    if is_first:
+    if is_first and own.ms < LONG:
         measure_batch(call, settings)
+
+
+def measure_setting(call: Call, kind: Kind, row: LayerReport, own: Own) -> Measured:
+    """Time one setting on one call, and compare its output with the model's own."""
+    work = partial(answer_call, call, row)
+    ms, output = timed(work)
+    is_smallest = kind.share == SHARES[0]  # which decides about all of its sort
+    if is_smallest or ms < SLOW * own.ms:
+        ms = timed_again(work, ms)
+    squares = squares_between(real_rows(call, output), real_rows(call, own.output))
+    return Measured(row, ms, own.ms, squares)
+
+
+def timed_again(work: Callable[[], Any], ms: float) -> float:
+    """The least number of milliseconds that some work takes, timed once more unless it took long."""
+    return ms if ms > LONG else min(ms, timed(work, ROUNDS - 1)[0])
+
+
+def is_dominated(measured: Measured, settings: Settings) -> bool:
+    """Whether another setting is as fast and clearly more accurate."""
+    return any(
+        other.ratio <= measured.ratio and other.error < CLEARLY * measured.error
+        for other in settings.values()
+        if other.row.choice == "groups"
+    )
 
 
 def real_rows(call: Call, output: Tensor) -> list[Tensor]:

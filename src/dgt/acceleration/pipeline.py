@@ -140,7 +140,8 @@ def finish(task: Task, found: Capture, confirmed: Confirmed | None, progress: Pr
     rows = rows_of(found.sites, confirmed.choice)
     install_rows(task.model, rows)
     before, after = time_choice(task, rows, progress)
-    if after.ms >= before.ms:  # what single layers gained was lost around them
+    is_slower = after.ms >= before.ms or after.attention_ms >= before.attention_ms
+    if is_slower:  # what single layers gained was lost around them
         uninstall_answers(task.model)
         found.verdict = "the whole model was not faster"
         rows = [as_it_was(row, found.verdict) for row in rows]

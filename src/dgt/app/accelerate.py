@@ -148,7 +148,7 @@ def _read_config(path: str | Path) -> dict[str, Any]:
 
 
 def _open_timm(source: str, size: int | None) -> OpenedModel:
-    """A model of timm, built for a size where it is told one, and left alone where it takes any."""
+    """A model of timm, built for the given size if it needs one."""
     if size is None:
         model = timm.create_model(source, pretrained=True)
         return OpenedModel(model, timm.data.resolve_model_data_config(model), {})

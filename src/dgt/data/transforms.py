@@ -67,7 +67,7 @@ class Augmentation:
         min_scale: smallest share of the area that the random resized crop keeps; 1 for the center
             square, always.
         flip: probability of a horizontal flip.
-        pad_crop: pad by so many pixels and crop at random, in place of the random resized crop; 0
+        pad_crop: pixels of padding before a random crop, in place of the random resized crop; 0
             for not.
         interpolation: "nearest", "bilinear", "bicubic" or "lanczos".
     """

@@ -19,8 +19,7 @@ from dgt.layers.attention import SelfAttention
 from dgt.layers.block import Block
 from dgt.layers.convolution import ConvStem, InvertedResidualFFN, TokenLinear, are_evaluated
 from dgt.layers.head import Head
-from dgt.layers.native import Prepared, predicts_natively
-from dgt.ops.native import convolution, feed_forward
+from dgt.layers.native import Prepared, convolution, feed_forward, predicts_natively
 from dgt.utils.errors import UserError
 
 ENDS, INNER = slice(None, None, 2), slice(1, 2)  # of three rows or columns
@@ -77,7 +76,7 @@ def inference_form(module: nn.Module) -> nn.Module:
 
 
 def _gelu(x: Tensor) -> Tensor:
-    """GELU of a tensor that nobody else holds: in place, unless gradients ask for it."""
+    """GELU of a tensor that nothing else refers to: in place, unless gradients need it."""
     return F.gelu(x) if torch.is_grad_enabled() and x.requires_grad else torch.ops.aten.gelu_(x)
 
 

@@ -1,4 +1,4 @@
-"""Attention in groups as ONNX nodes of the domain `dgt`, for runtimes that an extension teaches them.
+"""Attention in groups as ONNX nodes of the domain `dgt`, for runtimes with an extension.
 
 `DGAttention` is Dynamic Group Attention: in a recorded graph it is three operators, group, select
 and attend, which are joined here. `DGClusteredAttention` is :func:`dgt.clustered_attention`. Each
@@ -12,7 +12,7 @@ The centroids (H, G, D) of `DGAttention` are its last input. `openvino_extension
 for OpenVINO.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import onnx
@@ -36,15 +36,15 @@ RESHAPES = (
 VIEWS_OF_ALL = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 _ATTENTION = {"top_k": "INT", "scale": "FLOAT"}
-_CLUSTERED_ATTENTION = {
-    "num_groups": "INT",
-    "top_k": "INT",
-    "num_residual_keys": "INT",
-    "num_prefix_tokens": "INT",
-    "scale": "FLOAT",
-    "share_key_clusters": "INT",
-    "num_heads": "INT",
-}
+_SETTINGS = (
+    "num_heads",
+    "num_groups",
+    "top_k",
+    "num_residual_keys",
+    "num_prefix_tokens",
+    "share_key_clusters",
+)
+_CLUSTERED_ATTENTION = {"scale": "FLOAT", **dict.fromkeys(_SETTINGS, "INT")}
 
 
 def _node(name: str, attributes: dict[str, str]) -> Op:
@@ -98,19 +98,14 @@ def _(qkv: Tensor, centroids: Tensor, *_: Any) -> Tensor:
     return qkv.new_empty((*qkv.shape[:2], heads * channels))
 
 
-@torch.library.custom_op("dgt::clustered_attention_of_projection", mutates_args=())
-def _clustered_attention_of_projection(
-    qkv: Tensor,
-    num_heads: int,
-    num_groups: int,
-    top_k: int,
-    num_residual_keys: int,
-    num_prefix_tokens: int,
-    scale: float,
-    key_mask: Tensor | None,
-    share_key_clusters: bool,
+@torch.library.custom_op("dgt::joined_clustered_attention", mutates_args=())
+def _joined_clustered_attention(
+    tokens: list[Tensor], settings: list[int], scale: float
 ) -> Tensor:
-    query, key, value = _split_heads(qkv, num_heads)
+    """`tokens` are the inputs of the node, `settings` its attributes in order of `_SETTINGS`."""
+    num_heads, num_groups, top_k, num_residual_keys, num_prefix_tokens, is_shared = settings
+    is_projection = len(tokens) == 1
+    query, key, value = _split_heads(tokens[0], num_heads) if is_projection else tokens
     output = clustered_attention(
         query,
         key,
@@ -120,15 +115,19 @@ def _clustered_attention_of_projection(
         num_residual_keys=num_residual_keys,
         num_prefix_tokens=num_prefix_tokens,
         scale=scale,
-        key_mask=key_mask,
-        share_key_clusters=share_key_clusters,
+        share_key_clusters=bool(is_shared),
     )
-    return output.transpose(1, 2).flatten(2).contiguous()
+    if is_projection:
+        output = output.transpose(1, 2).flatten(2)
+    return output.contiguous()
 
 
-@_clustered_attention_of_projection.register_fake
-def _(qkv: Tensor, *_: Any) -> Tensor:
-    return qkv.new_empty((*qkv.shape[:2], qkv.shape[2] // 3))
+@_joined_clustered_attention.register_fake
+def _(tokens: list[Tensor], *_: Any) -> Tensor:
+    first = tokens[0]
+    if len(tokens) == 1:
+        return first.new_empty((*first.shape[:2], first.shape[2] // 3))
+    return first.new_empty(first.shape)
 
 
 def _split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -157,62 +156,18 @@ def joined_attention_of_projection(
     return _attention_node(qkv, centroids, top_k=top_k, scale=scale)
 
 
-def clustered_attention_by_head(
-    query: FLOAT[...],
-    key: FLOAT[...],
-    value: FLOAT[...],
-    num_groups: int,
-    top_k: int,
-    num_residual_keys: int,
-    num_prefix_tokens: int,
-    scale: float,
-    key_mask: None,
-    share_key_clusters: bool,
+def joined_clustered_attention(
+    tokens: Sequence[FLOAT[...]], settings: Sequence[int], scale: float
 ) -> FLOAT[...]:
-    """Clustered attention of (B, H, L, D) queries, keys and values."""
-    return _clustered_attention_node(
-        query,
-        key,
-        value,
-        num_groups=num_groups,
-        top_k=top_k,
-        num_residual_keys=num_residual_keys,
-        num_prefix_tokens=num_prefix_tokens,
-        scale=scale,
-        share_key_clusters=int(share_key_clusters),
-        num_heads=1,  # which the inputs tell
-    )
-
-
-def clustered_attention_of_projection(
-    qkv: FLOAT[...],
-    num_heads: int,
-    num_groups: int,
-    top_k: int,
-    num_residual_keys: int,
-    num_prefix_tokens: int,
-    scale: float,
-    key_mask: None,
-    share_key_clusters: bool,
-) -> FLOAT[...]:
-    """Clustered attention of (B, L, 3 H D) projections."""
-    return _clustered_attention_node(
-        qkv,
-        num_groups=num_groups,
-        top_k=top_k,
-        num_residual_keys=num_residual_keys,
-        num_prefix_tokens=num_prefix_tokens,
-        scale=scale,
-        share_key_clusters=int(share_key_clusters),
-        num_heads=num_heads,
-    )
+    """Clustered attention of tokens in either form."""
+    attributes = dict(zip(_SETTINGS, settings, strict=True))
+    return _clustered_attention_node(*tokens, scale=scale, **attributes)
 
 
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.dgt.joined_attention.default: joined_attention,
     torch.ops.dgt.joined_attention_of_projection.default: joined_attention_of_projection,
-    torch.ops.dgt.clustered_attention.default: clustered_attention_by_head,
-    torch.ops.dgt.clustered_attention_of_projection.default: clustered_attention_of_projection,
+    torch.ops.dgt.joined_clustered_attention.default: joined_clustered_attention,
 }
 
 
@@ -243,7 +198,7 @@ def join_steps(program: ExportedProgram) -> int:
     for node in list(program.graph.nodes):
         if node.target == torch.ops.dgt.clustered_attention.default:
             count += 1
-            _read_projection(node)
+            _join_clustered(node)
         attention = _find_attention(node)
         if attention is not None:
             count += 1
@@ -265,17 +220,28 @@ def _join(node: Any, attention: _Attention) -> None:
         merged.args = (projection, attention.centroids, attention.top_k, attention.scale)
 
 
-def _read_projection(node: Any) -> None:
-    """Let a clustered attention take the projections as they are, where that is what it is of."""
-    query, key, value, *settings = node.args
-    if settings[5] is not None:
-        raise UserError("clustered attention with a mask of padding cannot be written as one operator")
-    projection = _find_projection(_origin(query), _origin(key), _origin(value))
+def _join_clustered(node: Any) -> None:
+    """Let a clustered attention take the projections as they are, where they are what it is of."""
+    tokens, settings, scale, key_mask = _read_clustered(*node.args)
+    if key_mask is not None:
+        raise UserError(
+            "clustered attention with a mask of padding cannot be written as one operator"
+        )
+    projection = _find_projection(*map(_origin, tokens))
     merged = _find_merged_heads(node)
     if projection is not None and merged is not None:
-        heads = node.meta["val"].shape[1]
-        merged.target = torch.ops.dgt.clustered_attention_of_projection.default
-        merged.args = (projection, heads, *settings)
+        tokens = [projection]
+        node = merged
+    node.target = torch.ops.dgt.joined_clustered_attention.default
+    node.args = (tokens, settings, scale)
+
+
+def _read_clustered(*arguments: Any) -> tuple[list[Any], list[int], float, Any]:
+    """Tokens, numbers in the order of `_SETTINGS`, scale and mask of a clustered attention."""
+    query, key, value, num_groups, top_k, num_residual_keys, prefix, scale, mask, shared = arguments
+    heads = query.meta["val"].shape[1]
+    numbers = [heads, num_groups, top_k, num_residual_keys, prefix, int(shared)]
+    return [query, key, value], numbers, scale, mask
 
 
 def _find_attention(node: Any) -> _Attention | None:
@@ -315,7 +281,8 @@ def _find_projection(*parts: Any) -> Any:
         return None
     projection = cut.args[0]
     _, heads, _, channels = parts[0].meta["val"].shape
-    fits = _ends_with(cut, 5, 3, heads, channels) and _ends_with(projection, 3, 3 * heads * channels)
+    width = 3 * heads * channels
+    fits = _ends_with(cut, 5, 3, heads, channels) and _ends_with(projection, 3, width)
     return projection if fits else None
 
 

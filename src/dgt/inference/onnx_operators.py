@@ -116,7 +116,7 @@ def _attend_gathered(
     """Tiles of 32 queries of one group, each with the selected keys of that group, gathered.
 
     As many tiles as there could be at most, T = L // 32 + G, so that shapes do not depend on
-    values: what stands in empty places is computed, and read by nobody.
+    values: empty places are computed too, and never read.
     """
     zero = op.Constant(value_int=0)
     one = op.Constant(value_int=1)

@@ -129,7 +129,7 @@ ov::PartialShape infer_shape(const ov::op::Op* op, size_t count) {
 
 // ---- clusters of tokens ------------------------------------------------------------------------------------------
 
-// Token numbers whose every beginning is spread evenly over them, as `spread_out` of dgt.ops.torch_clusters.
+// Token numbers whose every beginning is spread evenly over them, as `spread_out` of dgt.ops.lloyd.
 std::vector<int32_t> spread_out(int64_t count) {
     auto place = [](int32_t i) { return (uint32_t)i * (uint32_t)DGT_CLUSTER_GOLDEN; };
     std::vector<int32_t> order(count);

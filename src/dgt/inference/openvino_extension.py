@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from dgt.inference.formats import Runner, check_libraries, check_size
-from dgt.ops import torch_clusters
+from dgt.ops import lloyd
 from dgt.ops.native import library
 from dgt.utils.atomic_write import replacing
 from dgt.utils.cache import cache_folder
@@ -51,10 +51,10 @@ FOR_KERNELS = (
 )
 FOR_OPERATORS = (
     "-O2",
-    f"-DDGT_CLUSTER_STEPS={torch_clusters.STEPS}",
-    f"-DDGT_CLUSTER_EVERY={torch_clusters.EVERY}",
-    f"-DDGT_CLUSTER_LEAST={torch_clusters.LEAST_OF_CLUSTER}",
-    f"-DDGT_CLUSTER_GOLDEN={torch_clusters.GOLDEN}u",
+    f"-DDGT_CLUSTER_STEPS={lloyd.STEPS}",
+    f"-DDGT_CLUSTER_EVERY={lloyd.EVERY}",
+    f"-DDGT_CLUSTER_LEAST={lloyd.LEAST_OF_CLUSTER}",
+    f"-DDGT_CLUSTER_GOLDEN={lloyd.GOLDEN}u",
 )
 
 
@@ -120,6 +120,11 @@ def add_openvino_extension(core: Any, path: str | Path | None = None) -> Path:
     Raises:
         UserError: the library is missing, of another version of OpenVINO, for another processor, or
             none of ours; or as :func:`openvino_extension_path`.
+
+    Example:
+        >>> core = openvino.Core()
+        >>> path = add_openvino_extension(core)
+        >>> compiled = core.compile_model("model.onnx", "CPU")
     """
     path = openvino_extension_path() if path is None else Path(path)
     _check_library(path)
@@ -141,8 +146,15 @@ def open_openvino(content: bytes, threads: int | None = None, extended: bool = F
         threads: how many; None leaves it to OpenVINO.
         extended: whether the file has DG-Attention as one operator.
 
+    Returns:
+        A function from (B, 3, H, W) images to the list of the file's outputs.
+
     Raises:
         UserError: OpenVINO is not installed; or as :func:`openvino_extension_path`.
+
+    Example:
+        >>> run = open_openvino(Path("model.onnx").read_bytes(), extended=True)
+        >>> (logits,) = run(torch.zeros(1, 3, 224, 224))
     """
     check_libraries("OpenVINO", ("openvino",), "openvino")
     import openvino

@@ -123,8 +123,8 @@ class GlobalAttention(SelfAttention):
 class DGAttention(SelfAttention, CentroidState):
     """Dynamic Group Attention: every query attends to the ``top_k`` keys of its group.
 
-    ``top_k`` and ``backend`` are no shape of any weight and may be set at any time. How the
-    centroids live is told in :mod:`dgt.layers.centroids`: they need no call from a training loop.
+    No weight depends on ``top_k`` and ``backend``: both may be set at any time. The centroids need
+    no call from a training loop; :mod:`dgt.layers.centroids` says how they are updated.
 
     Args:
         dim, num_heads, qkv_bias, cosine: as in :class:`SelfAttention`.

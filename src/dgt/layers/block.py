@@ -95,7 +95,7 @@ class Block(nn.Module):
         if ffn not in FEED_FORWARDS:
             raise ValueError(f"ffn must be 'irffn' or 'mlp', got {ffn!r}")
         self.post_norm = post_norm
-        # In the inference form, whose branches return tensors that nobody else holds.
+        # In the inference form, whose branches return tensors that nothing else refers to.
         self.joins_in_place = False
         self.cpe = ConditionalPositionEncoding(dim, **factory) if cpe else None
         self.norm1 = LayerNorm(dim, **factory)

@@ -193,7 +193,7 @@ class CentroidState(nn.Module):
                 raise
             give_up(error)
             return False
-        # A kernel writes behind PyTorch's back.
+        # The kernel's writes are unknown to PyTorch.
         torch.autograd.graph.increment_version(self.centroids)
         return True
 

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Proxy
 
-from dgt.layers.native import predicts_natively
+from dgt.layers.native import convolution, feed_forward, predicts_natively
 from dgt.layers.scripting import scripting
-from dgt.ops.native import convolution, feed_forward
 
 
 def are_evaluated(norms: Iterable[nn.Module]) -> bool:

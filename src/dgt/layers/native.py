@@ -7,7 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from dgt.ops.checks import has_tangent
+from dgt.ops.native import convolution, feed_forward
 from dgt.ops.native_loader import reason_against_native
+
+__all__ = ["Prepared", "convolution", "feed_forward", "predicts_natively"]
 
 PLAIN = (Tensor, nn.Parameter)  # neither quantized, nor distributed, nor followed by torch.fx
 

@@ -184,7 +184,7 @@ class ComparedParts(Parts):
         """Check that there are an attention and what it needs for each stage.
 
         Raises:
-            UserError: there are more or fewer than so many ``stages``.
+            UserError: the number of ``stages`` is another.
         """
         if not len(self.attention) == len(self.extents) == stages:
             came = f"{self.attention} and {self.extents} for {stages} stages"

@@ -71,7 +71,7 @@ class Parts:
     patches = False  # whether the stem alone makes the tokens of stage one, as in Swin and CSWin
 
     def check(self, stages: int) -> None:
-        """Check that these are the parts of so many stages.
+        """Check that these are the parts of a model with that many stages.
 
         Raises:
             ValueError: they are not.

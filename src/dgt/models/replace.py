@@ -236,6 +236,10 @@ def calibrate(model: nn.Module, images: Tensor) -> list[str]:
 
     Raises:
         TypeError, ValueError: as :func:`dgt.models.capture`.
+
+    Example:
+        >>> dgt.replace_attention(model, num_groups=48, top_k=98, remainder=True)
+        >>> dgt.calibrate(model, images)
     """
 
     def seed(seen: LayerInput) -> str:

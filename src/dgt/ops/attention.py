@@ -279,11 +279,21 @@ def attend_with_logsumexp(
 ) -> tuple[Tensor, Tensor]:
     """:func:`attend`, and what it takes to join its result with attention over other keys (:func:`merge_attention`).
 
-    Arguments and errors are those of :func:`attend`; in Triton without gradients.
+    Args:
+        query, key, value, group_ids, key_ids, scale, backend, key_bias: as in :func:`attend`; in Triton without
+            gradients.
 
     Returns:
         ``(output, logsumexp)``: the second (B, H, L), float32 or float64, the logarithm of every query's sum of
         exponentials, -inf where it sees no key. Both are differentiable.
+
+    Raises:
+        TypeError, ValueError: as :func:`attend`.
+
+    Example:
+        >>> image = attend_with_logsumexp(query, key, value, group_ids, key_ids)
+        >>> text = attend_with_logsumexp(query, text_key, text_value, group_ids, text_key_ids)
+        >>> output, _ = merge_attention(image, text)
     """
     scale = _check_attend(query, key, value, group_ids, key_ids, scale=scale, key_bias=key_bias)
     backend = resolve_call(backend, "the logarithms of the sums", query, key, value, key_bias)
@@ -300,6 +310,11 @@ def merge_attention(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
     Returns:
         ``(output, logsumexp)`` of the union; zero and -inf where no part sees a key.
+
+    Example:
+        >>> first = attend_with_logsumexp(query, key, value, group_ids, key_ids)
+        >>> second = attend_with_logsumexp(query, key, value, group_ids, other_key_ids)
+        >>> output, logsumexp = merge_attention(first, second)
     """
     sums = torch.stack([part[1] for part in parts])  # (parts, B, H, L)
     blind = sums.isneginf().all(0)

@@ -44,7 +44,7 @@ def diagnose_selection(
 
     Args:
         query, key: (B, H, L, D) float tensors.
-        group_ids: (B, H, L) int64; -1 marks padding, which as a key counts for nobody.
+        group_ids: (B, H, L) int64; -1 marks padding, which is never counted as a key.
         key_ids: (B, H, G, K) int64; -1 marks an empty place.
         scale: factor on the scores; default 1 / sqrt(D).
 

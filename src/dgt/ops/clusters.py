@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dgt.ops.backends import load_backend, resolve_backend
 from dgt.ops.checks import check_count, check_key_mask, check_no_nan, check_tensor
-from dgt.ops.torch_clusters import EVERY, STEPS, sample_distance
+from dgt.ops.lloyd import EVERY, STEPS, sample_distance
 
 
 class Clusters(NamedTuple):

@@ -10,7 +10,7 @@ and in Triton alike.
 import math
 from typing import Any
 
-from dgt.ops.torch_clusters import EVERY, STEPS, sample_distance
+from dgt.ops.lloyd import EVERY, STEPS, sample_distance
 
 
 def group_queries(query: Any, centroids: Any, *_: Any, **__: Any) -> int:

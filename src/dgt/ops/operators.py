@@ -28,10 +28,10 @@ from torch.utils.flop_counter import register_flop_formula
 
 from dgt.ops import flops, torch_ops
 from dgt.ops.checks import wide_type
+from dgt.ops.lloyd import cluster_tokens
 from dgt.ops.native_loader import can_run_native, load_native
 from dgt.ops.remainder import summarize_unselected
 from dgt.ops.residual_keys import summarize_clusters
-from dgt.ops.torch_clusters import cluster_tokens
 from dgt.ops.torch_ops import group_statistics
 
 __all__ = [

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dgt.ops.checks import check_no_nan, full_precision, wide_type
+from dgt.ops.lloyd import cluster_tokens
 from dgt.ops.remainder import sum_groups, summarize_unselected
 from dgt.ops.residual_keys import summarize_clusters
 from dgt.ops.torch_attention import Heads, attend_in_heads
-from dgt.ops.torch_clusters import cluster_tokens
 
 __all__ = [
     "attend",

@@ -55,7 +55,7 @@ def run_status(folder: str | Path) -> dict[str, Any]:
     status["checkpoints"] = [path.name for path in step_checkpoints(folder)]
     if status["state"] in RUNNING and status["host"] == socket.gethostname():
         try:
-            with suppress(PermissionError):  # somebody else's process
+            with suppress(PermissionError):  # a process of another user
                 os.kill(status["pid"], 0)
         except ProcessLookupError:
             status["state"] = "killed"

@@ -88,6 +88,12 @@ def replace_modules(model: nn.Module, replacements: Mapping[str, nn.Module]) -> 
 def exact_attention(model: nn.Module) -> Iterator[None]:
     """Run an accelerated model with its own attention while this is entered.
 
+    Args:
+        model: after :func:`dgt.accelerate` or :func:`dgt.apply_plan`.
+
+    Returns:
+        A context manager.
+
     Example:
         >>> with dgt.exact_attention(model):
         ...     before = model(images)

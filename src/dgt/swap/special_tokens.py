@@ -25,8 +25,14 @@ TOKENS = frozenset(  # parameters that become tokens before the patches
 
 @dataclass(frozen=True)
 class FrameTokens:
-    """Special tokens in every frame of a video, or of a set of views: the first ``count`` of each
-    ``period``.
+    """Special tokens in every frame of a video, or of a set of views.
+
+    Attributes:
+        count: how many of a frame's tokens, its first ones, are special.
+        period: tokens of a frame.
+
+    Example:
+        >>> dgt.accelerate(model, frames, special_tokens=dgt.FrameTokens(5, 1041))
     """
 
     count: int

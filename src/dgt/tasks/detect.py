@@ -126,7 +126,7 @@ def average_precision(
     numbered = [
         entry | {"id": number} for number, entry in enumerate(ground_truth["annotations"], start=1)
     ]
-    # an annotation of id 0 is taken for one that nothing has met
+    # an annotation of id 0 would count as unmatched
     truth = {**ground_truth, "annotations": numbered}
     evaluated_ids = sorted(known if image_ids is None else set(image_ids))
     found: dict[str, float] = {}

@@ -146,8 +146,8 @@ def learning_rate(
 
 
 def batch_scale(settings: OptimizerSettings, global_batch: int) -> float:
-    """Factor on all learning rates for so many images a step, over all devices and accumulated
-    batches.
+    """Factor on all learning rates for a number of images per step, over all devices and
+    accumulated batches.
     """
     return 1.0 if settings.lr_batch is None else global_batch / settings.lr_batch
 

@@ -49,7 +49,7 @@ LOG_EVERY = 20  # steps between two rows of numbers
 
 
 class Preempted(SystemExit):
-    """The training was asked to stop, and its state is saved; ends the process if nobody catches it.
+    """The training was asked to stop, and its state is saved; ends the process if it is not caught.
 
     The exit status is 0 (130 after Ctrl-C), or 1 where the state could not be written.
     """

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from dgt.ops import flops
 from dgt.ops.checks import needs_gradients
+from dgt.ops.lloyd import EVERY, STEPS, sample_distance, spread_out
 from dgt.ops.native.interface import (
     Problem,
     TokenClusters,
@@ -20,13 +21,12 @@ from dgt.ops.native.interface import (
     tokens,
     with_channels_together,
 )
-from dgt.ops.torch_clusters import EVERY, STEPS, sample_distance, spread_out
 
 
 def cluster_tokens(
     tokens: Tensor, num_clusters: int, steps: int, every: int, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`dgt.ops.torch_clusters.cluster_tokens`."""
+    """As :func:`dgt.ops.lloyd.cluster_tokens`."""
     operator = torch.ops.dgt.native_cluster_tokens
     centroids, ids = operator(tokens.detach(), num_clusters, steps, every, mask)
     return centroids, ids

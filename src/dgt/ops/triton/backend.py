@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from dgt.ops.checks import check_no_nan
+from dgt.ops.lloyd import cluster_tokens
 from dgt.ops.prefix import join_prefix, prepend_prefix
 from dgt.ops.remainder import summarize_unselected
 from dgt.ops.residual_keys import summarize_clusters
-from dgt.ops.torch_clusters import cluster_tokens
 from dgt.ops.triton import operators
 
 __all__ = [

@@ -84,8 +84,9 @@ def bound_row(best, bound, row, width, N: tl.constexpr):
     score = tl.where(score == score, score, float("-inf"))
     low, _, _, most = find_threshold(score, width)
     low = tl.where(most >= width, low, LOWEST)
-    # Should the second kernel round otherwise: 16 steps of float32 lower, and near zero, where such
-    # steps are tiny beside the terms that cancelled, by so many of the largest score's.
+    # The second kernel may round differently. The bound is lowered by 16 steps of float32, and near
+    # zero, where such steps are tiny beside the terms that cancelled, by 16 steps of the largest
+    # score.
     size = tl.abs(score)
     largest = tl.max(tl.where(size < float("inf"), size, 0.0), 0)
     step_lower = score_of(tl.maximum(rank_of(low), LOWEST_RANK + 16) - 16)
@@ -204,5 +205,5 @@ def mark(plan: KeyPlan, centroids: Tensor, key_mask: Tensor | None, bounds: Tens
 
 
 def warps_for(numbers: int) -> int:
-    """Warps of a program that holds so many numbers: up to 16 in a thread."""
+    """Warps of a program that holds this many numbers, up to 16 in a thread."""
     return min(8, max(1, numbers // 512))

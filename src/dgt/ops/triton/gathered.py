@@ -182,8 +182,8 @@ def key_gradients(
     """Partial dK and dV of one block of the selected keys of a group, from one run of its queries.
 
     The first ``groups`` programs of a block take the first run of each group, ``further`` more
-    those that are left of heavy groups. Rows beyond the group's keys are filled with what nobody
-    reads; absent queries are zero, and so is what they add.
+    those that are left of heavy groups. Rows beyond the group's keys are filled with values
+    that are never read; absent queries are zero, and so is what they add.
     """
     pid = tl.program_id(0)
     block = pid % blocks
