@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -66,14 +67,17 @@ def registered() -> dict[str, type[nn.Module]]:
     return found
 
 
+def limit(config: Any, names: Iterable[str], most: int) -> None:
+    """Lower whole numbers of a configuration to so many at most."""
+    for name in names:
+        if isinstance(getattr(config, name, None), int):
+            setattr(config, name, min(most, getattr(config, name)))
+
+
 def shrink(config: Any) -> None:
     """Two layers instead of many, in a configuration and in those inside it."""
-    for name in DEPTHS:
-        if isinstance(getattr(config, name, None), int):
-            setattr(config, name, min(LAYERS, getattr(config, name)))
-    for name in FRAME_COUNTS:
-        if isinstance(getattr(config, name, None), int):
-            setattr(config, name, min(FRAMES, getattr(config, name)))
+    limit(config, DEPTHS, LAYERS)
+    limit(config, FRAME_COUNTS, FRAMES)
     for name in STAGES:
         depths = getattr(config, name, None)
         if isinstance(depths, list | tuple) and all(isinstance(depth, int) for depth in depths):

@@ -72,7 +72,7 @@ def native_rows(name: str, threads: int, backward: bool) -> list[dict[str, Any]]
 def native_place(name: str) -> str:
     """The processor of such a file, and its instruction set where that is not AVX-512."""
     (where,) = generations(name)
-    level = read(name)["machine"]["level"]
+    level = read(name)["machine"].get("level")
     return f"{where}, AVX2 only" if level == "x86-64-v3" else where
 
 

@@ -212,12 +212,18 @@ def find_all(
             yield from add_model_errors(content["model"], model, image, (size, number))
     if "times" in what:
         first = {size: image for (size, number), image in pixels.items() if number == 0}
-        calls = {
-            (size, layer): call
-            for size, image in first.items()
-            for layer, call in capture(model, image, layers).items()
-        }
-        yield from add_times(content["times"], calls)
+        yield from add_times(content["times"], capture_all(model, first, layers))
+
+
+def capture_all(
+    model: nn.Module, images: dict[int, Tensor], layers: tuple[int, ...]
+) -> dict[tuple[int, int], Captured]:
+    """The calls of these layers for an image of every size, by size and layer."""
+    return {
+        (size, layer): call
+        for size, image in images.items()
+        for layer, call in capture(model, image, layers).items()
+    }
 
 
 def without_engine(settings: list[Setting]) -> list[Setting]:
@@ -307,17 +313,12 @@ def add_times(rows: list[Setting], calls: dict[tuple[int, int], Captured]) -> It
     layer.
     """
     done = {(row["size"], row["layer"]) for row in rows}
-    runs: dict[tuple[int, int], list[Run]] = {}
     first = min(layer for _, layer in calls)
-    for place, call in calls.items():
-        if place in done:
-            continue
-        runs[place] = [
-            (name, setting, partial(method.attend, call, **setting))
-            for name, method in METHODS.items()
-            if method.depends or place[1] == first
-            for setting in method.settings(call.grid[0] * call.grid[1])
-        ]
+    runs = {
+        place: runs_of(call, place[1] == first)
+        for place, call in calls.items()
+        if place not in done
+    }
     for called in runs.values():
         warm_up(called)
     LOGGER.info("ready")
@@ -332,6 +333,16 @@ def add_times(rows: list[Setting], calls: dict[tuple[int, int], Captured]) -> It
             )
         LOGGER.info("times: %d px, layer %d", size, layer)
         yield
+
+
+def runs_of(call: Captured, in_first_layer: bool) -> list[Run]:
+    """Every method and setting to be timed on a call."""
+    return [
+        (name, setting, partial(method.attend, call, **setting))
+        for name, method in METHODS.items()
+        if method.depends or in_first_layer
+        for setting in method.settings(call.grid[0] * call.grid[1])
+    ]
 
 
 def warm_up(called: list[Run]) -> None:

@@ -96,6 +96,12 @@ def dense_ms(content: dict[str, Any], size: int) -> float:
     )
 
 
+def ms_in_layer(times: dict[int, float], layer: int | str) -> float:
+    """The time in a layer; where it was not timed there, the mean over those where it was."""
+    own = times.get(layer) if isinstance(layer, int) else None
+    return own or sum(times.values()) / len(times)
+
+
 def points(content: dict[str, Any], size: int, layer: int | str) -> list[Point]:
     """All methods and settings at one place that have both a time and an error.
 
@@ -114,8 +120,7 @@ def points(content: dict[str, Any], size: int, layer: int | str) -> list[Point]:
         layers = times.get((method, setting))
         if not layers or len(rows) < photographs:  # the study was stopped
             continue
-        own = layers.get(layer) if isinstance(layer, int) else None
-        ms = own or sum(layers.values()) / len(layers)
+        ms = ms_in_layer(layers, layer)
         if method == "windows" and layer == MODEL:
             ms = (2 * ms + min(times[("dense", "{}")].values())) / 3
         found.append(Point(method, rows[0]["setting"], ms / whole, mean_error(rows)))

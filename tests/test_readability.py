@@ -17,8 +17,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("src", "benchmarks", "studies", "tools")
 NOT_YET: tuple[str, ...] = (
-    "benchmarks/tables_speed.py",
-    "src/dgt/inference/onnx_extension.py",
     "src/dgt/ops/attention.py",
     "src/dgt/ops/clustered_attention.py",
     "src/dgt/ops/native/clustered.py",

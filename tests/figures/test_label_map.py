@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dgt.figures.label_map import class_colours, figure_comparison, figure_label_map, label_png, overlay
+from dgt.figures.colours import class_colours, label_png
+from dgt.figures.label_map import figure_comparison, figure_label_map, overlay
 
 NAMES = ["sky", "road", "car", "tree"]
 

@@ -85,6 +85,7 @@ def test_tokens_without_a_grid_have_no_record() -> None:
         dgt.group_records(layer, torch.randn(1, 6, 8))
 
 
+@torch.no_grad()  # as a capture is: kernels that have no gradients round in another way
 def test_a_capture_also_returns_what_the_model_does(small) -> None:
     model, images = small(), torch.randn(2, 3, 64, 75)
     seen, output = dgt.models.capture(model, images, lambda layer: (layer.name, layer.x.shape[-1]))
@@ -92,6 +93,7 @@ def test_a_capture_also_returns_what_the_model_does(small) -> None:
     assert torch.equal(output, model(images))
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("post_norm", [False, True])
 def test_records_are_what_forward_uses(post_norm, small, monkeypatch) -> None:
     model, images = small(post_norm=post_norm), torch.randn(2, 3, 64, 75)

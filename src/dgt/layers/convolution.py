@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Proxy
 
-from dgt.layers.native import convolution, feed_forward, predicts_natively
+from dgt.layers.native import convolution, convolves_natively, feed_forward, predicts_natively
 from dgt.layers.scripting import scripting
 
 
@@ -287,7 +287,7 @@ class PatchMerging(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, H, W, in_dim) to (B, ceil(H / 2), ceil(W / 2), dim)."""
         conv = self.conv
-        if not scripting() and predicts_natively(x, conv.weight, conv.bias):
+        if not scripting() and convolves_natively(x, conv.weight, conv.bias):
             return self.norm(convolution.convolution(x, conv.weight, conv.bias, 2))
         return self.norm(_nhwc(conv(_nchw(x))))
 
@@ -316,7 +316,7 @@ class ConditionalPositionEncoding(nn.Module):
 
     def add_to(self, x: Tensor) -> Tensor:
         """Add the encoding of (B, H, W, C) to itself."""
-        if not scripting() and predicts_natively(x, self.conv.weight, self.conv.bias):
+        if not scripting() and convolves_natively(x, self.conv.weight, self.conv.bias):
             return convolution.depthwise_convolution(x, self.conv.weight, self.conv.bias, True)
         return x + self(x)
 

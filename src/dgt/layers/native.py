@@ -10,12 +10,11 @@ from dgt.ops.checks import has_tangent
 from dgt.ops.native import convolution, feed_forward
 from dgt.ops.native_loader import reason_against_native
 
-__all__ = ["Prepared", "convolution", "feed_forward", "predicts_natively"]
+__all__ = ["Prepared", "convolution", "convolves_natively", "feed_forward", "predicts_natively"]
 
 PLAIN = (Tensor, nn.Parameter)  # neither quantized, nor distributed, nor followed by torch.fx
 
 
-@torch.jit.ignore
 def predicts_natively(x: Tensor, *parameters: Tensor | None) -> bool:
     """Tell whether the native kernels take this input of a layer with these parameters.
 
@@ -30,6 +29,12 @@ def predicts_natively(x: Tensor, *parameters: Tensor | None) -> bool:
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return False
     return x.numel() > 0 and not has_tangent(x) and reason_against_native() is None
+
+
+@torch.jit.ignore
+def convolves_natively(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """:func:`predicts_natively`, in the branch of a layer that TorchScript reads over."""
+    return predicts_natively(x, weight, bias)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -108,14 +108,14 @@ class Broken:
 @pytest.fixture
 def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A kernel that does not compile, on tensors that ``auto`` would give it."""
-    from dgt.ops import attention
+    from dgt.ops import backends
     from dgt.ops.triton import fallback, selection
 
     def resolve(backend: str, *_: object) -> str:
         return backend if backend != "auto" else "torch" if fallback.failures else "triton"
 
     monkeypatch.setattr(selection, "pick_all", Broken("pick_all"))
-    monkeypatch.setattr(attention, "resolve_backend", resolve)
+    monkeypatch.setattr(backends, "resolve_backend", resolve)
     yield
     fallback.failures.clear()
 
@@ -138,12 +138,12 @@ def test_a_kernel_of_the_backward_pass_that_does_not_compile(
     make_case: Any, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, tokens: int, prefix: int
 ) -> None:
     """What ``auto`` began ends on the plain path, with one warning; what was named raises."""
-    from dgt.ops import attention
+    from dgt.ops import backends
     from dgt.ops.triton import dense, fallback, gathered
 
     monkeypatch.setattr(dense, "query_gradient_densely", Broken("query_gradient_densely"))
     monkeypatch.setattr(gathered, "query_gradient", Broken("query_gradient"))
-    monkeypatch.setattr(attention, "resolve_backend", lambda backend, *_: "triton" if backend == "auto" else backend)
+    monkeypatch.setattr(backends, "resolve_backend", lambda backend, *_: "triton" if backend == "auto" else backend)
     case = make_case(1, 1, tokens, 16, 3, 20)
     gradients = {}
     for backend in ("auto", "torch"):

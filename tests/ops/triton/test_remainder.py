@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dgt
-from dgt.ops import attention
+from dgt.ops import backends
 from dgt.ops.triton import backend as triton_backend
 from dgt.ops.triton import operators as kernels
 
@@ -116,7 +116,7 @@ def test_gradients_are_of_the_plain_path(make_case: Any, monkeypatch: pytest.Mon
         dgt.attend(*plain(case), *case.ids(), backend="triton", key_bias=bias)
     with pytest.raises(NotImplementedError, match='no gradients of a remainder or key_bias; use backend="torch"'):
         kernels.attention(*case[:5], 0.3, None, True)[0].sum().backward()
-    monkeypatch.setattr(attention, "resolve_backend", lambda name, _: "triton" if name == "auto" else name)
+    monkeypatch.setattr(backends, "resolve_backend", lambda name, _: "triton" if name == "auto" else name)
 
     def reach(*_: Any) -> None:
         raise AssertionError("the kernels were reached")
