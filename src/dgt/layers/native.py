@@ -50,10 +50,8 @@ class Prepared:
         self._memory: Tensor | None = None
 
     def __reduce__(self) -> Any:
-        return (
-            Prepared,
-            (),
-        )  # copies and files leave it out: another processor may read weights otherwise
+        # Copies and files leave it out: another processor may read weights otherwise.
+        return Prepared, ()
 
     def of(
         self, parameters: Iterable[Tensor | None], prepare: Callable[[], Tensor]

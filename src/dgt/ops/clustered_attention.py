@@ -56,7 +56,8 @@ def clustered_attention(
     M residual keys, each of which stands for the keys of one cluster that were not selected
     (``docs/remainder.md``). Queries of the prefix attend to all keys. Exact where the queries of a
     group are equal, and with ``top_k >= S - P``. Differentiable in query, key and value with groups,
-    clusters and selected keys held fixed.
+    clusters and selected keys held fixed; where gradients are asked for, the steps are taken one by
+    one, which needs more memory and time than the one call without them.
 
     Args:
         query: (B, H, L, D) float tensor.
