@@ -127,6 +127,14 @@ def test_bad_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixt
     assert error.startswith("dgt: error: ")
 
 
+@pytest.mark.parametrize("command", ["train", "ablate", "evaluate"])
+def test_an_unknown_option_in_the_place_of_a_name(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--nosuch"]) == 2
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage.startswith(f"Usage: dgt {command} ")
+    assert error == "dgt: error: No such option '--nosuch'."
+
+
 def test_an_interruption_is_a_word(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
