@@ -58,7 +58,7 @@ def probe_reach(task: Task, found: Capture, progress: Progress) -> None:
     for number in range(runs):
         chunk = sites[number * len(sites) // runs : (number + 1) * len(sites) // runs]
         place = choosing[number % len(choosing)]
-        progress.step(f"how far errors of {chunk[0].row.title} reach")
+        progress.step(f"error propagation from {chunk[0].row.title}")
         probing = Probe([probe_row(site, task.error) for site in chunk], found.sites)
         with trace_sdpa(task.model, probing.answer):
             outputs = outputs_of(task.run(task.items[place]), found.paddings[place])
@@ -182,7 +182,7 @@ def run_choice(task: Task, found: Capture, choice: Choice, progress: Progress) -
     raws = []
     known = zip(task.items, found.outputs, found.paddings, strict=True)
     for item, before, paddings in known:
-        progress.step("errors of a choice of settings")
+        progress.step("error of the chosen settings")
         raw = task.run(item)
         outputs = outputs_of(raw, paddings)
         squares.append(squares_between(outputs, before))

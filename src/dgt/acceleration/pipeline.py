@@ -43,7 +43,7 @@ from dgt.acceleration.task import (
 )
 from dgt.swap import SpecialTokens, uninstall_answers
 
-NOTHING = "no call of attention has a setting that is faster"
+NOTHING = "no attention call has a faster setting"
 
 
 @torch.no_grad()
@@ -143,7 +143,7 @@ def finish(task: Task, found: Capture, confirmed: Confirmed | None, progress: Pr
     is_slower = after.ms >= before.ms or after.attention_ms >= before.attention_ms
     if is_slower:  # what single layers gained was lost around them
         uninstall_answers(task.model)
-        found.verdict = "the whole model was not faster"
+        found.verdict = "the model as a whole was not faster"
         rows = [as_it_was(row, found.verdict) for row in rows]
         return report_of(task, found, rows, None, (before, before))
     rows = [

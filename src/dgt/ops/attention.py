@@ -336,7 +336,7 @@ def _check_prefix(query: Tensor, key: Tensor, num_prefix_tokens: int) -> None:
     check_count("num_prefix_tokens", num_prefix_tokens, least=0)
     if num_prefix_tokens and (query.shape[2] != key.shape[2] or num_prefix_tokens >= key.shape[2]):
         came = f"{num_prefix_tokens} with {query.shape[2]} queries and {key.shape[2]} keys"
-        raise ValueError(f"num_prefix_tokens must be 0 or fewer than the tokens, as many queries as keys, got {came}")
+        raise ValueError(f"num_prefix_tokens must be 0, or fewer than the tokens with as many queries as keys, got {came}")
 
 
 def _check_remainder(
@@ -347,7 +347,7 @@ def _check_remainder(
         check_count("remainder", remainder, least=0)
     most = key.shape[2] - num_prefix_tokens
     if remainder > most:
-        raise ValueError(f"remainder must be at most the {most} keys behind the prefix, got {remainder}")
+        raise ValueError(f"remainder must be at most the {most} keys after the prefix, got {remainder}")
     if key_cluster_ids is None:
         return int(remainder)
     if not remainder:
