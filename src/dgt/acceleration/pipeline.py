@@ -1,9 +1,9 @@
-"""`dgt.accelerate`: a trained model's attention in groups, with an error that the user chooses.
+"""`dgt.accelerate`: grouped attention in a trained model, within a user-chosen error.
 
-One pass over the inputs captures the model's outputs and measures, at every call of attention, what
-settings cost in time and error (``capture``, ``measure``). A second finds how far errors of single
-layers reach. A choice of settings (``choose``) is confirmed by running the model, in three passes
-at most (``confirm``), and timed.
+One pass over the inputs captures the model's outputs and measures the time and error of settings at
+every attention call (``capture``, ``measure``). A second measures how far the errors of single
+layers propagate. A choice of settings (``choose``) is confirmed by running the model, in three
+passes at most (``confirm``), and timed.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ def accelerate(
     images: Inputs | None = None,
     num_prefix_tokens: int | None = None,
 ) -> Report:
-    """Have a trained model's attention done faster, in place and without training, within an error.
+    """Accelerate a trained model's attention in place, without training, within an error.
 
     Every attention that ends in ``F.scaled_dot_product_attention`` is looked at: timm's, Hugging
     Face's with ``attn_implementation="sdpa"`` (or "dgt", :func:`dgt.register_attention`),
@@ -115,8 +115,7 @@ def accelerate(
 
 
 def look_for_choice(task: Task, found: Capture, progress: Progress) -> Confirmed | None:
-    """The fastest choice of settings within the error; None where nothing is faster, with a
-    verdict that says why.
+    """The fastest choice of settings within the error; None if nothing is faster, with the reason.
     """
     if found.verdict is not None:
         return None
@@ -132,7 +131,7 @@ def look_for_choice(task: Task, found: Capture, progress: Progress) -> Confirmed
 
 
 def finish(task: Task, found: Capture, confirmed: Confirmed | None, progress: Progress) -> Report:
-    """Time the model as it is chosen, undo the choice where the model is not faster, and report."""
+    """Time the model with the choice, undo it if the model is not faster, and report."""
     uninstall_answers(task.model)
     if confirmed is None:
         rows = rows_of(found.sites, tuple(None for _ in found.sites))
@@ -141,7 +140,7 @@ def finish(task: Task, found: Capture, confirmed: Confirmed | None, progress: Pr
     install_rows(task.model, rows)
     before, after = time_choice(task, rows, progress)
     is_slower = after.ms >= before.ms or after.attention_ms >= before.attention_ms
-    if is_slower:  # what single layers gained was lost around them
+    if is_slower:  # the gains of single layers were lost elsewhere
         uninstall_answers(task.model)
         found.verdict = "the model as a whole was not faster"
         rows = [as_it_was(row, found.verdict) for row in rows]
@@ -171,7 +170,7 @@ def report_of(
     confirmed: Confirmed | None,
     times: tuple[Timed, Timed] | None,
 ) -> Report:
-    """Put together what is reported; nothing was gained where there is no choice."""
+    """Build the report; without a choice there is no speedup."""
     bound = found.bound
     if times is not None:
         whole = times[0].ms
@@ -219,8 +218,7 @@ def inspect_model(
     images: Inputs | None = None,
     num_prefix_tokens: int | None = None,
 ) -> list[LayerReport]:
-    """What :func:`dgt.accelerate` would find, without measuring: every call site, "groups" if it
-    could be done so.
+    """List the call sites that :func:`dgt.accelerate` would find, without measuring: "groups" if groupable.
 
     Args:
         model: as in :func:`dgt.accelerate`.
@@ -254,7 +252,7 @@ def inspect_model(
 
 @contextlib.contextmanager
 def unchanged_on_failure(model: nn.Module) -> Iterator[None]:
-    """Take everything out of a model again where an error is raised."""
+    """Remove everything from a model again if an error is raised."""
     try:
         yield
     except BaseException:
@@ -264,8 +262,7 @@ def unchanged_on_failure(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Have a model in evaluation mode while this is entered; what was added to it takes the mode
-    of what it is in.
+    """Put a model in eval mode inside this context; added modules then take the mode of their parent.
     """
     modes = {module: module.training for module in model.modules()}
     model.eval()

@@ -27,7 +27,7 @@ from dgt.ops.checks import check_count
 
 
 class SelfAttention(nn.Module):
-    """What both kinds of attention share: the projections in and out, and the comparison by cosine.
+    """Base of both kinds of attention: the projections in and out, and cosine similarity.
 
     Args:
         dim: channels C.

@@ -1,11 +1,10 @@
 """The convolutional parts: stem, patch merging, position encoding (CPE), feed-forward (IRFFN).
 
 Everything outside attention is CMT's (stem, inverted residual feed-forward network) or CPVT's
-(conditional position encoding). Every convolution has a bias, which is what makes the paper's
-parameter counts come out. Tensors are (B, H, W, C): LayerNorm and linears need no copy, and
-convolutions see the same memory as channels-last NCHW. A ``mask`` (B, H, W), True where a token is
-real, zeroes padding before every spatial convolution, so that a padded image gives what it gives
-alone.
+(conditional position encoding). Every convolution has a bias, which reproduces the paper's
+parameter counts. Tensors are (B, H, W, C): LayerNorm and linears need no copy, and convolutions see
+the same memory as channels-last NCHW. A ``mask`` (B, H, W), True where a token is real, zeroes
+padding before every spatial convolution, so that a padded image gives what it gives alone.
 """
 
 from collections.abc import Callable, Iterable
@@ -114,7 +113,7 @@ class PixelConv2d(nn.Conv2d):
 
 @torch.jit.ignore
 def convolve_pixels(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Convolve pixels one by one: on x86 by oneDNN, unless there are few of them.
+    """1x1 convolution: on x86 by oneDNN, unless there are few pixels.
 
     With one thread PyTorch gives fewer than 16 maps to MKL, unless the kernel is dilated, which
     changes nothing for one pixel; one map of up to 20480 numbers it never gives to oneDNN.
@@ -137,7 +136,7 @@ def convolve_pixels(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _Kept(torch.autograd.Function):
-    """The identity, whose input can be had again until the backward pass has reached it."""
+    """The identity, whose input stays recoverable until the backward pass has reached it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

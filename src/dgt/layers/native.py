@@ -1,4 +1,4 @@
-"""When a layer may leave its work to the native CPU kernels, which predict and have no gradients."""
+"""Conditions under which a layer uses the native CPU kernels, which are for inference and have no gradients."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,7 +18,7 @@ PLAIN = (Tensor, nn.Parameter)  # neither quantized, nor distributed, nor follow
 def predicts_natively(x: Tensor, *parameters: Tensor | None) -> bool:
     """Tell whether the native kernels take this input of a layer with these parameters.
 
-    They do in float32 on a CPU, where nobody asks for gradients. Files that other processes run,
+    They do in float32 on a CPU if no gradients are needed. Files that other processes run,
     exported or traced, keep PyTorch's operators.
     """
     if torch.compiler.is_exporting() or torch.jit.is_tracing() or torch.is_autocast_enabled("cpu"):
@@ -43,7 +43,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 class Prepared:
-    """Weights as a native kernel reads them, for as long as they stay what they are."""
+    """Weights in a native kernel's layout, cached until they change."""
 
     def __init__(self) -> None:
         self._key: tuple[tuple[int, int], ...] = ()

@@ -1,4 +1,4 @@
-"""Attention of a pretrained model in groups that are found in the image itself, with M residual keys a group.
+"""Attention of a pretrained model in groups computed from the image itself, with M residual keys per group.
 
     query_clusters = cluster_tokens(query, num_groups)            # groups, and their mean queries
     key_ids        = select_keys(mean queries, key, top_k)        # exact keys (Eq. 1)
@@ -51,12 +51,12 @@ def clustered_attention(
 ) -> Tensor:
     """Approximate dense softmax attention of a pretrained model in groups, with residual keys.
 
-    Queries behind the prefix are clustered (:func:`dgt.cluster_tokens`). Every query attends to all
+    Queries after the prefix are clustered (:func:`dgt.cluster_tokens`). Every query attends to all
     prefix tokens, to the ``top_k`` keys that score highest with the mean query of its group, and to
     M residual keys, each of which stands for the keys of one cluster that were not selected
     (``docs/remainder.md``). Queries of the prefix attend to all keys. Exact where the queries of a
     group are equal, and with ``top_k >= S - P``. Differentiable in query, key and value with groups,
-    clusters and selected keys held fixed; where gradients are asked for, the steps are taken one by
+    clusters and selected keys held fixed; if gradients are needed, the steps are taken one by
     one, which needs more memory and time than the one call without them.
 
     Args:
@@ -128,7 +128,7 @@ class _Call(NamedTuple):
 
 
 def _attend(steps: ModuleType, query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
-    """In one step where the backend has it for such a call, else in several."""
+    """In one fused step if the backend has one for this call, else in several."""
     in_one_step = getattr(steps, "clustered_attention", None)
     if in_one_step is not None:
         output = in_one_step(query, key, value, *call)
@@ -151,7 +151,7 @@ def _clustered_attention(
     key_mask: Tensor | None,
     share_key_clusters: bool,
 ) -> Tensor:
-    """What files hold, without gradients: as quick as the machine that reads one can be."""
+    """The exported operator, without gradients: as fast as the machine that loads it allows."""
     call = _Call(
         num_groups=num_groups,
         top_k=top_k,

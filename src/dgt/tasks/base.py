@@ -1,5 +1,4 @@
-"""What a task is: one row that says how its network is built, what it minimizes, how it is measured
-and predicts.
+"""A task: how its network is built, its losses, its metrics, and its predictions.
 """
 
 from abc import ABC, abstractmethod
@@ -46,7 +45,7 @@ class LoadedRun:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a model finds in one image.
+    """A model's prediction for one image.
 
     Args:
         image: path as it was given; empty where there is none.

@@ -182,7 +182,7 @@ def _checked(library: ctypes.CDLL, file: Path) -> _Loaded:
     if found != ABI_VERSION:
         return _refused(
             f"{file} is from another version of dgt (interface {found}, expected {ABI_VERSION}); "
-                            "reinstall dgt"
+                "reinstall dgt"
         )
     return _Loaded(library, None)
 
