@@ -484,7 +484,7 @@ class Label(nn.Module):
             vit,
             {"special_tokens": [0, 577]},
             ValueError,
-            r"special_tokens must be places within the sequence, got 577 for the 577 tokens of 'blocks\.0\.attn'",
+            r"special_tokens must be positions within the sequence, got 577 for the 577 tokens of 'blocks\.0\.attn'",
         ),
         (
             vit,
@@ -636,7 +636,7 @@ def test_what_would_be_found_needs_no_values() -> None:
     rows = inspect_model(model, images)
     assert [(row.choice, row.tokens, row.prefix) for row in rows] == [("groups", 261, 5)] * 12
     assert {row.reason for row in inspect_model(model, images, least_tokens=300)} == {"few tokens"}
-    with pytest.raises(TypeError, match=r"inputs must hold values, got a \(1, 3, 256, 256\) tensor"):
+    with pytest.raises(TypeError, match=r"inputs must not be empty, got a \(1, 3, 256, 256\) tensor"):
         dgt.accelerate(model, images)
 
 
@@ -937,9 +937,9 @@ def test_special_tokens_at_places(special, tmp_path) -> None:
 @pytest.mark.usefixtures("slow_attention")
 def test_old_names_warn() -> None:
     model, images = vit(), torch.randn(2, 3, SIZE, SIZE)
-    with pytest.warns(DeprecationWarning, match="num_prefix_tokens is now called special_tokens"):
+    with pytest.warns(DeprecationWarning, match="num_prefix_tokens was renamed to special_tokens"):
         dgt.accelerate(model, images, 0.9, num_prefix_tokens=1)
-    with pytest.warns(DeprecationWarning, match="images is now called inputs"):
+    with pytest.warns(DeprecationWarning, match="images was renamed to inputs"):
         assert inspect_model(vit(), images=images)[0].choice == "groups"
     with pytest.raises(TypeError, match="inputs must not be given together"):
         dgt.accelerate(vit(), images, images=images)

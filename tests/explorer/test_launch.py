@@ -57,7 +57,7 @@ def test_without_any_run_the_shipped_weights_are_shown(
     monkeypatch.chdir(tmp_path)
     run = launch.find_run(None)
     assert run.source.parent == SHIPPED
-    assert "no run in runs/ that fits: taking dgt_nano.scenes" in capsys.readouterr().out
+    assert "no suitable run in runs/: using dgt_nano.scenes" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 

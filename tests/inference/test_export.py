@@ -171,7 +171,7 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 def test_mistakes_are_one_sentence(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "OUT must end in .onnx or .pt2, or have no ending" in fails(capsys, run, tmp_path / "model.tflite")
+    assert "OUT must end in .onnx or .pt2, or be a folder for timm" in fails(capsys, run, tmp_path / "model.tflite")
     assert "there is no checkpoint" in fails(capsys, tmp_path / "none", tmp_path / "model.onnx")
     assert "contains the model to export" in fails(capsys, run, run)
     assert "--features needs a file" in fails(capsys, run, tmp_path / "out", "--features")
@@ -190,7 +190,7 @@ def test_of_a_detector_only_the_maps_of_its_backbone() -> None:
     backbone = nn.Conv2d(3, 4, 3)
     backbone.channels = [4]
     run = LoadedRun(nn.ModuleDict({"backbone": backbone}), load_recipe("scenes_detect"), ["disc"], Path("run"))
-    with pytest.raises(ValueError, match=r"what the task 'detect' finds cannot be exported: .* --features"):
+    with pytest.raises(ValueError, match=r"models of task 'detect' cannot be exported: .* --features"):
         source_of_run(run)
     source = source_of_run(run, features=True)
     assert source.module is backbone

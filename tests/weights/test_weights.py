@@ -206,7 +206,7 @@ def test_wrong_weights_are_refused_by_timm_too(copy: Path, monkeypatch: pytest.M
     with pytest.raises(UserError, match="does not match its checksum in SHA256SUMS"):
         timm.create_model(copy.name, pretrained=True)
     write_sums(copy)
-    with pytest.raises(UserError, match="holds weights of 'dgt_tiny', not of 'dgt_nano'"):
+    with pytest.raises(UserError, match="contains weights of 'dgt_tiny', not of 'dgt_nano'"):
         timm.create_model(copy.name, pretrained=True)
 
 
@@ -227,7 +227,8 @@ def test_predict_needs_no_model(
     Image.effect_noise((90, 70), 60).convert("RGB").save("photo.jpg")
     assert main(["predict", "photo.jpg", "--top-k", "1"]) == 0
     told = capsys.readouterr()
-    assert told.err == "no model given and no run in runs/ that fits: taking dgt_nano.scenes, trained on drawn scenes\n"
+    line = "no model given and no suitable run in runs/: using dgt_nano.scenes, trained on generated scenes\n"
+    assert told.err == line
     assert told.out.startswith("photo.jpg\n")
     shutil.copytree(run, tmp_path / "runs" / "mine")
     assert main(["predict", "photo.jpg", "photo.jpg"]) == 0
