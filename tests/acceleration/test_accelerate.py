@@ -171,7 +171,7 @@ def test_where_groups_are_not_faster_nothing_changes(monkeypatch) -> None:
 @pytest.mark.usefixtures("slow_attention")
 def test_where_the_whole_model_is_not_faster_nothing_changes(monkeypatch) -> None:
     same = confirm.Timed(300.0, {(f"blocks.{number}.attn", 0): 100.0 for number in (0, 1)})
-    monkeypatch.setattr("dgt.acceleration.pipeline.time_choice", lambda *_: (same, same))
+    monkeypatch.setattr("dgt.acceleration.confirm.time_choice", lambda *_: (same, same))
     model, images = vit(), torch.randn(2, 3, SIZE, SIZE)
     before = model(images)
     report = dgt.accelerate(model, images, 0.3)
