@@ -211,6 +211,7 @@ def _norm(weight: Tensor, bias: Tensor, statistics: Tensor, epsilon: float) -> T
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, *parameters, _, mask = inputs
     _, expanded, convolved, projected, statistics = output
+    ctx.set_materialize_grads(False)  # zeros as large as the hidden maps
     ctx.mark_non_differentiable(expanded, convolved, projected, statistics)
     ctx.save_for_backward(x, *parameters, mask, expanded, convolved, projected, statistics)
 
