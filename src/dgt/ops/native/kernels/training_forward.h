@@ -171,6 +171,9 @@ inline int run_training_forward(const dgt_training_problem& x) {
     if (block.failed()) return DGT_NO_MEMORY;
     Arena arena(block.aligned(), bytes);
     TrainingForward network(arena, x);
+    size_t hidden_bytes = (size_t)(network.slices * network.tokens * W) * sizeof(float);
+    expect_huge_pages(x.expanded, hidden_bytes);
+    expect_huge_pages(x.convolved, hidden_bytes);
     in_parallel(x, thread_count(x), [&](Member& member) { network.run(member); });
     return DGT_GOOD;
 }
