@@ -36,6 +36,7 @@ import tables_dinov2  # noqa: F401
 import tables_history  # noqa: F401
 import tables_learning  # noqa: F401
 import tables_models  # noqa: F401
+import tables_promises  # noqa: F401
 import tables_rivals  # noqa: F401
 import tables_speed  # noqa: F401
 import tables_text
