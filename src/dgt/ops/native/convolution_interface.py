@@ -172,7 +172,7 @@ def run(name: str, problem: Any) -> None:
     problem.parallel_for = library.parallel_for()
     loaded: Any = library.load()
     if getattr(loaded, name)(ctypes.byref(problem)) == NO_MEMORY:
-        raise MemoryError(f"no memory for what {name} keeps while it runs")
+        raise MemoryError(f"out of memory for the workspace of {name}")
 
 
 def new_prepared(name: str, problem: Any) -> Tensor:
