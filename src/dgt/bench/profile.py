@@ -152,7 +152,7 @@ def _timer(way: str, inputs: Inputs, top_k: int, grad: bool = False) -> Callable
 
 
 def peak_of_forward(way: str, case: Case) -> float | None:
-        """MiB added by one forward pass, output included; None if the system does not report it."""
+    """MiB added by one forward pass, output included; None if the system does not report it."""
     small = case._replace(shape=(1, 1, 256, case.shape[3]))
     _measure_peak(way, small)  # loads code and starts threads
     return _measure_peak(way, case)
@@ -164,7 +164,7 @@ def _measure_peak(way: str, case: Case) -> float | None:
 
 
 def advice(rows: list[dict[str, Any]]) -> str:
-        """One sentence on the rows of one case: what to use for inference and for training."""
+    """One sentence on the rows of one case: what to use for inference and for training."""
     parts = []
     for purpose, ratio in (("inference", "ratio"), ("training", "ratio_backward")):
         best = max(rows, key=lambda row: row[ratio])
