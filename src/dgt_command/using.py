@@ -246,6 +246,11 @@ def _print_weights(folders: list[str], as_json: bool) -> None:
     is_flag=True,
     help="Export each DG-Attention as one operator: fastest on CPUs, but only for OpenVINO.",
 )
+@click.option(
+    "--plan",
+    metavar="PLAN.json",
+    help="With --size: attention in groups, as `dgt accelerate` found it.",
+)
 def export(
     checkpoint: str,
     out: str,
@@ -253,6 +258,7 @@ def export(
     size: tuple[int, int] | None,
     batch: int | None,
     openvino_extension: bool,
+    plan: str | None,
 ) -> None:
     """Export a trained model to other formats and verify the result.
 
@@ -261,4 +267,4 @@ def export(
     """
     from dgt.export import export as export_run
 
-    print(export_run(checkpoint, out, features, size, batch, openvino_extension))
+    print(export_run(checkpoint, out, features, size, batch, openvino_extension, plan))

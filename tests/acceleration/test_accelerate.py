@@ -171,7 +171,7 @@ def test_where_groups_are_not_faster_nothing_changes(monkeypatch) -> None:
 @pytest.mark.usefixtures("slow_attention")
 def test_where_the_whole_model_is_not_faster_nothing_changes(monkeypatch) -> None:
     same = confirm.Timed(300.0, {(f"blocks.{number}.attn", 0): 100.0 for number in (0, 1)})
-    monkeypatch.setattr("dgt.acceleration.pipeline.time_choice", lambda *_: (same, same))
+    monkeypatch.setattr("dgt.acceleration.confirm.time_choice", lambda *_: (same, same))
     model, images = vit(), torch.randn(2, 3, SIZE, SIZE)
     before = model(images)
     report = dgt.accelerate(model, images, 0.3)
@@ -492,6 +492,18 @@ class Label(nn.Module):
             ValueError,
             r"forward must return floating point tensors, .* got {best: a \(1,\) tensor of torch.int64 on cpu}",
         ),
+        (
+            vit,
+            {"special_tokens": 577},
+            ValueError,
+            r"special_tokens must be fewer than the 577 tokens of 'blocks\.0\.attn', got 577",
+        ),
+        (
+            vit,
+            {"special_tokens": dgt.FrameTokens(5, 578)},
+            ValueError,
+            r"special_tokens must have frames of at most the 577 tokens of 'blocks\.0\.attn', got FrameTokens",
+        ),
         (lambda: torch.compile(vit()), {}, ValueError, "model must not be compiled yet"),
         (lambda: compiled_in_place(vit()), {}, ValueError, "model must not be compiled yet"),
     ],
@@ -499,6 +511,18 @@ class Label(nn.Module):
 def test_bad_models(model, options, error, message) -> None:
     with pytest.raises(error, match=message):
         dgt.accelerate(model(), torch.randn(2, 3, SIZE, SIZE), 0.1, **options)
+
+
+@pytest.mark.usefixtures("slow_attention")
+def test_a_metric_that_is_no_number_is_refused_in_the_first_pass() -> None:
+    model = vit()
+    images = torch.randn(4, 3, SIZE, SIZE)
+    runs = []
+    model.register_forward_hook(lambda *_: runs.append(1))
+    with pytest.raises(ValueError, match="metric must return a number, got 'good' of type str"):
+        dgt.accelerate(model, images, 0.3, metric=lambda outputs: "good")
+    assert len(runs) == len(images)
+    assert not grouped_calls(model)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 32, 32), (2, 3, 96), (2, 5, SIZE, SIZE)])

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ import torch
 from timm.models import save_for_hf
 from torch import nn
 
+import dgt
 import dgt.inference.export as files
 from dgt.export import Source, encode_program, export
 from dgt.inference.export import source_of_run
@@ -232,3 +234,50 @@ def test_a_folder_of_no_classifier_says_what_it_lacks(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(ValueError, match="no entry 'dgt' with the recipe, nor 'architecture' and 'num_classes'"):
         load_run(tmp_path)
+
+
+
+def test_an_accelerated_model_is_exported_by_its_plan(accelerated_folder: Any, tmp_path: Path) -> None:
+    saved, plan = accelerated_folder(tmp_path)
+    result = export(saved, tmp_path / "vit.pt2", size=(64, 64), batch=2, plan=plan)
+    assert result.verification.equal == result.verification.images
+    assert "times as fast" in str(result)
+    program = torch.export.load(tmp_path / "vit.pt2")
+    called = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    assert called.count(torch.ops.dgt.clustered_attention.default) == 2
+    images = torch.randn(2, 3, 64, 64)
+    network = load_run(saved).network
+    with torch.no_grad():
+        dense = network(images)
+        dgt.apply_plan(network, plan)
+        torch.testing.assert_close(program.module()(images), network(images), rtol=0, atol=1e-5)
+    assert not torch.allclose(program.module()(images), dense, rtol=0, atol=1e-5)
+
+
+def test_mistakes_with_a_plan_are_one_sentence(
+    accelerated_folder: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved, plan = accelerated_folder(tmp_path)
+    size = ("--size", 64, 64)
+    file = tmp_path / "vit.onnx"
+    program = tmp_path / "vit.pt2"
+    none = tmp_path / "none.json"
+    broken = tmp_path / "broken.json"
+    broken.write_text("{}")
+    (tmp_path / "dense").mkdir()
+    _, dense = accelerated_folder(tmp_path / "dense", choice="exact")
+    (tmp_path / "other").mkdir()
+    _, other = accelerated_folder(tmp_path / "other", name="blocks.7.attn")
+    for words, *arguments in (
+        ("--plan goes with a file, .onnx or .pt2", tmp_path / "folder", "--plan", plan),
+        ("--plan goes with --size H W", program, "--plan", plan),
+        ("has no standard ONNX operators", file, "--plan", plan, *size),
+        ("there is no plan", program, "--plan", none, *size),
+        ("is not a plan of this version", program, "--plan", broken, *size),
+        ("has no layer in groups: export the model without", program, "--plan", dense, *size),
+        ("has no 'blocks.7.attn'", program, "--plan", other, *size),
+        ("takes images of 64 x 64 pixels alone", program, "--plan", plan, "--size", 96, 96),
+    ):
+        assert words in fails(capsys, saved, *arguments)
+    assert not file.exists()
+    assert not program.exists()

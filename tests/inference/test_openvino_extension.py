@@ -279,3 +279,15 @@ class Padded(nn.Module):
 def test_padding_in_pretrained_attention_is_refused() -> None:
     with pytest.raises(UserError, match="clustered attention with a padding mask cannot be exported"):
         encode_onnx(Source(Padded().eval(), extended=True, fixed=(1, 6, 8)))
+
+
+def test_a_plan_from_the_command_is_one_operator_a_layer(
+    accelerated_folder: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved, plan = accelerated_folder(tmp_path)
+    file = tmp_path / "vit.onnx"
+    options = ["--openvino-extension", "--plan", str(plan), "--size", "64", "64"]
+    assert main(["export", str(saved), str(file), *options]) == 0
+    assert "OpenVINO takes" in capsys.readouterr().out
+    operators = Counter(node.op_type for node in onnx.load(file).graph.node if node.domain == "dgt")
+    assert operators == {"DGClusteredAttention": 2}

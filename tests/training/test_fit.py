@@ -116,7 +116,7 @@ def test_first_weights_come_from_another_run(finished: Result, tmp_path: Path) -
 
 def test_data_without_a_place_is_told() -> None:
     with pytest.raises(
-        ValueError, match=r"recipe 'cifar10' needs images: give --data\.root, a folder with train/CLASS/"
+        ValueError, match=r"recipe 'cifar10' needs images: give --data\.root, a folder with images in train/CLASS/"
     ):
         fit(load_recipe("cifar10"))
 

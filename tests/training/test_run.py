@@ -123,7 +123,7 @@ def test_a_backbone_starts_from_a_classifier_of_its_architecture(finished: Resul
     source = load_run(finished.folder).network.state_dict()
     network = nn.Module()
     network.backbone = build_backbone("test_resnet")
-    initialize(network, finished.folder)
+    initialize(network, finished.folder, "segment")
     loaded = network.backbone.model.state_dict()
     assert loaded
     assert all(torch.equal(value, source[key]) for key, value in loaded.items())
@@ -131,4 +131,4 @@ def test_a_backbone_starts_from_a_classifier_of_its_architecture(finished: Resul
     with pytest.raises(
         ValueError, match=r"model\.init_from: .* of a model other than the recipe's backbone: .* size mismatch"
     ):
-        initialize(network, finished.folder)
+        initialize(network, finished.folder, "segment")

@@ -40,6 +40,7 @@ PASSED_BY = "inside nn.TransformerEncoderLayer, which bypasses it in eval mode"
 NESTED = (
     "contains other attention"  # whose calls what is installed around it would answer as well
 )
+FEW = "few tokens"
 NO_PREFIX = "no class or register tokens were detected: all tokens are treated as patches (set special_tokens=)"
 
 
@@ -71,6 +72,8 @@ class Capture:
     """The padding masks that attention was called with, for every input."""
     raw: list[Any] = field(default_factory=list)
     """What forward returned; kept only with a metric."""
+    metric: float | None = None
+    """The task metric with the original attention."""
     bound: float = 1.0
     """How many times as fast the model would be if attention took no time."""
     verdict: str | None = None
@@ -140,10 +143,11 @@ class Tracer:
             {
                 call.reason or "": call.reason is not None,
                 PASSED_BY: isinstance(parent, nn.TransformerEncoderLayer),
-                "few tokens": patches < self.least_tokens,
+                FEW: patches < self.least_tokens,
             }
         )
-        if reason is None:
+        is_long = is_within and tokens >= self.least_tokens  # but for its special tokens
+        if reason is None or (reason == FEW and is_long and self.special is not None):
             check_places(special, tokens, name)
         return LayerReport(
             name=name,
@@ -190,14 +194,22 @@ class Tracer:
 
 
 def check_places(special: SpecialTokens, tokens: int, name: str) -> None:
-    """Reject special-token positions outside the sequence."""
-    if isinstance(special, int | FrameTokens):
+    """Reject special tokens outside the sequence, or that are all of it."""
+    of_sequence = f"the {tokens} tokens of {name!r}"
+    if isinstance(special, FrameTokens):
+        if special.period > tokens:
+            raise UserError(
+                f"special_tokens must have frames of at most {of_sequence}, got {special}"
+            )
+        return
+    if isinstance(special, int):
+        if special >= tokens:
+            raise UserError(f"special_tokens must be fewer than {of_sequence}, got {special}")
         return
     outside = [place for place in special if place >= tokens]
     if outside:
         raise UserError(
-            f"special_tokens must be positions within the sequence, got {outside[0]} "
-            f"for the {tokens} tokens of {name!r}"
+            f"special_tokens must be positions within the sequence, got {outside[0]} for {of_sequence}"
         )
 
 
@@ -250,6 +262,8 @@ def capture(task: Task, progress: Progress) -> Capture:
                 f"attention takes too little of the model's time (bound {found.bound:.2f})"
             )
             break
+    if found.verdict is None:
+        found.metric = task.measure(found.raw)  # before the minutes that the rest takes
     found.sites = tracer.finish()
     for site in found.sites:
         own_ms = sum(site.own_ms) / len(model_ms)

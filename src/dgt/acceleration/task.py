@@ -49,6 +49,22 @@ class Task:
         """Call the model with one item."""
         return self.forward(self.model, item)
 
+    def measure(self, outputs: list[Any]) -> float | None:
+        """The task's own figure for what forward returned; None where there is no metric.
+
+        Raises:
+            UserError: it is no number.
+        """
+        if self.metric is None:
+            return None
+        figure = self.metric(outputs)
+        try:
+            return float(figure)
+        except (TypeError, ValueError, RuntimeError) as failed:
+            raise UserError(
+                f"metric must return a number, got {describe_item(figure)}"
+            ) from failed
+
 
 def read_task(
     model: nn.Module,

@@ -13,7 +13,9 @@ import timm
 import torch
 from torch import Tensor, nn
 
+from dgt.acceleration import apply_plan
 from dgt.inference import formats
+from dgt.inference.accelerated import Speed, check_plan, time_beside_dense
 from dgt.inference.formats import Runner, Source, as_list
 from dgt.inference.openvino_extension import open_openvino, openvino_extension_path
 from dgt.layers.baselines.cswin import StripeAttention
@@ -65,18 +67,20 @@ class Export:
         size: bytes of the file, or of the weights in the folder.
         verification: how well it agrees with its source.
         extension: the library that OpenVINO needs to read the file; None where it needs none.
+        speed: of an accelerated model's file, beside dense attention; None for others.
     """
 
     path: Path
     size: int
     verification: Verification
     extension: Path | None = None
+    speed: Speed | None = None
 
     def __str__(self) -> str:
         line = f"{self.path}  {self.size / 2**20:.1f} MiB  {self.verification}"
-        if self.extension is None:
-            return line
-        return f"{line}\nOpenVINO reads it after core.add_extension({str(self.extension)!r})"
+        if self.extension is not None:
+            line = f"{line}\nOpenVINO reads it after core.add_extension({str(self.extension)!r})"
+        return line if self.speed is None else f"{line}\n{self.speed}"
 
 
 def export(
@@ -86,6 +90,7 @@ def export(
     size: tuple[int, int] | None = None,
     batch: int | None = None,
     openvino_extension: bool = False,
+    plan: str | Path | None = None,
 ) -> Export:
     """Export a trained model, and verify it against its source before it is moved into place.
 
@@ -100,6 +105,8 @@ def export(
         batch: how many images it then takes at a time; 1 by default.
         openvino_extension: write every DG-Attention as one operator, for OpenVINO on CPUs alone,
             which reads such a file with :func:`dgt.export.openvino_extension_path`; for ONNX files.
+        plan: of :func:`dgt.accelerate`, for a file of one size: attention in groups as it says; in
+            ONNX for OpenVINO's extension alone.
 
     Returns:
         What was written, and how it agreed with its source.
@@ -121,13 +128,18 @@ def export(
         )
     if openvino_extension and path.suffix != ".onnx":
         raise UserError(f"--openvino-extension needs a file that ends in .onnx, got {out}")
+    if plan is not None:
+        check_plan(plan, path, size is not None, openvino_extension)
     # before a model is opened, which takes longer than to see that nothing compiles
     extension = openvino_extension_path() if openvino_extension else None
     run = load_run(checkpoint)
+    if plan is not None:
+        apply_plan(run.network, plan)
     if path.suffix:
         fixed = None if size is None else (batch or 1, *size)
         source = replace(source_of_run(run, features), fixed=fixed, extended=openvino_extension)
-        return replace(_export_file(run, source, path), extension=extension)
+        exported = _export_file(run, source, path, is_accelerated=plan is not None)
+        return replace(exported, extension=extension)
     return _export_folder(run, path)
 
 
@@ -167,7 +179,9 @@ def _check_folder(path: Path, features: bool) -> None:
         raise NotADirectoryError(f"{path} is a file: name a folder, or a file ending in {endings}")
 
 
-def _export_file(run: LoadedRun, source: Source, path: Path) -> Export:
+def _export_file(
+    run: LoadedRun, source: Source, path: Path, is_accelerated: bool = False
+) -> Export:
     fixed = source.fixed
     if fixed and source.size and set(fixed[1:]) != {source.size}:
         came = " x ".join(map(str, fixed[1:]))
@@ -181,7 +195,8 @@ def _export_file(run: LoadedRun, source: Source, path: Path) -> Export:
         source.module, opened, _sizes(run, source), batch=fixed[0] if fixed else None
     )
     atomic_write(path, content)
-    return Export(path, len(content), verification)
+    speed = time_beside_dense(source, opened) if is_accelerated else None
+    return Export(path, len(content), verification, speed=speed)
 
 
 def _export_folder(run: LoadedRun, folder: Path) -> Export:

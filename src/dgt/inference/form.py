@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dgt.layers.attention import SelfAttention
+from dgt.layers.batch_norm import are_evaluated
 from dgt.layers.block import Block
-from dgt.layers.convolution import ConvStem, InvertedResidualFFN, TokenLinear, are_evaluated
+from dgt.layers.convolution import ConvStem, InvertedResidualFFN, TokenLinear
 from dgt.layers.head import Head
 from dgt.layers.native import Prepared, convolution, feed_forward, predicts_natively
 from dgt.utils.errors import UserError

@@ -124,10 +124,9 @@ class SwappedAttention(DGAttention):
             self.unit_centroids(),
             self.top_k,
             self.scale,
-            None,
-            self.backend,
-            self.num_prefix_tokens,
-            self.remainder,
+            backend=self.backend,
+            num_prefix_tokens=self.num_prefix_tokens,
+            remainder=self.remainder,
         )
 
 

@@ -19,9 +19,13 @@ Each module offers the same functions over arguments that are right already; the
 - ``cluster_tokens(tokens, num_clusters, steps, every, mask)``, and ``summarize_clusters`` as ``summarize_unselected``,
   with ``key_cluster_ids, num_clusters`` in place of ``key_mask``
 - ``group_statistics(query, group_ids, num_groups)``
-- ``attention(query, key, value, centroids, top_k, scale, key_mask, num_prefix_tokens, remainder)``,
-  only where it has the steps in one: what :func:`dgt.dynamic_group_attention` returns; or None
-  where such a call takes the three steps.
+- ``attention(query, key, value, centroids, call)``, only where it has the steps in one: what
+  :func:`dgt.dynamic_group_attention` returns; or None where such a call takes the three steps
+- ``attention_output`` of the same, only where the output alone is quicker
+- ``clustered_attention(query, key, value, call)``, only where it has the steps in one, or None as
+  above
+
+A ``call`` is one of those of :mod:`dgt.ops.calls`.
 
 A backend that is named is never exchanged for another.
 """

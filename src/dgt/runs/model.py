@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import safetensors.torch
 from safetensors import SafetensorError
@@ -136,7 +136,7 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRun:
     return LoadedRun(network.eval(), recipe, names, source)
 
 
-def initialize(network: nn.Module, path: str | Path) -> None:
+def initialize(network: nn.Module, path: str | Path, task: str = "classify") -> None:
     """Take the weights of another run as first weights; a classifier with other classes keeps its
     own last layer.
 
@@ -146,17 +146,17 @@ def initialize(network: nn.Module, path: str | Path) -> None:
     Args:
         network: changed in place.
         path: as `load_run` takes it.
+        task: what the network is for, a key of `TASKS`.
 
     Raises:
         FileNotFoundError, UserError: as `load_run`.
         UserError: these are the weights of another model.
     """
-    source, weights, _ = _read(path)
+    source, weights, record = _read(path)
     name = "the recipe's model"
-    backbone = getattr(network, "backbone", None)
-    own_kind = any(key.startswith("backbone.") for key in weights)
-    if isinstance(backbone, FeatureBackbone) and not own_kind:
-        network = backbone.model
+    own_kind = TASKS[parse_recipe(record["recipe"], ()).task].has_backbone
+    if TASKS[task].has_backbone and not own_kind:
+        network = cast(FeatureBackbone, network.backbone).model
         name = "the recipe's backbone"
         # it has no classifier
         weights = {key: weights[key] for key in network.state_dict() if key in weights}

@@ -105,7 +105,7 @@ def draw(run: LoadedRun, prediction: Prediction) -> Image.Image:
 
 CLASSIFY = Task(
     name="classify",
-    counted=CostSpec(cost, (224, 224), PAPER, (*PAPER, "dgt_nano")),
+    cost=CostSpec(cost, (224, 224), PAPER, (*PAPER, "dgt_nano")),
     data=ClassificationData,
     build=build_classifier,
     headline={"top1": "top-1", "top5": "top-5"},

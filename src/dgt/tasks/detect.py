@@ -243,7 +243,7 @@ def files(run: LoadedRun, prediction: Prediction, drawing: Image.Image) -> dict[
 
 DETECT = Task(
     name="detect",
-    counted=CostSpec(mask_rcnn_cost, (800, 1280), PAPER),
+    cost=CostSpec(mask_rcnn_cost, (800, 1280), PAPER),
     data=DetectionData,
     build=build_detector,
     headline={

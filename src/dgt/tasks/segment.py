@@ -324,7 +324,7 @@ def _count(name: str, image_size: tuple[int, int]) -> Cost:
 
 SEGMENT = Task(
     name="segment",
-    counted=CostSpec(_count, (512, 2048), PAPER),
+    cost=CostSpec(_count, (512, 2048), PAPER),
     data=SegmentationData,
     build=build_segmenter,
     headline={"miou": "mIoU", "accuracy": "pixel accuracy"},

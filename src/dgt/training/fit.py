@@ -146,7 +146,7 @@ def build_state(recipe: Recipe, fabric: Fabric, data: Any, fresh: bool) -> Train
     task = TASKS[recipe.task]
     network = task.build(recipe.model, data.num_classes, recipe.data["image_size"])
     if recipe.model.init_from is not None and fresh:
-        initialize(network, recipe.model.init_from)
+        initialize(network, recipe.model.init_from, recipe.task)
     if recipe.trainer.sync_batchnorm and fabric.world_size > 1:
         if fabric.device.type != "cuda":
             raise UserError(

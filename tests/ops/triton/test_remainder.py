@@ -48,8 +48,9 @@ def test_equals_the_reference(
     case = make_case(*shape, masked=masked, dtype=dtype)
     tensors = plain(case)
     rest = (case.centroids, case.top_k, scale, case.key_mask)
-    found = dgt.dynamic_group_attention(*tensors, *rest, "triton", prefix, remainder=True)
-    wide = dgt.dynamic_group_attention(*(t.double() for t in tensors), *rest, "reference", prefix, remainder=True)
+    more = {"num_prefix_tokens": prefix, "remainder": True}
+    found = dgt.dynamic_group_attention(*tensors, *rest, "triton", **more)
+    wide = dgt.dynamic_group_attention(*(t.double() for t in tensors), *rest, "reference", **more)
     check(found.output, wide.output)
     assert torch.equal(found.group_ids, wide.group_ids)
     assert torch.equal(found.key_ids, wide.key_ids)
