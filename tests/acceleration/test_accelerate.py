@@ -267,12 +267,12 @@ def test_a_plan_serves_a_model_with_the_same_layers(tmp_path) -> None:
         dgt.apply_plan(vit(), tmp_path / "none")
     (tmp_path / "text").write_text("no plan")
     (tmp_path / "json").write_text('{"format": "dgt-plan-2", "report": {"layers": [{"name": "blocks.0.attn"}]}}')
-    with pytest.raises(ValueError, match=r"'.*json' is no plan: "):
+    with pytest.raises(ValueError, match=r"'.*json' is not a valid plan: "):
         dgt.apply_plan(vit(), tmp_path / "json")
-    with pytest.raises(ValueError, match="is no plan"):
+    with pytest.raises(ValueError, match="is not a valid plan"):
         dgt.apply_plan(vit(), tmp_path / "text")
     older = r"is a plan from an older version, .*: run dgt\.accelerate"
-    for kind, message in (("pt", "is no plan"), ("dgt-plan-1", older)):
+    for kind, message in (("pt", "is not a valid plan"), ("dgt-plan-1", older)):
         safetensors.torch.save_file({"a": torch.zeros(1)}, tmp_path / "weights", metadata={"format": kind})
         with pytest.raises(ValueError, match=message):
             dgt.apply_plan(vit(), tmp_path / "weights")

@@ -63,7 +63,7 @@ class TestImageFolder:
         (folder / "train" / "dog").mkdir()
         assert len(ImageFolder(folder).class_names) == 4
         (folder / "empty" / "dog").mkdir(parents=True)
-        with pytest.raises(ValueError, match="no image in any of the 1 class folders"):
+        with pytest.raises(ValueError, match="no images in any of the 1 class folders"):
             ImageFolder(folder, "empty")
 
     def test_unreadable_files_are_marked(self, folder):

@@ -236,7 +236,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
         ("sizes: {a: {recipe: scenes}}\nrows: [{name: x, a: {}, b: {}}]", "must be a mapping of name, paper, a, got"),
         ("sizes: {a: {recipe: scenes}}\nrows: [{name: x, paper: y, a: {}}]", "paper of row 'x' .* must be a number"),
         ("sizes: {a: {recipe: scenes}}\nrows: [{name: x, a: {}}, {name: X!, a: {}}]", "must have different names"),
-        ("size: {}", "has an unknown key 'size'; it takes title"),
+        ("size: {}", "has an unknown key 'size'; known are title"),
     ],
 )
 def test_a_table_with_mistakes(tmp_path: Path, text: str, message: str) -> None:

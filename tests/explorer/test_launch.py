@@ -120,7 +120,7 @@ def test_a_model_without_groups_is_refused(explorer: Explorer) -> None:
     recipe = load_recipe("scenes", ["--model.name", "test_resnet"])
     network = build_classifier(recipe.model, 8, 64)
     assert shown_blocks(network) == []
-    with pytest.raises(ValueError, match="are explored, nowhere is 'test_resnet' of task 'classify'"):
+    with pytest.raises(ValueError, match="grouped attention, nowhere is 'test_resnet' of task 'classify'"):
         Explorer(LoadedRun(network, recipe, explorer.run.class_names, Path("nowhere")), Album())
 
 
@@ -138,7 +138,7 @@ def test_a_detector_is_refused(explorer: Explorer) -> None:
     recipe = load_recipe("scenes_detect")
     network = TASKS["detect"].build(recipe.model, 8, 64)
     run = LoadedRun(network, recipe, explorer.run.class_names, Path("nowhere"))
-    with pytest.raises(ValueError, match="are explored, nowhere is 'dgt_nano' of task 'detect'"):
+    with pytest.raises(ValueError, match="grouped attention, nowhere is 'dgt_nano' of task 'detect'"):
         Explorer(run, Album())
 
 

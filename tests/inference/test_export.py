@@ -185,7 +185,7 @@ def test_mistakes_are_one_sentence(
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert "no permission to write" in fails(capsys, run, tmp_path / "model.onnx")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "onnxscript" else name)
-    assert "ONNX needs onnxscript, not installed here: pip install" in fails(capsys, run, tmp_path / "model.onnx")
+    assert "ONNX needs onnxscript, which is not installed: pip install" in fails(capsys, run, tmp_path / "model.onnx")
 
 
 def test_of_a_detector_only_the_maps_of_its_backbone() -> None:
@@ -271,8 +271,8 @@ def test_mistakes_with_a_plan_are_one_sentence(
     for words, *arguments in (
         ("--plan goes with a file, .onnx or .pt2", tmp_path / "folder", "--plan", plan),
         ("--plan goes with --size H W", program, "--plan", plan),
-        ("has no standard ONNX operators", file, "--plan", plan, *size),
-        ("there is no plan", program, "--plan", none, *size),
+        ("cannot be expressed in standard ONNX operators", file, "--plan", plan, *size),
+        ("does not exist", program, "--plan", none, *size),
         ("is not a plan of this version", program, "--plan", broken, *size),
         ("has no layer in groups: export the model without", program, "--plan", dense, *size),
         ("has no 'blocks.7.attn'", program, "--plan", other, *size),

@@ -200,7 +200,7 @@ def test_why_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(UserError, match=r"has no C\+\+ headers or libraries for its extension: install the wheel"):
         openvino_extension_path()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "openvino" else name)
-    with pytest.raises(UserError, match=r"the OpenVINO extension needs openvino, not installed here: pip install"):
+    with pytest.raises(UserError, match=r"the OpenVINO extension needs openvino, which is not installed: pip install"):
         openvino_extension_path()
 
 

@@ -91,7 +91,7 @@ def test_weights_of_another_model(finished: Result, tmp_path: Path) -> None:
     stored["dgt"]["recipe"]["model"]["name"] = "test_vit"
     torch.save(stored, tmp_path / "other.ckpt")
     with pytest.raises(
-        ValueError, match=r"other\.ckpt contains the weights of a model other than than model 'test_vit'.*Missing key"
+        ValueError, match=r"other\.ckpt contains the weights of a model other than model 'test_vit'.*Missing key"
     ):
         load_run(tmp_path / "other.ckpt")
 

@@ -193,7 +193,7 @@ def test_without_a_tag_or_without_pretrained_nothing_has_changed(monkeypatch: py
     assert timm.list_pretrained("dgt_*") == ["dgt_nano.scenes"]
     with pytest.raises(RuntimeError, match="No pretrained weights exist for dgt_nano"):
         timm.create_model("dgt_nano", pretrained=True)
-    with pytest.raises(UserError, match=r"no weights 'dgt_nano.imagenette128' here \(DGT_WEIGHTS can .* dgt_nano.sce"):
+    with pytest.raises(UserError, match=r"'dgt_nano.imagenette128' were found \(set DGT_WEIGHTS .* dgt_nano.sce"):
         timm.create_model("dgt_nano.imagenette128", pretrained=True)
 
 

@@ -63,7 +63,7 @@ def read_plan(path: str | Path) -> Report:
                 f"{name!r} is a plan from an older version, with centroids that are no longer used: "
                 "run dgt.accelerate again"
             ) from broken
-        raise UserError(f"{name!r} is no plan: {broken}") from broken
+        raise UserError(f"{name!r} is not a valid plan: {broken}") from broken
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise UserError(f"{name!r} is not a plan of this version ({FORMAT})")
     try:
@@ -73,7 +73,7 @@ def read_plan(path: str | Path) -> Report:
             check_row(row)
         return Report(**(values | {"layers": layers}))
     except (KeyError, TypeError, ValueError) as broken:
-        raise UserError(f"{name!r} is no plan: {broken}") from broken
+        raise UserError(f"{name!r} is not a valid plan: {broken}") from broken
 
 
 def old_format(path: str | Path) -> str | None:

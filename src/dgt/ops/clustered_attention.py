@@ -62,9 +62,9 @@ def clustered_attention(
         query: (B, H, L, D) float tensor.
         key, value: (B, H, S, D) float tensors of query's type; S may differ from L. With fewer heads, a divisor of H,
             each serves as many heads of the queries in turn.
-        num_groups: G, from 1 to the queries behind the prefix.
-        top_k: K >= 1 exact keys for every group; clamped to the keys behind the prefix.
-        num_residual_keys: M, from 0 (none: what is not selected is left out) to the keys behind the prefix.
+        num_groups: G, from 1 to the queries after the prefix.
+        top_k: K >= 1 exact keys for every group; clamped to the keys after the prefix.
+        num_residual_keys: M, from 0 (none: what is not selected is left out) to the keys after the prefix.
         num_prefix_tokens: P, the first tokens of queries and keys alike (class, registers, text).
         backend: as in :func:`dgt.dynamic_group_attention`.
 

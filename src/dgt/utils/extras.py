@@ -61,5 +61,5 @@ def require(what: str, libraries: Sequence[str], extra: str) -> None:
     missing = [name for name in libraries if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(
-            f"{what} needs {', '.join(missing)}, not installed here: {install_command(extra)}"
+            f"{what} needs {', '.join(missing)}, which are not installed: {install_command(extra)}"
         )
