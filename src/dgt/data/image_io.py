@@ -35,7 +35,7 @@ class WrongLabels(BrokenImage):
 
 
 class BrokenImagesError(UserError):
-    """Too many images of a data set cannot be read."""
+    """Too many images of a data set are unreadable."""
 
 
 @contextmanager
