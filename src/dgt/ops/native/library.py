@@ -145,7 +145,7 @@ def _load_or_warn() -> ctypes.CDLL | None:
     loaded = _loaded()
     if loaded.library is None and level() != NONE:
         warnings.warn(
-            f"no native CPU kernels: {loaded.reason}; " "slower PyTorch operations are used instead",
+            f"no native CPU kernels: {loaded.reason} (slower PyTorch operations are used instead)",
             RuntimeWarning,
             stacklevel=3,
         )
