@@ -87,12 +87,26 @@ struct KeyList {
     bool is_whole() const { return !ids && !mask; }
 };
 
+// Lists of groups as marks: which keys every query sees, a bit a key.
+struct SeenKeys {
+    const int32_t* groups = nullptr;  // of every query; -1: it sees all keys
+    const Bits* bits = nullptr;       // (G + 1, vectors), all keys behind the groups; null: all queries see all keys
+    int64_t all_row = 0;              // G
+    int64_t vectors = 0;
+
+    const Bits* of(int64_t query) const {
+        int64_t row = groups[query] < 0 ? all_row : groups[query];
+        return bits + row * vectors;
+    }
+};
+
 // Queries that attend to one list of keys.
 struct Part {
     const int32_t* order;  // query numbers; null: first, first + 1 and so on
     int64_t first;
     int64_t count;
     KeyList keys;
+    SeenKeys seen = {};  // of gradients: all keys are in the list
 
     int64_t query(int64_t row) const { return order ? order[first + row] : first + row; }
 };

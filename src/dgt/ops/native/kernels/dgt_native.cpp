@@ -6,6 +6,7 @@
 //   attention.h   softmax attention of queries over a list of keys      (Eq. 2)
 //   few_keys.h    the same where keys are few
 //   backward.h    its gradients
+//   marks.h       the same where keys are few
 //   clustered.h   groups and clusters found in the tokens, with residual keys
 //   products.h    the two products that all of it is made of
 //
@@ -18,6 +19,7 @@
 #include "few_keys.h"
 #include "grouping.h"
 #include "interface.h"
+#include "marks.h"
 #include "memory.h"
 #include "parallel.h"
 #include "parts.h"
@@ -308,10 +310,11 @@ int run_dense(const dgt_problem& x) {
 // The parts of a head, and the slots that they add up in.
 struct SlotTable {
     Parts parts;
+    MarkTable marks;
     Slot* slots;
     int64_t* count;
 
-    SlotTable(Arena& arena, const dgt_problem& x) : parts(arena, x) {
+    SlotTable(Arena& arena, const dgt_problem& x) : parts(arena, x), marks(arena, x) {
         slots = arena.take<Slot>(Parts::most(x));
         count = arena.take<int64_t>(1);
     }
@@ -320,7 +323,7 @@ struct SlotTable {
         return x.groups ? min(Parts::most(x), x.groups + MOST_GROUP_SLOTS) : 0;
     }
     static int64_t most_whole_slots(const dgt_problem& x) {
-        int64_t queries = x.groups ? x.prefix : x.queries;
+        int64_t queries = x.groups && !pays_to_mark(x) ? x.prefix : x.queries;
         return min(MOST_WHOLE_SLOTS, divide_up(queries, part_size(x)));
     }
 };
@@ -330,7 +333,8 @@ void cut_into_slots(const dgt_problem& x, const Head& h, SlotTable& table) {
     if (x.groups) {
         read_ids(h.group_ids, x.queries, table.parts.groups);
         read_ids(h.key_ids, x.groups * x.list_length, table.parts.lists);
-        cut_by_group(x, h, table.parts);
+        if (pays_to_mark(x) && table.marks.read(x, table.parts.lists)) cut_under_marks(x, h, table.marks, table.parts);
+        else cut_by_group(x, h, table.parts);
     } else {
         cut_densely(x, h, table.parts);
     }
