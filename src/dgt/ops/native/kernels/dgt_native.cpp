@@ -64,10 +64,10 @@ void cut(const dgt_problem& x, const Head& h, const Steps& steps, const Parts& p
 
 // Group queries begin..end of a head; the prefix is of no group.
 void group(const dgt_problem& x, const Head& h, int64_t begin, int64_t end, int32_t* groups,
-           const GroupBuffers& buffers, Status& status) {
+           const GroupBuffers& buffers, const Rows* prefetched, Status& status) {
     for (int64_t i = begin; i < min(x.prefix, end); ++i) groups[i] = -1;
     if (!group_queries(h.query, max(begin, x.prefix), end, h.query_mask, h.centroids, x.groups, x.channels, groups,
-                       buffers))
+                       buffers, prefetched))
         status.raise(DGT_NAN_IN_QUERY);
     write_ids(groups + begin, end - begin, h.group_ids ? h.group_ids + begin : nullptr);
 }
@@ -107,7 +107,7 @@ struct HeadBuffers {
 };
 
 void do_head(const dgt_problem& x, const Head& h, const Steps& steps, HeadBuffers& b, Status& status) {
-    if (steps.group) group(x, h, 0, x.queries, b.parts.groups, b.group, status);
+    if (steps.group) group(x, h, 0, x.queries, b.parts.groups, b.group, steps.attend ? &h.output : nullptr, status);
     if (steps.select) {
         const Rows* prefetched = steps.attend ? &h.value : nullptr;
         bool good = collect_candidates(h.key, x.prefix, x.keys, h.key_mask, h.centroids, x.groups, x.channels,
@@ -224,7 +224,7 @@ void group_and_collect(const dgt_problem& x, const Steps& steps, const SharedBuf
         if (selects && steps.select) collect_piece(x, h, piece, shared, own.select, status);
         if (!selects && steps.group)
             group(x, h, x.queries * piece / pieces, x.queries * (piece + 1) / pieces, shared.parts[h.index]->groups,
-                  own.group, status);
+                  own.group, nullptr, status);
     });
 }
 

@@ -65,9 +65,9 @@ struct Marks {
         if (!is_full_and_ascends(list)) {
             int64_t cursor = 0;
             count = take_keys(list, cursor, FEW_KEYS, ids);
+            if (!ascends(ids, count)) return false;
             there = ids;
         }
-        if (!ascends(there, count)) return false;
         int64_t stride = FewKeys::copies_values(x) ? round_up(x.channels, W) : h.value.stride / 4;
         for (int64_t j = 0; j < count; ++j) offsets[j] = there[j] * stride;
         memset(bytes, 0, sizeof bytes);
@@ -78,9 +78,12 @@ struct Marks {
 
 private:
     static bool ascends(const int32_t* ids, int64_t count) {
-        bool falls = false;
-        for (int64_t j = 1; j < count; ++j) falls |= ids[j] <= ids[j - 1];
-        return !falls;
+        Ints falls{};
+        int64_t j = 1;
+        for (; j + W <= count; j += W) falls |= (Ints)(load(ids + j) <= load(ids + j - 1));
+        bool good = bits_of(falls) == 0;
+        for (; j < count; ++j) good &= ids[j] > ids[j - 1];
+        return good;
     }
 
     // As all lists are where no token is hidden.

@@ -309,8 +309,8 @@ inline bool collect_candidates(const Rows& key, int64_t begin, int64_t end, cons
         int64_t count = min(CHUNK, end - start);
         int64_t vectors = divide_up(count, W);
         pack(key, nullptr, start, count, channels, buffers.rows, buffers.panels);
-        if (prefetched)
-            for (int64_t i = start; i < start + count; ++i) prefetch(*prefetched, i, channels, true);
+        prefetch_rows(key, start + count, min(start + count + CHUNK, end), channels);
+        if (prefetched) prefetch_rows(*prefetched, start, start + count, channels);
         Bits real[CHUNK / W];
         for (int64_t v = 0; v < vectors; ++v) real[v] = bits_of_mask(mask, start + v * W, count - v * W);
         for (int64_t g = 0; g < groups; g += MOST_ROWS) {
