@@ -110,11 +110,14 @@ inline void weights_of(const dgt_problem& x, const Head& h, const Part& part, in
         if (x.mask_type != DGT_NO_MASK) add_mask(x, h, part.query(first + r), first_key, keys, weights);
         Floats sum = all(b.logsumexps[first + r]);
         Floats delta = all(b.deltas[first + r]);
+        const Bits* seen = part.seen.bits ? part.seen.of(part.query(first + r)) + first_key / W : nullptr;
         for (int64_t i = 0; i < vectors; ++i) {
             Floats weight = power_of_two(load(weights + i * W) - sum);
-            if (i == vectors - 1) weight = choose(last, weight, Floats{});
-            store(weights + i * W, weight);
-            store(grads + i * W, weight * (load(grads + i * W) - delta));
+            Floats grad = weight * (load(grads + i * W) - delta);
+            Bits there = i == vectors - 1 ? last : ALL_LANES;
+            if (seen) there &= seen[i];
+            store(weights + i * W, choose(there, weight, Floats{}));
+            store(grads + i * W, choose(there, grad, Floats{}));
         }
     }
 }
