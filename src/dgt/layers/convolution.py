@@ -239,9 +239,17 @@ class ConditionalPositionEncoding(nn.Module):
 
     def add_to(self, x: Tensor) -> Tensor:
         """Add the encoding of (B, H, W, C) to itself."""
-        if not scripting() and convolves_natively(x, self.conv.weight, self.conv.bias):
+        if not scripting() and self.runs_natively(x):
             return convolution.depthwise_convolution(x, self.conv.weight, self.conv.bias, True)
         return x + self(x)
+
+    @torch.jit.ignore
+    def runs_natively(self, x: Tensor) -> bool:
+        """Tell whether the native kernel takes (B, H, W, C), in prediction or training."""
+        conv = self.conv
+        if type(conv) is not nn.Conv2d or not are_ordinary(conv):
+            return False
+        return runs_natively(x, conv.weight, conv.bias)
 
 
 class InvertedResidualFFN(nn.Module):
