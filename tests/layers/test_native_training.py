@@ -79,6 +79,10 @@ def test_what_is_not_plain_training_stays_pytorchs() -> None:
     replaced = small_network()
     replaced.expand = nn.Sequential(replaced.expand)
     assert not replaced.trains_natively(x)
+    for act in (nn.ReLU(), nn.GELU(approximate="tanh")):
+        activated = small_network()
+        activated.act = act
+        assert not activated.trains_natively(x)
 
 
 def test_hooks_are_called() -> None:
