@@ -39,6 +39,9 @@ struct Head {
     Rows value;
     Rows output;
     Rows grad_output;
+    Rows grad_query;
+    Rows grad_key;
+    Rows grad_value;
     const float* centroids;
     const uint8_t* query_mask;
     const uint8_t* key_mask;
@@ -62,6 +65,9 @@ inline Head head_of(const dgt_problem& x, int64_t index) {
     h.value = rows_of(x.value, x.type, image, key_head);
     h.output = rows_of(x.output, x.type, image, head);
     h.grad_output = rows_of(x.grad_output, x.type, image, head);
+    h.grad_query = rows_of(x.grad_query, DGT_FLOAT32, image, head);
+    h.grad_key = rows_of(x.grad_key, DGT_FLOAT32, image, head);
+    h.grad_value = rows_of(x.grad_value, DGT_FLOAT32, image, head);
     h.centroids = x.centroids + image * x.centroids_image_stride + head * x.groups * x.channels;
     h.query_mask = x.query_mask ? x.query_mask + image * x.queries : nullptr;
     h.key_mask = x.key_mask ? x.key_mask + image * x.keys : nullptr;
