@@ -25,7 +25,7 @@ BAD = [
     (
         {"num_groups": 10},
         ValueError,
-        "num_groups must be at most the 9 queries behind the prefix, got 10",
+        "num_groups must be at most the 9 queries after the prefix, got 10",
     ),
     ({"num_groups": 2.0}, TypeError, "num_groups must be an int of at least 1, got 2.0"),
     ({"top_k": 0}, ValueError, "top_k must be at least 1, got 0"),
@@ -33,7 +33,7 @@ BAD = [
     (
         {"num_residual_keys": 10},
         ValueError,
-        "num_residual_keys must be at most the 9 keys behind the prefix, got 10",
+        "num_residual_keys must be at most the 9 keys after the prefix, got 10",
     ),
     (
         {"num_residual_keys": True},
@@ -52,8 +52,8 @@ BAD = [
         r"key_mask must be a bool \(B, L\) = \(1, 10\)",
     ),
     ({"key": torch.randn(1, 2, 10, 5)}, ValueError, "key must have shape .* to match query"),
-    ({"query": torch.full((1, 2, 10, 4), torch.nan)}, ValueError, "query must be free of NaN"),
-    ({"key": torch.full((1, 2, 10, 4), torch.nan)}, ValueError, "key must be free of NaN"),
+    ({"query": torch.full((1, 2, 10, 4), torch.nan)}, ValueError, "query must not contain NaN"),
+    ({"key": torch.full((1, 2, 10, 4), torch.nan)}, ValueError, "key must not contain NaN"),
     ({"scale": torch.inf}, ValueError, "scale must be finite"),
     ({"backend": "fast"}, ValueError, "backend must be one of"),
 ]
@@ -77,7 +77,7 @@ IDS = torch.zeros(1, 2, 10, dtype=torch.int64)
         (
             {"remainder": 11},
             ValueError,
-            "remainder must be at most the 10 keys behind the prefix, got 11",
+            "remainder must be at most the 10 keys after the prefix, got 11",
         ),
         ({"remainder": 2.0}, TypeError, "remainder must be an int of at least 0, got 2.0"),
         (

@@ -59,7 +59,7 @@ def probe_reach(task: Task, found: Capture, progress: Progress) -> None:
     for number in range(runs):
         chunk = sites[number * len(sites) // runs : (number + 1) * len(sites) // runs]
         place = choosing[number % len(choosing)]
-        progress.step(f"how far errors of {chunk[0].row.title} reach")
+        progress.step(f"error propagation from {chunk[0].row.title}")
         probing = Probe([probe_row(site, task.error) for site in chunk], found.sites)
         with trace_sdpa(task.model, probing.answer):
             outputs = outputs_of(task.run(task.items[place]), found.paddings[place])
@@ -183,7 +183,7 @@ def run_choice(task: Task, found: Capture, choice: Choice, progress: Progress) -
     raws = []
     known = zip(task.items, found.outputs, found.paddings, strict=True)
     for item, before, paddings in known:
-        progress.step("errors of a choice of settings")
+        progress.step("error of the chosen settings")
         raw = task.run(item)
         outputs = outputs_of(raw, paddings)
         squares.append(squares_between(outputs, before))
@@ -275,7 +275,7 @@ def install_fastest(task: Task, found: Capture, progress: Progress) -> Outcome:
     before, after = time_choice(task, rows, progress)
     if after.ms >= before.ms or after.attention_ms >= before.attention_ms:
         uninstall_answers(task.model)  # what single layers gained was lost around them
-        found.verdict = "the whole model was not faster"
+        found.verdict = "the model as a whole was not faster"
         rows = [as_it_was(row, found.verdict) for row in rows]
         return Outcome(rows, times=(before, before))
     rows = [

@@ -37,7 +37,7 @@ def report_of(task: Task, found: Capture, outcome: Outcome) -> Report:
         alike=count_alike(task.model, [row.name for row in rows]),
         prefix_told=task.special_tokens is None,
         measured=task.measured,
-        metric_before=None if task.metric is None or confirmed is None else task.metric(found.raw),
+        metric_before=None if confirmed is None else found.metric,
         inputs=len(task.items),
         verdict=found.verdict or "",
     )
@@ -55,5 +55,5 @@ def report_of(task: Task, found: Capture, outcome: Outcome) -> Report:
         cosine_low=float(confirmed.cosines.quantile(0.01)),
         attention_speedup=times[0].attention_ms / max(times[1].attention_ms, 1e-9),
         model_speedup=times[0].ms / times[1].ms,
-        metric_after=None if task.metric is None else task.metric(confirmed.raw),
+        metric_after=task.measure(confirmed.raw),
     )

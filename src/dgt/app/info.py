@@ -55,7 +55,7 @@ def native_line() -> str:
     found = native.status()
     if found.available:
         return f"native CPU kernels: {found.level}, {found.lanes} lanes"
-    return f"native CPU kernels: none, {found.reason}"
+    return f"native CPU kernels: none ({found.reason})"
 
 
 def _known(task: str) -> Task:

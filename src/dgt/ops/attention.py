@@ -347,7 +347,7 @@ def _check_prefix(query: Tensor, key: Tensor, num_prefix_tokens: int) -> None:
     check_count("num_prefix_tokens", num_prefix_tokens, least=0)
     if num_prefix_tokens and (query.shape[2] != key.shape[2] or num_prefix_tokens >= key.shape[2]):
         came = f"{num_prefix_tokens} with {query.shape[2]} queries and {key.shape[2]} keys"
-        raise ValueError(f"num_prefix_tokens must be 0 or fewer than the tokens, as many queries as keys, got {came}")
+        raise ValueError(f"num_prefix_tokens must be 0, or fewer than the tokens with as many queries as keys, got {came}")
 
 
 def _check_remainder(
@@ -364,7 +364,7 @@ def _check_remainder(
         check_count(name, count, least=0)
     most = key.shape[2] - num_prefix_tokens
     if count > most:
-        raise ValueError(f"{name} must be at most the {most} keys behind the prefix, got {count}")
+        raise ValueError(f"{name} must be at most the {most} keys after the prefix, got {count}")
     if cluster_ids is not None:
         name = "remainder.cluster_ids"
         if count == 0:

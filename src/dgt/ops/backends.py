@@ -166,6 +166,6 @@ def _warn_of_eager() -> None:
     if not _warned:
         _warned = True
         message = (
-            'backend="eager" is called "torch" now; "eager" will be refused in the next version'
+            'backend="eager" was renamed to "torch"; the old name will be removed in the next version'
         )
         warnings.warn(message, FutureWarning, stacklevel=4)

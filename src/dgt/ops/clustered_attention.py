@@ -234,11 +234,11 @@ def _check_sizes(
     check_count("num_groups", num_groups)
     if num_groups > queries:
         raise ValueError(
-            f"num_groups must be at most the {queries} queries behind the prefix, got {num_groups}"
+            f"num_groups must be at most the {queries} queries after the prefix, got {num_groups}"
         )
     check_count("top_k", top_k)
     check_count("num_residual_keys", num_residual_keys, least=0)
     if num_residual_keys > keys:
         raise ValueError(
-            f"num_residual_keys must be at most the {keys} keys behind the prefix, got {num_residual_keys}"
+            f"num_residual_keys must be at most the {keys} keys after the prefix, got {num_residual_keys}"
         )

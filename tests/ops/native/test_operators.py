@@ -130,7 +130,7 @@ def test_half_precision_errs_no_more_than_pytorch(shape, dtype):
 def test_nan_is_found(place, tokens):
     case = make_case(images=1, heads=2, tokens=tokens)
     getattr(case, place)[0, 1, tokens // 2, 3] = torch.nan
-    with pytest.raises(ValueError, match=f"{place} must be free of NaN"):
+    with pytest.raises(ValueError, match=f"{place} must not contain NaN"):
         attend(case)
 
 
