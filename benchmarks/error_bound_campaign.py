@@ -57,12 +57,12 @@ from dgt.bench.measures import machine
 from dgt.swap import Call, sdpa, uninstall_answers
 from dgt.utils.atomic_write import write_json
 
-SIZES = {"coco": (196, 224, 336), "imagenette": (224,), "wallpapers": (196, 280)}  # in pixels
+SIZES = {"coco": (196, 224, 280), "imagenette": (224,), "wallpapers": (196, 336)}  # in pixels
 COUNTS = (4, 6, 8, 12)  # of inputs
 ERRORS = (0.1, 0.2, 0.3)
 SHARES = (0.05, 0.1, 0.2, 0.4)  # of pairs
 BISECTIONS = 6  # of the price
-POOL = 32  # photographs of a case
+POOL = 28  # photographs of a case
 APART = 4  # photographs outside of it that settings are measured on
 PAIRS = 1e9  # of a query and a key in a second, by the clock
 REST = 1e-5  # seconds of a model without its attention, by the clock
@@ -267,8 +267,8 @@ def main() -> None:
     source.add_argument("--camvid", type=Path, help="weights of the segmenter")
     parser.add_argument("--photographs", nargs="+", required=True, metavar="NAME=FOLDER")
     parser.add_argument("--sizes", type=int, nargs="+", help="in place of those of the set")
-    parser.add_argument("--draws", type=int, default=34, help="of every case, that tell something")
-    parser.add_argument("--most", type=int, default=80, help="draws of a case in all")
+    parser.add_argument("--draws", type=int, default=50, help="of every case, that tell something")
+    parser.add_argument("--most", type=int, default=75, help="draws of a case in all")
     parser.add_argument("--out", type=Path, default=Path("error_bound_campaign.json"))
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
