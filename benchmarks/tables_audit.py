@@ -2,7 +2,7 @@
 
 - A number that looks measured (a deviation, a decimal fraction, a number with a unit) has a source: it
   stands in a generated table, or a mark follows it.
-- A setting names the file that sets it, `<!-- setting: benchmarks/attention_bound.py -->`, and the
+- A setting names the file that sets it, `<!-- setting: benchmarks/native_attention.py -->`, and the
   number stands in that file. So nothing measured passes for a setting.
 - A fraction in words ("a quarter") is a number, too.
 - A processor ("Zen 5") is marked with the raw results that were measured on it,

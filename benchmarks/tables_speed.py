@@ -13,7 +13,6 @@ from tables_shared import (
     UNKNOWN,
     Cells,
     bold,
-    generation,
     generations,
     read,
     span,
@@ -180,30 +179,6 @@ def attention_memory() -> Cells:
         sizes = (row["peak_mib"], also["peak_mib"], row["bool_mask_mib"])
         rows.append([row["case"].removesuffix(" float32"), *(number(mib, 1) for mib in sizes)])
     return [["attention", *where, "bool mask of L x L for one head, MiB"], *rows]
-
-
-@table
-def attention_bound() -> Cells:
-    """The eager operator against its bound by products, on both processors, on one thread and on
-    two.
-    """
-    found: dict[str, dict[tuple[int, str], str]] = {}
-    for row in read("attention_bound"):
-        where = generation(row["machine"]["processor"])
-        if not row["busy"] and (row["label"], where) in (("after", "Zen 5"), ("zen4", "Zen 4")):
-            cell = f"{number(row['ratio'], 1)} ({number(row['share'], 0, 100)} %)"
-            found.setdefault(row["case"], {})[row["threads"], row["label"]] = cell
-    columns = [(threads, label) for label in ("after", "zen4") for threads in (1, 2)]
-    rows = []
-    for case, cells in found.items():
-        batch, heads, tokens, channels, top_k = re.split("[x:]", case)
-        rows.append(
-            [f"B{batch} H{heads} L{tokens} D{channels} k{top_k}", *(cells[key] for key in columns)]
-        )
-    return [
-        ["attention", "Zen 5, one thread", "two threads", "Zen 4, one thread", "two threads"],
-        *rows,
-    ]
 
 
 @table

@@ -15,7 +15,6 @@ from timm.models import save_for_hf
 from torch import Tensor, nn
 
 from dgt.acceleration import Report, inspect_model
-
 from dgt.ops import attend, group_queries, select_keys
 from dgt.runs.model import export_model, make_record
 from dgt.tasks import TASKS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import io
 import json
 import os
@@ -156,7 +155,7 @@ def test_an_unequal_file_is_not_written(run: Path, tmp_path: Path, monkeypatch: 
         return lambda images: [sources[0].module(images) * 1.001]
 
     monkeypatch.setitem(files.FORMATS, ".pt2", (encode, open_slightly_wrong))
-    with pytest.raises(RuntimeError, match=r"not equal to its source: images of 64 x 64 pixels differ by up to"):
+    with pytest.raises(RuntimeError, match=r"does not match its source: images of 64 x 64 pixels differ by up to"):
         export(run, path)
     assert path.read_bytes() == b"the file before"
     assert list(tmp_path.iterdir()) == [path]
@@ -176,8 +175,8 @@ def test_mistakes_are_one_sentence(
 ) -> None:
     assert "OUT must end in .onnx or .pt2, or have no ending" in fails(capsys, run, tmp_path / "model.tflite")
     assert "there is no checkpoint" in fails(capsys, tmp_path / "none", tmp_path / "model.onnx")
-    assert "is where the model comes from" in fails(capsys, run, run)
-    assert "feature maps are exported to a file" in fails(capsys, run, tmp_path / "out", "--features")
+    assert "contains the model to export" in fails(capsys, run, run)
+    assert "--features needs a file" in fails(capsys, run, tmp_path / "out", "--features")
     (tmp_path / "folder.onnx").mkdir()
     assert "is a folder" in fails(capsys, run, tmp_path / "folder.onnx")
     (tmp_path / "file").touch()
@@ -199,7 +198,7 @@ def test_of_a_detector_only_the_maps_of_its_backbone() -> None:
     assert source.module is backbone
     assert source.outputs == ("map_0",)
     backbone.attn = WindowAttention(8, 2)
-    with pytest.raises(ValueError, match=r"attends in windows, which a graph cannot cut out of images of any size"):
+    with pytest.raises(ValueError, match=r"uses windows, which a graph of dynamic size cannot express"):
         source_of_run(run, features=True)
 
 

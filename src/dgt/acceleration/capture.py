@@ -37,12 +37,12 @@ LEAST_TOKENS = 192  # fewer are not even tried: choosing keys alone takes as lon
 MEASURED_INPUTS = 3  # on which settings are judged
 MOST_SITES = 4  # calls of one module with settings of their own; of more, or of changing numbers, all have one
 LEAST_BOUND = 1.03  # how many times as fast a model must be without any attention
-PASSED_BY = "inside of nn.TransformerEncoderLayer, which passes it by in evaluation"
+PASSED_BY = "inside nn.TransformerEncoderLayer, which bypasses it in eval mode"
 NESTED = (
-    "other attention inside of it"  # whose calls what is installed around it would answer as well
+    "contains other attention"  # whose calls what is installed around it would answer as well
 )
 FEW = "few tokens"
-NO_PREFIX = "nothing tells of class or register tokens: all are taken for patches (special_tokens=)"
+NO_PREFIX = "no class or register tokens were detected: all tokens are treated as patches (set special_tokens=)"
 
 
 @dataclass
@@ -212,7 +212,7 @@ def check_places(special: SpecialTokens, tokens: int, name: str) -> None:
     outside = [place for place in special if place >= tokens]
     if outside:
         raise UserError(
-            f"special_tokens must be places within the sequence, got {outside[0]} for {of_sequence}"
+            f"special_tokens must be positions within the sequence, got {outside[0]} for {of_sequence}"
         )
 
 
@@ -249,7 +249,7 @@ def capture(task: Task, progress: Progress) -> Capture:
     model_ms: list[float] = []
     inside_ms: list[float] = []
     for place, item in enumerate(task.items):
-        progress.step("outputs with the model's own attention, settings of its calls")
+        progress.step("original outputs, settings of each call")
         run = TracedRun(tracer, task.error == 0, place in measured)
         ms, raw = timed(partial(run_traced, task, tracer, item, run.answer))
         tracer.end_pass()
@@ -350,12 +350,12 @@ def run_first(
         raise
     except CALL_ERRORS as failed:
         raise UserError(
-            f"model must take the inputs, got {describe_item(item)}: {describe_failure(failed)}"
+            f"model must accept the inputs, got {describe_item(item)}: {describe_failure(failed)}"
         ) from failed
     if not tracer.sites:
         modules = tracer.model.modules()
         is_of_transformers = any(hasattr(module, "set_attn_implementation") for module in modules)
-        advice = 'does not: of transformers, load it with attn_implementation="sdpa"'
+        advice = 'does not: load it with attn_implementation="sdpa"'
         raise UserError(
             "model must call F.scaled_dot_product_attention, "
             f"got a {type(tracer.model).__name__} that {advice if is_of_transformers else 'does not'}"

@@ -126,10 +126,10 @@ def export(
     _check_place(path, features)
     if (size is None and batch is not None) or (size is not None and not path.suffix):
         raise UserError(
-            "--batch goes with --size, and both with a file, .onnx or .pt2: a folder for timm takes any"
+            "--batch needs --size, and both need a file, .onnx or .pt2: a folder for timm works with any size"
         )
     if openvino_extension and path.suffix != ".onnx":
-        raise UserError(f"--openvino-extension goes with a file that ends in .onnx, got {out}")
+        raise UserError(f"--openvino-extension needs a file that ends in .onnx, got {out}")
     if plan is not None:
         check_plan(plan, path, size is not None, openvino_extension)
     # before a model is opened, which takes longer than to see that nothing compiles
@@ -163,7 +163,7 @@ def _check_file(path: Path) -> None:
     if path.suffix not in FORMATS:
         endings = " or ".join(FORMATS)
         raise UserError(
-            f"OUT must end in {endings}, or have no ending and name a folder for timm, got {str(path)!r}"
+            f"OUT must end in {endings}, or be a folder for timm, without an ending, got {str(path)!r}"
         )
     if path.suffix == ".onnx":
         formats.check_libraries()
@@ -174,7 +174,7 @@ def _check_file(path: Path) -> None:
 def _check_folder(path: Path, features: bool) -> None:
     if features:
         raise UserError(
-            "feature maps are exported to a file, .onnx or .pt2; a folder for timm has them as they are"
+            "--features needs a file, .onnx or .pt2; a folder for timm already provides feature maps"
         )
     if path.is_file():
         endings = " or ".join(FORMATS)
@@ -188,7 +188,7 @@ def _export_file(
     if fixed and source.size and set(fixed[1:]) != {source.size}:
         came = " x ".join(map(str, fixed[1:]))
         raise UserError(
-            f"the model takes images of {source.size} x {source.size} pixels alone, got {came}"
+            f"the model takes only images of {source.size} x {source.size} pixels, got {came}"
         )
     encode, reopen = FORMATS[path.suffix]
     content = encode(source)
@@ -204,11 +204,11 @@ def _export_file(
 def _export_folder(run: LoadedRun, folder: Path) -> Export:
     if TASKS[run.recipe.task].has_backbone:
         wrong = (
-            f"a folder for timm holds a classifier, this is a model of the task {run.recipe.task!r}"
+            f"a folder for timm holds a classifier, but this is a model of task {run.recipe.task!r}"
         )
-        raise UserError(f"{wrong}; a run's folder `model` has its weights as safetensors")
+        raise UserError(f"{wrong}; the run's folder `model` has its weights as safetensors")
     if (folder / "model.safetensors").resolve() == run.source.resolve():
-        raise UserError(f"{folder} is where the model comes from: name another folder")
+        raise UserError(f"{folder} contains the model to export: name another folder")
     source = source_of_run(run)
     record = make_record(run.recipe, run.class_names)
     with tempfile.TemporaryDirectory() as trial:
@@ -257,9 +257,9 @@ def source_of_run(run: LoadedRun, features: bool = False) -> Source:
     if features:
         return _source_of_features(run, size, about)
     if not task.outputs:
-        why = "how many objects there are is no shape that a graph knows"
-        hint = "the feature maps of its backbone can, with --features"
-        raise UserError(f"what the task {task.name!r} finds cannot be exported: {why}; {hint}")
+        why = "the number of objects is not known when the graph is built"
+        hint = "export the feature maps of its backbone with --features"
+        raise UserError(f"models of task {task.name!r} cannot be exported: {why}; {hint}")
     about["classes"] = json.dumps(run.class_names)
     return Source(run.network, task.outputs, size, about)
 
@@ -272,9 +272,9 @@ def _only_size(run: LoadedRun) -> int | None:
     )
     if TASKS[run.recipe.task].has_backbone:
         if windows:
-            why = "attends in windows, which a graph cannot cut out of images of any size"
+            why = "uses windows, which a graph of dynamic size cannot express"
             raise UserError(
-                f"a {name} {why}: only classifiers can be exported with it, for images of one size"
+                f"a {name} {why}: only classifiers with it can be exported, for images of one size"
             )
         return None
     config = timm.get_pretrained_cfg(name)
@@ -346,7 +346,7 @@ def verify(
         if same.float().mean() < least:
             what = f"images of {height} x {width} pixels differ by up to {difference.max():.1e}"
             raise Disagreement(
-                f"the exported model is not equal to its source: {what}; nothing was written"
+                f"the exported model does not match its source: {what}; nothing was written"
             )
         count, equal, largest = (
             count + len(same),
