@@ -34,10 +34,12 @@ import coverage_page
 import tables_accelerate  # noqa: F401 (tables register themselves)
 import tables_audit
 import tables_choice  # noqa: F401
+import tables_dinov2  # noqa: F401
 import tables_history  # noqa: F401
 import tables_learning  # noqa: F401
 import tables_models  # noqa: F401
 import tables_predicted  # noqa: F401
+import tables_promises  # noqa: F401
 import tables_rivals  # noqa: F401
 import tables_speed  # noqa: F401
 import tables_text

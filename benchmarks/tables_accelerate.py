@@ -30,9 +30,9 @@ def predicted_errors() -> Cells:
             ]
         )
     heads = [
-        "error asked",
+        "target error",
         "draw",
-        "layers in groups",
+        "grouped layers",
         "predicted",
         "on held-out images",
         "on other images",
@@ -44,10 +44,10 @@ def predicted_errors() -> Cells:
 def accelerated() -> Cells:
     """A ViT trained on CamVid, accelerated within several errors."""
     heads = [
-        "error asked",
+        "target error",
         "predicted",
         "on held-out images",
-        "on those measured",
+        "on the test images",
         "same class",
         "mIoU",
     ]
@@ -68,7 +68,7 @@ def accelerated() -> Cells:
 def accelerated_on_imagenette() -> Cells:
     """A ViT trained on Imagenette at 4,096 tokens, beside itself accelerated within several errors."""
     heads = [
-        "error asked",
+        "target error",
         "predicted",
         "on unseen images",
         "prediction off by",
@@ -101,8 +101,8 @@ def large_models() -> Cells:
         "tokens",
         "groups of keys",
         "s",
-        "in groups, s",
-        "times as fast",
+        "grouped, s",
+        "speedup",
         "bound",
     ]
     rows = []
@@ -123,9 +123,9 @@ def shapes_of_all_kinds() -> Cells:
     worst, middle, best = ratios[-1], ratios[len(ratios) // 2], ratios[0]
     heads = [
         "shapes",
-        "left as they are",
-        "in groups",
-        "times SDPA's time: best",
+        "unchanged",
+        "grouped",
+        "time relative to SDPA: best",
         "median",
         "worst",
     ]
@@ -166,7 +166,7 @@ def how_many_images() -> Cells:
                 number(row["varies"], 1),
             ]
             rows.append([*cells, *shares])
-    return [["error asked", "images", "spread", *(f"{count} drawn" for count in counts)], *rows]
+    return [["target error", "images", "spread", *(f"sample of {count}" for count in counts)], *rows]
 
 
 @table
@@ -183,7 +183,7 @@ def predicted_by_more_images() -> Cells:
             cells += [relative(row, name) for name in ("predicted", "measured", "unseen")]
             rows.append([*cells, str(row["unseen_images"]), off(row)])
     heads = [
-        "error asked",
+        "target error",
         "images given",
         "searched with",
         "predicted",

@@ -4,7 +4,7 @@
   many) has a source: it stands in a generated table, or a mark follows it. Headings, descriptions of
   images, and comments in blocks of code are text like any other.
 - A number that others print, `<!-- paper -->` or `<!-- printed: SOURCE -->`, stands in `printed.json`.
-- A setting names the file that sets it, `<!-- setting: benchmarks/attention_bound.py -->`, and the
+- A setting names the file that sets it, `<!-- setting: benchmarks/native_attention.py -->`, and the
   number stands in that file. So nothing measured passes for a setting.
 - A fraction in words ("a quarter") is a number, too, and so is "twice as fast".
 - A processor ("Zen 5") is marked with the raw results that were measured on it,
@@ -43,7 +43,7 @@ PARTS = "third|quarter|fifth|sixth|seventh|eighth|ninth|tenth|twentieth|hundredt
 WORDS = "half|one and a half|two|three|four|five|six|seven|eight|nine|ten|twelve|twenty|hundred|thousand"
 FRACTION = re.compile(
     rf"\b(?:(?:an?|one|two|three)\s(?:{PARTS})s?"
-    rf"|(?:{WORDS})\s(?:times(?!\sat\smost)|percent|points|(?<!ten\s)(?<!five\s)minutes|hours)"
+    rf"|(?<!up\sto\s)(?:{WORDS})\s(?:times(?!\sat\smost)|percent|points|(?<!ten\s)(?<!five\s)minutes|hours)"
     r"|(?:twice|half)\sas\s(?:fast|many|much|large|long))\b",
     re.IGNORECASE,
 )

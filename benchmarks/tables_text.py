@@ -11,11 +11,9 @@ from tables_shared import (
     RESULTS,
     TABLES,
     UNKNOWN,
-    generation,
     generations,
     number_of_text,
     numbers_in,
-    processors,
     read,
     span,
 )
@@ -61,16 +59,6 @@ def ran_on(*files: str) -> str:
             f"{', '.join(files)} ran on {', '.join(sorted(found)) or 'nothing recorded'}"
         )
     return found.pop()
-
-
-@number_of_text
-def bound_ran_on(case: str, *labels: str) -> str:
-    """The generation of processor that all rows of `attention_bound` with this case and labels name."""
-    rows = [
-        row for row in read("attention_bound") if row["case"] == case and row["label"] in labels
-    ]
-    (found,) = {generation(processor) for processor in processors(rows)}
-    return found
 
 
 @number_of_text
@@ -226,19 +214,6 @@ def objects(layer: str, measure: str) -> str:
     found = [(row["share"], row[measure]) for label, row in labels if label != "background"]
     return number(
         100 * sum(share * one for share, one in found) / sum(share for share, _ in found), 1
-    )
-
-
-@number_of_text
-def bound(case: str, label: str, busy: str = "") -> str:
-    """The same on two threads as in the table of bounds, or beside a busy process."""
-    rows = [
-        row
-        for row in read("attention_bound")
-        if row["threads"] == 2 and bool(row["busy"]) == bool(busy)
-    ]
-    return number(
-        next(row["ratio"] for row in rows if (row["case"], row["label"]) == (case, label)), 1
     )
 
 

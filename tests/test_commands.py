@@ -145,7 +145,7 @@ def test_a_program_takes_its_command(
 
 @named([command for command in COMMANDS if command.words[0] == "dgt"])
 def test_dgt_takes_its_command(command: Command) -> None:
-    """Its options, and the keys of a recipe with their values; what it opens is named as on the page, and is not there."""
+    """Its options, and the keys of a recipe with their values; what it would open is not there."""
     name, rest = command.words[1], list(command.words[2:])
     context, found = click.Context(command_line), command_line.commands.get(name)
     while isinstance(found, click.Group) and rest:

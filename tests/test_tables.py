@@ -172,7 +172,7 @@ def test_files_of_the_native_kernel_become_its_table(
         shared.read.cache_clear()
     assert cells[0] == "B1 H2 L16384 D32 k98, Zen 4"
     assert cells[1:] == ["500.00, 400.00, 8.00", "**62.5**", "1.2", "50.0 (45 %)", "60.0"]
-    assert first[1:] == ["**62**; **70**", "PyTorch over all keys: 1", "Zen 4, two cores, 1 run"]
+    assert first[1:] == ["**62**; **70**", "PyTorch, all keys: 1", "Zen 4, two cores, 1 run"]
 
 
 @pytest.mark.parametrize(

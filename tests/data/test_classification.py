@@ -175,7 +175,7 @@ class TestSplitsAndSizes:
 
     def test_no_validation_split(self, folder):
         (folder / "val").rename(folder / "held-out")
-        with pytest.raises(FileNotFoundError, match=r"'val' is not a folder in .*: held-out, train"):
+        with pytest.raises(FileNotFoundError, match=r"has no folder 'val'; it has: held-out, train"):
             folder_data(folder)
         assert len(folder_data(folder, val_split="held-out").val_dataloader()) == 3
 
@@ -299,7 +299,7 @@ class TestBrokenImages:
         self.corrupt(folder, 1)
         data = folder_data(folder, batch_size=1, max_broken_share=1.0, val_split="train")
         assert len(batches(data.val_dataloader())) == 23
-        with pytest.raises(BrokenImagesError, match="too few images of a training batch"):
+        with pytest.raises(BrokenImagesError, match="too few readable images in a training batch"):
             batches(data.train_dataloader())
 
     def test_cached_images_are_counted_too(self, folder):

@@ -174,10 +174,10 @@ class TestBadData:
             DetectionData(**{"root": "images", **options})
 
     def test_places_that_are_not_there_are_named(self, tmp_path: Path) -> None:
-        with pytest.raises(FileNotFoundError, match="there is no folder of images"):
+        with pytest.raises(FileNotFoundError, match="image folder .* does not exist"):
             open_data(tmp_path)
         root = write_coco(tmp_path)
-        with pytest.raises(FileNotFoundError, match="there is no folder of images"):
+        with pytest.raises(FileNotFoundError, match="image folder .* does not exist"):
             open_data(root, train_images="photos")
 
 

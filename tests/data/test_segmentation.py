@@ -146,12 +146,12 @@ class TestWrongFiles:
     @pytest.mark.parametrize("workers", [0, 2])
     def test_a_label_out_of_range(self, folder: Path, workers: int) -> None:
         save(folder, "val", "01", np.full((48, 64), 7, dtype=np.uint8))
-        message = r"labels/val/01.png: label 7 is that of none of the 3 classes$"
+        message = r"labels/val/01.png: label 7 is not one of the 3 classes$"
         self.fails(folder, message, num_workers=workers)
 
     def test_a_label_out_of_range_in_ade20ks_layout(self, tmp_path: Path) -> None:
         save(tmp_path, "training", "a", np.full((40, 40), 4, dtype=np.uint8), "annotations")
-        message = r"a\.png: label 4 is that of none of the 3 classes$"
+        message = r"a\.png: label 4 is not one of the 3 classes$"
         self.fails(tmp_path, message, train_split="training", val_split="training")
 
     def test_another_size_than_the_image(self, folder: Path) -> None:
@@ -179,7 +179,7 @@ class TestWrongFiles:
     def test_an_image_turned_by_exif_data(self, folder: Path, orientation: int) -> None:
         image, path = folder / "images" / "val" / "02.png", folder / "labels" / "val" / "02.png"
         turn(image, orientation)
-        message = r"labels/val/02.png: .* its image .*val/02.png .*, turned by EXIF orientation: store it upright"
+        message = r"labels/val/02.png: .* its image .*val/02.png .*, rotated by its EXIF orientation: store it upright"
         self.fails(folder, message)
         turn(image, 1)
         Image.open(path).resize((64, 48), Image.Resampling.NEAREST).save(path)
@@ -197,7 +197,7 @@ class TestWrongFiles:
         else:
             Image.new(kind.upper(), (64, 48)).save(path)
         message = (
-            rf"labels/val/00.png: expected a lossless .* one 8-bit channel \(grey or palette\), got {told} in PNG$"
+            rf"labels/val/00.png: expected a lossless .* one 8-bit channel \(gray or palette\), got {told} in PNG$"
         )
         self.fails(folder, message)
 
@@ -226,13 +226,13 @@ class TestWrongFiles:
 
     def test_two_images_of_one_name(self, folder: Path) -> None:
         shutil.copy(folder / "images" / "val" / "00.png", folder / "images" / "val" / "00.jpg")
-        self.fails(folder, r"two files of one name: .*00.jpg and .*00.png")
+        self.fails(folder, r"two files have the same name: .*00.jpg and .*00.png")
 
     def test_nothing_there(self, folder: Path, tmp_path: Path) -> None:
         for place in ("images", "labels"):
             (folder / place / "empty").mkdir()
-        self.fails(folder, r"no image in .*images/empty", val_split="empty")
-        with pytest.raises(FileNotFoundError, match=r"'test' is not a folder in .*images; .* train, val"):
+        self.fails(folder, r"no images in .*images/empty", val_split="empty")
+        with pytest.raises(FileNotFoundError, match=r"images has no folder 'test'; it has: train, val"):
             open_data(folder, val_split="test")
         with pytest.raises(FileNotFoundError, match=r"root: expected the folders images and one of .*, found none"):
             open_data(tmp_path / "nowhere")

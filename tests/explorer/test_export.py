@@ -95,7 +95,7 @@ def test_what_is_wrong_is_told_in_a_sentence_and_nothing_is_left(
     assert main(["explore", "--export", str(tmp_path / "page"), "--image", str(tmp_path / "empty")]) == 2
     assert "expected 1 to 200 image files" in capsys.readouterr().err
     assert main(["explore", "--export", str(images)]) == 2
-    assert "holds something else than an exported page: name a new folder" in capsys.readouterr().err
+    assert "contains something other than an exported page: name a new folder" in capsys.readouterr().err
     assert len(list(images.iterdir())) == 2
     with monkeypatch.context() as patch:
         patch.chdir(tmp_path / "empty")

@@ -46,7 +46,7 @@ def test_the_newest_run_with_groups_is_found_and_a_checkpoint_goes_before(
     os.utime(without / "model.safetensors", (2e9, 2e9))
     monkeypatch.chdir(tmp_path)
     assert launch.find_run(None).source == Path("runs/demo/model/model.safetensors")
-    assert capsys.readouterr().out == "no model given: taking the newest run that fits, runs/demo\n"
+    assert capsys.readouterr().out == "no model given: using the newest suitable run, runs/demo\n"
     with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
         launch.find_run(tmp_path / "missing.ckpt")
 
@@ -65,7 +65,7 @@ def test_mistakes_are_told_before_any_model_is_loaded(tmp_path: Path, monkeypatc
     monkeypatch.setattr(launch, "find_run", lambda _: pytest.fail("loaded"))
     with pytest.raises(ValueError, match="port must lie in 0 to 65535, got 70000"):
         serve(port=70000)
-    with pytest.raises(FileNotFoundError, match="there is no file or folder"):
+    with pytest.raises(FileNotFoundError, match="image: .* does not exist"):
         serve(image=tmp_path / "missing")
     with pytest.raises(ValueError, match="expected 1 to 200 image files"):
         serve(image=tmp_path)
@@ -130,7 +130,7 @@ def test_a_model_whose_attention_was_replaced_is_refused(explorer: Explorer) -> 
     network = build_classifier(recipe.model, 8, 64).eval()
     dgt.replace_attention(network, num_groups=4, top_k=5)
     assert dgt.group_records(network, torch.randn(1, 3, 64, 64))
-    with pytest.raises(ValueError, match=r"only classifiers of class DynamicGroupTransformer .* nowhere is 'test_vit'"):
+    with pytest.raises(ValueError, match=r"the explorer supports only DynamicGroupTransformer classifiers .* nowhere is 'test_vit'"):
         Explorer(LoadedRun(network, recipe, explorer.run.class_names, Path("nowhere")), Album())
 
 

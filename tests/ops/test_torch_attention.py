@@ -90,8 +90,8 @@ def emulate_varlen(
     for (start, stop), (first, last) in zip(pairwise(cuts), pairwise(key_cuts), strict=True):
         if stop > start:
             assert last > first
-            operands = query[None, start:stop, 0], key[None, first:last, 0], value[None, first:last, 0]
-            parts.append(F.scaled_dot_product_attention(*operands, scale=scale)[0])
+            weights = (query[start:stop, 0] @ key[first:last, 0].mT * scale).softmax(-1)
+            parts.append(weights @ value[first:last, 0])
     return torch.cat(parts)[:, None]
 
 

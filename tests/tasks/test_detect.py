@@ -96,7 +96,7 @@ def test_predictions_are_drawn_and_listed(finished: Result, tmp_path: Path) -> N
     red, broken, thin = predict_files(run, files, tmp_path / "out")
     assert "broken.jpg' cannot be read as an image" in broken["error"]
     assert "thin.png': images must have a pixel left" in thin["error"]
-    with pytest.raises(ValueError, match=r"images must have different names, .* got 'red' twice"):
+    with pytest.raises(ValueError, match=r"images must have different file names, .* got 'red' twice"):
         predict_files(run, [tmp_path / "red.png", tmp_path / "red.jpg"], tmp_path / "out")
     scores = [found["score"] for found in red["objects"]]
     assert scores == sorted(scores, reverse=True)
@@ -151,7 +151,7 @@ def test_coco_files_train_any_backbone(tmp_path: Path) -> None:
             "model.head must hold keys among max_size, fpn_channels, .*, got fpn",
         ),
         (ModelSettings("dgt_nano", head={"options": {"nms": 3}}), "model.head of the recipe: options must be keyword"),
-        (ModelSettings("dgt_huge"), "backbone must be a model that timm knows"),
+        (ModelSettings("dgt_huge"), "backbone must be a registered timm model"),
         (ModelSettings("vit_tiny_patch16_224"), "strides"),
     ],
 )

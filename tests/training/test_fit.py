@@ -95,7 +95,7 @@ def test_the_same_recipe_gives_the_same_model(finished: Result, tmp_path: Path) 
 
 
 def test_a_run_is_never_overwritten(finished: Result) -> None:
-    with pytest.raises(FileExistsError, match="holds a run already: give another folder with --out"):
+    with pytest.raises(FileExistsError, match="already contains a run: give another folder with --out"):
         fit(load_recipe("scenes", [*SMALL, f"--out={finished.folder}"]))
 
 
@@ -186,7 +186,7 @@ def test_data_of_other_classes_is_told(finished: Result, tmp_path: Path) -> None
             Image.new("RGB", (40, 40)).save(tmp_path / split / name / "0.png")
     other = ["--data.dataset=auto", f"--data.root={tmp_path}", "--data.val_size=null", "--data.train_size=null"]
     with pytest.raises(
-        ValueError, match=r"the data has other classes than the model: 2 \(cat, dog\) in the data, 8 \("
+        ValueError, match=r"the classes of the data and of the model differ: 2 \(cat, dog\) in the data, 8 \("
     ):
         evaluate(finished.folder, other)
 
@@ -203,7 +203,7 @@ def test_predictions_are_sorted_and_sum_to_one(finished: Result, tmp_path: Path)
     assert {name for name, _ in found[0].classes} == set(load_run(finished.folder).class_names)
     assert found[1].classes == []
     assert "broken.jpg' cannot be read as an image" in str(found[1].error)
-    assert "there is no image file" in str(found[2].error)
+    assert "does not exist" in str(found[2].error)
     assert read_image(load_run(finished.folder), tmp_path / "red.png")[0].shape == (1, 3, 32, 32)
     with pytest.raises(ValueError, match="top_k must be at least 1, got 0"):
         predict(finished.folder, [], top_k=0)

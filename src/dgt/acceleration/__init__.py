@@ -10,7 +10,7 @@ In the order in which they work:
 - ``choose``: the fastest choice of settings at an error.
 - ``confirm``: the model as it is chosen: how far errors reach, whether the bound holds, how fast it
   is.
-- ``report``: what was found and done; ``plan``: the same done again.
+- ``summary`` and ``report``: what was found and done; ``plan``: the same done again.
 
 Beside them ``settings`` (how a budget is split), ``grouped`` (what answers a call), ``statistics``,
 ``progress``, and ``adapters`` (transformers' names for an attention).

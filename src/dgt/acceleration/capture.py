@@ -37,11 +37,12 @@ LEAST_TOKENS = 192  # fewer are not even tried: choosing keys alone takes as lon
 MEASURED_INPUTS = 3  # on which settings are judged
 MOST_SITES = 4  # calls of one module with settings of their own; of more, or of changing numbers, all have one
 LEAST_BOUND = 1.03  # how many times as fast a model must be without any attention
-PASSED_BY = "inside of nn.TransformerEncoderLayer, which passes it by in evaluation"
+PASSED_BY = "inside nn.TransformerEncoderLayer, which bypasses it in eval mode"
 NESTED = (
-    "other attention inside of it"  # whose calls what is installed around it would answer as well
+    "contains other attention"  # whose calls what is installed around it would answer as well
 )
-NO_PREFIX = "nothing tells of class or register tokens: all are taken for patches (special_tokens=)"
+FEW = "few tokens"
+NO_PREFIX = "no class or register tokens were detected: all tokens are treated as patches (set special_tokens=)"
 
 
 @dataclass
@@ -72,6 +73,8 @@ class Capture:
     """The padding masks that attention was called with, for every input."""
     raw: list[Any] = field(default_factory=list)
     """What forward returned; kept where there is a metric."""
+    metric: float | None = None
+    """The task's own figure with the model's own attention."""
     bound: float = 1.0
     """How many times as fast the model would be if attention took no time."""
     verdict: str | None = None
@@ -143,10 +146,11 @@ class Tracer:
             {
                 call.reason or "": call.reason is not None,
                 PASSED_BY: isinstance(parent, nn.TransformerEncoderLayer),
-                "few tokens": patches < self.least_tokens,
+                FEW: patches < self.least_tokens,
             }
         )
-        if reason is None:
+        is_long = is_within and tokens >= self.least_tokens  # but for its special tokens
+        if reason is None or (reason == FEW and is_long and self.special is not None):
             check_places(special, tokens, name)
         return LayerReport(
             name=name,
@@ -193,14 +197,22 @@ class Tracer:
 
 
 def check_places(special: SpecialTokens, tokens: int, name: str) -> None:
-    """Refuse places of special tokens that a sequence does not have."""
-    if isinstance(special, int | FrameTokens):
+    """Refuse special tokens that a sequence does not have, or that are all of it."""
+    of_sequence = f"the {tokens} tokens of {name!r}"
+    if isinstance(special, FrameTokens):
+        if special.period > tokens:
+            raise UserError(
+                f"special_tokens must have frames of at most {of_sequence}, got {special}"
+            )
+        return
+    if isinstance(special, int):
+        if special >= tokens:
+            raise UserError(f"special_tokens must be fewer than {of_sequence}, got {special}")
         return
     outside = [place for place in special if place >= tokens]
     if outside:
         raise UserError(
-            f"special_tokens must be places within the sequence, got {outside[0]} "
-            f"for the {tokens} tokens of {name!r}"
+            f"special_tokens must be positions within the sequence, got {outside[0]} for {of_sequence}"
         )
 
 
@@ -237,7 +249,7 @@ def capture(task: Task, progress: Progress) -> Capture:
     model_ms: list[float] = []
     inside_ms: list[float] = []
     for place, item in enumerate(task.items):
-        progress.step("outputs with the model's own attention, settings of its calls")
+        progress.step("original outputs, settings of each call")
         run = TracedRun(tracer, task.error == 0, place in measured)
         ms, raw = timed(partial(run_traced, task, tracer, item, run.answer))
         tracer.end_pass()
@@ -253,6 +265,8 @@ def capture(task: Task, progress: Progress) -> Capture:
                 f"attention takes too little of the model's time (bound {found.bound:.2f})"
             )
             break
+    if found.verdict is None:
+        found.metric = task.measure(found.raw)  # before the minutes that the rest takes
     found.sites = tracer.finish()
     for site in found.sites:
         own_ms = sum(site.own_ms) / len(model_ms)
@@ -336,12 +350,12 @@ def run_first(
         raise
     except CALL_ERRORS as failed:
         raise UserError(
-            f"model must take the inputs, got {describe_item(item)}: {describe_failure(failed)}"
+            f"model must accept the inputs, got {describe_item(item)}: {describe_failure(failed)}"
         ) from failed
     if not tracer.sites:
         modules = tracer.model.modules()
         is_of_transformers = any(hasattr(module, "set_attn_implementation") for module in modules)
-        advice = 'does not: of transformers, load it with attn_implementation="sdpa"'
+        advice = 'does not: load it with attn_implementation="sdpa"'
         raise UserError(
             "model must call F.scaled_dot_product_attention, "
             f"got a {type(tracer.model).__name__} that {advice if is_of_transformers else 'does not'}"

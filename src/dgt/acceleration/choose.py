@@ -18,7 +18,7 @@ BISECTIONS = 40  # of the price, over PRICES
 PRICES = (-4.0, 18.0)  # powers of ten, milliseconds for a squared error of one
 BATCH_GAIN = 0.97  # a setting that is slower than this for a batch is kept from larger batches
 EXACT_GAIN = 0.97  # what exact attention must take less than: it costs no error
-NOT_FASTER = "no setting within the error is faster"
+NOT_FASTER = "no faster setting within the error"
 
 Choice: TypeAlias = tuple[Kind | None, ...]
 """A setting for every call site; None for the model's own attention."""

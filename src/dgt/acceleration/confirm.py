@@ -1,10 +1,10 @@
 """Running the model as it is chosen: how far errors reach, whether the bound holds, and how fast
-it is.
+it is; what is fastest is installed.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dgt.acceleration.capture import Capture, Site, split_inputs
 from dgt.acceleration.choose import (
+    NOT_FASTER,
     Choice,
     choose,
     has_groups,
@@ -58,7 +59,7 @@ def probe_reach(task: Task, found: Capture, progress: Progress) -> None:
     for number in range(runs):
         chunk = sites[number * len(sites) // runs : (number + 1) * len(sites) // runs]
         place = choosing[number % len(choosing)]
-        progress.step(f"how far errors of {chunk[0].row.title} reach")
+        progress.step(f"error propagation from {chunk[0].row.title}")
         probing = Probe([probe_row(site, task.error) for site in chunk], found.sites)
         with trace_sdpa(task.model, probing.answer):
             outputs = outputs_of(task.run(task.items[place]), found.paddings[place])
@@ -182,7 +183,7 @@ def run_choice(task: Task, found: Capture, choice: Choice, progress: Progress) -
     raws = []
     known = zip(task.items, found.outputs, found.paddings, strict=True)
     for item, before, paddings in known:
-        progress.step("errors of a choice of settings")
+        progress.step("error of the chosen settings")
         raw = task.run(item)
         outputs = outputs_of(raw, paddings)
         squares.append(squares_between(outputs, before))
@@ -246,6 +247,70 @@ def time_run(
     with exact_attention(model), trace_sdpa(model, answer):
         ms = timed(run)[0]
     return Timed(ms, dict(times))
+
+
+@dataclass
+class Outcome:
+    """What became of a model."""
+
+    rows: list[LayerReport]
+    """One for every call site, in the order of the calls."""
+    confirmed: Confirmed | None = None
+    """The choice that is installed; None where nothing is."""
+    times: tuple[Timed, Timed] | None = None
+    """Of the model before and after; None where it was not timed."""
+
+
+def install_fastest(task: Task, found: Capture, progress: Progress) -> Outcome:
+    """Put the fastest choice within the error into the model and time it.
+
+    A choice with which the whole model is not faster is taken out again, and a verdict says so.
+    """
+    confirmed = look_for_choice(task, found, progress)
+    uninstall_answers(task.model)
+    if confirmed is None:
+        return Outcome(rows_of(found.sites, tuple(None for _ in found.sites)))
+    rows = rows_of(found.sites, confirmed.choice)
+    install_rows(task.model, rows)
+    before, after = time_choice(task, rows, progress)
+    if after.ms >= before.ms or after.attention_ms >= before.attention_ms:
+        uninstall_answers(task.model)  # what single layers gained was lost around them
+        found.verdict = "the model as a whole was not faster"
+        rows = [as_it_was(row, found.verdict) for row in rows]
+        return Outcome(rows, times=(before, before))
+    rows = [
+        replace(
+            row,
+            ms_before=before.by_site.get((row.name, row.call), 0.0),
+            ms_after=after.by_site.get((row.name, row.call), 0.0),
+        )
+        for row in rows
+    ]
+    return Outcome(rows, confirmed, (before, after))
+
+
+def look_for_choice(task: Task, found: Capture, progress: Progress) -> Confirmed | None:
+    """The fastest choice of settings within the error; None where nothing is faster, with a
+    verdict that says why.
+    """
+    if found.verdict is not None:
+        return None
+    if any(has_groups(site) for site in found.sites):
+        probe_reach(task, found, progress)
+        confirmed = confirm(task, found, progress)
+        if confirmed is not None:
+            return confirmed
+    exact = exact_only(found)
+    if exact is None:
+        found.verdict = NOT_FASTER
+    return exact
+
+
+def as_it_was(row: LayerReport, reason: str) -> LayerReport:
+    """A row of a choice that was undone."""
+    if row.choice == "dense":
+        return row
+    return replace(row, choice="dense", reason=reason, error=0.0, ms_after=row.ms_before)
 
 
 def answers_of(

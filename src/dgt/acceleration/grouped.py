@@ -115,7 +115,7 @@ def choice_in_words(row: LayerReport) -> str:
     """A row's choice as a report prints it."""
     if row.choice == "groups":
         residual = f" + {row.residual_keys} residual" if row.residual_keys else ""
-        return f"{row.groups} groups of {row.keys}{residual} keys"
+        return f"{row.groups} groups, {row.keys}{residual} keys"
     if row.choice == "exact":
         return "exact, native kernel"
     return f"dense: {row.reason}"

@@ -46,7 +46,7 @@ def apply_plan(model: nn.Module, path: str | Path) -> Report:
     """
     check_model(model)
     if not Path(path).is_file():
-        raise FileNotFoundError(f"there is no plan {str(path)!r}")
+        raise FileNotFoundError(f"plan {str(path)!r} does not exist")
     report = read_plan(path)
     check_layers(model, report)
     install_rows(model, report.layers)
@@ -61,12 +61,12 @@ def read_plan(path: str | Path) -> Report:
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as broken:
         if old_format(path) == OLD_FORMAT:
             raise UserError(
-                f"{name!r} is a plan of an older version, with centroids that are no longer needed: "
+                f"{name!r} is a plan from an older version, with centroids that are no longer used: "
                 "run dgt.accelerate again"
             ) from broken
         raise UserError(f"{name!r} is no plan: {broken}") from broken
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise UserError(f"{name!r} is no plan of this version ({FORMAT})")
+        raise UserError(f"{name!r} is not a plan of this version ({FORMAT})")
     try:
         values = found["report"]
         layers = [LayerReport(**row) for row in values["layers"]]
@@ -113,7 +113,7 @@ def check_layers(model: nn.Module, report: Report) -> None:
     found = count_alike(model, [row.name for row in report.layers])
     if report.alike not in (None, found):
         raise UserError(
-            f"model must have the plan's {report.alike} modules that attend, got {found}"
+            f"model must have the plan's {report.alike} attention modules, got {found}"
         )
     for row in report.layers:
         if row.choice == "groups":

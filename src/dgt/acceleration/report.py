@@ -45,7 +45,7 @@ class Report:
     """Whether the model told its special tokens, as a plan's model then must, too."""
     error_bound: float = 0.0
     """An upper bound, at 95 %, of the error over unseen inputs of the same kind."""
-    measured: str = "what the model returns"
+    measured: str = "the model's output"
     """Whose error it is."""
     cosine_mean: float = 1.0
     """Of the rows of the output, before and after."""
@@ -85,22 +85,22 @@ class Report:
         )
         if wide > WIDE:
             times = (wide / WIDE) ** 2
-            notes.insert(0, f"note: {times:.2g} times as many inputs would tell the error to 20 %")
+            notes.insert(0, f"note: {times:.2g} times as many inputs would narrow the error's interval to 20 %")
         return notes
 
     def _summary(self) -> list[str]:
         predicted = f"{self.predicted_error:.2g}{_half(self.predicted_half)}"
         held_out = f"{self.measured_error:.2g}{_half(self.measured_half)}"
         lines = [
-            f"error of {self.measured}: asked {self.asked_error:.2g}, predicted {predicted}, "
-            f"on inputs held out {held_out}, at most {self.error_bound:.2g} on unseen ones (95 %)",
+            f"error of {self.measured}: requested {self.asked_error:.2g}, predicted {predicted}, "
+            f"on held-out inputs {held_out}, at most {self.error_bound:.2g} on unseen inputs (95 %)",
             f"cosine: mean {self.cosine_mean:.5f}, lowest hundredth {self.cosine_low:.5f}",
         ]
         if self.metric_before is not None and self.metric_after is not None:
             lines.append(f"metric: {self.metric_before:.6g} before, {self.metric_after:.6g} after")
         lines.append(
-            f"speed: attention {self.attention_speedup:.2f} times, model {self.model_speedup:.2f} times "
-            f"(no attention at all: {self.bound:.2f})"
+            f"speedup: attention {self.attention_speedup:.2f}x, model {self.model_speedup:.2f}x "
+            f"(without any attention: {self.bound:.2f}x)"
         )
         return lines
 
@@ -138,11 +138,11 @@ class Report:
             times.barh(0, 0, color=colour, label=label)
         times.set_yticks(range(len(self.layers)), [row.title for row in self.layers], size=7)
         times.invert_yaxis()
-        times.set(xlabel="attention, ms an input", xmargin=0.45)  # for the words
+        times.set(xlabel="attention, ms per input", xmargin=0.45)  # for the words
         figure.legend(loc="outside lower center", ncols=len(COLOURS))
         errors.set_xlabel("error of this attention, %")
         figure.suptitle(
-            f"model {self.model_speedup:.2f} times faster, error {self.measured_error:.2g}"
+            f"model {self.model_speedup:.2f}x as fast, error {self.measured_error:.2g}"
         )
         with replacing(path) as partial:
             figure.savefig(partial, format=Path(path).suffix[1:] or "png", dpi=150)
@@ -156,7 +156,7 @@ class Report:
         """
         if model is not None:
             warnings.warn(
-                "model is no longer needed to save a plan", DeprecationWarning, stacklevel=2
+                "model is ignored: saving a plan no longer needs it", DeprecationWarning, stacklevel=2
             )
         text = json.dumps({"format": FORMAT, "report": self.to_json()}, indent=1)
         atomic_write(Path(path), text.encode())

@@ -49,6 +49,22 @@ class Task:
         """Call the model with one item."""
         return self.forward(self.model, item)
 
+    def measure(self, outputs: list[Any]) -> float | None:
+        """The task's own figure for what forward returned; None where there is no metric.
+
+        Raises:
+            UserError: it is no number.
+        """
+        if self.metric is None:
+            return None
+        figure = self.metric(outputs)
+        try:
+            return float(figure)
+        except (TypeError, ValueError, RuntimeError) as failed:
+            raise UserError(
+                f"metric must return a number, got {describe_item(figure)}"
+            ) from failed
+
 
 def read_task(
     model: nn.Module,
@@ -64,7 +80,7 @@ def read_task(
     check_values(items)
     if len(items) < 2:
         raise UserError(
-            "inputs must be at least 2, some to choose settings by and some to check them with, "
+            "inputs must be at least 2, some to choose settings and some to check them, "
             f"got {len(items)}"
         )
     if isinstance(error, bool) or not isinstance(error, float | int) or not 0 <= error < 1:
@@ -72,7 +88,7 @@ def read_task(
     for name, function in (("forward", forward), ("metric", metric)):
         if function is not None and not callable(function):
             raise TypeError(f"{name} must be a function, got {describe(function)}")
-    measured = "what forward returns"
+    measured = "the output of forward"
     if forward is None:
         forward, measured = default_forward(model)
     special = check_special_tokens(special_tokens)
@@ -85,7 +101,7 @@ def check_model(model: nn.Module) -> None:
         raise TypeError(f"model must be a module, got {describe(model)}")
     if installed_answers(model):
         raise UserError(
-            "model must not be accelerated already: take a fresh one, or apply_plan on one"
+            "model must not be accelerated already: pass a fresh model, or use apply_plan"
         )
     for module in model.modules():
         is_wrapped = type(module).__name__ == "OptimizedModule"  # torch.compile(model)
@@ -93,7 +109,7 @@ def check_model(model: nn.Module) -> None:
             vars(module).get("_compiled_call_impl") is not None
         )  # model.compile()
         if is_wrapped or is_compiled_in_place:
-            raise UserError("model must not be compiled yet: torch.compile comes after accelerate")
+            raise UserError("model must not be compiled yet: call torch.compile after accelerate")
 
 
 def read_items(inputs: Inputs) -> list[Any]:
@@ -109,8 +125,8 @@ def read_items(inputs: Inputs) -> list[Any]:
         check_structure(items)
         return items
     raise TypeError(
-        "inputs must be a tensor (N, ...), a mapping of such tensors by their names, or a sequence "
-        f"with a tensor, mapping or tuple for every call, got {describe_item(inputs)}"
+        "inputs must be a tensor (N, ...), a mapping from names to such tensors, or a sequence "
+        f"with a tensor, mapping or tuple per call, got {describe_item(inputs)}"
     )
 
 
@@ -126,7 +142,7 @@ def check_structure(items: list[Any]) -> None:
     for place, item in enumerate(items):
         if structure(item) != structure(items[0]):
             raise UserError(
-                f"inputs must all have the structure of the first, {describe_item(items[0])}, "
+                f"inputs must all have the structure of the first one, {describe_item(items[0])}, "
                 f"but number {place} is {describe_item(item)}"
             )
 
@@ -146,7 +162,7 @@ def check_values(items: list[Any]) -> None:
     """Refuse tensors of the meta device, which have no values."""
     for tensor in (tensor for item in items[:1] for tensor in tensors_of(item)):
         if tensor.is_meta:
-            raise TypeError(f"inputs must hold values, got {describe(tensor)}")
+            raise TypeError(f"inputs must not be empty, got {describe(tensor)}")
 
 
 def check_special_tokens(special: SpecialTokens | None) -> SpecialTokens | None:
@@ -158,14 +174,14 @@ def check_special_tokens(special: SpecialTokens | None) -> SpecialTokens | None:
         check_count("special_tokens.period", special.period)
         if special.count > special.period:
             raise UserError(
-                f"special_tokens must be fewer than the tokens of a frame, got {special}"
+                f"special_tokens must be fewer than the tokens per frame, got {special}"
             )
         return special
     if isinstance(special, Sequence) and not isinstance(special, str):
         for place in special:
             check_count("special_tokens", place, least=0)
         if len(set(special)) < len(special):
-            raise UserError("special_tokens must name every place once, got one twice")
+            raise UserError("special_tokens must not repeat a position")
         return sorted(special)
     check_count("special_tokens", special, least=0)
     return special
@@ -178,7 +194,7 @@ def default_forward(model: nn.Module) -> tuple[Forward, str]:
     features = getattr(model, "forward_features", None)
     if callable(features) and getattr(model, "num_classes", None) == 0:
         return _call_features, "all tokens of forward_features"
-    return _call_model, "what the model returns"
+    return _call_model, "the model's output"
 
 
 def _call_features(model: Any, item: Any) -> Any:
@@ -227,10 +243,10 @@ def check_outputs(task: Task, raw: Any, paddings: Paddings) -> list[Tensor]:
     name = "model" if task.forward is _call_model else "forward"
     if not outputs:
         raise UserError(
-            f"{name} must return floating point tensors, whose error counts, got {describe_item(raw)}"
+            f"{name} must return floating point tensors, got {describe_item(raw)}"
         )
     if not all(tensor.isfinite().all() for tensor in outputs):
-        raise UserError(f"{name} must return tensors free of NaN and infinities, got one with some")
+        raise UserError(f"{name} must return tensors without NaN or infinities")
     return outputs
 
 
@@ -277,6 +293,6 @@ def renamed(old: str, new: str, value: Any, given: Any) -> Any:
     if given is None:
         return value
     if value is not None:
-        raise TypeError(f"{new} must be given once, not by its old name {old} as well")
-    warnings.warn(f"{old} is now called {new}", DeprecationWarning, stacklevel=4)
+        raise TypeError(f"{new} must not be given together with its old name {old}")
+    warnings.warn(f"{old} was renamed to {new}", DeprecationWarning, stacklevel=4)
     return given

@@ -169,14 +169,14 @@ def _check_choices(checkpoints: int, images: int, view: View, animated: bool) ->
         )
     if images > 1 and (checkpoints > 1 or view.all_blocks):
         raise UserError(
-            f"several checkpoints, or all blocks, are drawn over one image, got {images}"
+            f"several checkpoints or all blocks need exactly one image, got {images}"
         )
     if view.all_blocks and checkpoints > 1:
-        raise UserError(f"all blocks are drawn for one checkpoint, got {checkpoints}")
+        raise UserError(f"all blocks need exactly one checkpoint, got {checkpoints}")
     if view.all_blocks and view.block is not None:
-        raise UserError(f"block must not be given where all blocks are drawn, got {view.block}")
+        raise UserError(f"block must not be given together with all blocks, got {view.block}")
     if animated and checkpoints == 1:
-        raise UserError("a GIF shows how groups move: it needs several checkpoints, got 1")
+        raise UserError("a GIF shows how groups change over several checkpoints, got 1")
 
 
 def _panels(run: LoadedRun, image: Source, **choice: Any) -> list[GroupPanel]:

@@ -21,6 +21,6 @@ def __getattr__(name: str) -> object:
     """Say for one version where a benchmark went."""
     if name in MOVED:
         raise AttributeError(
-            f"dgt.bench.{name} has moved: in a checkout of the project it is in {MOVED[name]}"
+            f"dgt.bench.{name} was moved: in a checkout of the project it is in {MOVED[name]}"
         )
     raise AttributeError(f"module 'dgt.bench' has no attribute {name!r}")

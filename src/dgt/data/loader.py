@@ -228,7 +228,7 @@ class Loader:
             elif self.sampler.training:
                 reasons = "\n".join(f"  {path}: {reason}" for path, reason in broken[:5])
                 raise BrokenImagesError(
-                    f"too few images of a training batch can be read; broken:\n{reasons}"
+                    f"too few readable images in a training batch; broken:\n{reasons}"
                 )
 
     def state_dict(self) -> dict[str, int]:

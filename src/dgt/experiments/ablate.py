@@ -102,7 +102,7 @@ def ablate(
     runs = _plan(chosen, overrides, seeds, folder)
     if folder.exists() and any(folder.iterdir()) and not (folder / "runs").is_dir():
         raise FileExistsError(
-            f"{folder} holds files that are not a table's: give another folder with --out"
+            f"{folder} contains files that do not belong to a table: choose another folder with --out"
         )
     for run in runs:
         if is_run(run.folder):
@@ -126,7 +126,7 @@ def _plan(table: Table, overrides: Sequence[str], seeds: int, folder: Path) -> l
     """
     own = {*CHOSEN_HERE, *table.common}.union(*(row.changes for row in table.rows))
     if taken := sorted(own & override_keys(overrides)):
-        told = f"cannot be changed for table {table.name!r}: its rows, --seeds or --out set it"
+        told = f"cannot be changed for table {table.name!r}: it is set by the rows, --seeds or --out"
         raise UserError(f"recipe key {taken[0]!r} {told}")
     recipes = [load_recipe(table.recipe, [*overrides, *table.overrides(row)]) for row in table.rows]
     for recipe in recipes:
@@ -134,13 +134,13 @@ def _plan(table: Table, overrides: Sequence[str], seeds: int, folder: Path) -> l
         for key, one in ALONE.items():
             if (asked := getattr(recipe.trainer, key)) not in (one, "auto"):
                 raise UserError(
-                    f"trainer.{key} must be {one}, one process trains each row of a table, got {asked!r}"
+                    f"trainer.{key} must be {one}, since one process trains each row of a table, got {asked!r}"
                 )
         task = TASKS[recipe.task]
         # raises where the row's model cannot be built
         task.build(recipe.model, 2, recipe.data["image_size"])
         if table.diagnose and task.has_backbone:
-            told = "must be false where the recipe's task is not classification"
+            told = "must be false unless the recipe's task is classification"
             raise UserError(f"diagnose of table {table.name!r} {told}, got {recipe.task!r}")
     runs = []
     for seed in range(seeds):
@@ -290,7 +290,7 @@ def _caption(content: Mapping[str, Any]) -> str:
         text += f" {run['epochs']} epochs, {run['steps']} steps; {run['device']}; {versions}."
         text += f"\nCommand: `{run['command']}`."
     if content["paper"]:
-        text += f"\nThe column {content['column']}: {content['paper']}; other trainings than these."
+        text += f"\nThe column {content['column']}: {content['paper']}; from different trainings."
     return text
 
 

@@ -126,9 +126,9 @@ async def _read_upload(request: Request, max_bytes: int) -> bytes:
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if not (kind.startswith("image/") or kind == "application/octet-stream"):
-        raise RefusedError("That is not an image: JPEG, PNG, WebP, GIF and BMP are taken.")
+        raise RefusedError("That is not an image: use JPEG, PNG, WebP, GIF or BMP.")
     too_large = RefusedError(
-        f"That file is too large: at most {max_bytes / 2**20:.0f} MB are taken.", 413
+        f"That file is too large: the limit is {max_bytes / 2**20:.0f} MB.", 413
     )
     announced = request.headers.get("content-length", "0")
     if not announced.isdigit() or int(announced) > max_bytes:

@@ -87,7 +87,7 @@ def check_folder(folder: Path) -> None:
     """
     if folder.resolve() == Path.cwd():
         raise UserError(
-            f"the folder is replaced whole: it must be another one than you are in, got {str(folder)!r}"
+            f"the folder is replaced as a whole: it must not contain the current directory, got {str(folder)!r}"
         )
     if (
         folder.exists()
@@ -95,7 +95,7 @@ def check_folder(folder: Path) -> None:
         and (folder.is_file() or any(folder.iterdir()))
     ):
         raise UserError(
-            f"{str(folder)!r} holds something else than an exported page: name a new folder"
+            f"{str(folder)!r} contains something other than an exported page: name a new folder"
         )
 
 

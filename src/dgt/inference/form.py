@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dgt.layers.attention import SelfAttention
+from dgt.layers.batch_norm import are_evaluated
 from dgt.layers.block import Block
-from dgt.layers.convolution import ConvStem, InvertedResidualFFN, TokenLinear, are_evaluated
+from dgt.layers.convolution import ConvStem, InvertedResidualFFN, TokenLinear
 from dgt.layers.head import Head
 from dgt.layers.native import Prepared, convolution, feed_forward, predicts_natively
 from dgt.utils.errors import UserError
@@ -52,7 +53,7 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
         raise TypeError(f"model must be a module, got {type(model).__name__}")
     if not any(type(module) in FORMS for module in model.modules()):
         raise UserError(
-            f"model must contain parts of a DGT, got a {type(model).__name__} without any"
+            f"model must contain DGT modules, got a {type(model).__name__} without any"
         )
     with torch.inference_mode(False):
         twin = inference_form(copy.deepcopy(model))
@@ -129,7 +130,7 @@ class PredictsOnly(nn.Module):
         """Stay in evaluation mode; RuntimeError when asked to train."""
         if mode:
             raise RuntimeError(
-                "the inference form of a model cannot be trained: train the model it was made from"
+                "an optimized model cannot be trained: train the original model"
             )
         return super().train(False)
 

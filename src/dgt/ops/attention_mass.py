@@ -151,7 +151,7 @@ def attention_mass_of_choices(
     _check(query, key, group_ids, key_ids)
     tokens, groups, count = key.shape[2], *key_ids.shape[2:]
     if grid is not None and grid[0] * grid[1] != tokens:
-        raise ValueError(f"grid must hold the {tokens} tokens, got {grid}")
+        raise ValueError(f"grid must have {tokens} cells, one per token, got {grid}")
     real = group_ids >= 0
     # Of a group's queries, together.
     looks = query.new_zeros(*query.shape[:2], groups, tokens, dtype=torch.float32)

@@ -19,9 +19,13 @@ Each module offers the same functions over arguments that are right already; the
 - ``cluster_tokens(tokens, num_clusters, steps, every, mask)``, and ``summarize_clusters`` as ``summarize_unselected``,
   with ``key_cluster_ids, num_clusters`` in place of ``key_mask``
 - ``group_statistics(query, group_ids, num_groups)``
-- ``attention(query, key, value, centroids, top_k, scale, key_mask, num_prefix_tokens, remainder)``,
-  only where it has the steps in one: what :func:`dgt.dynamic_group_attention` returns; or None
-  where such a call takes the three steps.
+- ``attention(query, key, value, centroids, call)``, only where it has the steps in one: what
+  :func:`dgt.dynamic_group_attention` returns; or None where such a call takes the three steps
+- ``attention_output`` of the same, only where the output alone is quicker
+- ``clustered_attention(query, key, value, call)``, only where it has the steps in one, or None as
+  above
+
+A ``call`` is one of those of :mod:`dgt.ops.calls`.
 
 A backend that is named is never exchanged for another.
 """
@@ -162,6 +166,6 @@ def _warn_of_eager() -> None:
     if not _warned:
         _warned = True
         message = (
-            'backend="eager" is called "torch" now; "eager" will be refused in the next version'
+            'backend="eager" was renamed to "torch"; the old name will be removed in the next version'
         )
         warnings.warn(message, FutureWarning, stacklevel=4)

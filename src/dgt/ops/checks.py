@@ -114,7 +114,7 @@ def repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
     if key.shape[1] == query.shape[1]:
         return key, value
     if 0 in key.shape[:2] or query.shape[1] % key.shape[1]:
-        raise ValueError(f"key must have heads that divide query's {query.shape[1]}, got {key.shape[1]}")
+        raise ValueError(f"key's number of heads must divide query's {query.shape[1]}, got {key.shape[1]}")
     each = query.shape[1] // key.shape[1]
     return key.repeat_interleave(each, dim=1), value.repeat_interleave(each, dim=1)
 
@@ -127,7 +127,7 @@ def check_choice(query: Tensor, key: Tensor, group_ids: Tensor, key_ids: Tensor)
     check_shape("key_ids", key_ids, "BHGK", (*key.shape[:2], *key_ids.shape[2:]), "key")
     if 0 in key_ids.shape:
         raise ValueError(
-            f"key_ids must hold at least one group and one place, got shape {tuple(key_ids.shape)}"
+            f"key_ids must have at least one group and one entry, got shape {tuple(key_ids.shape)}"
         )
     check_device("query", query, group_ids=group_ids, key_ids=key_ids)
 
@@ -188,7 +188,7 @@ def check_key_ids(key_ids: Tensor, count: int) -> None:
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
     if twice.any():
         raise ValueError(
-            "key_ids must not name a key twice in one list, "
+            "key_ids must not repeat a key in one list, "
             f"got {int(ordered[..., 1:][twice][0])} again"
         )
 
@@ -207,7 +207,7 @@ def check_no_nan(name: str, tensor: Tensor) -> None:
 
 def nan_in(name: str) -> NonFiniteInput:
     """Return the error that says so."""
-    return NonFiniteInput(f"{name} must be free of NaN, got NaN (or infinities that cancel)")
+    return NonFiniteInput(f"{name} must not contain NaN, got NaN (or infinities that cancel)")
 
 
 def _can_check(tensor: Tensor) -> bool:

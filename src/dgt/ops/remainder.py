@@ -12,14 +12,17 @@ exact where nothing is left out (k = L), where a group's queries are equal, and 
 Cost: three products of (G, L, D) a head.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from dgt.ops.checks import full_precision, wide_type
 
-SCORE_ELEMENTS = 1 << 24  # scores of (G, S) that are held at once on CPUs
+SCORE_ELEMENTS = {"cpu": 1 << 24}  # scores of groups with keys that are held at once
+SCORE_ELEMENTS_ELSEWHERE = 1 << 25  # which keep an accelerator busy
 HIDDEN = -1e30  # the score of a key that is no part of a remainder; finite, so that no row can become NaN
 
 
@@ -92,8 +95,9 @@ def summarize_unselected(
         sums, counts = sum_groups(q[None], group_ids.flatten(0, 1)[None], groups)
         mean = sums / counts.clamp(min=1)[..., None] * scale  # s m, (B H, G, D)
         whole = (mean, k, v, key_ids.flatten(0, 1), real.repeat_interleave(heads, dim=0))
-        at_once = max(1, SCORE_ELEMENTS // (groups * tokens)) if query.device.type == "cpu" else len(mean)
-        parts = [_summarize(*part) for part in zip(*(tensor.split(at_once) for tensor in whole), strict=True)]
+        at_once = max(1, scores_at_once(query.device) // (groups * tokens))
+        runs = list(zip(*(tensor.split(at_once) for tensor in whole), strict=True))
+        parts = [run_part(_summarize, *run, alone=len(runs) == 1) for run in runs]
     rest_key, rest_value, bias, empty = (torch.cat(part) for part in zip(*parts, strict=True))
     shape = (batch, heads, groups)
     return rest_key.view(*shape, -1), rest_value.view(*shape, -1), bias.view(shape), empty.view(shape)
@@ -112,6 +116,24 @@ def _summarize(
     rest_key = torch.bmm(share, key)
     bias = score.logsumexp(-1) - (mean * rest_key).sum(-1)
     return rest_key, torch.bmm(share, value), bias, (lists >= 0).sum(-1) >= real.sum(-1)[:, None]
+
+
+def scores_at_once(device: torch.device) -> int:
+    """Return how many scores of groups with keys are held at once on a device."""
+    return SCORE_ELEMENTS.get(device.type, SCORE_ELEMENTS_ELSEWHERE)
+
+
+def run_part(
+    step: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]], *arguments: Any, alone: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run a step on one part of the heads or groups, so that the scores of no two parts are held at once.
+
+    Gradients would keep those of all parts: they compute them again, unless the part is the whole.
+    """
+    if alone or not torch.is_grad_enabled():
+        return step(*arguments)
+    found = checkpoint(step, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return cast(tuple[Tensor, Tensor, Tensor, Tensor], found)
 
 
 def sum_groups(tokens: Tensor, group_ids: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:

@@ -19,10 +19,8 @@ import torch
 from torch import Tensor
 
 from dgt.ops.checks import full_precision, wide_type
-from dgt.ops.remainder import HIDDEN, sum_groups
+from dgt.ops.remainder import HIDDEN, run_part, scores_at_once, sum_groups
 
-SCORE_ELEMENTS = {"cpu": 1 << 24}  # scores of groups with keys that are held at once
-SCORE_ELEMENTS_ELSEWHERE = 1 << 27
 LEAST_BLOCK = 8  # keys
 
 
@@ -59,18 +57,21 @@ def summarize_clusters(
         sums, counts = sum_groups(q[None], group_ids.flatten(0, 1)[None], groups)
         mean = sums / counts.clamp(min=1)[..., None] * scale  # s m, (B H, G, D)
         blocks = _cut_into_blocks(key_cluster_ids.flatten(0, 1), num_clusters)
+        runs = _runs(len(mean), groups, blocks.rows.shape, scores_at_once(query.device))
+        lists = key_ids.flatten(0, 1)
         parts = []
-        for first, heads_at_once, groups_at_once in _runs(
-            len(mean), groups, blocks.rows.shape, query.device.type
-        ):
-            some = slice(first, first + heads_at_once)
-            own = _Blocks(*(tensor[some] for tensor in blocks))
-            operands = _gather(k[some], own), _gather(v[some], own)
-            lists = key_ids.flatten(0, 1)[some].split(groups_at_once, 1)
-            means = mean[some].split(groups_at_once, 1)
+        for heads_of_run, groups_of_runs in runs:
+            own = _Blocks(*(tensor[heads_of_run] for tensor in blocks))
+            operands = k[heads_of_run], v[heads_of_run], own, num_clusters
             found = [
-                _summarize(m, operands, ids, own, num_clusters, key.shape[2])
-                for m, ids in zip(means, lists, strict=True)
+                run_part(
+                    _summarize,
+                    mean[heads_of_run, some],
+                    lists[heads_of_run, some],
+                    *operands,
+                    alone=len(runs) == len(groups_of_runs) == 1,
+                )
+                for some in groups_of_runs
             ]
             parts.append([torch.cat(part, 1) for part in zip(*found, strict=True)])
     whole = (torch.cat(part).unflatten(0, (batch, heads)) for part in zip(*parts, strict=True))
@@ -111,13 +112,19 @@ def _cut_into_blocks(clusters: Tensor, count: int) -> _Blocks:
     return _Blocks(rows, real, cluster)
 
 
-def _runs(heads: int, groups: int, shape: torch.Size, device: str) -> list[tuple[int, int, int]]:
-    """Runs of heads, each with its first head, its heads, and the groups at once, whose scores are held together."""
-    most = SCORE_ELEMENTS.get(device, SCORE_ELEMENTS_ELSEWHERE)
+def _runs(
+    heads: int, groups: int, shape: torch.Size, most: int
+) -> list[tuple[slice, list[slice]]]:
+    """Runs of heads, each with the runs of its groups; at most so many scores are held together."""
     places = shape[1] * shape[2]
     heads_at_once = max(1, min(heads, most // (groups * places)))
     groups_at_once = max(1, min(groups, most // (heads_at_once * places)))
-    return [(first, heads_at_once, groups_at_once) for first in range(0, heads, heads_at_once)]
+    of_groups = [
+        slice(first, first + groups_at_once) for first in range(0, groups, groups_at_once)
+    ]
+    return [
+        (slice(first, first + heads_at_once), of_groups) for first in range(0, heads, heads_at_once)
+    ]
 
 
 def _gather(tokens: Tensor, blocks: _Blocks) -> Tensor:
@@ -128,15 +135,16 @@ def _gather(tokens: Tensor, blocks: _Blocks) -> Tensor:
 
 def _summarize(
     mean: Tensor,
-    operands: tuple[Tensor, Tensor],
     lists: Tensor,
+    key: Tensor,
+    value: Tensor,
     blocks: _Blocks,
     count: int,
-    keys: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """k' and v' (N, G, M, D), b and whether no member is left (N, G, M), of N heads with their s m (N, G, D)."""
-    key, value = operands
     heads, groups, _ = mean.shape
+    keys = key.shape[1]
+    key, value = _gather(key, blocks), _gather(value, blocks)
     chosen = torch.zeros(heads, groups, keys + 1, dtype=torch.bool, device=mean.device)
     chosen = chosen.scatter(
         -1, lists.remainder(keys + 1), True

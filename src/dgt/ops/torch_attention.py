@@ -32,15 +32,16 @@ except ImportError:
 else:
     HAS_VARLEN = "scale" in inspect.signature(varlen_attn).parameters
 
-# Tokens up to which dense attention under a mask is quicker than gathering.
-FEW_TOKENS = {"cuda": 8192}
-FEW_TOKENS_ELSEWHERE = 1024
+# Tokens up to which dense attention under a mask may be quicker than gathering: with more, writing
+# the mask alone takes longer than the copies of keys, and gradients would keep it.
+FEW_TOKENS = 1024
 MASK_ELEMENTS = 1 << 27  # of the masks of the heads that attend at once
 # T of flash attention: long segments save copies of keys, and only full blocks are computed.
 SEQUENCE = 1024
 PADDED = 128  # T of padded attention, where every segment costs T rows
 # Of a call: grids of attention kernels end at 65,535, and a segment takes two places.
 MOST_SEGMENTS = 32_000
+COPIED_ELEMENTS = 1 << 28  # of the copies of keys and values of the heads that attend at once
 # Copies of the keys of all heads at once would cost memory there and gain nothing.
 MOST_SEGMENTS_ON_CPU = 400
 
@@ -80,11 +81,22 @@ def attend_in_heads(heads: Heads, scale: float, with_sums: bool) -> tuple[Tensor
 
 def is_dense_masked(heads: Heads) -> bool:
     """Tell whether dense attention under a mask is likely to beat sorting and gathering."""
-    device = heads.query.device.type
     queries, keys = heads.query.shape[1], heads.key.shape[1]
-    if max(queries, keys) > FEW_TOKENS.get(device, FEW_TOKENS_ELSEWHERE):
+    groups, places = heads.lists.shape[1:]
+    return takes_mask(heads.query.device.type, queries, keys, groups + places)
+
+
+def takes_mask(device: str, queries: int, keys: int, listed: int) -> bool:
+    """The same by sizes.
+
+    Args:
+        device: its type.
+        queries: L.
+        keys: S.
+        listed: G + k.
+    """
+    if max(queries, keys) > FEW_TOKENS:
         return False
-    listed = heads.lists.shape[1] + heads.lists.shape[2]  # G + k
     return device == "cuda" or queries <= 2 * listed
 
 
@@ -92,8 +104,13 @@ def _heads_at_once(heads: Heads, with_sums: bool) -> int:
     """How many heads attend in one call."""
     if is_dense_masked(heads):
         return max(1, MASK_ELEMENTS // (heads.query.shape[1] * heads.key.shape[1]))
-    most = MOST_SEGMENTS_ON_CPU if heads.query.device.type == "cpu" else MOST_SEGMENTS
-    return max(1, most // _segments_of_head(heads, _segment_size(heads, with_sums)))
+    size = _segment_size(heads, with_sums)
+    segments = _segments_of_head(heads, size)
+    if heads.query.device.type == "cpu":
+        return max(1, MOST_SEGMENTS_ON_CPU // segments)
+    elements = 2 * heads.query.shape[2] + (size if with_sums else 0)  # of a key of a segment
+    copied = segments * heads.lists.shape[2] * elements
+    return max(1, min(MOST_SEGMENTS // segments, COPIED_ELEMENTS // copied))
 
 
 def _attend_dense_masked(heads: Heads, scale: float, with_sums: bool) -> tuple[Tensor, Tensor]:
@@ -111,7 +128,27 @@ def _attend_dense_masked(heads: Heads, scale: float, with_sums: bool) -> tuple[T
     mask = (
         rows.flatten(0, 1).index_select(0, row_of_query.flatten()).view(*heads.groups.shape, tokens)
     )
-    return _softmax_attention(heads.query, heads.key, heads.value, mask, scale, with_sums)
+    odd = _find_odd(heads.key, heads.value)
+    key, value = (tokens.masked_fill(odd[..., None], 0.0) for tokens in (heads.key, heads.value))
+    output, sums = _softmax_attention(heads.query, key, value, mask, scale, with_sums)
+    return output * _nan_where_seen(odd, heads)[..., None], sums
+
+
+def _find_odd(key: Tensor, value: Tensor) -> Tensor:
+    """Which of (N, S, D) keys are not finite, or have a value that is not: (N, S)."""
+    return (key * 0.0 + value * 0.0).sum(-1) != 0.0  # NaN equals nothing
+
+
+def _nan_where_seen(odd: Tensor, heads: Heads) -> Tensor:
+    """A factor for each query (N, L): NaN where it sees an odd key, else 1.
+
+    A mask would let every query see them, for zero times infinity is NaN.
+    """
+    groups = heads.lists.shape[1]
+    listed = odd[:, None].expand(-1, groups, -1).gather(-1, heads.lists.clamp(min=0))
+    of_group = (listed & (heads.lists >= 0)).any(-1)
+    seen = of_group.gather(-1, heads.groups.clamp(min=0))
+    return torch.ones_like(seen, dtype=heads.query.dtype).masked_fill(seen, torch.nan)
 
 
 def _softmax_attention(
@@ -162,9 +199,11 @@ def _cut_into_segments(heads: Heads, size: int) -> _Segments:
     # Empty places go behind all keys.
     lists = heads.lists.where(heads.lists >= 0, tokens).sort(-1).values
     counts = (lists < tokens).sum(-1).clamp(min=1)
-    # They point to different keys, to which they give no gradient: one row would have to add up all
-    # their zeros.
-    lists = lists.where(lists < tokens, torch.arange(lists.shape[-1], device=lists.device) % tokens)
+    # They point to the group's keys in turn, which it sees anyway, whatever they hold; with none to
+    # different ones, or one row would have to add up the zeros that are their gradients.
+    place = torch.arange(lists.shape[-1], device=lists.device)
+    lists = lists.gather(-1, place % counts[..., None])
+    lists = lists.where(lists < tokens, place % tokens)
     segment = _of_head(group, groups)  # (N, M) among N G
     rows = _of_head(lists, tokens).flatten(0, 1)[segment]  # (N, M, K)
     # Embedding's gradient adds up in float32 and in a fixed order; one table halves the sorting

@@ -119,7 +119,7 @@ class Task:
 
     Args:
         name: its key in `TASKS`.
-        counted: how `dgt info` counts its models.
+        cost: how `dgt info` counts its models.
         data: the data module; its constructor's arguments are the recipe's section `data`.
         build: makes the network from the recipe's model, the number of classes and the side of the
             training images in pixels.
@@ -146,7 +146,7 @@ class Task:
     """
 
     name: str
-    counted: CostSpec
+    cost: CostSpec
     data: type[ImageData]
     build: Callable[[ModelSettings, int, int], nn.Module]
     headline: Mapping[str, str]

@@ -73,7 +73,7 @@ def read_image(run: LoadedRun, image: Source) -> tuple[Tensor, NDArray[np.uint8]
     """
     if run.recipe.task != CLASSIFY.name:
         raise UserError(
-            f"only classifiers are looked into, {run.source} is of task {run.recipe.task!r}"
+            f"only classifiers can be inspected, but {run.source} has task {run.recipe.task!r}"
         )
     data = run.recipe.data
     transform = evaluation_transform(
@@ -105,7 +105,7 @@ def draw(run: LoadedRun, prediction: Prediction) -> Image.Image:
 
 CLASSIFY = Task(
     name="classify",
-    counted=CostSpec(cost, (224, 224), PAPER, (*PAPER, "dgt_nano")),
+    cost=CostSpec(cost, (224, 224), PAPER, (*PAPER, "dgt_nano")),
     data=ClassificationData,
     build=build_classifier,
     headline={"top1": "top-1", "top5": "top-5"},

@@ -121,7 +121,7 @@ def average_precision(
     unknown = {entry["image_id"] for entry in detections} - known
     if unknown:
         raise UserError(
-            f"detections must be of images in the ground truth, got {sorted(unknown)[:5]}"
+            f"detections must refer to images in the ground truth, got {sorted(unknown)[:5]}"
         )
     numbered = [
         entry | {"id": number} for number, entry in enumerate(ground_truth["annotations"], start=1)
@@ -243,7 +243,7 @@ def files(run: LoadedRun, prediction: Prediction, drawing: Image.Image) -> dict[
 
 DETECT = Task(
     name="detect",
-    counted=CostSpec(mask_rcnn_cost, (800, 1280), PAPER),
+    cost=CostSpec(mask_rcnn_cost, (800, 1280), PAPER),
     data=DetectionData,
     build=build_detector,
     headline={

@@ -158,7 +158,7 @@ class SegmentationMetrics(Metrics):
         counts = self.confusion.compute()
         if not counts.any():
             raise UserError(
-                "the validation's label maps hold no labelled pixel, so there is no mIoU to compute"
+                "the label maps of the validation set have no labeled pixels, so mIoU cannot be computed"
             )
         scores = segmentation_scores(counts)
         ious = zip(self.data.class_names, scores.pop("iou").tolist(), strict=True)
@@ -324,7 +324,7 @@ def _count(name: str, image_size: tuple[int, int]) -> Cost:
 
 SEGMENT = Task(
     name="segment",
-    counted=CostSpec(_count, (512, 2048), PAPER),
+    cost=CostSpec(_count, (512, 2048), PAPER),
     data=SegmentationData,
     build=build_segmenter,
     headline={"miou": "mIoU", "accuracy": "pixel accuracy"},

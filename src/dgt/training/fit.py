@@ -146,11 +146,11 @@ def build_state(recipe: Recipe, fabric: Fabric, data: Any, fresh: bool) -> Train
     task = TASKS[recipe.task]
     network = task.build(recipe.model, data.num_classes, recipe.data["image_size"])
     if recipe.model.init_from is not None and fresh:
-        initialize(network, recipe.model.init_from)
+        initialize(network, recipe.model.init_from, recipe.task)
     if recipe.trainer.sync_batchnorm and fabric.world_size > 1:
         if fabric.device.type != "cuda":
             raise UserError(
-                "trainer.sync_batchnorm must be false without GPUs, for which alone torch has it"
+                "trainer.sync_batchnorm must be false without GPUs: torch supports it only on GPUs"
             )
         network = convert_sync_batchnorm(network)
     if recipe.trainer.compile:
@@ -183,7 +183,7 @@ def explaining(folder: Path, data: Any) -> Iterator[None]:
         raise
     except NonFiniteInput as error:
         raise FloatingPointError(
-            f"the training diverged, the attention met NaN: {ADVICE}"
+            f"training diverged: NaN in the attention; {ADVICE}"
         ) from error
     except Exception as error:
         message = " ".join(str(error).split())
@@ -192,6 +192,6 @@ def explaining(folder: Path, data: Any) -> Iterator[None]:
         if world_size() == 1 or not lost:
             raise
         raise LostProcess(
-            f"process {rank()} of {world_size()} lost another one, whose own output says why it ended; started again "
+            f"process {rank()} of {world_size()} lost another process, whose output says why it ended; restarted "
             f"with `--resume auto` the run resumes from its last checkpoint ({message[:200]})"
         ) from error

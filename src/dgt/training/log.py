@@ -223,5 +223,5 @@ class Report(logging.Handler):
             first, self.told = what not in self.told, self.told | {what}
             if first:
                 LOGGER.warning(
-                    f"{self.folder}: {what} could not be written, training goes on: {error}"
+                    f"{self.folder}: {what} could not be written, training continues: {error}"
                 )

@@ -151,7 +151,7 @@ class Training:
         if number == signal.SIGINT and signal.SIGINT in self.stops:
             raise KeyboardInterrupt
         self.stops.append(signal.Signals(number))
-        hint = " (Ctrl-C again: at once)" if number == signal.SIGINT else ""
+        hint = " (Ctrl-C again to stop now)" if number == signal.SIGINT else ""
         LOGGER.warning(f"{self.stops[-1].name}: saving after this step{hint}")
 
     def train_epoch(self, epoch: int) -> None:
@@ -253,16 +253,16 @@ class Training:
         place = f"step {progress.step} (epoch {progress.epoch + 1}, batch {progress.batch})"
         if self.fabric.is_global_zero:
             kind = "gradient, or a running statistic," if finite_loss else "loss"
-            LOGGER.warning(f"{place} was skipped, its {kind} is not finite")
+            LOGGER.warning(f"{place} was skipped: its {kind} is not finite")
         whole_epoch = max(1, len(self.loader) // self.settings.accumulate - 1)
         if progress.skipped_in_a_row > min(self.settings.max_skipped or 0, whole_epoch):
             traced = (
                 nan_debug(self.state.objective, self.state.network, batch) for batch in batches
             )
-            first = next(filter(None, traced), "nothing in the last batch, run again")
-            many = f"{progress.skipped_in_a_row} steps in a row had a loss or gradient that is not finite"
+            first = next(filter(None, traced), "not reproduced when the last batch was run again")
+            many = f"{progress.skipped_in_a_row} steps in a row had a non-finite loss or gradient"
             raise FloatingPointError(
-                f"{many}, up to {place}, it diverged: {ADVICE}. The first not finite: {first}"
+                f"training diverged: {many}, up to {place}; {ADVICE}. First non-finite: {first}"
             )
 
     def any_process(self, decision: bool) -> bool:
@@ -288,7 +288,7 @@ class Training:
         kept = "its state could NOT be saved" if failed else f"saved in {self.checkpoints.folder}"
         place = f"step {self.progress.step} (epoch {min(self.progress.epoch + 1, self.epochs)})"
         LOGGER.info(
-            f"stopped by {by} after {place}, {kept}; `--resume auto` resumes from the last checkpoint"
+            f"stopped by {by} after {place}, {kept}; use `--resume auto` to resume from the last checkpoint"
         )
         if failed:
             raise Preempted(1)
@@ -383,7 +383,7 @@ class Training:
             for name, image in draw(run, images).items():
                 self.report.write_image(name, image)
         except Exception as error:  # whatever a drawing library raises
-            LOGGER.warning(f"no images were drawn: {error!r}")
+            LOGGER.warning(f"the validation images were not drawn: {error!r}")
 
 
 def join_broken_images(reports: dict[str, BrokenImages]) -> None:

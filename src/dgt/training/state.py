@@ -106,12 +106,12 @@ class TrainingState:
         if before != now:
             hint = "set trainer.devices and trainer.num_nodes as before"
             raise UserError(
-                f"{path} was trained by {before} processes, now there are {now}: {hint}"
+                f"{path} was trained with {before} processes, now there are {now}: {hint}"
             )
         was_sharded = isinstance(stored["optimizer"]["param_groups"][0]["params"][0], str)
         if self.sharded != was_sharded:
-            hint = "trainer.strategy must be fsdp2 where it was, and must not be where it was not"
-            raise UserError(f"{path} does not fit this run's strategy: {hint}")
+            hint = "resume fsdp2 runs with trainer.strategy fsdp2, and other runs without it"
+            raise UserError(f"{path} does not match this run's strategy: {hint}")
         self.progress = Progress(**stored["progress"])
         if self.fabric.is_global_zero:  # continues from the sum of all processes
             self.loss_sums.copy_(stored["loss_sums"])

@@ -88,7 +88,7 @@ def exclusive_lock(folder: Path) -> Iterator[None]:
 
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
-            raise FileExistsError(f"another process is at work in {folder}") from error
+            raise FileExistsError(f"another process is using {folder}") from error
         except (ImportError, OSError):
             pass
         yield

@@ -44,7 +44,7 @@ def explain_missing(error: ModuleNotFoundError, what: str) -> str | None:
     library = (error.name or "").partition(".")[0]
     if library not in EXTRAS:
         return None
-    return f"{what} needs {library}, not installed here: {install_command(EXTRAS[library])}"
+    return f"{what} needs {library}, which is not installed: {install_command(EXTRAS[library])}"
 
 
 def require(what: str, libraries: Sequence[str], extra: str) -> None:

@@ -175,7 +175,7 @@ def test_training_wants_targets_with_boxes_that_have_area() -> None:
         ({"anchor_sizes": (8, 16, 32, 64, None)}, ValueError, "anchor_sizes must be 5 numbers of at least 1, got"),
         ({"anchor_sizes": (8, 16)}, ValueError, "anchor_sizes must be 5 numbers of at least 1, got"),
         ({"options": {"box_treshold": 1}}, TypeError, "keyword arguments of torchvision's MaskRCNN, got box_treshold"),
-        ({"backbone": "dgt_huge"}, ValueError, "backbone must be a model that timm knows, got 'dgt_huge'"),
+        ({"backbone": "dgt_huge"}, ValueError, "backbone must be a registered timm model, got 'dgt_huge'"),
     ],
 )
 def test_bad_settings_are_named(change: dict[str, Any], error: type[Exception], sentence: str) -> None:

@@ -172,7 +172,7 @@ def test_compiling_reaches_the_way_that_training_takes(monkeypatch: pytest.Monke
         ({"num_classes": 256}, ValueError, "num_classes must lie in 1 to 255, got 256"),
         ({"channels": 0}, ValueError, "channels must be an integer of at least 1, got 0"),
         ({"auxiliary_channels": "8"}, ValueError, "auxiliary_channels must be an integer of at least 1, got '8'"),
-        ({"backbone": "dgt_huge"}, ValueError, "backbone must be a model that timm knows, got 'dgt_huge'"),
+        ({"backbone": "dgt_huge"}, ValueError, "backbone must be a registered timm model, got 'dgt_huge'"),
         ({"backbone": "deit_tiny_patch16_224"}, ValueError, "backbone must have maps at strides"),
         ({"backbone": timm.create_model("test_resnet")}, TypeError, "backbone must be the name of a timm model"),
     ],

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from dgt.ops import flops
+from dgt.ops.calls import ClusteredCall
 from dgt.ops.checks import needs_gradients
 from dgt.ops.lloyd import EVERY, STEPS, sample_distance, spread_out
 from dgt.ops.native.interface import (
@@ -33,32 +34,12 @@ def cluster_tokens(
 
 
 def clustered_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    num_groups: int,
-    top_k: int,
-    num_residual_keys: int,
-    num_prefix_tokens: int,
-    scale: float,
-    key_mask: Tensor | None,
-    share_key_clusters: bool,
+    query: Tensor, key: Tensor, value: Tensor, call: ClusteredCall
 ) -> Tensor | None:
     """All steps of :func:`dgt.clustered_attention` in one; None where gradients are asked for."""
     if needs_gradients(query, key, value):
         return None
-    output: Tensor = torch.ops.dgt.native_clustered_attention(
-        query,
-        key,
-        value,
-        num_groups,
-        top_k,
-        num_residual_keys,
-        num_prefix_tokens,
-        scale,
-        key_mask,
-        share_key_clusters,
-    )
+    output: Tensor = torch.ops.dgt.native_clustered_attention(query, key, value, *call)
     return output
 
 

@@ -148,4 +148,4 @@ def run(name: str, problem: Problem) -> None:
     if status == NAN_IN_KEY:
         raise nan_in("key")
     if status == NO_MEMORY:
-        raise MemoryError(f"no memory for attention of {problem.queries} queries and {problem.keys} keys")
+        raise MemoryError(f"out of memory for attention with {problem.queries} queries and {problem.keys} keys")

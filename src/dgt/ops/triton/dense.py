@@ -55,6 +55,12 @@ def sees(row, real, start, N: tl.constexpr):
 
 
 @triton.jit
+def finite_or_zero(rows):
+    """Rows whose infinities and NaN are zero: where a slope of zero meets them, they add nothing."""
+    return tl.where(rows - rows == 0, rows, 0.0)
+
+
+@triton.jit
 def attend_densely(
     query, key, value, words, group_ids, output, logsum,
     qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, heads, tokens, groups, pitch, tiles, scale,
@@ -150,9 +156,9 @@ def query_gradient_densely(
         k = load_rows(key_rows, ids, kl, ids < tokens, D, DP)
         v = load_rows(value_rows, ids, vl, ids < tokens, D, DP)
         score = multiply(q, tl.trans(k)) * scale_log2 - logs[:, None]
-        weight = tl.where(sees(row, real, start, N), tl.exp2(score), 0.0)
-        slope = weight * (multiply(dy, tl.trans(v)) - mean[:, None])
-        result += multiply(slope.to(k.dtype), k)
+        slope = tl.exp2(score) * (multiply(dy, tl.trans(v)) - mean[:, None])
+        slope = tl.where(sees(row, real, start, N), slope, 0.0)
+        result += multiply(slope.to(k.dtype), finite_or_zero(k))
     store_rows(head_base(grad_query, head, heads, rb, rh), rows, rl, present, result * scale, D, DP)
 
 
@@ -181,9 +187,10 @@ def key_gradients_densely(
         logs = tl.load(logsum + head.to(tl.int64) * tokens + rows, mask=present, other=0.0)
         mean = tl.load(delta + head.to(tl.int64) * tokens + rows, mask=present, other=0.0)
         score = multiply(k, tl.trans(q)) * scale_log2 - logs[None, :]
-        weight = tl.exp2(tl.where(tl.trans(sees(row, real, block * N, N)), score, float("-inf")))
+        seen = tl.trans(sees(row, real, block * N, N))
+        weight = tl.exp2(tl.where(seen, score, float("-inf")))
         dv += multiply(weight.to(dy.dtype), dy)
-        slope = weight * (multiply(v, tl.trans(dy)) - mean[None, :])
+        slope = tl.where(seen, weight * (multiply(v, tl.trans(dy)) - mean[None, :]), 0.0)
         dk += multiply(slope.to(q.dtype), q)
     store_rows(head_base(grad_key, head, heads, ob, oh), ids, ol, ids < tokens, dk * scale, D, DP)
     store_rows(head_base(grad_value, head, heads, ob, oh), ids, ol, ids < tokens, dv, D, DP)

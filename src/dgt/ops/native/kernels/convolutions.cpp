@@ -6,6 +6,8 @@
 #include "feed_forward.h"
 #include "linear.h"
 #include "parallel.h"
+#include "training_backward.h"
+#include "training_forward.h"
 
 namespace dgt {
 namespace {
@@ -120,6 +122,10 @@ int dgt_convolution(const dgt_convolution_problem* problem) { return dgt::run_co
 int dgt_depthwise_convolution(const dgt_depthwise_problem* problem) { return dgt::run_depthwise(*problem); }
 
 int dgt_feed_forward(const dgt_feed_forward_problem* problem) { return dgt::run_feed_forward(*problem); }
+
+int dgt_feed_forward_training(const dgt_training_problem* problem) { return dgt::run_training_forward(*problem); }
+
+int dgt_feed_forward_backward(const dgt_training_problem* problem) { return dgt::run_training_backward(*problem); }
 
 int64_t dgt_linear_bytes(const dgt_linear_problem* problem) {
     return (int64_t)dgt::bytes_of<dgt::LinearWeights>(*problem);
