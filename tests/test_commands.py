@@ -58,7 +58,7 @@ def _programs(page: str, line: str, whole: bool) -> Iterator[Command]:
         while words and re.fullmatch(r"[A-Z_]+=\S*|taskset|-c|\$core", words[0]):
             words.pop(0)
         ours = words[:1] == ["dgt"] and len(words) > 1 and words[1].islower()
-        script = words[:1] == ["python"] and re.match(r"(?:benchmarks|studies|tests)/\S+\.py$", "".join(words[1:2]))
+        script = words[:1] == ["python"] and re.match(r"(?:benchmarks|studies)/\S+\.py$", "".join(words[1:2]))
         module = words[:2] == ["python", "-m"] and re.match(r"studies\.[a-z]\w*$", "".join(words[2:3]))
         if ours or script or module:
             yield Command(page, tuple(words), whole)
