@@ -238,9 +238,17 @@ class ConditionalPositionEncoding(nn.Module):
 
     def add_to(self, x: Tensor) -> Tensor:
         """Add the encoding of (B, H, W, C) to itself."""
-        if not scripting() and convolves_natively(x, self.conv.weight, self.conv.bias):
+        if not scripting() and self.runs_natively(x):
             return convolution.depthwise_convolution(x, self.conv.weight, self.conv.bias, True)
         return x + self(x)
+
+    @torch.jit.ignore
+    def runs_natively(self, x: Tensor) -> bool:
+        """Tell whether the native kernel takes (B, H, W, C), in prediction or training."""
+        conv = self.conv
+        if type(conv) is not nn.Conv2d or not are_ordinary(conv):
+            return False
+        return runs_natively(x, conv.weight, conv.bias)
 
 
 class InvertedResidualFFN(nn.Module):
@@ -314,6 +322,8 @@ class InvertedResidualFFN(nn.Module):
             return False
         if [type(conv) for conv in convs] != [PixelConv2d, nn.Conv2d, PixelConv2d]:
             return False  # something has put its own in their place
+        if type(self.act) is not nn.GELU or self.act.approximate != "none":
+            return False
         if x[..., 0].numel() < 2:  # the statistics of one token are an error, which PyTorch raises
             return False
         return runs_natively(x, *self.parameters())

@@ -12,7 +12,7 @@ EXTRAS = {
     "torchmetrics": "train",
     "tensorboard": "train",
     "tqdm": "train",
-    "transformers": "train",
+    "transformers": "transformers",
     "datasets": "train",
     "faster_coco_eval": "train",
     "matplotlib": "explore",
