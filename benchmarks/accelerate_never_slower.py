@@ -1,21 +1,22 @@
-"""Whether what `dgt.accelerate` chooses is ever slower than PyTorch's attention: sampled shapes, and models for
-batches of one, four, and eight.
+"""Whether what `dgt.accelerate` chooses is ever slower than PyTorch's attention: sampled shapes, and
+models for batches of one, four, and eight.
 
     python benchmarks/accelerate_never_slower.py --part shapes --json accelerate_never_slower.json
     python benchmarks/accelerate_never_slower.py --part models --json accelerate_never_slower.json \
         --weights dinov2_small.safetensors --images PHOTOGRAPHS
 
-`shapes`: a hundred single attentions, sampled by seed: batch, heads, tokens, channels, queries and keys
-as smooth over the tokens as those of images or random ones, and an error to ask for. Each is handed to
-`dgt.accelerate`, two inputs of batch one, as a user would; what it chooses is then timed at the
-sampled batch beside `F.scaled_dot_product_attention`, in turns. Where it chooses nothing, the call
-is PyTorch's own, and the ratio is 1 without being measured.
+`shapes`: a hundred single attentions, sampled by seed: batch, heads, tokens, channels, queries and
+keys as smooth over the tokens as those of images or random ones, and a target error. Each is
+passed to `dgt.accelerate`, two inputs of batch one, as a user would; what it chooses is then timed
+at the sampled batch against `F.scaled_dot_product_attention`, in turns. Where it chooses nothing,
+the call is PyTorch's own, and the ratio is 1 without being measured.
 
 `models`: DINOv2-S with trained weights, those of `accelerate_dinov2.py`, and DeiT-S with random
-ones, accelerated one image at a time, then timed beside themselves.
+ones, accelerated one image at a time, then timed against themselves. Where nothing is chosen, the
+same code is timed twice, which shows the noise.
 
-Nothing else should run meanwhile. Rows are in the file as they are done and are not measured again; no row is
-begun after `--seconds`: run it once more.
+Nothing else should run meanwhile. Rows are in the file as they are done and are not measured
+again; no row is begun after `--seconds`: run it once more.
 """
 
 from __future__ import annotations
@@ -166,7 +167,8 @@ def measure_model(
     for batch in BATCHES:
         run = partial(model.forward_features, images[:batch].contiguous())  # type: ignore[operator]
         times = medians(
-            rounds, {is_exact: partial(time_model, model, run, is_exact) for is_exact in (True, False)}
+            rounds,
+            {is_exact: partial(time_model, model, run, is_exact) for is_exact in (True, False)},
         )
         rows.append(
             {

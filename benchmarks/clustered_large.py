@@ -7,13 +7,13 @@ megapixels, and one of a thousand frames.
 `photograph` is a layer of Qwen3-VL's tower: 95,319 tokens, 16 heads of 72 channels. `frames` is a
 global layer of a model of many views: 1,000 frames of 1,041 tokens, of which 5 are special tokens,
 16 heads of 64 channels. Queries, keys and values are smooth random fields over the image (and over
-time) with noise, not those of a trained model. The heads of `photograph` are answered in one call, those of
-`frames` in turns, as the memory of a small machine demands; every call has its row, and what is in the
-file is not measured again.
+time) with noise, not those of a trained model. The heads of `photograph` are computed in one call,
+those of `frames` in turns, as the memory of a small machine demands; every call has its row, and
+what is in the file is not measured again.
 
-Dense attention, by the native kernel, is measured on evenly spaced queries (`--dense-queries`) with all keys
-and **extrapolated** to all of them; the same queries give the error. `cpu_s` is the time of all
-threads together, which does not count what other processes took.
+Dense attention, by the native kernel, is measured on evenly spaced queries (`--dense-queries`) with
+all keys and **extrapolated** to all of them; the same queries give the error. `cpu_s` is the time
+of all threads together, which does not count what other processes took.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ LAYERS = {
 
 
 def smooth_field(layer: Layer, generator: torch.Generator) -> Tensor:
-    """(1, 1, L, D): tokens of one head, in the order of the frames; each channel is a sum of fields of several
-    scales, with noise.
+    """(1, 1, L, D): tokens of one head, in the order of the frames; each channel is a sum of fields
+    of several scales, with noise.
     """
     size = (layer.frames, layer.height, layer.width)
     total = torch.zeros(layer.channels, *size)
@@ -89,7 +89,7 @@ def smooth_field(layer: Layer, generator: torch.Generator) -> Tensor:
 
 
 def make_head(layer: Layer, head: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value of a head, (1, 1, L, D) each, special tokens first where there are some."""
+    """Query, key and value of a head, (1, 1, L, D) each, special tokens first."""
     generator = torch.Generator().manual_seed(head)
     query = smooth_field(layer, generator)
     key = 0.5 * query + 0.5 * smooth_field(layer, generator)

@@ -1,5 +1,5 @@
-"""Whether `report.error_bound` holds: many draws of inputs that `dgt.accelerate` confirms a choice by, and as
-many photographs that it had not seen.
+"""Whether `report.error_bound` holds: many draws of inputs that `dgt.accelerate` confirms a choice
+by, and as many photographs that it had not seen.
 
     python benchmarks/error_bound_campaign.py --weights dinov2_small.safetensors \
         --photographs coco=COCO imagenette=IMAGENETTE wallpapers=WALLPAPERS \
@@ -8,9 +8,9 @@ many photographs that it had not seen.
         --photographs camvid=CAMVID/images/val --out error_bound_campaign.json
 
 The weights of DINOv2-S are those of `accelerate_dinov2.py`, those of the segmenter
-`accelerate_camvid.py` trains. A campaign is of several cases, each a model, a size, and a set of
-photographs, from which a pool is taken evenly. A draw takes inputs and as many others from the pool, and
-an error to ask for.
+`accelerate_camvid.py` trains. A campaign has several cases, each a model, a size, and a set of
+photographs, from which a pool is taken evenly. A draw takes inputs and as many others from the
+pool, and a target error.
 
 Draws share what does not depend on them. Errors of settings and how far they reach are measured
 once a case, on four photographs outside of the pool. The number of products stands for the time:
@@ -18,9 +18,9 @@ draws do not depend on the machine, and small images, which are cheap, are done 
 ones are. Fewer settings and a coarser price than usual let draws come to the same choices, whose
 outputs are computed once a photograph. What chooses, runs and confirms is `dgt.accelerate` itself.
 
-Draws of a case share its pool, so they are not independent of each other. A draw in which no groups were within
-the error has a row, and says nothing of the bound. Rows are in the file as they are done and are
-not measured again.
+Draws of a case share its pool, so they are not independent of each other. A draw in which no groups
+were within the error has a row, and says nothing of the bound. Rows are in the file as they are
+done and are not measured again.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ from dgt.bench.measures import machine
 from dgt.swap import Call, sdpa, uninstall_answers
 from dgt.utils.atomic_write import write_json
 
-SIZES = {"coco": (196, 224, 336), "imagenette": (224,), "wallpapers": (196, 280)}  # in pixels
+SIZES = {"coco": (196, 224, 280), "imagenette": (224,), "wallpapers": (196, 336)}  # in pixels
 COUNTS = (4, 6, 8, 12)  # of inputs
 ERRORS = (0.1, 0.2, 0.3)
 SHARES = (0.05, 0.1, 0.2, 0.4)  # of pairs
 BISECTIONS = 6  # of the price
-POOL = 32  # photographs of a case
+POOL = 28  # photographs of a case
 APART = 4  # photographs outside of it that settings are measured on
 PAIRS = 1e9  # of a query and a key in a second, by the clock
 REST = 1e-5  # seconds of a model without its attention, by the clock
@@ -170,9 +170,7 @@ class Pool:
     def run(self, model: Any, item: Tensor) -> Tensor:
         """The output whose error counts."""
         self.clock.now += REST
-        output: Tensor = (
-            model(item) if self.case.model == CAMVID else model.forward_features(item)
-        )
+        output: Tensor = model(item) if self.case.model == CAMVID else model.forward_features(item)
         return output
 
     def measure(self) -> Capture:
@@ -210,7 +208,7 @@ def always_faster(*_: Any) -> tuple[Timed, Timed]:
 
 @torch.no_grad()
 def measure_draw(pool: Pool, number: int) -> dict[str, Any]:
-    """A row: what the report promises, and the error on as many photographs that it had not seen."""
+    """A row: what the report promises, and the error on as many photographs it had not seen."""
     chance = random.Random(f"{pool.case} {number}")
     count = chance.choice(COUNTS)
     error = chance.choice(ERRORS)
@@ -267,8 +265,8 @@ def main() -> None:
     source.add_argument("--camvid", type=Path, help="weights of the segmenter")
     parser.add_argument("--photographs", nargs="+", required=True, metavar="NAME=FOLDER")
     parser.add_argument("--sizes", type=int, nargs="+", help="in place of those of the set")
-    parser.add_argument("--draws", type=int, default=34, help="of every case, that tell something")
-    parser.add_argument("--most", type=int, default=80, help="draws of a case in all")
+    parser.add_argument("--draws", type=int, default=50, help="of every case, that tell something")
+    parser.add_argument("--most", type=int, default=75, help="draws of a case in all")
     parser.add_argument("--out", type=Path, default=Path("error_bound_campaign.json"))
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
@@ -282,7 +280,11 @@ def main() -> None:
         telling = sum(row["layers_in_groups"] > 0 for row in own)
         if telling >= options.draws or len(done) >= options.most:
             continue
-        model = open_segmenter(options.camvid) if options.camvid else open_model(options.weights, case.size)
+        model = (
+            open_segmenter(options.camvid)
+            if options.camvid
+            else open_model(options.weights, case.size)
+        )
         with torch.no_grad():
             pool = Pool(case, model, folder)
         for number in range(options.most):

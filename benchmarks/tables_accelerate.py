@@ -116,24 +116,6 @@ def large_models() -> Cells:
 
 
 @table
-def shapes_of_all_kinds() -> Cells:
-    """What `dgt.accelerate` decided for a hundred sampled shapes, beside PyTorch's attention."""
-    rows = [row for row in read("accelerate_models")["rows"] if row["part"] == "shapes"]
-    ratios = sorted(row["ratio"] for row in rows if row["choice"] == "groups")
-    worst, middle, best = ratios[-1], ratios[len(ratios) // 2], ratios[0]
-    heads = [
-        "shapes",
-        "unchanged",
-        "grouped",
-        "time relative to SDPA: best",
-        "median",
-        "worst",
-    ]
-    counts = [str(len(rows)), str(len(rows) - len(ratios)), str(len(ratios))]
-    return [heads, [*counts, *(number(ratio, 3) for ratio in (best, middle, worst))]]
-
-
-@table
 def neighbours_of_a_plan() -> Cells:
     """A plan and two others, on the images that it was chosen with, on held-out and unseen ones."""
     found = read("accelerate_neighbours")

@@ -1,5 +1,5 @@
-"""Tables of what `dgt.accelerate` promises: that nothing is slower, that the error's bound holds; and
-of very long attention.
+"""Tables of what `dgt.accelerate` promises: that nothing is slower, that the error's bound holds;
+and of very long attention.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from tables_shared import Cells, number_of_text, read, table
 from dgt.utils.records import number
 
 WORDS = {"dense": "PyTorch's", "exact": "native dense", "groups": "groups"}
-LAYERS = {"photograph": "a photograph of 24.5 megapixels", "frames": "1,000 frames, 5 special tokens each"}
+LAYERS = {
+    "photograph": "a photograph of 24.5 megapixels",
+    "frames": "1,000 frames, 5 special tokens each",
+}
 
 
 @table
@@ -30,7 +33,14 @@ def never_slower_shapes() -> Cells:
             cells = [number(ratio, 2) for ratio in (timed[0], middle, timed[-1])]
         batches = sum(row["most_batch"] is not None for row in own)
         rows.append([words, str(len(own)), str(batches), *cells])
-    heads = ["chosen", "shapes", "of these, for single inputs", "times SDPA's time: best", "median", "worst"]
+    heads = [
+        "chosen",
+        "shapes",
+        "of these, for single inputs",
+        "times SDPA's time: best",
+        "median",
+        "worst",
+    ]
     return [heads, *rows]
 
 
@@ -86,7 +96,13 @@ def error_bounds() -> Cells:
         middle = statistics.median(ratios)
         cells = [str(len(own)), str(held), str(within), number(middle, 2)]
         rows.append([name, *cells, f"{tenth:.2f} to {top:.2f}"])
-    heads = ["draws of", "draws", "within the bound", "within the error asked", "bound over error: median"]
+    heads = [
+        "draws of",
+        "draws",
+        "within the bound",
+        "within the error asked",
+        "bound over error: median",
+    ]
     return [[*heads, "eight in ten"], *rows]
 
 
@@ -106,8 +122,8 @@ def looseness_of_the_bound() -> str:
 
 @table
 def large_layers() -> Cells:
-    """Clustered attention of very long sequences, beside dense attention's count and its extrapolated
-    time.
+    """Clustered attention of very long sequences, beside dense attention's count and its
+    extrapolated time.
     """
     rows = []
     for part, words in LAYERS.items():
@@ -121,7 +137,7 @@ def large_layers() -> Cells:
             [
                 words,
                 f"{first['tokens']:,}",
-                f"{heads} of {first['channels']}",
+                f"{heads} x {first['channels']}",
                 f"{first['groups']} x {first['keys']} + {first['residual_keys']}",
                 number(seconds / 60, 1),
                 number(dense / 60, 1),
@@ -134,7 +150,7 @@ def large_layers() -> Cells:
     heads_of_table = [
         "layer",
         "tokens",
-        "heads",
+        "heads measured x channels",
         "groups x keys + residual",
         "minutes of one core",
         "dense, extrapolated",
