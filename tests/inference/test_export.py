@@ -271,10 +271,10 @@ def test_mistakes_with_a_plan_are_one_sentence(
         ("--plan goes with --size H W", program, "--plan", plan),
         ("has no standard ONNX operators", file, "--plan", plan, *size),
         ("there is no plan", program, "--plan", none, *size),
-        ("is no plan of this version", program, "--plan", broken, *size),
+        ("is not a plan of this version", program, "--plan", broken, *size),
         ("has no layer in groups: export the model without", program, "--plan", dense, *size),
         ("has no 'blocks.7.attn'", program, "--plan", other, *size),
-        ("takes images of 64 x 64 pixels alone", program, "--plan", plan, "--size", 96, 96),
+        ("takes only images of 64 x 64 pixels", program, "--plan", plan, "--size", 96, 96),
     ):
         assert words in fails(capsys, saved, *arguments)
     assert not file.exists()
