@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from typing import Any
 
@@ -72,6 +73,18 @@ def times_as_fast(case: str, key: str) -> str:
         for run in runs_of(row, key)
     ]
     return span(found, 1)
+
+
+@number_of_text
+def bounds_by_products(*tokens: str) -> str:
+    """How many times fewer products groups take than all keys, G 48 and k 98."""
+    found = {
+        int(re.split("[x:]", row["case"])[2]): row["bound"]
+        for row in read("native_attention_zen4")["rows"]
+        if row["case"].endswith(":98")
+    }
+    *first, last = (number(found[int(one)], 1) for one in tokens)
+    return f"{', '.join(first)}, and {last}"
 
 
 @number_of_text

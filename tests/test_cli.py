@@ -204,7 +204,7 @@ def test_a_bug_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_diverged_training_is_told_with_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TRAIN, "--optimizer.lr=1e6", "--optimizer.lr_batch=null", f"--out={tmp_path / 'wild'}"]) == 1
     told = capsys.readouterr().err
-    assert "dgt: error: the training" in told
+    assert "dgt: error: training diverged" in told
     assert "lower optimizer.lr or set optimizer.clip_grad" in told
 
 

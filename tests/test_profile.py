@@ -82,7 +82,7 @@ def test_a_model_that_attends_nowhere_is_refused() -> None:
     [
         ([], "give either a timm model or --shape B,H,L,D"),
         (["dgt_nano", "--shape", "1,2,3,4"], "give either a timm model or --shape B,H,L,D"),
-        (["no_model"], "'no_model' is no model of timm"),
+        (["no_model"], "'no_model' is not a timm model"),
         (
             ["--shape", "1,2,96,8", "--device", "no_device"],
             "device must be available to PyTorch on this machine, got 'no_device'",

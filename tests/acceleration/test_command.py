@@ -39,13 +39,13 @@ def test_images_that_cannot_be_read_are_left_out(tmp_path, monkeypatch, caplog) 
     assert len(report.layers) == 2
     assert "9.png: not an image" in caplog.text
     assert "run 1 of 18: original outputs, settings of each call\n" in caplog.text
-    assert "run 4 of 18: how far errors of blocks.0.attn reach; at most about" in caplog.text
+    assert "run 4 of 18: error propagation from blocks.0.attn; at most about" in caplog.text
     monkeypatch.setattr(app, "_open", lambda name, size: opened(size))
-    with pytest.raises(ValueError, match=r"model must accept the inputs, got a \(1, 3, 32, 32\) tensor .*: Input height"):
+    with pytest.raises(ValueError, match=r"must accept the inputs, got a \(1, 3, 32, 32\) tensor .*: Input height"):
         app.accelerate_model("vit", tmp_path, 0.1, 32, 4)
     for number in range(2):
         (tmp_path / f"{number}.png").write_bytes(b"no image")
-    with pytest.raises(ValueError, match=r"at least 2 readable images, but .* has 1"):
+    with pytest.raises(ValueError, match=r"2 readable images, but .* has 1"):
         app.accelerate_model("vit", tmp_path, 0.1, SIZE, 4)
 
 

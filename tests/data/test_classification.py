@@ -129,7 +129,7 @@ class TestTargets:
             assert targets.shape == (8,)
 
     def test_odd_batches_cannot_be_mixed(self):
-        with pytest.raises(ValueError, match="batch_size must be even where mixup or cutmix is on, got 7"):
+        with pytest.raises(ValueError, match="batch_size must be even with mixup or cutmix, got 7"):
             scenes(batch_size=7)
 
 
@@ -182,7 +182,7 @@ class TestSplitsAndSizes:
     def test_a_class_without_training_images(self, folder):
         (folder / "train" / "cat" / "deeper").mkdir(parents=True)
         (folder / "train" / "cat" / "notes.txt").write_text("no image")
-        with pytest.raises(ValueError, match=r"class folders of .*train without an image: cat \("):
+        with pytest.raises(ValueError, match=r"class folders of .*train without images: cat \("):
             folder_data(folder)
         (folder / "train" / "cat").rename(folder / "val" / "ant" / "cat")
         assert folder_data(folder).class_names == ("ant", "bee")

@@ -156,7 +156,7 @@ class TestWrongFiles:
 
     def test_another_size_than_the_image(self, folder: Path) -> None:
         Image.fromarray(np.zeros((20, 30), dtype=np.uint8)).save(folder / "labels" / "val" / "02.png")
-        message = r"labels/val/02.png: the label map has 30 x 20 pixels, its image .*images/val/02.png has 64 x 48"
+        message = r"labels/val/02.png: the label map has 30 x 20 pixels, but its image .*images/val/02.png has 64 x 48"
         self.fails(folder, message)
 
     @pytest.mark.parametrize("orientation", [5, 6, 7, 8])
@@ -208,7 +208,7 @@ class TestWrongFiles:
         header = chunk(b"IHDR", struct.pack(">IIBBBBB", 64, 48, 4, 0, 0, 0, 0))
         pixels = chunk(b"IDAT", zlib.compress(b"\0" * 33 * 48))  # a filter and 32 bytes a row
         (folder / "labels" / "val" / "00.png").write_bytes(b"\x89PNG\r\n\x1a\n" + header + pixels + chunk(b"IEND", b""))
-        self.fails(folder, r"labels/val/00.png: expected .* one 8-bit channel .*, got L of fewer bits in PNG$")
+        self.fails(folder, r"labels/val/00.png: expected .* one 8-bit channel .*, got L with fewer bits in PNG$")
 
     def test_label_maps_that_lost_their_numbers(self, folder: Path) -> None:
         (folder / "labels" / "val" / "00.png").unlink()
@@ -217,12 +217,12 @@ class TestWrongFiles:
 
     def test_missing_pairs(self, folder: Path) -> None:
         (folder / "labels" / "train" / "03.png").unlink()
-        self.fails(folder, r"^1 files without a partner .* .*images/train and .*labels/train: .*images/train/03.png$")
+        self.fails(folder, r"^1 files in .*images/train and .*labels/train have no .*: .*images/train/03.png$")
         (folder / "images" / "train" / "03.png").rename(folder / "images" / "train" / "33.png")
         save(folder, "train", "03", np.zeros((48, 64), dtype=np.uint8))
         (folder / "images" / "train" / "33.png").unlink()
         (folder / "images" / "train" / "04.png").unlink()
-        self.fails(folder, r"^1 files without a partner .* .*images/train and .*labels/train: .*labels/train/04.png$")
+        self.fails(folder, r"^1 files in .*images/train and .*labels/train have no .*: .*labels/train/04.png$")
 
     def test_two_images_of_one_name(self, folder: Path) -> None:
         shutil.copy(folder / "images" / "val" / "00.png", folder / "images" / "val" / "00.jpg")
@@ -236,7 +236,7 @@ class TestWrongFiles:
             open_data(folder, val_split="test")
         with pytest.raises(FileNotFoundError, match=r"root: expected the folders images and one of .*, found none"):
             open_data(tmp_path / "nowhere")
-        with pytest.raises(FileNotFoundError, match=r"the classes of .* are not known: name them in data.classes"):
+        with pytest.raises(FileNotFoundError, match=r"the classes of .* are not known: list them in data.classes"):
             open_data(folder, classes=None)
         (folder / "annotations").mkdir()
         with pytest.raises(FileNotFoundError, match="expected the folders images and one of annotations and labels"):

@@ -100,7 +100,7 @@ def test_what_is_wrong_is_told_in_a_sentence_and_nothing_is_left(
     with monkeypatch.context() as patch:
         patch.chdir(tmp_path / "empty")
         assert main(["explore", "--export", "."]) == 2
-    assert "it must be another one than you are in, got '.'" in capsys.readouterr().err
+    assert "it must not contain the current directory, got '.'" in capsys.readouterr().err
 
     def broken(*_: object) -> None:
         raise OSError(28, "No space left on device")

@@ -173,7 +173,7 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 def test_mistakes_are_one_sentence(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "OUT must end in .onnx or .pt2, or have no ending" in fails(capsys, run, tmp_path / "model.tflite")
+    assert "OUT must end in .onnx or .pt2, or be a folder for timm" in fails(capsys, run, tmp_path / "model.tflite")
     assert "there is no checkpoint" in fails(capsys, tmp_path / "none", tmp_path / "model.onnx")
     assert "contains the model to export" in fails(capsys, run, run)
     assert "--features needs a file" in fails(capsys, run, tmp_path / "out", "--features")
@@ -185,14 +185,14 @@ def test_mistakes_are_one_sentence(
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert "no permission to write" in fails(capsys, run, tmp_path / "model.onnx")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "onnxscript" else name)
-    assert "ONNX needs onnxscript, not installed here: pip install" in fails(capsys, run, tmp_path / "model.onnx")
+    assert "ONNX needs onnxscript, which is not installed: pip install" in fails(capsys, run, tmp_path / "model.onnx")
 
 
 def test_of_a_detector_only_the_maps_of_its_backbone() -> None:
     backbone = nn.Conv2d(3, 4, 3)
     backbone.channels = [4]
     run = LoadedRun(nn.ModuleDict({"backbone": backbone}), load_recipe("scenes_detect"), ["disc"], Path("run"))
-    with pytest.raises(ValueError, match=r"what the task 'detect' finds cannot be exported: .* --features"):
+    with pytest.raises(ValueError, match=r"models of task 'detect' cannot be exported: .* --features"):
         source_of_run(run)
     source = source_of_run(run, features=True)
     assert source.module is backbone
@@ -269,8 +269,8 @@ def test_mistakes_with_a_plan_are_one_sentence(
     for words, *arguments in (
         ("--plan goes with a file, .onnx or .pt2", tmp_path / "folder", "--plan", plan),
         ("--plan goes with --size H W", program, "--plan", plan),
-        ("has no standard ONNX operators", file, "--plan", plan, *size),
-        ("there is no plan", program, "--plan", none, *size),
+        ("cannot be expressed in standard ONNX operators", file, "--plan", plan, *size),
+        ("does not exist", program, "--plan", none, *size),
         ("is not a plan of this version", program, "--plan", broken, *size),
         ("has no layer in groups: export the model without", program, "--plan", dense, *size),
         ("has no 'blocks.7.attn'", program, "--plan", other, *size),

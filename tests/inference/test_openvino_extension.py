@@ -114,7 +114,7 @@ class OtherGroups(nn.Module):
 
 
 def test_a_model_without_dg_attention_is_refused() -> None:
-    with pytest.raises(UserError, match="a OtherGroups has no attention that the OpenVINO extension could do"):
+    with pytest.raises(UserError, match="a OtherGroups has no attention supported by the OpenVINO extension"):
         encode_onnx(Source(OtherGroups().eval(), extended=True, fixed=(1, 6, 8)))
 
 
@@ -175,7 +175,7 @@ def test_a_library_that_cannot_be_used_is_told(
         add_openvino_extension(core, other)
     another = tmp_path / extension.name.replace(openvino_extension._level(), "x86-64-v9")
     shutil.copy(extension, another)
-    with pytest.raises(UserError, match="is for processors with x86-64-v9, which this one lacks"):
+    with pytest.raises(UserError, match="needs a processor with x86-64-v9, which this one lacks"):
         add_openvino_extension(core, another)
     broken = tmp_path / "broken.so"
     broken.write_text("no library")
@@ -200,7 +200,7 @@ def test_why_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(UserError, match=r"has no C\+\+ headers or libraries for its extension: install the wheel"):
         openvino_extension_path()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "openvino" else name)
-    with pytest.raises(UserError, match=r"the OpenVINO extension needs openvino, not installed here: pip install"):
+    with pytest.raises(UserError, match=r"the OpenVINO extension needs openvino, which is not installed: pip install"):
         openvino_extension_path()
 
 
@@ -259,7 +259,7 @@ def test_pretrained_attention_in_groups_is_one_operator(normed: bool, settings: 
 
 
 def test_standard_operators_do_not_have_it() -> None:
-    with pytest.raises(UserError, match=r"in groups found in the image has no standard ONNX operators: write it for"):
+    with pytest.raises(UserError, match=r"cannot be expressed in standard ONNX operators: export it for"):
         encode_onnx(Source(make_vit(False, PRETRAINED["residual"]), fixed=(1, 128, 128)))
 
 

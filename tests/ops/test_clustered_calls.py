@@ -88,7 +88,7 @@ IDS = torch.zeros(1, 2, 10, dtype=torch.int64)
         (
             {"remainder": dgt.ResidualKeys(11)},
             ValueError,
-            "remainder.num_keys must be at most the 10 keys behind the prefix, got 11",
+            "remainder.num_keys must be at most the 10 keys after the prefix, got 11",
         ),
         (
             {"remainder": dgt.ResidualKeys(2, IDS + 2)},

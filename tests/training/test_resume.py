@@ -370,5 +370,5 @@ def test_a_run_of_an_earlier_version_says_what_to_do(whole: Path, tmp_path: Path
     (tmp_path / "run" / "results.json").unlink()
     for path in step_checkpoints(tmp_path / "run"):
         torch.save({"format": 1, "loops": {}, "state_dict": {}}, path)
-    with pytest.raises(ValueError, match=r"all 2 .* damaged or of another version: remove that folder to start over"):
+    with pytest.raises(ValueError, match=r"all 2 .* damaged or from another version: remove that folder to start over"):
         fit(load_recipe("scenes", [*KEYS, f"--out={tmp_path / 'run'}"]), resume=True)

@@ -91,7 +91,7 @@ def test_weights_of_another_model(finished: Result, tmp_path: Path) -> None:
     stored["dgt"]["recipe"]["model"]["name"] = "test_vit"
     torch.save(stored, tmp_path / "other.ckpt")
     with pytest.raises(
-        ValueError, match=r"other\.ckpt contains the weights of a model other than than model 'test_vit'.*Missing key"
+        ValueError, match=r"other\.ckpt contains the weights of a model other than model 'test_vit'.*Missing key"
     ):
         load_run(tmp_path / "other.ckpt")
 
@@ -129,6 +129,6 @@ def test_a_backbone_starts_from_a_classifier_of_its_architecture(finished: Resul
     assert all(torch.equal(value, source[key]) for key, value in loaded.items())
     network.backbone = build_backbone("resnet10t")
     with pytest.raises(
-        ValueError, match=r"model\.init_from: .* of another model than the recipe's backbone: .* size mismatch"
+        ValueError, match=r"model\.init_from: .* of a model other than the recipe's backbone: .* size mismatch"
     ):
         initialize(network, finished.folder, "segment")

@@ -193,7 +193,7 @@ def test_without_a_tag_or_without_pretrained_nothing_has_changed(monkeypatch: py
     assert timm.list_pretrained("dgt_*") == ["dgt_nano.scenes"]
     with pytest.raises(RuntimeError, match="No pretrained weights exist for dgt_nano"):
         timm.create_model("dgt_nano", pretrained=True)
-    with pytest.raises(UserError, match=r"no weights 'dgt_nano.imagenette128' here \(DGT_WEIGHTS can .* dgt_nano.sce"):
+    with pytest.raises(UserError, match=r"'dgt_nano.imagenette128' were found \(set DGT_WEIGHTS .* dgt_nano.sce"):
         timm.create_model("dgt_nano.imagenette128", pretrained=True)
 
 
@@ -206,7 +206,7 @@ def test_wrong_weights_are_refused_by_timm_too(copy: Path, monkeypatch: pytest.M
     with pytest.raises(UserError, match="does not match its checksum in SHA256SUMS"):
         timm.create_model(copy.name, pretrained=True)
     write_sums(copy)
-    with pytest.raises(UserError, match="holds weights of 'dgt_tiny', not of 'dgt_nano'"):
+    with pytest.raises(UserError, match="contains weights of 'dgt_tiny', not of 'dgt_nano'"):
         timm.create_model(copy.name, pretrained=True)
 
 
@@ -227,7 +227,8 @@ def test_predict_needs_no_model(
     Image.effect_noise((90, 70), 60).convert("RGB").save("photo.jpg")
     assert main(["predict", "photo.jpg", "--top-k", "1"]) == 0
     told = capsys.readouterr()
-    assert told.err == "no model given and no run in runs/ that fits: taking dgt_nano.scenes, trained on drawn scenes\n"
+    line = "no model given and no suitable run in runs/: using dgt_nano.scenes, trained on generated scenes\n"
+    assert told.err == line
     assert told.out.startswith("photo.jpg\n")
     shutil.copytree(run, tmp_path / "runs" / "mine")
     assert main(["predict", "photo.jpg", "photo.jpg"]) == 0

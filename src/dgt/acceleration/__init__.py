@@ -1,5 +1,4 @@
-"""Any pretrained vision transformer, faster at high resolution, with an error that one chooses:
-:func:`dgt.accelerate`.
+"""Accelerate pretrained vision transformers at high resolution, within a chosen error: :func:`dgt.accelerate`.
 
 In the order in which they work:
 

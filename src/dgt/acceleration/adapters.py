@@ -1,4 +1,4 @@
-"""transformers' own way to an attention: under a name, ``attn_implementation="dgt"``."""
+"""Register the attention with transformers, as ``attn_implementation="dgt"``."""
 
 import contextlib
 from dataclasses import replace
@@ -77,7 +77,7 @@ def register_attention(
             return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
     AttentionInterface.register(name, attend)
-    # else transformers leaves out masks for names that it does not know
+    # otherwise transformers drops masks for unknown names
     AttentionMaskInterface.register(name, sdpa_mask)
 
 

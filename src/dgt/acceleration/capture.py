@@ -1,5 +1,4 @@
-"""One pass of a model over its inputs: its outputs, and every call site with what its settings
-cost.
+"""One pass of a model over its inputs: its outputs, and the cost of each setting at every call site.
 """
 
 from collections import defaultdict
@@ -33,10 +32,10 @@ from dgt.swap import (
 from dgt.swap.sdpa import first_reason
 from dgt.utils.errors import UserError
 
-LEAST_TOKENS = 192  # fewer are not even tried: choosing keys alone takes as long as attention there
-MEASURED_INPUTS = 3  # on which settings are judged
-MOST_SITES = 4  # calls of one module with settings of their own; of more, or of changing numbers, all have one
-LEAST_BOUND = 1.03  # how many times as fast a model must be without any attention
+LEAST_TOKENS = 192  # shorter sequences are skipped: selecting keys alone takes as long as attention there
+MEASURED_INPUTS = 3  # used to evaluate settings
+MOST_SITES = 4  # calls per module with separate settings; with more, or a varying number, all calls share one
+LEAST_BOUND = 1.03  # the least speedup a model must have without any attention
 PASSED_BY = "inside nn.TransformerEncoderLayer, which bypasses it in eval mode"
 NESTED = (
     "contains other attention"  # whose calls what is installed around it would answer as well
@@ -47,14 +46,14 @@ NO_PREFIX = "no class or register tokens were detected: all tokens are treated a
 
 @dataclass
 class Site:
-    """A call site: a module, and which of its calls in one forward pass it is."""
+    """A call site: a module, and the index of the call within one forward pass."""
 
     row: LayerReport
     settings: Settings = field(default_factory=dict)
     own_ms: list[float] = field(default_factory=list)
     """Of its calls, in their order."""
     reach: float = 1.0
-    """How much of its relative error arrives in the model's output, as a relative error."""
+    """The fraction of its relative error that reaches the model's output."""
 
     @property
     def ms(self) -> float:
@@ -68,24 +67,23 @@ class Capture:
 
     sites: list[Site] = field(default_factory=list)
     outputs: list[list[Tensor]] = field(default_factory=list)
-    """Of the model as it was, for every input."""
+    """Outputs of the original model, one per input."""
     paddings: list[Paddings] = field(default_factory=list)
     """The padding masks that attention was called with, for every input."""
     raw: list[Any] = field(default_factory=list)
-    """What forward returned; kept where there is a metric."""
+    """What forward returned; kept only with a metric."""
     metric: float | None = None
-    """The task's own figure with the model's own attention."""
+    """The task metric with the original attention."""
     bound: float = 1.0
     """How many times as fast the model would be if attention took no time."""
     verdict: str | None = None
-    """Why nothing can be gained, if so."""
+    """Why no speedup is possible, if so."""
 
 
 def find_sites(
     model: nn.Module, item: Any, special: SpecialTokens | None, least_tokens: int
 ) -> list[Site]:
-    """Trace one call of the model, without measuring: every call site, and why it may not be
-    grouped.
+    """Trace one call of the model without measuring: all call sites, and why they cannot be grouped.
 
     Raises:
         UserError: the model fails on the item, or calls no attention.
@@ -114,12 +112,11 @@ class Tracer:
         self.per_pass: dict[str, set[int]] = defaultdict(set)
 
     def look(self, name: str, call: Call) -> None:
-        """Note a call, and leave it to the model."""
+        """Record a call; the model computes it."""
         self.site_of(name, call)
 
     def site_of(self, name: str, call: Call) -> Site:
-        """The call site that a call belongs to; all calls of a module after its first few are
-        one's.
+        """The call site of a call; all calls of a module after the first few share one.
         """
         index = min(self.counts[name], MOST_SITES)
         self.counts[name] += 1
@@ -170,13 +167,13 @@ class Tracer:
         )
 
     def end_pass(self) -> None:
-        """Note how many calls every module made in a pass that ends."""
+        """Record the number of calls per module at the end of a pass."""
         for name, count in self.counts.items():
             self.per_pass[name].add(count)
         self.counts.clear()
 
     def finish(self) -> list[Site]:
-        """The call sites, those of modules with many or changing numbers of calls joined in one."""
+        """The call sites; modules with many calls, or a varying number, have a single one."""
         joined: dict[tuple[str, int], Site] = {}
         for (name, index), site in self.sites.items():
             counts = self.per_pass[name]
@@ -197,7 +194,7 @@ class Tracer:
 
 
 def check_places(special: SpecialTokens, tokens: int, name: str) -> None:
-    """Refuse special tokens that a sequence does not have, or that are all of it."""
+    """Reject special tokens outside the sequence, or that are all of it."""
     of_sequence = f"the {tokens} tokens of {name!r}"
     if isinstance(special, FrameTokens):
         if special.period > tokens:
@@ -222,7 +219,7 @@ def is_inside(name: str, outer: str) -> bool:
 
 
 def join_sites(site: Site, other: Site) -> None:
-    """Add to a call site what is known of another one, which has its settings from now on."""
+    """Merge another call site into this one; they share its settings from now on."""
     if site.row.reason and not other.row.reason:
         site.row = replace(other.row, call=0)
     site.own_ms += other.own_ms
@@ -275,23 +272,21 @@ def capture(task: Task, progress: Progress) -> Capture:
 
 
 def measured_places(count: int) -> set[int]:
-    """Which of so many inputs settings are judged on: some of those that choose, from all over."""
+    """Indices of the inputs used to evaluate settings: a few evenly spaced search inputs."""
     choosing = split_inputs(count)[0]
     number = min(MEASURED_INPUTS, len(choosing))
     return {choosing[at * len(choosing) // number] for at in range(number)}
 
 
 def split_inputs(count: int) -> tuple[list[int], list[int]]:
-    """Split the inputs into those that settings are judged and reaches found by, and one in four
-    held out.
+    """Split the inputs into search inputs, and one in four held out.
     """
     held_out = [at for at in range(count) if at % 4 == 1]
     return [at for at in range(count) if at % 4 != 1], held_out
 
 
 def bound_of(model_ms: list[float], inside_ms: list[float]) -> float:
-    """How many times as fast a model would be without attention, over the inputs so far but the
-    first, which warms up.
+    """The speedup without any attention, over the inputs so far except the first, which warms up.
     """
     start = 1 if len(model_ms) > 1 else 0
     whole = sum(model_ms[start:])
@@ -300,8 +295,7 @@ def bound_of(model_ms: list[float], inside_ms: list[float]) -> float:
 
 
 class TracedRun:
-    """Answers the calls of one run of the model with its own attention, timed, and measures
-    settings between.
+    """Runs the original attention in one run of the model, times it, and measures settings in between.
 
     Args:
         tracer: knows the call sites.
@@ -342,7 +336,7 @@ class TracedRun:
 def run_first(
     tracer: Tracer, item: Any, answer: Callable[[str, Call], Any], run: Callable[[], Any]
 ) -> Any:
-    """Run a model for the first time, and say what it fails on, where it does."""
+    """Run a model for the first time; on failure, report the input it fails on."""
     try:
         with trace_sdpa(tracer.model, answer):
             raw = run()

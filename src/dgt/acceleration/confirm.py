@@ -1,5 +1,5 @@
-"""Running the model as it is chosen: how far errors reach, whether the bound holds, and how fast
-it is; what is fastest is installed.
+"""Run the model with chosen settings: error propagation, the error bound, and the speedup; then
+install the fastest.
 """
 
 from collections import defaultdict
@@ -35,20 +35,20 @@ from dgt.acceleration.statistics import (
 from dgt.acceleration.task import Task, outputs_of
 from dgt.swap import Call, exact_attention, trace_sdpa, uninstall_answers
 
-CONFIRMATIONS = 3  # passes over the inputs that choices are checked by
+CONFIRMATIONS = 3  # passes over the inputs to check choices
 USUAL_BOUND = 1.3  # of the bound over the error, before it is known
-CLOSE = 0.9  # a bound of at least this share of the error asked for is not improved on
+CLOSE = 0.9  # a bound of at least this share of the requested error is close enough
 LAST_MARGIN = 0.85  # of the error that the last try aims at
-TIMINGS = 3  # inputs at most that the model is timed on, before and after
+TIMINGS = 3  # maximum number of inputs for timing, before and after
 
 
 def most_runs(inputs: int) -> int:
-    """How often the model is run at most in all: six passes over the inputs."""
+    """The maximum number of model runs: six passes over the inputs."""
     return (2 + CONFIRMATIONS + 1) * inputs
 
 
 def probe_reach(task: Task, found: Capture, progress: Progress) -> None:
-    """Find, in one pass at most, how much of each call site's error arrives in the model's output.
+    """Measure, in at most one pass, how much of each call site's error reaches the model's output.
 
     Each input is run with some neighboring call sites in groups; these get the same reach, the
     output's error over theirs.
@@ -70,14 +70,13 @@ def probe_reach(task: Task, found: Capture, progress: Progress) -> None:
 
 
 def probe_row(site: Site, error: float) -> LayerReport:
-    """The groups of a call site whose error is nearest to the one asked for."""
+    """The grouped setting of a call site whose error is closest to the requested one."""
     settings = [measured for kind, measured in usable(site).items() if kind.choice == "groups"]
     return min(settings, key=lambda measured: abs(measured.error - error)).row
 
 
 class Probe:
-    """Answers some call sites of a model in groups, and knows how large the errors of these are
-    together.
+    """Computes some call sites of a model in groups, and accumulates their errors.
 
     Args:
         rows: those of the call sites.
@@ -94,7 +93,7 @@ class Probe:
         return sum(relative_error(squares[None]) ** 2 for squares in self.squares.values()) ** 0.5
 
     def answer(self, name: str, call: Call) -> Tensor | None:
-        """Answer a call, or leave it to the model."""
+        """Compute a call, or leave it to the model."""
         output = self.answers[name](call) if name in self.answers else None
         if output is not None:
             self.squares[name] += squares_between([output.float()], [call.run().float()])
@@ -103,7 +102,7 @@ class Probe:
 
 @dataclass
 class Confirmed:
-    """A choice, and what a pass of the model over the inputs with it found."""
+    """A choice, and the result of a pass over the inputs with it."""
 
     choice: Choice
     squares: Tensor
@@ -153,7 +152,7 @@ def confirm(task: Task, found: Capture, progress: Progress) -> Confirmed | None:
 
 
 def within(task: Task, confirmed: dict[Choice, Confirmed]) -> list[Confirmed]:
-    """Those whose bound is within the error asked for; exact attention is, up to rounding."""
+    """Whether the bound is within the requested error; exact attention always is, up to rounding."""
     return [
         result
         for result in confirmed.values()
@@ -163,8 +162,7 @@ def within(task: Task, confirmed: dict[Choice, Confirmed]) -> list[Confirmed]:
 
 
 def exact_only(found: Capture) -> Confirmed | None:
-    """Exact attention wherever it is faster, which is equal up to rounding; None where it nowhere
-    is.
+    """Exact attention wherever it is faster, equal up to rounding; None if it never is.
     """
     choice = choose(found.sites, 0.0)
     if not any(choice):
@@ -175,7 +173,7 @@ def exact_only(found: Capture) -> Confirmed | None:
 
 
 def run_choice(task: Task, found: Capture, choice: Choice, progress: Progress) -> Confirmed:
-    """Run the model over all inputs as it is chosen, and compare its outputs with those before."""
+    """Run the model over all inputs with a choice, and compare its outputs with the original ones."""
     uninstall_answers(task.model)
     install_rows(task.model, rows_of(found.sites, choice))
     squares = []
@@ -207,8 +205,7 @@ class Timed:
 
 
 def time_choice(task: Task, rows: Sequence[LayerReport], progress: Progress) -> tuple[Timed, Timed]:
-    """Time the model with its own attention and as it is accelerated, in turns; the fastest run of
-    each.
+    """Time the original and the accelerated model in turns; the fastest run of each.
     """
     places = split_inputs(len(task.items))[1] or [0]
     item = task.items[places[-1]]
@@ -316,8 +313,7 @@ def as_it_was(row: LayerReport, reason: str) -> LayerReport:
 def answers_of(
     chosen: Sequence[LayerReport], rows: Sequence[LayerReport]
 ) -> dict[str, GroupedSDPA]:
-    """What answers the calls of some call sites, by the name of their module, without being
-    installed.
+    """The handlers for the calls of some call sites, by module name, without installing them.
     """
     answers = {}
     for name in {row.name for row in chosen}:

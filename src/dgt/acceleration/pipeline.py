@@ -1,9 +1,9 @@
-"""`dgt.accelerate`: a trained model's attention in groups, with an error that the user chooses.
+"""`dgt.accelerate`: grouped attention in a trained model, within a user-chosen error.
 
-One pass over the inputs captures the model's outputs and measures, at every call of attention, what
-settings cost in time and error (``capture``, ``measure``). A second finds how far errors of single
-layers reach. A choice of settings (``choose``) is confirmed by running the model, in three passes
-at most (``confirm``), and timed.
+One pass over the inputs captures the model's outputs and measures the time and error of settings at
+every attention call (``capture``, ``measure``). A second measures how far the errors of single
+layers propagate. A choice of settings (``choose``) is confirmed by running the model, in three
+passes at most (``confirm``), and timed.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ def accelerate(
     images: Inputs | None = None,
     num_prefix_tokens: int | None = None,
 ) -> Report:
-    """Have a trained model's attention done faster, in place and without training, within an error.
+    """Accelerate a trained model's attention in place, without training, within an error.
 
     Every attention that ends in ``F.scaled_dot_product_attention`` is looked at: timm's, Hugging
     Face's with ``attn_implementation="sdpa"`` (or "dgt", :func:`dgt.register_attention`),
@@ -111,8 +111,7 @@ def inspect_model(
     images: Inputs | None = None,
     num_prefix_tokens: int | None = None,
 ) -> list[LayerReport]:
-    """What :func:`dgt.accelerate` would find, without measuring: every call site, "groups" if it
-    could be done so.
+    """List the call sites that :func:`dgt.accelerate` would find, without measuring: "groups" if groupable.
 
     Args:
         model: as in :func:`dgt.accelerate`.
@@ -146,7 +145,7 @@ def inspect_model(
 
 @contextlib.contextmanager
 def unchanged_on_failure(model: nn.Module) -> Iterator[None]:
-    """Take everything out of a model again where an error is raised."""
+    """Remove everything from a model again if an error is raised."""
     try:
         yield
     except BaseException:
@@ -156,8 +155,7 @@ def unchanged_on_failure(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Have a model in evaluation mode while this is entered; what was added to it takes the mode
-    of what it is in.
+    """Put a model in eval mode inside this context; added modules then take the mode of their parent.
     """
     modes = {module: module.training for module in model.modules()}
     model.eval()

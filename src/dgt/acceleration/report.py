@@ -1,4 +1,4 @@
-"""What accelerating a model found and did, as a table, as JSON, as a picture."""
+"""The report of an acceleration, as a table, as JSON, or as a figure."""
 
 import json
 import warnings
@@ -19,7 +19,7 @@ COLOURS = {"before": "#b8b8b8", "groups": "#2a78b5", "exact": "#3a9d5d", "dense"
 
 @dataclass(frozen=True)
 class Report:
-    """What :func:`dgt.accelerate` found and did.
+    """The result of :func:`dgt.accelerate`.
 
     Errors are relative, of ``measured``: ``|after - before| / |before|``. Speedups are ratios of
     times.
@@ -27,9 +27,9 @@ class Report:
 
     asked_error: float
     predicted_error: float
-    """On the inputs that settings were judged by."""
+    """On the inputs used to choose settings."""
     measured_error: float
-    """On the inputs held out of that."""
+    """On the held-out inputs."""
     attention_speedup: float
     model_speedup: float
     bound: float
@@ -42,11 +42,11 @@ class Report:
     alike: int | None = None
     """Modules of its layers' classes in the whole model: a plan is for a model with as many."""
     prefix_told: bool = False
-    """Whether the model told its special tokens, as a plan's model then must, too."""
+    """Whether special tokens were detected from the model, as they then must be for a plan's model."""
     error_bound: float = 0.0
     """An upper bound, at 95 %, of the error over unseen inputs of the same kind."""
     measured: str = "the model's output"
-    """Whose error it is."""
+    """What the error refers to."""
     cosine_mean: float = 1.0
     """Of the rows of the output, before and after."""
     cosine_low: float = 1.0
@@ -55,7 +55,7 @@ class Report:
     metric_after: float | None = None
     inputs: int = 0
     verdict: str = ""
-    """Why nothing was gained, if so."""
+    """Why there is no speedup, if so."""
 
     def __str__(self) -> str:
         return "\n".join([*self._table(), *self._notes(), *self._summary()])
@@ -109,8 +109,7 @@ class Report:
         return asdict(self)
 
     def plot(self, path: str | Path) -> None:
-        """Draw the call sites in their order: time before and after, what was chosen, and its
-        error.
+        """Plot the call sites in order: time before and after, the chosen setting, and its error.
 
         Args:
             path: a file whose ending Matplotlib knows.

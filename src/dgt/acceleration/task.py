@@ -1,4 +1,4 @@
-"""What is to be accelerated: a model, its inputs, and which of its outputs count."""
+"""The task of an acceleration: a model, its inputs, and the outputs to compare."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ CALL_ERRORS = (
 
 @dataclass(frozen=True)
 class Task:
-    """What :func:`dgt.accelerate` was asked for, checked."""
+    """The checked arguments of :func:`dgt.accelerate`."""
 
     model: nn.Module
     items: list[Any]
@@ -41,7 +41,7 @@ class Task:
     forward: Forward
     """Returns the tensors whose error counts."""
     measured: str
-    """What these are, in words."""
+    """Describes these tensors."""
     metric: Callable[[list[Any]], float] | None
     special_tokens: SpecialTokens | None
 
@@ -74,7 +74,7 @@ def read_task(
     metric: Callable[[list[Any]], float] | None,
     special_tokens: SpecialTokens | None,
 ) -> Task:
-    """Check what :func:`dgt.accelerate` is called with. Raises as it does."""
+    """Check the arguments of :func:`dgt.accelerate`. Raises as it does."""
     check_model(model)
     items = read_items(inputs)
     check_values(items)
@@ -96,7 +96,7 @@ def read_task(
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse what is no module, or cannot be accelerated any more."""
+    """Reject a model that is not a module or can no longer be accelerated."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, got {describe(model)}")
     if installed_answers(model):
@@ -131,14 +131,14 @@ def read_items(inputs: Inputs) -> list[Any]:
 
 
 def is_sequence_of_items(inputs: Any) -> bool:
-    """Whether something is a sequence, each of whose members a model can be called with."""
+    """Whether this is a sequence of items that a model can be called with."""
     if isinstance(inputs, str) or not isinstance(inputs, Sequence):
         return False
     return all(isinstance(item, Tensor | Mapping | tuple | list) for item in inputs)
 
 
 def check_structure(items: list[Any]) -> None:
-    """Refuse items that differ in more than sizes and values."""
+    """Reject items that differ in more than sizes and values."""
     for place, item in enumerate(items):
         if structure(item) != structure(items[0]):
             raise UserError(
@@ -159,7 +159,7 @@ def take_item(inputs: Mapping[str, Any], at: int, count: int) -> dict[str, Any]:
 
 
 def check_values(items: list[Any]) -> None:
-    """Refuse tensors of the meta device, which have no values."""
+    """Reject tensors on the meta device, which have no values."""
     for tensor in (tensor for item in items[:1] for tensor in tensors_of(item)):
         if tensor.is_meta:
             raise TypeError(f"inputs must not be empty, got {describe(tensor)}")
@@ -188,8 +188,7 @@ def check_special_tokens(special: SpecialTokens | None) -> SpecialTokens | None:
 
 
 def default_forward(model: nn.Module) -> tuple[Forward, str]:
-    """What a model is called by: itself, or for a model of timm without a head, for its tokens;
-    and in words.
+    """The forward function: the model itself, or the tokens of a timm model without a head; and a description.
     """
     features = getattr(model, "forward_features", None)
     if callable(features) and getattr(model, "num_classes", None) == 0:
@@ -238,7 +237,7 @@ def outputs_of(output: Any, paddings: Paddings) -> list[Tensor]:
 
 
 def check_outputs(task: Task, raw: Any, paddings: Paddings) -> list[Tensor]:
-    """The outputs whose error counts; refused where there are none, or not finite."""
+    """The outputs to compare; rejected if there are none, or if they are not finite."""
     outputs = outputs_of(raw, paddings)
     name = "model" if task.forward is _call_model else "forward"
     if not outputs:
@@ -251,8 +250,7 @@ def check_outputs(task: Task, raw: Any, paddings: Paddings) -> list[Tensor]:
 
 
 def structure(item: Any) -> Any:
-    """What two items must share to be of one kind: nesting, names, types, and numbers of
-    dimensions.
+    """The structure that all items must share: nesting, names, types, and numbers of dimensions.
     """
     if isinstance(item, Tensor):
         return ("tensor", item.dim(), item.is_floating_point())
@@ -264,7 +262,7 @@ def structure(item: Any) -> Any:
 
 
 def describe_item(item: Any, depth: int = 2) -> str:
-    """What came, in words without the values of tensors."""
+    """A description of an item without the values of tensors."""
     if isinstance(item, Tensor):
         return describe(item)
     if isinstance(item, Mapping) and depth:
@@ -283,13 +281,13 @@ def describe_item(item: Any, depth: int = 2) -> str:
 
 
 def describe_failure(failed: BaseException) -> str:
-    """What a model says of inputs that it fails on, without the values of tensors."""
+    """A model's error message for inputs it fails on, without the values of tensors."""
     text = str(failed).partition("tensor(")[0].strip()
     return text if len(text) <= WORDS else f"{text[:WORDS]}..."
 
 
 def renamed(old: str, new: str, value: Any, given: Any) -> Any:
-    """The value of an argument that may have come by its old name, which warns."""
+    """The value of an argument that may have been passed by its old name, with a warning."""
     if given is None:
         return value
     if value is not None:

@@ -1,5 +1,4 @@
-"""`dgt accelerate`: search with a folder of images how to do a model's attention by groups, and
-save the plan.
+"""`dgt accelerate`: accelerate a model with grouped attention, using a folder of images, and save the plan.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ def accelerate_model(
 
 
 def check_places(places: dict[str, str | None]) -> None:
-    """Refuse output files that cannot be written, before the minutes that the rest takes.
+    """Reject output files that cannot be written before the slow part starts.
 
     Args:
         places: file by option; None where the option is not given.

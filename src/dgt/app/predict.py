@@ -1,4 +1,4 @@
-"""`dgt predict`: what a trained model finds in image files, as text and as files."""
+"""`dgt predict`: predictions for image files, as text and as files."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Looking into trained models: `dgt visualize`, `dgt diagnose`, and what TensorBoard shows of a
-training.
+"""Visualize trained models: `dgt visualize`, `dgt diagnose`, and the images in TensorBoard.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def visualize(
     out: str | Path,
     view: View = DEFAULT,
 ) -> None:
-    """Draw the groups of trained models' queries over images, and the keys that the groups chose.
+    """Draw the query groups of trained models over images, and the keys selected for them.
 
     With one checkpoint: a row for each image and block, or with `all_blocks` a sheet of maps. With
     several, of one training in their order: a row for each, with the groups chosen in the last; as

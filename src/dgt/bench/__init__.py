@@ -1,5 +1,4 @@
-"""Timing on this machine: what every benchmark shares, and `dgt profile`, which tells what way of
-attending pays.
+"""Timing on this machine: what every benchmark shares, and `dgt profile`, which finds the fastest attention.
 
 Candidates take turns, and medians are compared, so that background load slows all of them alike;
 ratios hold for one kind of processor, which :func:`machine` names.

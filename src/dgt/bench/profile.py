@@ -1,5 +1,4 @@
-"""Which way of attending pays at one size on this machine: the ways of `dgt profile`, timed side by
-side.
+"""The fastest attention for a shape on this machine: the candidates of `dgt profile`, timed side by side.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ GLOBAL = "PyTorch, all keys"
 
 
 class Way(NamedTuple):
-    """One way of attending: the backend, and whether the keys that are not selected are summarized."""
+    """A candidate: the backend, and whether unselected keys are summarized."""
 
     backend: str
     remainder: bool = False
@@ -48,7 +47,7 @@ COLUMNS = {
     "way": "{way}",
     "forward ms": "{ms:.2f}",
     "speedup": "**{ratio:.2f}**",
-        "with backward ms": "{backward_ms:.2f}",
+    "with backward ms": "{backward_ms:.2f}",
     "speedup with backward": "**{ratio_backward:.2f}**",
     "peak extra MiB": "{peak_mib:.1f}",
 }
@@ -79,7 +78,7 @@ class Inputs(NamedTuple):
 def time_ways(
     case: Case, device: str = "cpu", rounds: int = 7, ways: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """Time ways of attending, forward and with backward, in turns.
+    """Time candidates, forward and with backward, in turns.
 
     Args:
         case: the size of the attention.
@@ -184,7 +183,7 @@ def cases_of_model(name: str, size: int, groups: int, top_k: int) -> list[Case]:
         groups, top_k: G and k of the cases; a DGT has its own.
 
     Raises:
-                UserError: timm has no such model, it does not take images of this size, or it has no
+        UserError: timm has no such model, it does not take images of this size, or it has no
             self-attention.
     """
     if not timm.is_model(name):

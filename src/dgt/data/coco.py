@@ -63,7 +63,7 @@ SECTIONS: dict[str, Rules] = {
 
 
 class CocoImages:
-    """Images of a COCO file of instances, which lie in `folder`: JSON with `images`, `annotations`
+    """Images of a COCO instances file, which lie in `folder`: JSON with `images`, `annotations`
     and `categories`.
 
     `images` in the file's order; `categories` by rising id: label l is category `category_ids[l -

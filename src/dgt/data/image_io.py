@@ -1,6 +1,6 @@
 """From bytes to an upright RGB image, and the report of the files that would not decode.
 
-An unreadable image is never replaced by another one: the reader hands on a `BrokenImage`, the batch
+An unreadable image is never replaced by another one: the reader returns a `BrokenImage`, the batch
 leaves it out, and `BrokenImages` of the main process counts and lists it, and stops the run above a
 share that the user sets.
 """
@@ -35,7 +35,7 @@ class WrongLabels(BrokenImage):
 
 
 class BrokenImagesError(UserError):
-    """Too many images of a data set cannot be read."""
+    """Too many images of a data set are unreadable."""
 
 
 @contextmanager

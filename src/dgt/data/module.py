@@ -1,5 +1,4 @@
-"""What the data modules of all tasks share: two splits, their loaders, and the report of unreadable
-images.
+"""Base of the data modules of all tasks: two splits, their loaders, and the report of unreadable images.
 """
 
 from abc import ABC, abstractmethod

@@ -68,7 +68,7 @@ def some(names: Sequence[str], count: int = 5) -> str:
 def split_folder(parent: StrPath, split: str) -> Path:
     """The folder of a split.
 
-    FileNotFoundError, naming those that are there, where there is none.
+    Raises FileNotFoundError, listing the existing ones, if there is none.
     """
     if not os.path.isdir(os.path.join(parent, split)):
         found = some(folder_names(parent))

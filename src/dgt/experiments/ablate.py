@@ -1,5 +1,4 @@
-"""Ablations: every row of a table trained with several seeds by one recipe, and the table they
-make.
+"""Ablations: train every row of a table with several seeds and one recipe, and write the table.
 
 ```
 OUT/runs/ROW/seed-N/      the run of one row and seed, as `dgt.training.fit` writes it
@@ -78,8 +77,7 @@ def ablate(
 ) -> Path:
     """Train the rows of a table that are not trained yet, and write the table.
 
-    All rows are trained with the first seed before any is with the second, so that the table is
-    whole early.
+    All rows are trained with the first seed before any is with the second, so that the table is complete early.
 
     Args:
         table: name of a shipped table, or path of a YAML file.
@@ -283,7 +281,7 @@ def markdown(content: Mapping[str, Any], label: str) -> str:
 
 
 def _caption(content: Mapping[str, Any]) -> str:
-    """What was trained, on what, and what the paper's numbers are."""
+    """The training settings, the hardware, and the source of the paper's numbers."""
     text = f"Recipe `{content['recipe']}`, size {content['size']}; mean ± standard deviation over seeds."
     for run in [run for row in content["rows"] for run in row["runs"]][:1]:
         versions = ", ".join(f"{name} {run['versions'][name]}" for name in ("torch", "timm"))

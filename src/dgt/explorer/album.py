@@ -1,6 +1,6 @@
 """The images that the page can show: built-in scenes, files named on the command line, and uploads.
 
-Whoever reaches the server may upload anything, so uploads are judged by their bytes alone: few
+Anyone who can reach the server may upload anything, so uploads are judged only by their bytes: few
 formats, limited bytes, and limited pixels before a single one is decoded. They live in memory, the
 oldest makes room, and nothing is written. Clients name images by ids that the server made, never by
 paths.
@@ -36,7 +36,7 @@ SCENES = (12, 21, 37, 7, 36, 20, 25, 18)
 
 
 class RefusedError(Exception):
-    """A request is refused: a sentence for the person who sent it, and the HTTP status."""
+    """A rejected request: a message for its sender, and the HTTP status."""
 
     def __init__(self, sentence: str, status_code: int = 415) -> None:
         super().__init__(sentence)
@@ -44,7 +44,7 @@ class RefusedError(Exception):
 
 
 def decode_upload(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Decode bytes from anybody to an upright RGB image of at most `LONG_SIDE` pixels a side.
+    """Decode untrusted bytes to an upright RGB image of at most `LONG_SIDE` pixels per side.
 
     Larger images than `max_pixels` are refused by their header, before anything is decoded, and
     JPEGs of very many scans.

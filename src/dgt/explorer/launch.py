@@ -66,7 +66,7 @@ def serve(
 def export(
     folder: str | Path, checkpoint: str | Path | None = None, image: str | Path | None = None
 ) -> str:
-    """Write the page as files for any host.
+    """Write the page as static files for any web server.
 
     Args:
         folder: to write.

@@ -46,7 +46,7 @@ def create_app(
 
     Args:
         explorer: answers the page's questions.
-        hosts: names under which the page may be addressed; `["*"]` for any.
+        hosts: host names under which the page may be requested; `["*"]` for any.
         max_bytes: the largest upload.
 
     Returns:
@@ -96,7 +96,7 @@ def create_app(
 
 
 def _answer_errors(app: FastAPI) -> None:
-    """Headers on every answer, and a sentence under "error" with every refusal."""
+    """Add headers to every response, and a message under "error" to every rejection."""
 
     @app.middleware("http")
     async def add_headers(

@@ -66,7 +66,7 @@ class Trace(NamedTuple):
 
 
 class Explorer:
-    """A trained model and images, and the answers to the page's questions.
+    """A trained model and images, and the data that the page requests.
 
     It is safe to use from several threads.
 

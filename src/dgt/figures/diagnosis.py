@@ -1,4 +1,4 @@
-"""What the selection of keys is worth in a trained model, as a table and as a figure."""
+"""How much of global attention the selected keys cover in a trained model, as a table and as a figure."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def check_plan(plan: str | Path, out: Path, is_fixed: bool, is_extended: bool) -
             "the image has no standard ONNX operators"
         )
     if not Path(plan).is_file():
-        raise FileNotFoundError(f"there is no plan {str(plan)!r}")
+        raise FileNotFoundError(f"plan {str(plan)!r} does not exist")
     if not any(row.choice == "groups" for row in read_plan(plan).layers):
         raise UserError(f"{str(plan)!r} has no layer in groups: export the model without --plan")
 

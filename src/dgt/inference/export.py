@@ -1,5 +1,4 @@
-"""The files that a trained model is exported to, each checked against its source before it takes
-its place.
+"""Export trained models to files, each verified against its source before it is moved into place.
 """
 
 import json
@@ -41,7 +40,7 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Verification:
-    """How an exported file and its source agreed.
+    """How well an exported file agrees with its source.
 
     Images were run one by one and in batches.
 
@@ -66,7 +65,7 @@ class Export:
     Attributes:
         path: the file or the folder.
         size: bytes of the file, or of the weights in the folder.
-        verification: how it agreed with its source.
+        verification: how well it agrees with its source.
         extension: the library that OpenVINO needs to read the file; None where it needs none.
         speed: of an accelerated model's file, beside dense attention; None for others.
     """
@@ -93,8 +92,7 @@ def export(
     openvino_extension: bool = False,
     plan: str | Path | None = None,
 ) -> Export:
-    """Write a trained model for other programs, and check it against its source before it takes its
-    place.
+    """Export a trained model, and verify it against its source before it is moved into place.
 
     Args:
         checkpoint: checkpoint, run folder or model folder, as `load_run` takes them: also any
@@ -242,7 +240,7 @@ def source_of_run(run: LoadedRun, features: bool = False) -> Source:
 
     Args:
         run: the trained run.
-        features: the feature maps of its backbone in place of what its task predicts.
+        features: export the feature maps of its backbone instead of the task's output.
 
     Raises:
         UserError: the task's outputs are no tensors of one shape, the model has no maps, or it has

@@ -1,4 +1,4 @@
-"""The form of a model that only predicts: the same outputs from fewer and larger steps.
+"""Models optimized for inference: the same outputs from fewer and larger steps.
 
 Every BatchNorm of the network stands between a GELU and a convolution. Its affine map moves into
 that convolution; with zero padding this is exact inside the image, and at its borders once the part
@@ -27,7 +27,7 @@ ENDS, INNER = slice(None, None, 2), slice(1, 2)  # of three rows or columns
 
 
 def optimize_for_inference(model: nn.Module) -> nn.Module:
-    """Return a copy of a model in the form that only predicts: faster, equal up to rounding.
+    """Return a copy of a model optimized for inference: faster, and equal up to rounding.
 
     The model itself, which is what to train, save and export, stays as it is. The copy is in
     evaluation mode and cannot be trained.
@@ -61,9 +61,7 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
 
 
 def inference_form(module: nn.Module) -> nn.Module:
-    """Return a module with every part, at any depth, in the form that only predicts.
-
-    May change it in place.
+    """Return a module with all submodules optimized for inference. May change it in place.
     """
     if isinstance(module, PredictsOnly):
         return module
@@ -124,7 +122,7 @@ def _conv_like(conv: nn.Conv2d, weight: Tensor, bias: Tensor) -> nn.Conv2d:
 
 
 class PredictsOnly(nn.Module):
-    """A part that cannot be trained."""
+    """A module that cannot be trained."""
 
     def train(self, mode: bool = True) -> "PredictsOnly":
         """Stay in evaluation mode; RuntimeError when asked to train."""

@@ -1,4 +1,4 @@
-"""OpenVINO on CPUs, with DG-Attention as one operator of it where a file has it so.
+"""OpenVINO on CPUs, with DG-Attention as one operator if the file uses it.
 
 The operator is a library in C++, `openvino_extension.cpp` with the kernels of
 `dgt.ops.native.kernels`. OpenVINO's interface for such libraries is bound to its version, so the
@@ -184,7 +184,7 @@ _HINT = "dgt.export.openvino_extension_path() compiles one for the installed ver
 
 
 def _check_library(path: Path) -> None:
-    """Refuse, by its name, a library that is missing or for another OpenVINO or processor."""
+    """Reject a library that is missing or whose name shows another OpenVINO version or processor."""
     if not path.is_file():
         raise UserError(f"OpenVINO extension {path} does not exist; {_HINT}")
     named = NAME.fullmatch(path.name)

@@ -1,11 +1,10 @@
 """The convolutional parts: stem, patch merging, position encoding (CPE), feed-forward (IRFFN).
 
 Everything outside attention is CMT's (stem, inverted residual feed-forward network) or CPVT's
-(conditional position encoding). Every convolution has a bias, which is what makes the paper's
-parameter counts come out. Tensors are (B, H, W, C): LayerNorm and linears need no copy, and
-convolutions see the same memory as channels-last NCHW. A ``mask`` (B, H, W), True where a token is
-real, zeroes padding before every spatial convolution, so that a padded image gives what it gives
-alone.
+(conditional position encoding). Every convolution has a bias, which reproduces the paper's
+parameter counts. Tensors are (B, H, W, C): LayerNorm and linears need no copy, and convolutions see
+the same memory as channels-last NCHW. A ``mask`` (B, H, W), True where a token is real, zeroes
+padding before every spatial convolution, so that a padded image gives what it gives alone.
 """
 
 from typing import Any, cast
@@ -117,7 +116,7 @@ class PixelConv2d(nn.Conv2d):
 
 @torch.jit.ignore
 def convolve_pixels(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Convolve pixels one by one: on x86 by oneDNN, unless there are few of them.
+    """1x1 convolution: on x86 by oneDNN, unless there are few pixels.
 
     With one thread PyTorch gives fewer than 16 maps to MKL, unless the kernel is dilated, which
     changes nothing for one pixel; one map of up to 20480 numbers it never gives to oneDNN.
@@ -239,9 +238,17 @@ class ConditionalPositionEncoding(nn.Module):
 
     def add_to(self, x: Tensor) -> Tensor:
         """Add the encoding of (B, H, W, C) to itself."""
-        if not scripting() and convolves_natively(x, self.conv.weight, self.conv.bias):
+        if not scripting() and self.runs_natively(x):
             return convolution.depthwise_convolution(x, self.conv.weight, self.conv.bias, True)
         return x + self(x)
+
+    @torch.jit.ignore
+    def runs_natively(self, x: Tensor) -> bool:
+        """Tell whether the native kernel takes (B, H, W, C), in prediction or training."""
+        conv = self.conv
+        if type(conv) is not nn.Conv2d or not are_ordinary(conv):
+            return False
+        return runs_natively(x, conv.weight, conv.bias)
 
 
 class InvertedResidualFFN(nn.Module):
@@ -315,6 +322,8 @@ class InvertedResidualFFN(nn.Module):
             return False
         if [type(conv) for conv in convs] != [PixelConv2d, nn.Conv2d, PixelConv2d]:
             return False  # something has put its own in their place
+        if type(self.act) is not nn.GELU or self.act.approximate != "none":
+            return False
         if x[..., 0].numel() < 2:  # the statistics of one token are an error, which PyTorch raises
             return False
         return runs_natively(x, *self.parameters())

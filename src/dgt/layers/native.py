@@ -1,4 +1,4 @@
-"""When a layer may leave its work to the native CPU kernels: in prediction, and in training."""
+"""Conditions under which a layer uses the native CPU kernels, in inference and in training."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -27,7 +27,7 @@ PLAIN = (Tensor, nn.Parameter)  # neither quantized, nor distributed, nor follow
 def predicts_natively(x: Tensor, *parameters: Tensor | None) -> bool:
     """Tell whether native kernels without gradients take this input with these parameters.
 
-    They do where :func:`runs_natively` says so and nobody asks for gradients.
+    They do where :func:`runs_natively` returns True and no gradients are needed.
     """
     tensors = [tensor for tensor in (x, *parameters) if tensor is not None]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
@@ -79,7 +79,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 class Prepared:
-    """Weights as a native kernel reads them, for as long as they stay what they are."""
+    """Weights in a native kernel's layout, cached until they change."""
 
     def __init__(self) -> None:
         self._key: tuple[tuple[int, int], ...] = ()

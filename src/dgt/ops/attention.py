@@ -39,7 +39,7 @@ from dgt.ops.triton.fallback import falls_back
 
 
 class DynamicGroupAttentionOutput(NamedTuple):
-    """What :func:`dynamic_group_attention` returns."""
+    """The result of :func:`dynamic_group_attention`."""
 
     output: Tensor
     """(B, H, L, D), of the query's type; zero at padding."""
@@ -70,7 +70,7 @@ def dynamic_group_attention(
 
     Args:
         query: (B, H, L, D) float tensor.
-        key, value: (B, H, S, D) float tensors of query's type; S is L, but where queries and keys are of two images.
+        key, value: (B, H, S, D) float tensors of query's type; S equals L unless queries and keys come from two images.
             With fewer heads, a divisor of H, each serves as many heads of the queries in turn.
         centroids: (H, G, D) float tensor, unit norm; or (B, H, G, D), every image's own (:func:`dgt.find_centroids`).
         top_k: k >= 1 keys for every group; clamped to S.
@@ -160,7 +160,7 @@ def attention_output(
     key_mask: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Return the output of :func:`dynamic_group_attention` alone; some backends are quicker where nobody asks for ids.
+    """Return the output of :func:`dynamic_group_attention` alone; some backends are faster when ids are not needed.
 
     Arguments and errors as there.
     """
@@ -187,7 +187,7 @@ def _group_select_attend(
     centroids: Tensor,
     call: AttentionCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, groups and keys: in one step where the backend has it for such a call, else in three."""
+    """Output, groups and keys: in one fused step if the backend has one for this call, else in three."""
     in_one_step = getattr(steps, "attention", None)
     if in_one_step is not None:
         found = in_one_step(query, key, value, centroids, call)
@@ -288,7 +288,7 @@ def attend_with_logsumexp(
     backend: str = "auto",
     key_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`attend`, and what it takes to join its result with attention over other keys (:func:`merge_attention`).
+    """:func:`attend`, and what is needed to merge its result with attention over other keys (:func:`merge_attention`).
 
     Args:
         query, key, value, group_ids, key_ids, scale, backend, key_bias: as in :func:`attend`; in Triton without
@@ -296,7 +296,7 @@ def attend_with_logsumexp(
 
     Returns:
         ``(output, logsumexp)``: the second (B, H, L), float32 or float64, the logarithm of every query's sum of
-        exponentials, -inf where it sees no key. Both are differentiable.
+        exponentials, -inf if it sees no key. Both are differentiable.
 
     Raises:
         TypeError, ValueError: as :func:`attend`.
@@ -314,7 +314,7 @@ def attend_with_logsumexp(
 
 
 def merge_attention(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Join attentions of the same queries over disjoint sets of keys into that over all of them.
+    """Merge attention of the same queries over disjoint sets of keys into attention over all of them.
 
     Args:
         parts: ``(output, logsumexp)`` each, (B, H, L, D) and (B, H, L), as of :func:`attend_with_logsumexp`.
@@ -343,11 +343,11 @@ def _check_own_centroids(query: Tensor, centroids: Tensor, key_mask: Tensor | No
 
 
 def _check_prefix(query: Tensor, key: Tensor, num_prefix_tokens: int) -> None:
-    """Check the number of tokens of no group."""
+    """Check the number of prefix tokens."""
     check_count("num_prefix_tokens", num_prefix_tokens, least=0)
     if num_prefix_tokens and (query.shape[2] != key.shape[2] or num_prefix_tokens >= key.shape[2]):
         came = f"{num_prefix_tokens} with {query.shape[2]} queries and {key.shape[2]} keys"
-        raise ValueError(f"num_prefix_tokens must be 0, or fewer than the tokens with as many queries as keys, got {came}")
+        raise ValueError(f"num_prefix_tokens must be 0, or fewer than the tokens if L = S, got {came}")
 
 
 def _check_remainder(
@@ -377,7 +377,7 @@ def _check_remainder(
 
 
 def _check_attend(*arguments: Tensor, scale: float | None, key_bias: Tensor | None) -> float:
-    """Check what attention inside groups takes; returns the scale."""
+    """Check the arguments of attention inside groups; returns the scale."""
     query, key, value, group_ids, key_ids = arguments
     check_operands(query, key, value)
     check_choice(query, key, group_ids, key_ids)

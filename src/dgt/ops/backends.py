@@ -47,7 +47,7 @@ BACKENDS = ("reference", "native", "torch", "triton")
 FORWARD_ONLY = ("triton",)
 TRITON_CHANNELS = 128  # the most per head
 OLDEST_GPU = (8, 0)  # compute capability of the first GPUs with bfloat16 matrix units
-_warned = False  # that "eager" has another name
+_warned = False  # that "eager" was renamed
 
 
 def check_backend(backend: str) -> str:
@@ -69,7 +69,7 @@ def check_backend(backend: str) -> str:
 
 
 def resolve_backend(backend: str, tokens: Tensor | None = None) -> str:
-    """Return the backend that ``"auto"`` means for (B, H, L, D) tokens; check a named one.
+    """Return the backend that ``"auto"`` selects for (B, H, L, D) tokens; check a named one.
 
     Raises:
         ValueError: for an unknown name, or ``"native"`` where it cannot run.
@@ -161,7 +161,7 @@ def _trusts_triton(device: int | None, dtype: torch.dtype) -> bool:
 
 @torch.compiler.assume_constant_result
 def _warn_of_eager() -> None:
-    """Warn, once a process, that a name of a backend has changed."""
+    """Warn, once per process, that a backend was renamed."""
     global _warned  # noqa: PLW0603
     if not _warned:
         _warned = True

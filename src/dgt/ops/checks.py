@@ -1,8 +1,8 @@
 """Argument checks and precision of the public functions of :mod:`dgt.ops`.
 
-Each error names the argument, what was expected and what came. Shapes and types are checked
-everywhere; values (NaN, ids out of range) only where looking at them does not make the host wait
-for a device.
+Each error names the argument, what was expected and what was passed. Shapes and types are checked
+everywhere; values (NaN, ids out of range) only where reading
+them does not make the host wait for a device.
 """
 
 import contextlib
@@ -166,7 +166,7 @@ def _is_number(value: object) -> bool:
 
 
 def check_ids(name: str, ids: Tensor, count: int) -> None:
-    """Check that ids lie in -1 to ``count - 1``, where looking at them costs no waiting."""
+    """Check that ids lie in -1 to ``count - 1``, if they can be read without waiting for a device."""
     if not _can_check(ids):
         return
     least, most = (int(bound) for bound in ids.aminmax())
@@ -206,12 +206,12 @@ def check_no_nan(name: str, tensor: Tensor) -> None:
 
 
 def nan_in(name: str) -> NonFiniteInput:
-    """Return the error that says so."""
+    """Return the error for NaN."""
     return NonFiniteInput(f"{name} must not contain NaN, got NaN (or infinities that cancel)")
 
 
 def _can_check(tensor: Tensor) -> bool:
-    """Tell whether a tensor's values can be looked at now, at no cost of waiting for a device."""
+    """Tell whether a tensor's values can be read now without waiting for a device."""
     traced = torch.compiler.is_compiling() or isinstance(tensor, FakeTensor)
     return tensor.device.type == "cpu" and not traced and tensor.numel() > 0
 
@@ -235,7 +235,7 @@ def needs_gradients(*tensors: Tensor) -> bool:
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
-    """The type of sums: float32, or float64 where that came."""
+    """The type of sums: float32, or float64 for float64 inputs."""
     return torch.promote_types(dtype, torch.float32)
 
 

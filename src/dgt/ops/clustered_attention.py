@@ -1,4 +1,4 @@
-"""Attention of a pretrained model in groups that are found in the image itself, with M residual keys a group.
+"""Attention of a pretrained model in groups computed from the image itself, with M residual keys per group.
 
     query_clusters = cluster_tokens(query, num_groups)            # groups, and their mean queries
     key_ids        = select_keys(mean queries, key, top_k)        # exact keys (Eq. 1)
@@ -50,21 +50,21 @@ def clustered_attention(
 ) -> Tensor:
     """Approximate dense softmax attention of a pretrained model in groups, with residual keys.
 
-    Queries behind the prefix are clustered (:func:`dgt.cluster_tokens`). Every query attends to all
+    Queries after the prefix are clustered (:func:`dgt.cluster_tokens`). Every query attends to all
     prefix tokens, to the ``top_k`` keys that score highest with the mean query of its group, and to
     M residual keys, each of which stands for the keys of one cluster that were not selected
     (``docs/remainder.md``). Queries of the prefix attend to all keys. Exact where the queries of a
     group are equal, and with ``top_k >= S - P``. Differentiable in query, key and value with groups,
-    clusters and selected keys held fixed; where gradients are asked for, the steps are taken one by
+    clusters and selected keys held fixed; if gradients are needed, the steps are taken one by
     one, which needs more memory and time than the one call without them.
 
     Args:
         query: (B, H, L, D) float tensor.
         key, value: (B, H, S, D) float tensors of query's type; S may differ from L. With fewer heads, a divisor of H,
             each serves as many heads of the queries in turn.
-        num_groups: G, from 1 to the queries behind the prefix.
-        top_k: K >= 1 exact keys for every group; clamped to the keys behind the prefix.
-        num_residual_keys: M, from 0 (none: what is not selected is left out) to the keys behind the prefix.
+        num_groups: G, from 1 to the queries after the prefix.
+        top_k: K >= 1 exact keys for every group; clamped to the keys after the prefix.
+        num_residual_keys: M, from 0 (none: what is not selected is left out) to the keys after the prefix.
         num_prefix_tokens: P, the first tokens of queries and keys alike (class, registers, text).
         backend: as in :func:`dgt.dynamic_group_attention`.
 

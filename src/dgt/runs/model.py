@@ -1,6 +1,6 @@
 """Trained models as files: written when a training ends, and opened again by every other command.
 
-Weights are read without unpickling code; whatever is wrong with a file is reported in a sentence that
+Weights are read without unpickling code; any problem with a file raises a one-sentence error that
 names it.
 """
 

@@ -157,7 +157,7 @@ def shipped_recipes(folder: Path = RECIPES) -> list[str]:
 
 
 def help_text(task: str = "classify") -> str:
-    """What `dgt train RECIPE --help` prints: all keys of the recipe's task. `dgt train --help`
+    """The help text of `dgt train RECIPE --help`: all keys of the recipe's task. `dgt train --help`
     lists the recipes.
     """
     usage = "usage: dgt train RECIPE [--resume auto] [--data.root DIR] [--section.key value ...]"

@@ -1,4 +1,4 @@
-"""`status.json` of a run: what `dgt status` reads while a training runs and after it has ended."""
+"""`status.json` of a run, read by `dgt status` during and after a training."""
 
 from __future__ import annotations
 

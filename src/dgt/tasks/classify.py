@@ -1,6 +1,6 @@
 """Image classification: cross entropy against hard or soft labels, top-1 and top-5 accuracy.
 
-Mixup, CutMix and label smoothing are the data's matter: under them a target is a distribution over
+Mixup, CutMix and label smoothing are part of the data module: under them a target is a distribution over
 the classes, (B, classes), without them a plain label, (B,).
 """
 
@@ -49,7 +49,7 @@ class ClassificationMetrics(Metrics):
         self.sums = self.sums.to(loss.device) + torch.cat([loss[None], counts])
 
     def compute(self) -> dict[str, float]:
-        """Means over all images; NaN where there are none."""
+        """Means over all images; NaN if there are none."""
         *sums, count = (
             sum(column) for column in zip(*gather_objects(self.sums.tolist()), strict=True)
         )

@@ -18,7 +18,7 @@ from dgt.utils.errors import UserError
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Which model to train.
+    """The model to train.
 
     Args:
         name: a model that timm knows, this package's among them: dgt_tiny,
@@ -66,7 +66,7 @@ class ModelSettings:
         ) | self.args
 
     def check_head(self, *known: str) -> None:
-        """Raise UserError for arguments of a head that are not among those known."""
+        """Raise UserError for unknown arguments of a head."""
         if unknown := sorted(set(self.head) - set(known)):
             expected = f"only have keys among {', '.join(known)}" if known else "be empty for this task"
             raise UserError(f"model.head must {expected}, got {', '.join(unknown)}")

@@ -1,4 +1,4 @@
-"""Measuring a network on validation images, in a training and after it."""
+"""Evaluate a network on validation images, during and after training."""
 
 from __future__ import annotations
 
@@ -100,9 +100,8 @@ def measure(
     loader: Any,
     between: Callable[[], None] | None = None,
 ) -> None:
-    """Run one validation; leaves the network in evaluation mode.
-
-    All processes measure the buffers of the first, which are exported: BatchNorm's differ where
+    """Run one validation; leaves the network in evaluation mode. All processes use the buffers of the
+    first, which are exported: BatchNorm's differ where
     each process keeps its own statistics.
 
     Args:

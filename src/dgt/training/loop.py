@@ -87,7 +87,7 @@ class Objective(nn.Module):
 
 
 class Training:
-    """One training under way, from where `state` is; `draw` makes images for TensorBoard."""
+    """A running training, starting from `state`; `draw` makes images for TensorBoard."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class Training:
                 signal.signal(number, handler)
 
     def stop(self, number: int, _: Any) -> None:
-        """Note that a signal asks this process to stop.
+        """Record that a signal asks this process to stop.
 
         A second Ctrl-C interrupts at once.
         """
@@ -155,7 +155,7 @@ class Training:
         LOGGER.warning(f"{self.stops[-1].name}: saving after this step{hint}")
 
     def train_epoch(self, epoch: int) -> None:
-        """All steps of an epoch that are still to do."""
+        """All remaining steps of an epoch."""
         self.report.begin_epoch()
         self.loader.device = self.fabric.device
         self.loader.load_state_dict({"epoch": epoch, "batch": self.progress.batch})
@@ -238,7 +238,7 @@ class Training:
         return {name: torch.stack([each[name] for each in found]).mean() for name in common}
 
     def skip(self, batches: Sequence[Batch], losses: Losses) -> None:
-        """Count a step that is not finite, and log it.
+        """Count a non-finite step, and log it.
 
         Raises:
             FloatingPointError: there are too many in a row, or a whole epoch's.
@@ -266,7 +266,7 @@ class Training:
             )
 
     def any_process(self, decision: bool) -> bool:
-        """Whether the decision is true in any process; all processes must ask at the same place."""
+        """Whether the decision is true in any process; all processes must call this at the same point."""
         votes = torch.tensor(float(decision), device=self.fabric.device)
         return (
             bool(self.fabric.all_reduce(votes, reduce_op="sum"))
@@ -295,7 +295,7 @@ class Training:
         raise Preempted(130 if signal.SIGINT in self.stops else 0)
 
     def save(self) -> None:
-        """Write a checkpoint of here; all processes must call it."""
+        """Write a checkpoint of the current state; all processes must call it."""
         join_broken_images(self.data.broken_images)
         self.checkpoints.save(self.state)
 
@@ -340,7 +340,7 @@ class Training:
         ).tolist()
         loss = total / count if count else math.nan
         if not math.isfinite(loss):
-            raise FloatingPointError(f"the training loss became {loss} in epoch {epoch}: {ADVICE}")
+            raise FloatingPointError(f"training diverged: the loss became {loss} in epoch {epoch}; {ADVICE}")
         return float(loss)
 
     def _keep_best(self, metrics: dict[str, float]) -> None:
@@ -387,7 +387,7 @@ class Training:
 
 
 def join_broken_images(reports: dict[str, BrokenImages]) -> None:
-    """Put the broken images that any process met into the reports of all.
+    """Share the broken images found by any process with all processes.
 
     BrokenImagesError where they are too many.
     """

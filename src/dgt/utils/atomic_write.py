@@ -1,5 +1,4 @@
-"""Files that are whole or not there: written beside their place under another name, flushed, then
-renamed onto it.
+"""Atomic writes: files are written next to their destination under another name, flushed, then renamed.
 
 And folders in which one process alone writes. The only module of the package that renames files
 into place.
@@ -61,7 +60,7 @@ def atomic_write(path: str | Path, content: str | bytes | memoryview) -> None:
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Write plain values as indented JSON, whole or not at all."""
+    """Write plain values as indented JSON, atomically."""
     atomic_write(path, json_text(value, indent=2) + "\n")
 
 

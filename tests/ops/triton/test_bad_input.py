@@ -51,7 +51,7 @@ def test_a_gpu_that_is_too_old(make_case: Any, monkeypatch: pytest.MonkeyPatch) 
         dtype, shape, is_cuda, device = torch.float32, (1, 1, 8, 8), True, torch.device("cuda", 0)
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-    with pytest.raises(ValueError, match=r'capability 8\.0 or later, query is on one of 7\.5; use backend="torch"'):
+    with pytest.raises(ValueError, match=r'8\.0 or later, but query is on one with 7\.5; use backend="torch"'):
         launch.check_runnable("query", Old())  # type: ignore[arg-type]
 
 

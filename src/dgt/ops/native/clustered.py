@@ -117,7 +117,7 @@ def _new_clusters(like: Tensor, num_clusters: int) -> tuple[Tensor, Tensor]:
 
 
 def _set_clusters(problem: Problem, name: str, count: int, mask: Tensor | None) -> Tensor:
-    """Let the kernel cluster queries or keys behind the prefix; returns what must stay alive until it has."""
+    """Let the kernel cluster queries or keys after the prefix; returns what must stay alive until it has."""
     prefix = problem.prefix
     behind = (problem.queries if name == "query_clusters" else problem.keys) - prefix
     order = _order(behind, None if mask is None else mask[:, prefix:])

@@ -78,6 +78,10 @@ class DepthwiseProblem(ctypes.Structure):
         ("weight", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("output", ctypes.c_void_p),
+        ("grad_output", ctypes.c_void_p),
+        ("grad_input", ctypes.c_void_p),
+        ("grad_weight", ctypes.c_void_p),
+        ("grad_bias", ctypes.c_void_p),
         ("threads", ctypes.c_int64),
         ("parallel_for", ctypes.c_void_p),
     ]

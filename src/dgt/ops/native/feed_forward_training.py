@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from dgt.ops.native import library
-from dgt.ops.native.convolution import LIBRARY
+from dgt.ops.native.convolution import LIBRARY, refuse_second_gradients
 from dgt.ops.native.convolution_interface import TrainingNorm, TrainingProblem, run
 from dgt.ops.native.interface import as_mask, pointer
 
@@ -217,9 +217,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    x = ctx.saved_tensors[0]
     if grad is None:
-        return (None,) * (len(Parameters._fields) + 3)
+        return (None,) * len(ctx.needs_input_grad)
     wants_input, wants_expand_weight = ctx.needs_input_grad[:2]
     grads = torch.ops.dgt.native_feed_forward_backward(
         grad, *ctx.saved_tensors, wants_input, wants_expand_weight
@@ -238,6 +237,7 @@ torch.library.register_fake("dgt::native_feed_forward_backward", _new_gradients)
 torch.library.register_autograd(
     "dgt::native_feed_forward_training", _gradients, setup_context=_save
 )
+torch.library.register_autograd("dgt::native_feed_forward_backward", refuse_second_gradients)
 
 
 def _flops(x: Any, expand_weight: Any, *_: Any, **__: Any) -> int:

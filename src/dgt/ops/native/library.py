@@ -145,7 +145,7 @@ def _load_or_warn() -> ctypes.CDLL | None:
     loaded = _loaded()
     if loaded.library is None and level() != NONE:
         warnings.warn(
-            f"no native CPU kernels: {loaded.reason}; " "slower PyTorch operations are used instead",
+            f"no native CPU kernels: {loaded.reason} (slower PyTorch operations are used instead)",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -182,7 +182,7 @@ def _checked(library: ctypes.CDLL, file: Path) -> _Loaded:
     if found != ABI_VERSION:
         return _refused(
             f"{file} is from another version of dgt (interface {found}, expected {ABI_VERSION}); "
-                            "reinstall dgt"
+                "reinstall dgt"
         )
     return _Loaded(library, None)
 

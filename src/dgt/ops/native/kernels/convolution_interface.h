@@ -57,11 +57,15 @@ struct dgt_depthwise_problem {
     int64_t height;
     int64_t width;
     int64_t channels;
-    int64_t with_input;   // whether the input is added: a residual
-    const float* input;   // (B, H, W, C)
-    const float* weight;  // (C, 3, 3)
-    const float* bias;    // (C), or null
-    float* output;        // (B, H, W, C)
+    int64_t with_input;        // whether the input is added: a residual
+    const float* input;        // (B, H, W, C)
+    const float* weight;       // (C, 3, 3)
+    const float* bias;         // (C), or null
+    float* output;             // (B, H, W, C), of the forward pass alone
+    const float* grad_output;  // (B, H, W, C); from here on of the backward pass
+    float* grad_input;         // (B, H, W, C), or null: not wanted
+    float* grad_weight;        // (C, 3, 3), or null: neither this nor the bias's is wanted
+    float* grad_bias;          // (C)
     int64_t threads;
     dgt_parallel_for parallel_for;
 };
@@ -144,6 +148,7 @@ DGT_EXPORT int dgt_feed_forward_backward(const dgt_training_problem* problem);
 DGT_EXPORT int dgt_linear(const dgt_linear_problem* problem);
 DGT_EXPORT int dgt_convolution(const dgt_convolution_problem* problem);
 DGT_EXPORT int dgt_depthwise_convolution(const dgt_depthwise_problem* problem);
+DGT_EXPORT int dgt_depthwise_backward(const dgt_depthwise_problem* problem);
 DGT_EXPORT int dgt_feed_forward(const dgt_feed_forward_problem* problem);
 
 // Weights as the kernels read them, for many calls: `prepared` is aligned to 64 bytes and has as many as these return.
