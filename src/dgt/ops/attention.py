@@ -345,18 +345,19 @@ def _check_remainder(
     """Check the number of residual keys a group, and the clusters that they stand for; returns the number."""
     if not isinstance(remainder, bool):
         check_count("remainder", remainder, least=0)
+    count = int(remainder)  # a compiler compares no bool with a symbol
     most = key.shape[2] - num_prefix_tokens
-    if remainder > most:
+    if count > most:
         raise ValueError(f"remainder must be at most the {most} keys behind the prefix, got {remainder}")
     if key_cluster_ids is None:
-        return int(remainder)
-    if not remainder:
+        return count
+    if not count:
         raise ValueError(f"key_cluster_ids must be None where remainder is 0, got {describe(key_cluster_ids)}")
     check_tensor("key_cluster_ids", key_cluster_ids, "BHS", floating=False)
     check_shape("key_cluster_ids", key_cluster_ids, "BHS", tuple(key.shape[:3]), "key")
     check_device("key", key, key_cluster_ids=key_cluster_ids)
-    check_ids("key_cluster_ids", key_cluster_ids, int(remainder))
-    return int(remainder)
+    check_ids("key_cluster_ids", key_cluster_ids, count)
+    return count
 
 
 def _check_attend(*arguments: Tensor, scale: float | None, key_bias: Tensor | None) -> float:
