@@ -115,7 +115,9 @@ def attend_tiles(
         for start in tl.range(begin, end, N, num_stages=1 if LAST else None):
             place = start + tl.arange(0, N)
             ids = tl.load(listed + place)
-            if LAST:  # a key of another group may hold what no weight of zero makes good
+            # A key of another group may hold what no weight of zero makes good. Lists that come with
+            # biases have no such places.
+            if LAST and biases is None:
                 ids = tl.where(place < count, ids, tl.load(listed))
             score = multiply(q, tl.trans(load_listed(key_rows, ids, kl, D, DP)))
             if biases is not None:
