@@ -66,7 +66,7 @@ STAGES = {  # tokens, and milliseconds on an H100: those of flash attention and 
     ("stage", "sentence"),
     [
         ("L196", "keep all keys, or in groups use torch (all keys under a mask of its group's), 0.32 times as fast"),
-        ("L3136", "take auto, 3.5 times as fast"),
+        ("L3136", "use auto, 3.5 times as fast"),
     ],
 )
 def test_on_a_gpu_the_sentence_names_the_backend(stage: str, sentence: str) -> None:
