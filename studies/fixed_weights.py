@@ -238,18 +238,27 @@ def markdown(content: dict[str, Any]) -> str:
         f"{content['images']} images. Tokens of the layers, from which k on choices do not differ: {tokens}.\n"
     ]
     for key, shown in MEASURES.items():
-        table = []
-        for selector in dict.fromkeys(row["choice"] for row in rows):
-            cells = [selector]
-            for top_k in counts:
-                row = by_selector_and_k[selector, top_k]
-                cells.append(number(row[key], shown.digits, shown.factor, row.get(f"{key}_half")))
-            table.append(cells)
+        table = _table_of(key, by_selector_and_k, counts)
         heads = [shown.heading.format(metric=content["metric"]), *(f"k {k}" for k in counts)]
         parts.append(markdown_table(heads, table))
     if all("right" in row for row in rows) and any(row["choice"] == BESIDE for row in rows):
         parts.append(_ahead_of_random(by_selector_and_k, counts))
     return "\n".join(parts)
+
+
+def _table_of(
+    key: str, rows: dict[tuple[str, int], dict[str, Any]], counts: Sequence[int]
+) -> list[list[str]]:
+    """The cells of one of `MEASURES`: a row for each selector."""
+    shown = MEASURES[key]
+    table = []
+    for selector in dict.fromkeys(selector for selector, _ in rows):
+        cells = [selector]
+        for top_k in counts:
+            row = rows[selector, top_k]
+            cells.append(number(row[key], shown.digits, shown.factor, row.get(f"{key}_half")))
+        table.append(cells)
+    return table
 
 
 def _ahead_of_random(rows: dict[tuple[str, int], dict[str, Any]], counts: Sequence[int]) -> str:

@@ -111,9 +111,9 @@ def check(rule: str, found: dict[str, str]) -> None:
 
 
 def written_graph() -> dict[str, set[str]]:
-    """The graph in section "The house" of CONTRIBUTING.md: each package with what it imports."""
+    """The graph in section "Architecture" of CONTRIBUTING.md: each package with what it imports."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    house = text.partition("## The house")[2]
+    house = text.partition("## Architecture")[2]
     lines = re.findall(r"^(\w+) .*?-> (.+)$", house, flags=re.M)
     graph: dict[str, set[str]] = {}
     for name, targets in lines:  # a package may have more than one line
@@ -122,7 +122,7 @@ def written_graph() -> dict[str, set[str]]:
 
 
 def test_packages_import_exactly_what_contributing_says() -> None:
-    """The graph of section "The house", edge by edge: none that is not drawn, none drawn that is not there."""
+    """The graph of section "Architecture", edge by edge: none that is not drawn, none drawn that is not there."""
     written = written_graph()
     places: dict[str, str] = {}
     for path, tree in TREES.items():
