@@ -14,7 +14,7 @@ from dgt.utils.records import number
 
 WORDS = {"dense": "PyTorch's", "exact": "native dense", "groups": "groups"}
 LAYERS = {
-    "photograph": "a photograph of 24.5 megapixels",
+    "photograph": "one large photograph",
     "frames": "1,000 frames, 5 special tokens each",
 }
 
