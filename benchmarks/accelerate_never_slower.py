@@ -219,6 +219,23 @@ class Results:
         write_json(self.path, {**machine(), "rows": self.rows})
 
 
+def measure_shapes(options: argparse.Namespace, results: Results) -> None:
+    """Measure the shapes that are not in the file yet."""
+    done = {row["number"] for row in results.rows["shapes"]}
+    for shape in sample(options.shapes):
+        if shape.number not in done and results.is_left():
+            results.add("shapes", [measure_shape(shape, options.rounds or 7)])
+
+
+def measure_models(options: argparse.Namespace, results: Results) -> None:
+    """Measure the models and errors that are not in the file yet."""
+    done = {(row["model"], row["asked_error"]) for row in results.rows["models"]}
+    for name, model, images in open_models(options):
+        for error in MODEL_ERRORS:
+            if (name, error) not in done and results.is_left():
+                results.add("models", measure_model(name, model, images, error, options.rounds or 3))
+
+
 def main() -> None:
     """Measure what is not in the file yet."""
     parser = argparse.ArgumentParser(
@@ -237,17 +254,9 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     results = Results(options.json, options.seconds)
     if options.part == "shapes":
-        done = {row["number"] for row in results.rows["shapes"]}
-        for shape in sample(options.shapes):
-            if shape.number not in done and results.is_left():
-                results.add("shapes", [measure_shape(shape, options.rounds or 7)])
+        measure_shapes(options, results)
     else:
-        done_models = {(row["model"], row["asked_error"]) for row in results.rows["models"]}
-        for name, model, images in open_models(options):
-            for error in MODEL_ERRORS:
-                if (name, error) not in done_models and results.is_left():
-                    rows = measure_model(name, model, images, error, options.rounds or 3)
-                    results.add("models", rows)
+        measure_models(options, results)
     ratios = [row["ratio"] for row in results.rows[options.part]]
     print(f"{len(ratios)} rows, worst {max(ratios, default=0.0):.3f} times PyTorch's time")
 

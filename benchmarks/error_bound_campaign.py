@@ -255,6 +255,28 @@ def cases_of(options: argparse.Namespace) -> dict[Case, Path]:
     return cases
 
 
+def measure_case(
+    case: Case, folder: Path, options: argparse.Namespace, rows: list[dict[str, Any]]
+) -> None:
+    """Add the draws of a case that are still needed, and write all rows after each."""
+    own = [row for row in rows if all(row[name] == of for name, of in case._asdict().items())]
+    done = {row["number"] for row in own}
+    telling = sum(row["layers_in_groups"] > 0 for row in own)
+    if telling >= options.draws or len(done) >= options.most:
+        return
+    is_segmenter = options.camvid is not None
+    model = open_segmenter(options.camvid) if is_segmenter else open_model(options.weights, case.size)
+    with torch.no_grad():
+        pool = Pool(case, model, folder)
+    for number in range(options.most):
+        if number in done or telling >= options.draws:
+            continue
+        rows.append(measure_draw(pool, number))
+        telling += rows[-1]["layers_in_groups"] > 0
+        print(json.dumps(rows[-1]), len(pool.outputs), flush=True)
+        write_json(options.out, {**machine(), "rows": rows})
+
+
 def main() -> None:
     """Draw in every case until so many draws tell something of the bound."""
     parser = argparse.ArgumentParser(
@@ -275,25 +297,7 @@ def main() -> None:
     if options.out.exists():
         rows = json.loads(options.out.read_text(encoding="utf-8"))["rows"]
     for case, folder in cases_of(options).items():
-        own = [row for row in rows if all(row[name] == of for name, of in case._asdict().items())]
-        done = {row["number"] for row in own}
-        telling = sum(row["layers_in_groups"] > 0 for row in own)
-        if telling >= options.draws or len(done) >= options.most:
-            continue
-        model = (
-            open_segmenter(options.camvid)
-            if options.camvid
-            else open_model(options.weights, case.size)
-        )
-        with torch.no_grad():
-            pool = Pool(case, model, folder)
-        for number in range(options.most):
-            if number in done or telling >= options.draws:
-                continue
-            rows.append(measure_draw(pool, number))
-            telling += rows[-1]["layers_in_groups"] > 0
-            print(json.dumps(rows[-1]), len(pool.outputs), flush=True)
-            write_json(options.out, {**machine(), "rows": rows})
+        measure_case(case, folder, options, rows)
 
 
 if __name__ == "__main__":

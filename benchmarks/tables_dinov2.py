@@ -36,8 +36,10 @@ def _percent(error: float) -> str:
 
 
 def _faster(row: dict[str, Any], batch: int) -> str:
-    """Times as fast at a batch size."""
-    times = row["batches"][str(batch)]
+    """Times as fast at a batch size, a dash where that was not timed."""
+    times = row["batches"].get(str(batch))
+    if times is None:
+        return "-"
     return number(times["ms_before"] / times["ms_after"], 2)
 
 

@@ -10,6 +10,8 @@ all images together, so its interval is a jackknife: the differences with each i
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from torch import Tensor
 from dgt.bench.measures import machine
 from dgt.tasks.segment import segmentation_scores
 from dgt.utils.atomic_write import write_json
+from dgt.utils.errors import UserError
 from dgt.utils.records import interval
 from studies.fixed_weights import Subject
 from studies.key_selectors import attend_by
@@ -57,17 +60,8 @@ def pair(rival: Tensor, ours: Tensor) -> dict[str, float | None]:
     return {"ahead": ahead, "half": half}
 
 
-def main() -> None:
+def compare(options: argparse.Namespace) -> None:
     """Measure ours and the rivals, and write the differences."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--weights", required=True)
-    parser.add_argument("--data.root", dest="root", required=True)
-    parser.add_argument("--images", type=int, default=24)
-    parser.add_argument("--top_k", type=int, default=675)
-    parser.add_argument("--out", type=Path, default=Path("replacement_pairs.json"))
-    options = parser.parse_args()
     subject = open_subject(options.weights, options.images, ["--data.root", options.root])
     found = {}
     for selector in (OURS, *RIVALS):
@@ -85,5 +79,25 @@ def main() -> None:
     print(rows)
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; the exit status is 2 for bad input."""
+    parser = argparse.ArgumentParser(
+        prog="python -m studies.replacement_pairs",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--weights", required=True)
+    parser.add_argument("--data.root", dest="root", required=True)
+    parser.add_argument("--images", type=int, default=24)
+    parser.add_argument("--top_k", type=int, default=675)
+    parser.add_argument("--out", type=Path, default=Path("replacement_pairs.json"))
+    try:
+        compare(parser.parse_args(arguments))
+    except (UserError, OSError) as error:
+        print(f"replacement_pairs: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

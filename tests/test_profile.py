@@ -56,6 +56,31 @@ def test_the_sentence_follows_from_the_rows(ratios: tuple[float, float], sentenc
     assert profile.advice(rows(auto=ratios)) == sentence
 
 
+STAGES = {  # tokens, and milliseconds on an H100: those of flash attention and of the kernels are the model's
+    "L196": (196, {profile.GLOBAL: 0.035, "auto": 0.131, "triton": 0.131, "torch": 0.110}),
+    "L3136": (3136, {profile.GLOBAL: 1.2, "auto": 0.342, "triton": 0.342, "torch": 2.3}),
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "sentence"),
+    [
+        ("L196", "keep all keys, or in groups use torch (all keys under a mask of its group's), 0.32 times as fast"),
+        ("L3136", "take auto, 3.5 times as fast"),
+    ],
+)
+def test_on_a_gpu_the_sentence_names_the_backend(stage: str, sentence: str) -> None:
+    """Few tokens may be quicker with dense attention under a mask than by kernels that gather, and with all keys."""
+    tokens, times = STAGES[stage]
+    case = profile.Case((128, 8, tokens, 32), 48, 98)
+    found = []
+    for way, time in times.items():
+        ratio = times[profile.GLOBAL] / time
+        row = {"case": str(case), "way": way, "ratio": ratio, "ratio_backward": ratio}
+        found.append(row | {"under_mask": way == "torch" and case.takes_mask("cuda")})
+    assert profile.advice(found) == f"{case}: for inference {sentence}; for training {sentence}."
+
+
 def test_sizes_in_a_model_of_ours_and_in_a_plain_one() -> None:
     ours = profile.cases_of_model("dgt_nano", 64, 1, 1)
     assert ours[0] == ((1, 1, 256, 32), 16, 32)
@@ -109,6 +134,6 @@ def test_the_command_prints_a_table_and_a_sentence_or_json(capsys: pytest.Captur
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("| attention | way | forward ms | speedup |")
     assert len(lines) == 7
-    assert lines[-1].startswith("B1 H2 L96 D8 G4 k8: to predict ")
+    assert lines[-1].startswith("B1 H2 L96 D8 G4 k8: for inference ")
     assert main([*words, "--json"]) == 0
     assert {"machine", "rows"} == set(json.loads(capsys.readouterr().out))

@@ -20,7 +20,7 @@ import click
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "dgt"
-SUPPORT = ("utils/errors.py", "utils/atomic_write.py")
+SUPPORT = ("utils/errors.py", "utils/atomic_write.py", "utils/cache.py")
 DEVICES = ("cuda", "cpu")
 # The C++ kernels are compiled for a machine; on CPUs the package runs PyTorch's operations.
 NATIVE_LOADER = '''"""Kernel packages hold no native CPU kernels: PyTorch's operations take every call."""
@@ -68,13 +68,23 @@ queries. The kernels are written in Triton; on other devices PyTorch's own opera
 
 ```python
 import torch
-from kernels import get_kernel
+from kernels import get_kernel  # for a folder on disk: get_local_kernel(Path("FOLDER"))
 
 dgt = get_kernel("USER/dgt", version=1)
 query, key, value = torch.randn(3, 1, 2, 3136, 32, device="cuda", dtype=torch.bfloat16)
 centroids = torch.nn.functional.normalize(torch.randn(2, 48, 32, device="cuda"), dim=-1)
 output = dgt.dynamic_group_attention(query, key, value, centroids, top_k=98).output
 ```
+
+- `query`, `key`, `value`: (images, heads, tokens, channels), float32, float16 or bfloat16. `centroids`: a unit vector
+  for each head and group; `dgt.find_centroids` finds them in an image.
+- The result has `output` as PyTorch's attention returns it, `group_ids` and `key_ids`. Gradients flow to query, key
+  and value. `help(dgt.dynamic_group_attention)` tells the rest: padding, prefix tokens, residual keys.
+- `dgt.clustered_attention(query, key, value, num_groups=48, top_k=98)` is an approximation of the attention of a
+  trained model, and needs no centroids.
+- The Triton kernels need compute capability 8.0 and at most 128 channels a head. Before their first use on a device
+  they are compared with plain PyTorch; where they differ, a warning says so and PyTorch's operations are used.
+  `backend="torch"` always takes these. Nobody has timed the kernels on a GPU yet.
 
 The paper is "Dynamic Group Transformer: A General Vision Transformer Backbone with Dynamic Group
 Attention" (IJCAI 2022).

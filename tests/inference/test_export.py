@@ -268,11 +268,11 @@ def test_mistakes_with_a_plan_are_one_sentence(
     _, other = accelerated_folder(tmp_path / "other", name="blocks.7.attn")
     for words, *arguments in (
         ("--plan goes with a file, .onnx or .pt2", tmp_path / "folder", "--plan", plan),
-        ("--plan goes with --size H W", program, "--plan", plan),
+        ("--plan needs --size H W", program, "--plan", plan),
         ("cannot be expressed in standard ONNX operators", file, "--plan", plan, *size),
         ("does not exist", program, "--plan", none, *size),
         ("is not a plan of this version", program, "--plan", broken, *size),
-        ("has no layer in groups: export the model without", program, "--plan", dense, *size),
+        ("has no grouped layer: export the model without", program, "--plan", dense, *size),
         ("has no 'blocks.7.attn'", program, "--plan", other, *size),
         ("takes only images of 64 x 64 pixels", program, "--plan", plan, "--size", 96, 96),
     ):

@@ -16,7 +16,7 @@ from dgt.runs.model import export_model, make_record
 from dgt.runs.recipe import load_recipe
 from dgt.tasks import TASKS
 from dgt.utils.errors import UserError
-from studies import fixed_weights
+from studies import fixed_weights, replacement_pairs
 from studies import replacement as replacing
 from studies.fixed_weights import ahead, compare, markdown, shares_right
 from studies.key_choice import key_choice, swapped
@@ -207,3 +207,13 @@ def test_weights_of_something_else_are_one_sentence(tmp_path: Path, name: str) -
         UserError, match=r"--weights must be a file of the weights that benchmarks/accelerate_camvid\.py"
     ):
         replacement(["--weights", str(tmp_path / name)], 1, tmp_path / "out")
+
+
+def test_pairs_without_weights_are_refused_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "pairs.json"
+    words = ["--weights", str(tmp_path / "none.pt"), "--data.root", str(tmp_path), "--out", str(out)]
+    assert replacement_pairs.main(words) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("replacement_pairs: error: --weights must be a file")
+    assert told.count("\n") == 1
+    assert not out.exists()

@@ -134,18 +134,9 @@ class Tracer:
         tokens, channels = call.query.shape[-2:]
         key_tokens = call.key.shape[-2]
         is_within = tokens == key_tokens
-        found = count_special_tokens(self.model, name) if self.special is None else self.special
-        special = found if found is not None and is_within else 0
+        special, note = self.special_of(name, is_within)
         places = special_places(special, tokens)
-        parent = self.model.get_submodule(name.rpartition(".")[0])
-        patches = min(tokens, key_tokens) - len(places)
-        reason = first_reason(
-            {
-                call.reason or "": call.reason is not None,
-                PASSED_BY: isinstance(parent, nn.TransformerEncoderLayer),
-                FEW: patches < self.least_tokens,
-            }
-        )
+        reason = self.reason_against(name, call, min(tokens, key_tokens) - len(places))
         is_long = is_within and tokens >= self.least_tokens  # but for its special tokens
         if reason is None or (reason == FEW and is_long and self.special is not None):
             check_places(special, tokens, name)
@@ -157,13 +148,33 @@ class Tracer:
             tokens=tokens,
             channels=channels,
             prefix=len(places),
-            note=NO_PREFIX if found is None and is_within else "",
+            note=note,
             call=index,
             key_tokens=key_tokens,
             places=None if places == list(range(len(places))) else places,
             frame=[special.count, special.period] if isinstance(special, FrameTokens) else None,
             sequences=call.query.shape[0],
             least_tokens=max(self.least_tokens, (min(tokens, key_tokens) + 1) // 2),
+        )
+
+    def special_of(self, name: str, is_within: bool) -> tuple[SpecialTokens, str]:
+        """The special tokens of a call, and a note where neither the user nor the model says."""
+        found = count_special_tokens(self.model, name) if self.special is None else self.special
+        if not is_within:
+            return 0, ""
+        if found is None:
+            return 0, NO_PREFIX
+        return found, ""
+
+    def reason_against(self, name: str, call: Call, patches: int) -> str | None:
+        """Why a call with so many patches may not be grouped; None if it may."""
+        parent = self.model.get_submodule(name.rpartition(".")[0])
+        return first_reason(
+            {
+                call.reason or "": call.reason is not None,
+                PASSED_BY: isinstance(parent, nn.TransformerEncoderLayer),
+                FEW: patches < self.least_tokens,
+            }
         )
 
     def end_pass(self) -> None:

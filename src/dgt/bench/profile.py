@@ -24,6 +24,7 @@ from dgt.bench.measures import (
 from dgt.models import DynamicGroupTransformer, capture
 from dgt.models.cost import explain_size_errors, size_option
 from dgt.ops import dynamic_group_attention
+from dgt.ops.torch_attention import takes_mask
 from dgt.utils.errors import UserError
 
 GLOBAL = "PyTorch, all keys"
@@ -40,8 +41,11 @@ WAYS = {
     "auto": Way("auto"),
     "auto, remainder": Way("auto", remainder=True),
     "triton": Way("triton"),
+    "torch": Way("torch"),
 }
 """Ways by name, beside `GLOBAL`, PyTorch's own attention."""
+CHOICES = ("triton", "torch")  # the backends among which a GPU lets one choose
+UNDER_MASK = "all keys under a mask of its group's"
 COLUMNS = {
     "attention": "{case}",
     "way": "{way}",
@@ -60,6 +64,11 @@ class Case(NamedTuple):
     shape: tuple[int, ...]
     groups: int
     top_k: int
+
+    def takes_mask(self, device: str) -> bool:
+        """Tell whether the backend "torch" attends to all keys of a head, under a mask."""
+        tokens = self.shape[2]
+        return takes_mask(device, tokens, tokens, self.groups + min(self.top_k, tokens))
 
     def __str__(self) -> str:
         sizes = zip("BHLDGk", (*self.shape, self.groups, self.top_k), strict=True)
@@ -89,10 +98,10 @@ def time_ways(
     Returns:
         One row for each way: milliseconds, how many times as fast as the first way it is, and the
             MiB that a forward
-        adds to memory (on a CPU).
+        adds to memory (on a CPU). On CUDA operands are bfloat16, elsewhere float32.
     """
     if not ways:
-        ways = [GLOBAL, *(way for way in WAYS if way != "triton" or device == "cuda")]
+        ways = [GLOBAL, *(way for way in WAYS if way not in CHOICES or device == "cuda")]
     inputs = make_inputs(case, device)
     forward = medians(rounds, {way: _timer(way, inputs, case.top_k) for way in ways})
     leaves = inputs._replace(
@@ -110,6 +119,7 @@ def time_ways(
             row = {
                 "case": str(case),
                 "way": way,
+                "under_mask": way == "torch" and case.takes_mask(device),
                 "ms": forward[way],
                 "backward_ms": backward[way],
                 "ratio": forward[first] / forward[way],
@@ -124,7 +134,8 @@ def make_inputs(case: Case, device: str) -> Inputs:
     """Random operands of a case, and centroids; UserError for a device that is not here."""
     check_usable(device)
     torch.manual_seed(0)
-    query, key, value = torch.randn(3, *case.shape).to(device)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    query, key, value = torch.randn(3, *case.shape).to(device, dtype)
     centroids = torch.randn(case.shape[1], case.groups, case.shape[3]).to(device)
     return Inputs(query, key, value, F.normalize(centroids, dim=-1))
 
@@ -163,15 +174,34 @@ def _measure_peak(way: str, case: Case) -> float | None:
 
 
 def advice(rows: list[dict[str, Any]]) -> str:
-    """One sentence on the rows of one case: what to use for inference and for training."""
+    """One sentence on the rows of one case: what to use for inference and for training.
+
+    Where backends can be chosen, also the fastest of them for a model that attends in groups even
+    though all keys would be faster.
+    """
     parts = []
     for purpose, ratio in (("inference", "ratio"), ("training", "ratio_backward")):
         best = max(rows, key=lambda row: row[ratio])
         if best[ratio] > WORTHWHILE:
-            parts.append(f"for {purpose} use {best['way']}, {best[ratio]:.1f} times as fast")
+            parts.append(f"for {purpose} use {_tell(best, ratio)}")
         else:
-            parts.append(f"for {purpose} keep all keys")
+            parts.append(f"for {purpose} keep all keys{_quickest_backend(rows, ratio)}")
     return f"{rows[0]['case']}: {'; '.join(parts)}."
+
+
+def _tell(row: dict[str, Any], ratio: str) -> str:
+    """A way, and how many times as fast it is."""
+    how = f" ({UNDER_MASK})" if row.get("under_mask") else ""
+    digits = 1 if row[ratio] > 1 else 2
+    return f"{row['way']}{how}, {row[ratio]:.{digits}f} times as fast"
+
+
+def _quickest_backend(rows: list[dict[str, Any]], ratio: str) -> str:
+    """The end of a sentence: the best backend to attend in groups; nothing where there is one."""
+    choices = [row for row in rows if row["way"] in CHOICES]
+    if len(choices) < 2:
+        return ""
+    return f", or in groups use {_tell(max(choices, key=lambda row: row[ratio]), ratio)}"
 
 
 def cases_of_model(name: str, size: int, groups: int, top_k: int) -> list[Case]:

@@ -54,16 +54,16 @@ def check_plan(plan: str | Path, out: Path, is_fixed: bool, is_extended: bool) -
             "so keep the plan beside it"
         )
     if not is_fixed:
-        raise UserError("--plan goes with --size H W: groups are for images of one size")
+        raise UserError("--plan needs --size H W: groups are for images of one size")
     if out.suffix == ".onnx" and not is_extended:
         raise UserError(
-            "--plan with an ONNX file goes with --openvino-extension: attention in groups found in "
-            "the image has no standard ONNX operators"
+            "--plan with an ONNX file needs --openvino-extension: clustered attention cannot be "
+            "expressed in standard ONNX operators"
         )
     if not Path(plan).is_file():
         raise FileNotFoundError(f"plan {str(plan)!r} does not exist")
     if not any(row.choice == "groups" for row in read_plan(plan).layers):
-        raise UserError(f"{str(plan)!r} has no layer in groups: export the model without --plan")
+        raise UserError(f"{str(plan)!r} has no grouped layer: export the model without --plan")
 
 
 @torch.inference_mode()

@@ -122,12 +122,7 @@ def export(
     """
     path = Path(out)
     _check_place(path, features)
-    if (size is None and batch is not None) or (size is not None and not path.suffix):
-        raise UserError(
-            "--batch needs --size, and both need a file, .onnx or .pt2: a folder for timm works with any size"
-        )
-    if openvino_extension and path.suffix != ".onnx":
-        raise UserError(f"--openvino-extension needs a file that ends in .onnx, got {out}")
+    _check_options(path, size, batch, openvino_extension)
     if plan is not None:
         check_plan(plan, path, size is not None, openvino_extension)
     # before a model is opened, which takes longer than to see that nothing compiles
@@ -141,6 +136,18 @@ def export(
         exported = _export_file(run, source, path, is_accelerated=plan is not None)
         return replace(exported, extension=extension)
     return _export_folder(run, path)
+
+
+def _check_options(
+    path: Path, size: tuple[int, int] | None, batch: int | None, openvino_extension: bool
+) -> None:
+    """Check that the options go together, and with the kind of the file."""
+    if (size is None and batch is not None) or (size is not None and not path.suffix):
+        raise UserError(
+            "--batch needs --size, and both need a file, .onnx or .pt2: a folder for timm works with any size"
+        )
+    if openvino_extension and path.suffix != ".onnx":
+        raise UserError(f"--openvino-extension needs a file that ends in .onnx, got {path}")
 
 
 def _check_place(path: Path, features: bool) -> None:

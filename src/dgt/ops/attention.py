@@ -362,6 +362,7 @@ def _check_remainder(
         name = "remainder"
     if not isinstance(remainder, bool):
         check_count(name, count, least=0)
+    count = int(count)  # a compiler compares no bool with a symbol
     most = key.shape[2] - num_prefix_tokens
     if count > most:
         raise ValueError(f"{name} must be at most the {most} keys after the prefix, got {count}")
@@ -373,7 +374,7 @@ def _check_remainder(
         check_shape(name, cluster_ids, "BHS", tuple(key.shape[:3]), "key")
         check_device("key", key, cluster_ids=cluster_ids)
         check_ids(name, cluster_ids, count)
-    return ResidualKeys(int(count), cluster_ids)
+    return ResidualKeys(count, cluster_ids)
 
 
 def _check_attend(*arguments: Tensor, scale: float | None, key_bias: Tensor | None) -> float:

@@ -26,6 +26,13 @@ from dgt.utils.errors import UserError, check_range
 from dgt_command import recipe_files
 from dgt_command.recipe_files import RECIPES, flatten, override_keys
 
+WRONG_VALUE = re.compile(
+    r'key "(?P<key>[\w.]+)": Expected a '
+    r"(?:typing\.Literal\[(?P<choices>.*)\]|(?P<kind>float|int|str|bool))\. Got value: (?P<value>.*)"
+)
+"""What jsonargparse says of a value of another type."""
+IN_WORDS = {"float": "a number", "int": "an integer", "str": "text", "bool": "true or false"}
+
 __all__ = ["RECIPES", "flatten", "override_keys"]
 
 
@@ -227,6 +234,17 @@ def read_yaml(what: str, name: str | Path, folder: Path = RECIPES) -> tuple[Path
         raise UserError(str(error)) from error
 
 
+def _explain(error: Exception) -> str:
+    """Say in a sentence which value jsonargparse refused, and what it may be."""
+    message = re.sub(r"<class '(?:[\w.]*\.)?(\w+)'>", r"\1", str(error).removeprefix("Parser "))
+    message = " ".join(message.split())
+    found = WRONG_VALUE.fullmatch(message)
+    if found is None:
+        return f"recipe: {message}"
+    expected = IN_WORDS.get(found["kind"], f"one of {found['choices']}".replace("'", ""))
+    return f"{found['key']} must be {expected}, got {found['value']}"
+
+
 def parse_recipe(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:
     """Check the nested values of a recipe and apply the command line's changes.
 
@@ -250,8 +268,7 @@ def parse_recipe(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Re
         parsed = parser.parse_args(list(overrides), namespace=parser.parse_object(dict(values)))
         parser.validate(parsed, False)  # also what is null: only keys that may be
     except (jsonargparse.ArgumentError, TypeError) as error:
-        message = re.sub(r"<class '(?:[\w.]*\.)?(\w+)'>", r"\1", str(error).removeprefix("Parser "))
-        raise UserError(f"recipe: {' '.join(message.split())}") from error
+        raise UserError(_explain(error)) from error
     if parsed.task != task:  # the keys of `data` are the task's
         raise UserError(
             f"task must stay the recipe's, {task!r}, got {parsed.task!r}: take a recipe of that task"

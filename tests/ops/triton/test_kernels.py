@@ -175,6 +175,33 @@ def test_a_value_of_infinity_reaches_those_who_see_it(make_case: Any, tokens: in
     torch.testing.assert_close(found.output[finite], plain[finite], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", TYPES[:2], ids=str)
+@pytest.mark.parametrize("tokens", [97, 299], ids=["few tokens", "many tokens"])
+def test_odd_keys_that_nobody_sees_leave_gradients_alone(make_case: Any, tokens: int, dtype: torch.dtype) -> None:
+    """Neither do the places behind a list, which hold a number that may be theirs: here that of the first token."""
+    case = make_case(1, 2, tokens, 16, 3, 10, dtype=dtype)
+    group_ids, key_ids = case.ids()
+    ones = torch.ones((), dtype=torch.bool, device=key_ids.device).expand_as(key_ids)
+    chosen = torch.zeros(1, 2, 3, tokens, dtype=torch.bool, device=ones.device).scatter_(-1, key_ids, ones)
+    free = ~chosen.any(2)[..., None]
+    key = case.key.detach().masked_fill(free, torch.nan)  # which is never chosen
+    value = case.value.detach().masked_fill(free, torch.inf)
+    # The first token of the first head is one of them, or the test would not see what the places hold.
+    assert free[0, 0, 0]
+    grad = torch.randn(case.query.shape).to(case.query)
+
+    def attention(*leaves: Tensor) -> Tensor:
+        return dgt.dynamic_group_attention(*leaves, case.centroids, case.top_k, backend="triton").output
+
+    def reference(*leaves: Tensor) -> Tensor:
+        return dgt.attend(*leaves, group_ids, key_ids, backend="reference")
+
+    found = gradients(attention, (case.query, key, value), grad)
+    wide = gradients(reference, tuple(t.double() for t in (case.query, case.key, case.value)), grad)
+    for ours, theirs, terms in zip(found, wide, cancelling(case, grad, wide[-1]), strict=True):
+        check(ours, theirs, terms)
+
+
 def test_nothing_is_real(make_case: Any) -> None:
     """An image of padding alone yields zeros, -1 and no gradient, whatever its size."""
     for tokens in (40, 300):

@@ -82,7 +82,7 @@ def _find_verdict(device: torch.device, dtype: torch.dtype) -> bool:
     if reason:
         told = f"the Triton kernels do not work on {device} in {dtype} ({reason})"
         warnings.warn(
-            f'{told}; backend="auto" does not use them there', RuntimeWarning, stacklevel=4
+            f'{told}; backend="auto" uses "torch" there', RuntimeWarning, stacklevel=4
         )
     return not reason
 

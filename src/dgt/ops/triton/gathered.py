@@ -114,9 +114,11 @@ def attend_tiles(
         begin, end = full * LAST, full + (count - full) * LAST
         for start in tl.range(begin, end, N, num_stages=1 if LAST else None):
             place = start + tl.arange(0, N)
-            if LAST:  # a key of another group may hold what no weight of zero makes good
-                place = tl.minimum(place, count - 1)
             ids = tl.load(listed + place)
+            # A key of another group may hold what no weight of zero makes good. Lists that come with
+            # biases have no such places.
+            if LAST and biases is None:
+                ids = tl.where(place < count, ids, tl.load(listed))
             score = multiply(q, tl.trans(load_listed(key_rows, ids, kl, D, DP)))
             if biases is not None:
                 score += tl.load(biases + ids)[None, :]
@@ -156,7 +158,7 @@ def query_gradient(
     result = tl.zeros([T, DP], tl.float32)
     for start in range(0, count, N):
         place = start + tl.arange(0, N)
-        ids = tl.load(listed + tl.minimum(place, count - 1))
+        ids = tl.where(place < count, tl.load(listed + place), tl.load(listed))
         k, v = load_listed(key_rows, ids, kl, D, DP), load_listed(value_rows, ids, vl, D, DP)
         score = multiply(q, tl.trans(k)) * scale_log2 - logs[:, None]
         weight = tl.where((place < count)[None, :], tl.exp2(score), 0.0)

@@ -24,7 +24,7 @@ class Lists(NamedTuple):
     """The keys of every group as kernels read them: no empty place before the last key."""
 
     ids: Tensor
-    """(B H, G, P) int32, P a multiple of 64: ascending; 0 after the last."""
+    """(B H, G, P) int32, P a multiple of 64: ascending; after the last 0, or the first again."""
     counts: Tensor
     """(B H, G) int32: how many. Few tokens have none, and bits in the place of ids."""
 
@@ -34,9 +34,10 @@ def lists_of(key_ids: Tensor, keys: int) -> Lists:
     ids = (
         torch.where((key_ids >= 0) & (key_ids < keys), key_ids, keys).flatten(0, 1).sort(-1).values
     )
-    real = ids < keys
-    padded = F.pad(ids.where(real, 0), (0, -ids.shape[2] % PAD))
-    return Lists(padded.to(torch.int32), real.sum(-1, dtype=torch.int32))
+    counts = (ids < keys).sum(-1, dtype=torch.int32)
+    padded = F.pad(ids, (0, -ids.shape[2] % PAD), value=keys)
+    first = padded[..., :1].clamp(max=keys - 1)
+    return Lists(padded.where(padded < keys, first).to(torch.int32), counts)
 
 
 def with_prefix(lists: Lists, width: int, prefix: int) -> Lists:

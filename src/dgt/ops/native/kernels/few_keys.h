@@ -61,17 +61,18 @@ struct Marks {
     // False for a list that does not ascend: the scores that are moved together do.
     bool read(const dgt_problem& x, const Head& h, const KeyList& list) {
         const int32_t* there = list.ids;
-        count = list.length;
+        int64_t length = list.length;
         if (!is_full_and_ascends(list)) {
             int64_t cursor = 0;
-            count = take_keys(list, cursor, FEW_KEYS, ids);
-            if (!ascends(ids, count)) return false;
+            length = take_keys(list, cursor, FEW_KEYS, ids);
+            if (!ascends(ids, length)) return false;
             there = ids;
         }
         int64_t stride = FewKeys::copies_values(x) ? round_up(x.channels, W) : h.value.stride / 4;
-        for (int64_t j = 0; j < count; ++j) offsets[j] = there[j] * stride;
+        for (int64_t j = 0; j < length; ++j) offsets[j] = there[j] * stride;
         memset(bytes, 0, sizeof bytes);
-        for (int64_t j = 0; j < count; ++j) bytes[there[j]] = 1;
+        for (int64_t j = 0; j < length; ++j) bytes[there[j]] = 1;
+        count = length;
         for (int64_t i = 0; i < divide_up(x.keys, W); ++i) bits[i] = bits_of_mask(bytes, i * W, W);
         return true;
     }

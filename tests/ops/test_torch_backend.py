@@ -1,0 +1,213 @@
+"""The backend "torch" as accelerators run it: nothing of all pairs, no look at data, any size, odd values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import dgt
+from dgt.ops import attention, checks, reference, remainder, torch_attention, torch_ops
+
+pytestmark = pytest.mark.skipif(
+    not torch_attention.HAS_VARLEN, reason="this version of PyTorch has no flash attention of variable lengths"
+)
+TOKENS = 4096
+CALLS: dict[str, Callable[..., Tensor]] = {
+    "clusters": lambda q, k, v: dgt.clustered_attention(
+        q, k, v, num_groups=32, top_k=98, num_residual_keys=64, num_prefix_tokens=5, backend="torch"
+    ),
+    "shared clusters": lambda q, k, v: dgt.clustered_attention(
+        q, k, v, num_groups=32, top_k=98, num_residual_keys=64, share_key_clusters=True, backend="torch"
+    ),
+    "remainder": lambda q, k, v: attended(q, k, v, remainder=True, num_prefix_tokens=5),
+    "residual keys": lambda q, k, v: attended(q, k, v, remainder=64),
+    "plain": lambda q, k, v: attended(q, k, v),
+}
+
+
+def attended(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """The operator with 32 groups and 98 keys."""
+    centroids = torch.empty(query.shape[1], 32, query.shape[3], device=query.device)
+    return dgt.dynamic_group_attention(query, key, value, centroids, 98, backend="torch", **options).output
+
+
+class LargestTensor(TorchDispatchMode):
+    """How many elements the largest result of an operation has."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return found
+
+
+def fake_tokens(requires_grad: bool = False) -> list[Tensor]:
+    """Query, key and value of two heads on CUDA, without data; within FakeTensorMode."""
+    like: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": requires_grad}
+    return [torch.empty(1, 2, TOKENS, 64, **like) for _ in range(3)]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_on_cuda_nothing_is_as_large_as_all_pairs_of_a_head(name: str) -> None:
+    with torch.no_grad(), FakeTensorMode(), LargestTensor() as largest:
+        output = CALLS[name](*fake_tokens())
+    assert output.shape == (1, 2, TOKENS, 64)
+    assert output.is_cuda
+    assert largest.elements < TOKENS**2 / 4
+
+
+def kept_for_gradients(call: Callable[..., Tensor]) -> int:
+    """Bytes of all tensors that a forward pass keeps; views of one storage count once."""
+    sizes: dict[int, int] = {}
+    storages = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        storages.append(storage)  # an address is nobody else's as long as it is held
+        sizes[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with FakeTensorMode(), saved_tensors_hooks(pack, lambda tensor: tensor):
+        call(*fake_tokens(requires_grad=True))
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize("name", ["clusters", "remainder"])
+def test_gradients_keep_no_scores_of_groups_with_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they do not fit at once, they are computed again."""
+    whole = kept_for_gradients(CALLS[name])
+    monkeypatch.setattr(remainder, "SCORE_ELEMENTS_ELSEWHERE", 32 * TOKENS)
+    scores = 4 * 2 * 32 * TOKENS
+    assert kept_for_gradients(CALLS[name]) < whole - scores
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_summed_up_in_parts_it_is_the_same(
+    count: int, draw: Any, close: Any, with_gradients: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs of heads, and of the groups of one head."""
+    query, key, value, centroids = draw(2, 2, 60, 8, 5)
+
+    def call(*tokens: Tensor) -> Tensor:
+        return dgt.dynamic_group_attention(*tokens, centroids, 9, backend="torch", remainder=count).output
+
+    whole = with_gradients(call, (query, key, value))
+    for elements in (900, 200):
+        monkeypatch.setitem(remainder.SCORE_ELEMENTS, "cpu", elements)
+        for ours, theirs in zip(with_gradients(call, (query, key, value)), whole, strict=True):
+            close(ours, theirs)
+
+
+LOOKS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique", "unique_dim", "is_nonzero", "equal", "bincount")
+
+
+class NoLooks(TorchDispatchMode):
+    """Refuses what would make the host wait for a device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._overloadpacket.__name__
+        assert not name.startswith(LOOKS), name
+        if name in ("index", "index_put", "index_put_"):
+            assert all(each is None or each.dtype != torch.bool for each in args[1]), name
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The steps themselves on CPU tensors: no operator around them, and no check of what tensors hold."""
+    monkeypatch.setattr("dgt.ops.backends.operators", torch_ops)
+    monkeypatch.setattr(torch_ops, "is_writing_file", lambda: False, raising=False)
+    monkeypatch.setattr(checks, "_can_check", lambda tensor: False)
+    yield
+
+
+@pytest.mark.parametrize("tokens", [60, 300])
+@pytest.mark.parametrize("options", [{}, {"remainder": True}, {"remainder": 3, "num_prefix_tokens": 2}], ids=str)
+def test_no_look_at_data_forward_and_backward(
+    options: dict[str, Any], tokens: int, draw: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *operands, centroids = draw(2, 2, tokens, 8, 5)
+    leaves = [tensor.requires_grad_() for tensor in operands]
+    with as_on_an_accelerator(monkeypatch), NoLooks():
+        output = dgt.dynamic_group_attention(*leaves, centroids, 20, backend="torch", **options).output
+        gradients = torch.autograd.grad(output.sum(), leaves)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+@pytest.mark.parametrize("route", ["dense", "padded"])
+@pytest.mark.parametrize("options", [{}, {"remainder": True}, {"remainder": 3, "num_prefix_tokens": 2}], ids=str)
+def test_compilers_take_any_number_of_tokens(
+    options: dict[str, Any], route: str, draw: Any, close: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One graph without a break, whose tokens and images are symbols from the first call on."""
+    monkeypatch.setattr(torch_attention, "is_dense_masked", lambda heads: route == "dense")
+    torch.compiler.reset()
+
+    def call(query: Tensor, key: Tensor, value: Tensor, centroids: Tensor) -> Tensor:
+        return attention.dynamic_group_attention(query, key, value, centroids, 9, backend="torch", **options).output
+
+    with as_on_an_accelerator(monkeypatch):
+        compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="eager")
+        for batch, tokens in ((2, 50), (3, 81)):
+            inputs = draw(batch, 2, tokens, 8, 5)
+            close(compiled(*inputs), call(*inputs))
+
+
+@pytest.mark.parametrize("route", ["dense", "padded"])
+def test_a_constant_of_keys_has_its_gradient(
+    route: str, draw: Any, close: Any, with_gradients: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_attention, "is_dense_masked", lambda heads: route == "dense")
+    query, key, value, centroids = draw(2, 2, 77, 8, 5)
+    group_ids = reference.group_queries(query, centroids, None)
+    key_ids = reference.select_keys(centroids, key, 20, None)
+    bias = torch.randn(key.shape[:3])
+
+    def through(steps: Any) -> Callable[..., Tensor]:
+        return lambda q, k, v, b: steps.attend(q, k, v, group_ids, key_ids, -0.3, b)
+
+    tensors = (query, key, value, bias)
+    for ours, theirs in zip(
+        with_gradients(through(torch_ops), tensors), with_gradients(through(reference), tensors), strict=True
+    ):
+        close(ours, theirs)
+
+
+@pytest.mark.parametrize("route", ["dense", "padded"])
+@pytest.mark.parametrize("odd", [torch.inf, torch.nan])
+def test_odd_keys_that_a_group_does_not_see_do_it_no_harm(
+    odd: float, route: str, draw: Any, close: Any, with_gradients: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that it sees are in its output; no other group's output or gradient knows of them."""
+    monkeypatch.setattr(torch_attention, "is_dense_masked", lambda heads: route == "dense")
+    query, key, value, centroids = draw(1, 2, 70, 8, 5)
+    group_ids = reference.group_queries(query, centroids, None)
+    key_ids = reference.select_keys(centroids, key, 20, None)
+    key_ids[..., 17:] = -1  # places that point to other keys
+    chosen = torch.zeros(1, 2, 5, 71, dtype=torch.bool).scatter_(-1, key_ids.remainder(71), True)[..., :-1]
+    free = ~chosen.any(2)[..., None]
+    assert free.any()
+    call: Callable[..., Tensor] = torch_ops.attend
+    plain = with_gradients(call, (query, key, value), group_ids, key_ids, 0.3)
+    ours = with_gradients(
+        call, (query, key.masked_fill(free, odd), value.masked_fill(free, odd)), group_ids, key_ids, 0.3
+    )
+    for found, expected in zip(ours, plain, strict=True):
+        close(found, expected)
+
+    of_one = chosen[:, :, 0] & (chosen.sum(2) == 1)  # keys of the first group alone
+    assert of_one.any()
+    output = call(query, key, value.masked_fill(of_one[..., None], odd), group_ids, key_ids, 0.3)
+    assert torch.equal(output.isfinite().all(-1), (group_ids != 0) | ~of_one.any(-1)[..., None])
