@@ -140,6 +140,8 @@ def measure(options: argparse.Namespace, size: int, error: float) -> dict[str, A
     report = dgt.accelerate(model, inputs, error)
     seconds = time.perf_counter() - begin
     print(report, f"{seconds:.0f} s", flush=True)
+    batches = measure_batches(model, inputs[:1], options.batches, options.rounds)
+    print("timed; now the photographs that chose nothing", flush=True)
     return {
         "size": size,
         "tokens": report.layers[0].tokens,
@@ -148,7 +150,7 @@ def measure(options: argparse.Namespace, size: int, error: float) -> dict[str, A
         "seconds": seconds,
         **summary(report),
         **measure_unseen(model, others, size),
-        "batches": measure_batches(model, inputs[:1], options.batches, options.rounds),
+        "batches": batches,
         "layers": [row_of(layer) for layer in report.to_json()["layers"]],
     }
 

@@ -56,10 +56,10 @@ def run(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     kernels.select_keys(centroids, leaves[1], tokens // 2, mask)
     with torch.no_grad():
         whole = dgt.dynamic_group_attention(
-            *leaves, centroids, top_k, None, mask, "triton", 0, True
+            *leaves, centroids, top_k, key_mask=mask, backend="triton", remainder=True
         ).output
         part = dgt.dynamic_group_attention(
-            *leaves, centroids, top_k, None, None, "triton", 3, True
+            *leaves, centroids, top_k, backend="triton", num_prefix_tokens=3, remainder=True
         ).output
     if not (whole.isfinite().all() and part.isfinite().all()):
         raise RuntimeError(f"a result with a remainder that is not finite on {shape} {dtype}")

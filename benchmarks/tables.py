@@ -18,9 +18,10 @@ A number of the text has its source behind it, with no blank between, in one of 
                                                          NAME: ARGUMENT; ..., a function made one by
                                                          `@number_of_text` in `tables_text.py`
 
-Numbers that nobody measured are marked `<!-- paper -->` (or another publication's),
-`<!-- setting: FILE -->` (FILE sets it) or `<!-- predicted -->` (by a model, docs/kernels.md; in front
-of a table it covers the whole table).
+Numbers that nobody measured here are marked `<!-- paper -->` (the paper prints it),
+`<!-- printed: SOURCE -->` (another publication does), both as `printed.json` has them, or
+`<!-- setting: FILE -->` (FILE sets it). docs/accelerate_models.md is one large table, written by
+`accelerate_coverage.py --page`, and compared here.
 """
 
 from __future__ import annotations
@@ -29,23 +30,28 @@ import argparse
 import re
 from collections.abc import Iterator
 
+import coverage_page
 import tables_accelerate  # noqa: F401 (tables register themselves)
 import tables_audit
 import tables_choice  # noqa: F401
+import tables_dinov2  # noqa: F401
 import tables_history  # noqa: F401
 import tables_learning  # noqa: F401
 import tables_models  # noqa: F401
+import tables_predicted  # noqa: F401
+import tables_promises  # noqa: F401
 import tables_rivals  # noqa: F401
 import tables_speed  # noqa: F401
 import tables_text
-from tables_shared import NUMBERS, ROOT, TABLES, USED
+from tables_shared import NUMBERS, ROOT, TABLES, USED, read
 
 from dgt.utils.records import markdown_table
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+        *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "accelerate_models.md"),
 ]
+COVERAGE = ROOT / "docs" / "accelerate_models.md"
 MARKED = re.compile(r"<!-- table: ([\w -]+) -->\n\n(.*?)<!-- end -->", re.DOTALL)
 MARK = re.compile(r"<!-- is ([^:]+?)(?:: (.*?))? -->", re.DOTALL)
 ONE = tables_audit.ONE
@@ -107,7 +113,8 @@ def main() -> int:
     """Write the pages, or tell which are not as they should be."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if something is wrong")
-    check, wrong, faults = parser.parse_args().check, 0, 0
+    check = parser.parse_args().check
+    wrong, faults = 0, 0
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         name = page.relative_to(ROOT)
@@ -119,6 +126,9 @@ def main() -> int:
         for problem in tables_audit.problems(unmarked(new), name.name != "CHANGELOG.md"):
             faults += 1
             print(f"{name}: {problem}")
+    if COVERAGE.read_text(encoding="utf-8") != coverage_page.page(read("accelerate_coverage")):
+        faults += 1
+        print("docs/accelerate_models.md: run python benchmarks/accelerate_coverage.py --page")
     together = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     for result in tables_audit.unused_results(together, USED):
         faults += 1

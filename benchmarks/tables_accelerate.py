@@ -30,9 +30,9 @@ def predicted_errors() -> Cells:
             ]
         )
     heads = [
-        "error asked",
+        "target error",
         "draw",
-        "layers in groups",
+        "grouped layers",
         "predicted",
         "on held-out images",
         "on other images",
@@ -44,10 +44,10 @@ def predicted_errors() -> Cells:
 def accelerated() -> Cells:
     """A ViT trained on CamVid, accelerated within several errors."""
     heads = [
-        "error asked",
+        "target error",
         "predicted",
         "on held-out images",
-        "on those measured",
+        "on the test images",
         "same class",
         "mIoU",
     ]
@@ -68,7 +68,7 @@ def accelerated() -> Cells:
 def accelerated_on_imagenette() -> Cells:
     """A ViT trained on Imagenette at 4,096 tokens, beside itself accelerated within several errors."""
     heads = [
-        "error asked",
+        "target error",
         "predicted",
         "on unseen images",
         "prediction off by",
@@ -101,8 +101,8 @@ def large_models() -> Cells:
         "tokens",
         "groups of keys",
         "s",
-        "in groups, s",
-        "times as fast",
+        "grouped, s",
+        "speedup",
         "bound",
     ]
     rows = []
@@ -113,24 +113,6 @@ def large_models() -> Cells:
             cells += [number(row["after_ms"], 1, 1e-3), bold(number(row["speedup"], 1))]
             rows.append([*cells, number(row["bound"], 1)])
     return [heads, *rows]
-
-
-@table
-def shapes_of_all_kinds() -> Cells:
-    """What `dgt.accelerate` decided for a hundred sampled shapes, beside PyTorch's attention."""
-    rows = [row for row in read("accelerate_models")["rows"] if row["part"] == "shapes"]
-    ratios = sorted(row["ratio"] for row in rows if row["choice"] == "groups")
-    worst, middle, best = ratios[-1], ratios[len(ratios) // 2], ratios[0]
-    heads = [
-        "shapes",
-        "left as they are",
-        "in groups",
-        "times SDPA's time: best",
-        "median",
-        "worst",
-    ]
-    counts = [str(len(rows)), str(len(rows) - len(ratios)), str(len(ratios))]
-    return [heads, [*counts, *(number(ratio, 3) for ratio in (best, middle, worst))]]
 
 
 @table
@@ -166,7 +148,7 @@ def how_many_images() -> Cells:
                 number(row["varies"], 1),
             ]
             rows.append([*cells, *shares])
-    return [["error asked", "images", "spread", *(f"{count} drawn" for count in counts)], *rows]
+    return [["target error", "images", "spread", *(f"sample of {count}" for count in counts)], *rows]
 
 
 @table
@@ -183,7 +165,7 @@ def predicted_by_more_images() -> Cells:
             cells += [relative(row, name) for name in ("predicted", "measured", "unseen")]
             rows.append([*cells, str(row["unseen_images"]), off(row)])
     heads = [
-        "error asked",
+        "target error",
         "images given",
         "searched with",
         "predicted",

@@ -1,18 +1,22 @@
 """What `benchmarks/tables.py` refuses in a page: numbers, processors and settings that nothing stands behind.
 
-- A number that looks measured (a deviation, a decimal fraction, a number with a unit) has a source: it
-  stands in a generated table, or a mark follows it.
-- A setting names the file that sets it, `<!-- setting: benchmarks/attention_bound.py -->`, and the
+- A number that looks measured (a deviation, a decimal fraction, a number with a unit, so many of so
+  many) has a source: it stands in a generated table, or a mark follows it. Headings, descriptions of
+  images, and comments in blocks of code are text like any other.
+- A number that others print, `<!-- paper -->` or `<!-- printed: SOURCE -->`, stands in `printed.json`.
+- A setting names the file that sets it, `<!-- setting: benchmarks/native_attention.py -->`, and the
   number stands in that file. So nothing measured passes for a setting.
-- A fraction in words ("a quarter") is a number, too.
+- A fraction in words ("a quarter") is a number, too, and so is "twice as fast".
 - A processor ("Zen 5") is marked with the raw results that were measured on it,
   `<!-- is ran on: attention_cpu -->`, which is checked against what these files record.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from tables_shared import RESULTS, ROOT
@@ -24,50 +28,84 @@ UNITS = (
 )
 MEASURED = re.compile(
     rf"(?<![\w.-])(?:{ONE}\s±\s{ONE}|[-+]?\d[\d,]*\.\d+(?:e-?\d+)?(?![\w.]*\.\d)"
-    rf"|\d(?:[\d,]*\d)?\s(?:{UNITS})(?![\w/]))"
+    rf"|\d(?:[\d,]*\d)?\s(?:{UNITS})(?![\w/])"
+    r"|\d[\d,]*\sof\s(?:the\s|its\s|our\s|as\smany\s)?\d[\d,]*(?![\d,]|\skeys))"
 )
-NO_TEXT = re.compile(
-    r"^```.*?^```|(?<=\n\n)(?:    [^\n]*\n?)+|^#[^\n]*|^!\[[^\n]*|`[^`]*`|\]\([^)]*\)|<!--.*?-->",
-    re.DOTALL | re.MULTILINE,
-)
+BLOCK = re.compile(r"^```.*?^```|(?<=\n\n)(?:    [^\n]*\n?)+", re.DOTALL | re.MULTILINE)
+COMMENT = re.compile(r"\s#\s[^\n]*")
+NO_TEXT = re.compile(r"`[^`]*`|\]\([^)]*\)|<!--.*?-->", re.DOTALL)
 NO_MEASURES = re.compile(
     r"tau = [\d.]+|\bsections? \d[\d., ]*|95\s%\s+(?:confidence\s+)?interval|\d+ GiB, Python [\d.]+"
     r"|(?:Python|Triton|transformers|timm|onnxruntime|[Nn]um[Pp]y|torch|torchvision|capability)"
     r"(?: below)?\s\d[\d.]*(?:\s(?:and|to)\s\d[\d.]*)*"
 )
 PARTS = "third|quarter|fifth|sixth|seventh|eighth|ninth|tenth|twentieth|hundredth"
-FRACTION = re.compile(rf"\b(?:an?|one|two|three)\s(?:{PARTS})s?\b", re.IGNORECASE)
+WORDS = "half|one and a half|two|three|four|five|six|seven|eight|nine|ten|twelve|twenty|hundred|thousand"
+FRACTION = re.compile(
+    rf"\b(?:(?:an?|one|two|three)\s(?:{PARTS})s?"
+    rf"|(?<!up\sto\s)(?:{WORDS})\s(?:times(?!\sat\smost)|percent|points|(?<!ten\s)(?<!five\s)minutes|hours)"
+    r"|(?:twice|half)\sas\s(?:fast|many|much|large|long))\b",
+    re.IGNORECASE,
+)
 MARKED_FRACTION = re.compile(rf"{FRACTION.pattern}<!-- (?:is|paper|setting)[^>]*-->", re.IGNORECASE)
 PROCESSOR = re.compile(r"\bZen\s\d\b")
 SETTING = re.compile(
     rf"(?<![\w.])((?:{ONE}{JOINT})*{ONE})<!-- setting(?:: ([\w./-]+))? -->", re.DOTALL
 )
 UNMEASURED = re.compile(
-    rf"(?<![\w.])(?:{ONE}{JOINT})*{ONE}<!-- (?:paper|predicted|setting: [\w./-]+) -->"
+    rf"(?<![\w.])(?:{ONE}{JOINT})*{ONE}<!-- (?:paper|printed: \w+|setting: [\w./-]+) -->"
 )
-PREDICTED = re.compile(r"<!-- predicted -->\n\n(?:\|[^\n]*\n)+")  # a whole table
+PREDICTED = re.compile(rf"(?<![\w.])(?:{ONE}{JOINT})*{ONE}<!-- predicted -->")  # of older versions
+PRINTED = re.compile(
+    rf"(?<![\w.])(?<!Table\s)((?:{ONE}{JOINT})*{ONE})<!-- (paper|printed: \w+) -->", re.DOTALL
+)
 
 
 def problems(text: str, of_today: bool = True) -> Iterator[str]:
     """What is wrong with a page, given without its generated tables and the numbers before marks.
 
-    A page that is not `of_today`, the changelog, may name processors and fractions in words.
+    A page that is not `of_today`, the changelog, may name processors, fractions in words, and what a
+    model of older versions predicted.
     """
+    if not of_today:
+        text = PREDICTED.sub("", text)
     yield from (f"no source for {found}" for found in typed_numbers(text))
     yield from unfounded_settings(text)
+    yield from unprinted_numbers(text)
     if not of_today:
         return
-    plain = NO_TEXT.sub("", MARKED_FRACTION.sub("", text))
+    plain = prose(MARKED_FRACTION.sub("", text))
     yield from (f"no raw result named for {found}" for found in PROCESSOR.findall(plain))
     yield from (f"no source for {' '.join(found.split())}" for found in FRACTION.findall(plain))
 
 
 def typed_numbers(text: str) -> list[str]:
     """Numbers that look measured and that nothing stands behind."""
-    text = UNMEASURED.sub("", PREDICTED.sub("", text))
-    for pattern in (NO_TEXT, NO_MEASURES):
-        text = pattern.sub("", text)
+    text = NO_MEASURES.sub("", prose(UNMEASURED.sub("", text)))
     return [" ".join(found.split()) for found in MEASURED.findall(text)]
+
+
+def prose(text: str) -> str:
+    """What a page says in words: of blocks of code their comments, without code, links, and marks."""
+    comments_alone = BLOCK.sub(lambda found: "\n".join(COMMENT.findall(found[0])) + "\n", text)
+    return NO_TEXT.sub("", comments_alone)
+
+
+def unprinted_numbers(text: str) -> Iterator[str]:
+    """Numbers that the publication that is named does not print, as far as `printed.json` knows."""
+    for found in PRINTED.finditer(text):
+        source = found[2].removeprefix("printed: ")
+        for value in re.findall(ONE, found[1]):
+            if value.lstrip("+").rstrip(",") not in printed(source):
+                yield f"{value} is not printed in {source}"
+
+
+@cache
+def printed(source: str) -> set[str]:
+    """The numbers of a publication, as it prints them."""
+    content = json.loads((ROOT / "benchmarks" / "printed.json").read_text(encoding="utf-8"))
+    lists = (value for value in content.get(source, {}).values() if isinstance(value, list))
+    return {number for numbers in lists for number in numbers}
 
 
 def unfounded_settings(text: str) -> Iterator[str]:

@@ -65,7 +65,7 @@ def packed_by_hand() -> Cells:
     """What packing weights by hand was worth, beside runtimes: the lower quartiles, batch 8."""
     rows = read("inference_form_cpu")["batches"][1]["rows"]
     return [
-        ["224 px, batch 8", "ms an image"],
+        ["224 px, batch 8", "ms per image"],
         *([row["model"], number(row["ms_per_image"]["quartile"], 1)] for row in rows),
     ]
 

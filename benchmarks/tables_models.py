@@ -25,4 +25,4 @@ def native_layers_on_zen_4() -> Cells:
     for model, cells in models.items():
         missing = ["-"] * (len(columns) - len(cells))
         rows.append([NAMES.get(model, model), *cells, *missing])
-    return [["224 px; ms an image (times Swin-T's)", *columns], *rows]
+    return [["224 px; ms per image (times Swin-T's)", *columns], *rows]

@@ -13,7 +13,6 @@ from tables_shared import (
     UNKNOWN,
     Cells,
     bold,
-    generation,
     generations,
     read,
     span,
@@ -43,7 +42,7 @@ def equation_7() -> Cells:
     ):
         share, side = attention_share(tokens, 32 * heads, top_k), math.isqrt(tokens)
         rows.append([f"{side} x {side}", str(top_k), number(share, 3), number(1 / share, 1)])
-    return [["tokens", "k", "share of the products", "times as fast, if time were products"], *rows]
+    return [["tokens", "k", "share of the products", "speedup if time were proportional to products"], *rows]
 
 
 NOWHERE = "none named: counts, sizes, accuracies"
@@ -145,7 +144,7 @@ def native_kernel_busy() -> Cells:
                 cells.append(f"{alone} to {number(beside[row['case']][kind], 1)}")
             rows.append(cells)
     return [
-        ["median ms alone, beside one busy process", "PyTorch's", "ours dense", "grouped"],
+        ["median ms, idle to one busy process", "PyTorch's", "ours dense", "grouped"],
         *rows,
     ]
 
@@ -161,7 +160,7 @@ def attention() -> Cells:
     found: dict[str, list[str]] = {}
     for name, runs in (("attention_cpu", "one run"), ("attention_zen4", "three runs")):
         (where,) = generations(name)
-        heads += [f"{where}: SDPA, DG ms", f"{where}: times as fast ({runs})", "with backward"]
+        heads += [f"{where}: SDPA, DG ms", f"{where}: speedup ({runs})", "with backward"]
         for row in read(name)["rows"]:
             cells = found.setdefault(row["case"].removesuffix(" float32"), [])
             cells.append(", ".join(number(row[key], 2) for key in ("sdpa_ms", "dgt_ms")))
@@ -183,36 +182,12 @@ def attention_memory() -> Cells:
 
 
 @table
-def attention_bound() -> Cells:
-    """The eager operator against its bound by products, on both processors, on one thread and on
-    two.
-    """
-    found: dict[str, dict[tuple[int, str], str]] = {}
-    for row in read("attention_bound"):
-        where = generation(row["machine"]["processor"])
-        if not row["busy"] and (row["label"], where) in (("after", "Zen 5"), ("zen4", "Zen 4")):
-            cell = f"{number(row['ratio'], 1)} ({number(row['share'], 0, 100)} %)"
-            found.setdefault(row["case"], {})[row["threads"], row["label"]] = cell
-    columns = [(threads, label) for label in ("after", "zen4") for threads in (1, 2)]
-    rows = []
-    for case, cells in found.items():
-        batch, heads, tokens, channels, top_k = re.split("[x:]", case)
-        rows.append(
-            [f"B{batch} H{heads} L{tokens} D{channels} k{top_k}", *(cells[key] for key in columns)]
-        )
-    return [
-        ["attention", "Zen 5, one thread", "two threads", "Zen 4, one thread", "two threads"],
-        *rows,
-    ]
-
-
-@table
 def three_numbers() -> Cells:
     """What the README shows: speed of the attention, what choosing keys is worth, a model
     accelerated.
     """
     return [
-        ["", "DG-Attention", "beside it", "measured on"],
+        ["", "DG-Attention", "baseline", "measured on"],
         _fast_row(),
         _retrieval_row(),
         _accelerated_row(),
@@ -229,9 +204,9 @@ def _fast_row() -> list[str]:
     where = " and ".join(sorted({one for name in native_files() for one in generations(name)}))
     runs = len(native_files())
     return [
-        "attention over 128 x 128 tokens of random numbers, k 98: times as fast, forward; with backward",
+        "attention, 128 x 128 random tokens, k 98: speedup, forward; forward and backward",
         "; ".join(ratios),
-        "PyTorch over all keys: 1",
+        "PyTorch, all keys: 1",
         f"{where}, two cores, {runs} run{'s' if runs > 1 else ''}",
     ]
 
@@ -244,7 +219,7 @@ def _retrieval_row() -> list[str]:
     chance = number(100 / read("retrieval")["settings"]["values"], 1)
     (where,) = generations("retrieval")
     return [
-        "a source in the other half of a synthetic map is found, %, with 16 of 256 keys (trained for it, 600 steps)",
+        "synthetic retrieval from the other half of the map, 16 of 256 keys, trained for 600 steps: accuracy, %",
         bold(means["DG, G 48, k 16"]),
         f"all keys {means['global']}, windows {means['windows 4 x 4']}, chance {chance}",
         f"{where}, {len(right['global'])} seeds",
@@ -258,8 +233,8 @@ def _accelerated_row() -> list[str]:
     speeds = (number(at[key], 1) for key in ("attention_speedup", "model_speedup"))
     (where,) = generations("accelerate_camvid")
     return [
-        "a small ViT trained on CamVid (480 x 360, 2,700 tokens), accelerated without training, error asked 3 %: "
-        "attention, model times as fast; mIoU, %",
+        "a small ViT trained on CamVid (480 x 360, 2,700 tokens), accelerated without training, target error 3 %: "
+        "speedup of attention, of the model; mIoU, %",
         f"{', '.join(map(bold, speeds))}; {number(at['miou'], 1, 100)}",
         f"1, 1; {number(before['miou'], 1, 100)}",
         f"{where}, one core, one run, {content['images']} images",
@@ -291,7 +266,7 @@ def _runtimes(batch: int, name: str = "runtimes") -> Cells:
             ]
         )
         rows[-1] += [cells.get(name, "-") for name in runtimes]
-    heads = [f"224 px, batch {batch}; ms an image (times Swin-T's)", "best, beside Swin-T's best"]
+    heads = [f"224 px, batch {batch}; ms per image (times Swin-T's)", "best, relative to Swin-T's best"]
     return [[*heads, *runtimes], *rows]
 
 
@@ -308,7 +283,7 @@ def eager_by_threads() -> Cells:
         threads = run["machine"]["threads"]
         rows.append([f"{threads} thread{'s' if threads > 1 else ''}, batch {run['batch']}", *cells])
     return [
-        ["224 px; ms an image (times Swin-T's)", *(NAMES.get(model, model) for model in models)],
+        ["224 px; ms per image (times Swin-T's)", *(NAMES.get(model, model) for model in models)],
         *rows,
     ]
 

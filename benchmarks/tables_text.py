@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from typing import Any
 
@@ -11,11 +12,9 @@ from tables_shared import (
     RESULTS,
     TABLES,
     UNKNOWN,
-    generation,
     generations,
     number_of_text,
     numbers_in,
-    processors,
     read,
     span,
 )
@@ -64,16 +63,6 @@ def ran_on(*files: str) -> str:
 
 
 @number_of_text
-def bound_ran_on(case: str, *labels: str) -> str:
-    """The generation of processor that all rows of `attention_bound` with this case and labels name."""
-    rows = [
-        row for row in read("attention_bound") if row["case"] == case and row["label"] in labels
-    ]
-    (found,) = {generation(processor) for processor in processors(rows)}
-    return found
-
-
-@number_of_text
 def times_as_fast(case: str, key: str) -> str:
     """The attention beside PyTorch's: the range of a ratio over processors and runs."""
     found = [
@@ -84,6 +73,18 @@ def times_as_fast(case: str, key: str) -> str:
         for run in runs_of(row, key)
     ]
     return span(found, 1)
+
+
+@number_of_text
+def bounds_by_products(*tokens: str) -> str:
+    """How many times fewer products groups take than all keys, G 48 and k 98."""
+    found = {
+        int(re.split("[x:]", row["case"])[2]): row["bound"]
+        for row in read("native_attention_zen4")["rows"]
+        if row["case"].endswith(":98")
+    }
+    *first, last = (number(found[int(one)], 1) for one in tokens)
+    return f"{', '.join(first)}, and {last}"
 
 
 @number_of_text
@@ -226,19 +227,6 @@ def objects(layer: str, measure: str) -> str:
     found = [(row["share"], row[measure]) for label, row in labels if label != "background"]
     return number(
         100 * sum(share * one for share, one in found) / sum(share for share, _ in found), 1
-    )
-
-
-@number_of_text
-def bound(case: str, label: str, busy: str = "") -> str:
-    """The same on two threads as in the table of bounds, or beside a busy process."""
-    rows = [
-        row
-        for row in read("attention_bound")
-        if row["threads"] == 2 and bool(row["busy"]) == bool(busy)
-    ]
-    return number(
-        next(row["ratio"] for row in rows if (row["case"], row["label"]) == (case, label)), 1
     )
 
 

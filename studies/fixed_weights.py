@@ -3,7 +3,9 @@ selector by selector.
 
 Measured on the same images: the task's headline metric, and beside the model with all keys (k = L)
 the share of labels that agree, the KL divergence and the relative error of the logits, with 95 %
-intervals over images. The subjects are those of `studies.key_choice` and `studies.replacement`.
+intervals over images. Of a classifier it is kept which images are right, "1" or "0" an image and a
+text a draw, so that selectors are compared in pairs of images. The subjects are those of
+`studies.key_choice` and `studies.replacement`.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ MEASURES = {
     "error": Measure("relative error of the logits, %", 100, 1),
 }
 COMPARED = ("agreement", "divergence", "error")  # the rows of what `compare` returns
+BESIDE = "random, each query"  # what right answers are compared with in pairs of images
 
 
 class Subject(NamedTuple):
@@ -58,11 +61,26 @@ class Subject(NamedTuple):
     swap: Callable[[Answer], AbstractContextManager[None]]
 
 
+class Measured(NamedTuple):
+    """What a network answers to all images.
+
+    Attributes:
+        score: the task's headline metric.
+        logits: of every call, (B, classes, ...).
+        right: of a classifier "1" or "0" for each image, otherwise empty.
+    """
+
+    score: float
+    logits: list[Tensor]
+    right: str
+
+
 @torch.no_grad()
-def measure(subject: Subject) -> tuple[float, list[Tensor]]:
-    """The headline metric, and the logits of every call of the network."""
+def measure(subject: Subject) -> Measured:
+    """Ask the network about all validation images."""
     metrics = subject.task.metrics(subject.data)
     kept: list[Tensor] = []
+    right = ""
 
     def recorded(images: Tensor) -> Tensor:
         logits = subject.network(images)
@@ -71,8 +89,11 @@ def measure(subject: Subject) -> tuple[float, list[Tensor]]:
 
     for images, targets in subject.data.val_dataloader():
         metrics.update(cast(nn.Module, recorded), images, targets)
+        if isinstance(targets, Tensor) and targets.dim() == 1:
+            found = kept[-1].argmax(1) == targets
+            right += "".join(str(int(one)) for one in found.tolist())
     headline = next(iter(subject.task.headline))
-    return metrics.compute()[headline], kept
+    return Measured(metrics.compute()[headline], kept, right)
 
 
 def compare(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> Tensor:
@@ -123,9 +144,11 @@ def study(
         if not missing:
             return
         with subject.swap(all_keys):
-            score, wanted = measure(subject)
+            score, wanted, right = measure(subject)
         content["metric"] = next(iter(subject.task.headline.values()))
         content["score"] = score
+        if right:
+            content["right"] = [right]
         content["tokens"] = tokens
         content["images"] = sum(len(logits) for logits in wanted)
         for top_k in missing:
@@ -144,20 +167,44 @@ def _measure_selector(
     """One row: means over draws, with intervals over images."""
     scores = []
     draws = []
+    rights = []
     for seed in range(seeds if selector.startswith("random") else 1):
         with (
             seeded("choices", selector, top_k, seed),
             subject.swap(partial(attend_by, selector, top_k)),
         ):
-            score, found = measure(subject)
+            score, found, right = measure(subject)
         scores.append(score)
         draws.append(compare(found, wanted))
+        rights.append(right)
     row: dict[str, Any] = {"choice": selector, "top_k": top_k, "score": sum(scores) / len(scores)}
+    if all(rights):
+        row["right"] = rights
+        row["score_half"] = interval(shares_right(rights))[1]
     for key, values in zip(COMPARED, torch.stack(draws).mean(0), strict=True):
         mean, half = interval(values.tolist())
         row[key] = mean
         row[f"{key}_half"] = half
     return row
+
+
+def shares_right(draws: Sequence[str]) -> list[float]:
+    """Of every image the share of draws in which it was right."""
+    return [sum(map(int, image)) / len(draws) for image in zip(*draws, strict=True)]
+
+
+def ahead(row: dict[str, Any], beside: dict[str, Any]) -> tuple[float, float]:
+    """How much larger the share of right images is in one row than in another.
+
+    Args:
+        row: of a classifier, with which images were right.
+        beside: another one, of the same images in the same order.
+
+    Returns:
+        The mean over images, and half of its 95 % interval, of the paired difference.
+    """
+    pairs = zip(shares_right(row["right"]), shares_right(beside["right"]), strict=True)
+    return interval([own - other for own, other in pairs])
 
 
 def open_data(recipe: Recipe, keys: Sequence[str], images: int) -> Any:
@@ -200,4 +247,19 @@ def markdown(content: dict[str, Any]) -> str:
             table.append(cells)
         heads = [shown.heading.format(metric=content["metric"]), *(f"k {k}" for k in counts)]
         parts.append(markdown_table(heads, table))
+    if all("right" in row for row in rows) and any(row["choice"] == BESIDE for row in rows):
+        parts.append(_ahead_of_random(by_selector_and_k, counts))
     return "\n".join(parts)
+
+
+def _ahead_of_random(rows: dict[tuple[str, int], dict[str, Any]], counts: Sequence[int]) -> str:
+    """The table of paired differences from random keys, points."""
+    table = []
+    for selector in dict.fromkeys(selector for selector, _ in rows if selector != BESIDE):
+        cells = [selector]
+        for top_k in counts:
+            mean, half = ahead(rows[selector, top_k], rows[BESIDE, top_k])
+            cells.append(f"{100 * mean:+.1f} ± {100 * half:.1f}")
+        table.append(cells)
+    heads = [f"points of right images ahead of {BESIDE!r}, in pairs", *(f"k {k}" for k in counts)]
+    return markdown_table(heads, table)

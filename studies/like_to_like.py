@@ -17,7 +17,7 @@ and far: the mean distance from a query to its group's keys in tokens, beside th
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,29 +77,36 @@ def like_to_like(words: Sequence[str] = (), seeds: int = 3, out: str | Path | No
     check_range(1, seeds=seeds, images=options["images"], size=options["size"])
 
     def find(content: dict[str, Any]) -> Iterator[None]:
-        if "rows" in content:
-            return
-        run = load_run(options["run"])
-        open_images = (
-            partial(_coco, options["coco"], options["size"]) if options["coco"] else _labelled
-        )
-        names, pairs = open_images(run.recipe, keys, options["images"])
-        layers: dict[str, dict[str, Any]] = {}
-        for image, labels in pairs:
-            look = partial(measure, labels=labels, count=len(names), seeds=seeds)
-            for name, found in capture(run.network, image, look)[0]:
-                sums = layers.setdefault(name, {})
-                sums |= {
-                    k: sums.get(k, 0) + v if isinstance(v, Tensor) else v for k, v in found.items()
-                }
-        content["rows"] = [_row(name, sums, names) for name, sums in layers.items()]
-        yield
+        if "rows" not in content:
+            content["rows"] = _measure_run(options, keys, seeds)
+            yield
 
-    path, settings = (
-        Path(out or f"runs/ablate-{NAME}", f"{NAME}.json"),
-        {"keys": keys, "seeds": seeds},
-    )
+    path = Path(out or f"runs/ablate-{NAME}", f"{NAME}.json")
+    settings = {"keys": keys, "seeds": seeds}
     return write_results(path, {"experiment": NAME, **options, **settings}, find, markdown)
+
+
+def _measure_run(
+    options: dict[str, Any], keys: Sequence[str], seeds: int
+) -> list[dict[str, Any]]:
+    """A row for each layer of a run, over its images."""
+    run = load_run(options["run"])
+    if options["coco"]:
+        names, pairs = _coco(options["coco"], options["size"], run.recipe, keys, options["images"])
+    else:
+        names, pairs = _labelled(run.recipe, keys, options["images"])
+    layers: dict[str, dict[str, Any]] = {}
+    for image, labels in pairs:
+        look = partial(measure, labels=labels, count=len(names), seeds=seeds)
+        for name, found in capture(run.network, image, look)[0]:
+            _add_to(layers.setdefault(name, {}), found)
+    return [_row(name, sums, names) for name, sums in layers.items()]
+
+
+def _add_to(sums: dict[str, Any], found: dict[str, Any]) -> None:
+    """Add tensors to what was summed before; what is no tensor is the same for every image."""
+    for name, value in found.items():
+        sums[name] = sums.get(name, 0) + value if isinstance(value, Tensor) else value
 
 
 def _labelled(recipe: Any, keys: Sequence[str], images: int) -> Labelled:
@@ -122,17 +129,18 @@ def _labelled(recipe: Any, keys: Sequence[str], images: int) -> Labelled:
         expected = "a classifier of scenes or a segmenter, or --coco DIR be given"
         raise UserError(f"--run must be {expected}, got one of task {recipe.task!r}")
     module = open_data(recipe, keys, images)
+    return list(module.class_names), _scaled(module.val_dataloader(), tuple(data["scale"]))
 
-    def pairs() -> Iterator[tuple[Tensor, Tensor]]:
-        for batch, maps in module.val_dataloader():
-            for image, labels in zip(batch, maps, strict=True):
-                size = fitting_size((image.shape[1], image.shape[2]), tuple(data["scale"]))
-                yield (
-                    F.interpolate(image[None], size, mode="bilinear", antialias=True),
-                    labels.long(),
-                )
 
-    return list(module.class_names), pairs()
+def _scaled(
+    batches: Iterable[tuple[Tensor, Tensor]], scale: tuple[int, ...]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The images of batches, one by one, scaled to fit, with their label maps."""
+    for batch, maps in batches:
+        for image, labels in zip(batch, maps, strict=True):
+            size = fitting_size((image.shape[1], image.shape[2]), scale)
+            scaled = F.interpolate(image[None], size, mode="bilinear", antialias=True)
+            yield scaled, labels.long()
 
 
 def _coco(root: str, size: int, recipe: Any, keys: Sequence[str], images: int) -> Labelled:
@@ -149,20 +157,25 @@ def _coco(root: str, size: int, recipe: Any, keys: Sequence[str], images: int) -
 
     def pairs() -> Iterator[tuple[Tensor, Tensor]]:
         for index in range(min(images, len(coco))):
-            if isinstance(sample := coco[index], BrokenImage):
+            sample = coco[index]
+            if isinstance(sample, BrokenImage):
                 continue
-            image, labels = tv_tensors.Image(sample[0]), torch.zeros(1, *sample[0].size[::-1])
-            entries = sorted(coco.by_image[sample[1]], key=lambda entry: -entry["area"])
-            for entry, mask in zip(
-                entries, torch.from_numpy(draw_masks(entries, *labels.shape[1:])), strict=True
-            ):
-                labels[:, mask > 0] = (
-                    255 if entry["iscrowd"] else 1 + coco.category_ids.index(entry["category_id"])
-                )
-            image, labels = cut(image, tv_tensors.Mask(labels))
+            label_map = _label_map(coco, sample[1], sample[0].size[::-1])
+            image, labels = cut(tv_tensors.Image(sample[0]), tv_tensors.Mask(label_map))
             yield normalise(image.as_subclass(Tensor))[None], labels[0].as_subclass(Tensor).long()
 
     return ["background", *coco.class_names], pairs()
+
+
+def _label_map(coco: CocoImages, image_id: int, size: tuple[int, ...]) -> Tensor:
+    """(1, H, W): 0, the number of an object's category, 255 in a crowd; the smallest object wins."""
+    labels = torch.zeros(1, *size)
+    entries = sorted(coco.by_image[image_id], key=lambda entry: -entry["area"])
+    masks = torch.from_numpy(draw_masks(entries, *size))
+    for entry, mask in zip(entries, masks, strict=True):
+        category = 1 + coco.category_ids.index(entry["category_id"])
+        labels[:, mask > 0] = 255 if entry["iscrowd"] else category
+    return labels
 
 
 def measure(seen: LayerInput, labels: Tensor, count: int, seeds: int) -> tuple[str, dict[str, Any]]:

@@ -111,7 +111,7 @@ def test_runtimes_that_cannot_be(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "openvino" else name)
     assert main(words) == 2
     error = capsys.readouterr().err.strip()
-    assert "OpenVINO needs openvino, not installed here: pip install '.[openvino]' in the checkout" in error
+    assert "OpenVINO needs openvino, which is not installed: pip install '.[openvino]' in the checkout" in error
     assert "\n" not in error
 
 

@@ -115,7 +115,7 @@ def test_the_command_knows_all_keys_of_recipes(load_script: Callable[[Path], Mod
 def test_commands_that_moved_say_where(words: str, now: str, capsys: pytest.CaptureFixture[str]) -> None:
     sentence = fails(capsys, *words.split())
     command = words.split()[: 1 if words.startswith("bench") else 2]
-    assert sentence.startswith(f"dgt: error: `dgt {' '.join(command)}` has moved: ")
+    assert sentence.startswith(f"dgt: error: `dgt {' '.join(command)}` was moved: ")
     assert now in sentence
 
 
@@ -180,7 +180,7 @@ def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "name a recipe, one of ade20k_dgt_base" in fails(capsys, "train")
     assert "recipe 'imagenette128' needs images: give --data.root" in fails(capsys, "train", "imagenette128")
     missing = tmp_path / "missing"
-    assert f"there is no folder {missing}" in fails(capsys, "train", "imagenette128", f"--data.root={missing}")
+    assert f"folder {missing} does not exist" in fails(capsys, "train", "imagenette128", f"--data.root={missing}")
     assert "'trainer' does not fit this machine" in fails(capsys, *TRAIN, "--trainer.accelerator", "abacus")
     (tmp_path / "file").write_text("notes")
     for place in (tmp_path / "file", tmp_path / "file" / "below"):
@@ -191,8 +191,8 @@ def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path:
     few = fails(capsys, *TRAIN, "--data.batch_size=128", f"--out={tmp_path / 'few'}")
     assert "error: batch_size: 64 training images do not fill one batch of 128" in few
     assert "there is no checkpoint" in fails(capsys, "evaluate", str(missing))
-    assert "is taken as the model: name image files after it" in fails(capsys, "predict", str(tmp_path))
-    assert "model.name must be a model that timm knows" in fails(capsys, *TRAIN, "--model.name", "dgt_huge")
+    assert "is interpreted as the model: add image files after it" in fails(capsys, "predict", str(tmp_path))
+    assert "model.name must be a registered timm model" in fails(capsys, *TRAIN, "--model.name", "dgt_huge")
 
 
 def test_a_bug_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +204,7 @@ def test_a_bug_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_diverged_training_is_told_with_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TRAIN, "--optimizer.lr=1e6", "--optimizer.lr_batch=null", f"--out={tmp_path / 'wild'}"]) == 1
     told = capsys.readouterr().err
-    assert "dgt: error: the training" in told
+    assert "dgt: error: training diverged" in told
     assert "lower optimizer.lr or set optimizer.clip_grad" in told
 
 
@@ -274,10 +274,10 @@ def test_the_demo_writes_what_it_promises(
         assert (tmp_path / "demo" / name).is_file(), name
     demo.run(tmp_path / "demo", epochs=1)
     at_work(tmp_path / "demo")
-    with pytest.raises(FileExistsError, match="another process is at work in"):
+    with pytest.raises(FileExistsError, match="another process is using"):
         demo.run(tmp_path / "demo", epochs=1)
     assert (tmp_path / "demo" / "results.json").is_file()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years")
-    with pytest.raises(FileExistsError, match="is not an earlier demo"):
+    with pytest.raises(FileExistsError, match="is not a demo run"):
         demo.run(tmp_path / "mine")

@@ -5,11 +5,8 @@ from __future__ import annotations
 import ast
 import importlib
 import re
-import shlex
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import click
@@ -140,50 +137,6 @@ def test_every_command_and_flag_named_exists(page: Path) -> None:
         flags -= {flag for flag in flags if takes_keys and flag[2:].split(".")[0] in SECTIONS}
         wrong += [] if flags <= {*known, "--help"} else [line]
     assert wrong == []
-
-
-def documented_scripts() -> dict[str, set[tuple[str, ...]]]:
-    """Python scripts in the pages' commands, each with the words that follow it."""
-    found: dict[str, set[tuple[str, ...]]] = {}
-    for page in NAMED:
-        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-        lines = [line.strip() for line in text.splitlines() if line.startswith("    ")]
-        for line in [*lines, *code_spans(page)]:
-            module = re.sub(r"python -m (studies)\.([a-z]\w*)", r"python \1/\2.py", line)
-            for command in re.findall(r"python ((?:benchmarks|studies|tests)/[\w/]+\.py[^;|&#]*)", module):
-                script, *words = shlex.split(re.split(r"\s{2,}", command)[0])
-                found.setdefault(script, set()).add(tuple(word for word in words if word != "&"))
-    return found
-
-
-@pytest.mark.parametrize("script", sorted(documented_scripts()))
-def test_every_command_of_a_script_parses(
-    script: str,
-    load_script: Callable[[Path], ModuleType],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Its help, asked for with its subcommand, names every option that the pages give it."""
-    path = ROOT / script
-    monkeypatch.syspath_prepend(str(ROOT))
-    monkeypatch.syspath_prepend(str(path.parent))
-    if "argparse" not in path.read_text(encoding="utf-8"):  # it reads its words by helpers beside it
-        code = "".join(each.read_text(encoding="utf-8") for each in path.parent.glob("*.py"))
-        words = {word for words in documented_scripts()[script] for word in words if word.startswith("--")}
-        names = {word.removeprefix("--") for word in words if not word.startswith("--data.")}
-        assert {name for name in names if not re.search(rf"\b{re.escape(name)}\b", code)} == set()
-        return
-    main = load_script(path).main
-    for words in documented_scripts()[script]:
-        first = [word for word in words[:1] if re.fullmatch("[a-z]+", word)]
-        monkeypatch.setattr(sys, "argv", [script, *first, "--help"])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert ended.value.code == 0
-        told = capsys.readouterr().out
-        options = {word.partition("=")[0].strip("[]") for word in words if re.match(r"\[?--\w", word)}
-        unknown = {word for word in options if not word.startswith("--data.") and word not in told}
-        assert unknown == set()
 
 
 @pages([page for page in PAGES if page.name != "kernels.md"])

@@ -62,7 +62,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 WORKING = {
     "predict": f"predict {SHIPPED} images/0.png --json",
-    "predict by a segmenter": "predict segment images/0.png --out segmented",
     "predict by a detector": "predict detect images/0.png --out detected",
     "export": f"export {SHIPPED} model.pt2",
     "export for timm": f"export {SHIPPED} model",
@@ -74,6 +73,7 @@ REFUSED = {
     f"visualize {SHIPPED} images/0.png": ("matplotlib", "explore"),
     "explore": ("uvicorn", "explore"),
     f"export {SHIPPED} model.onnx": ("onnx", "export"),
+    "predict segment images/0.png --out segmented": ("transformers", "transformers"),
 }
 
 

@@ -47,9 +47,9 @@ def test_every_way_is_a_row_beside_pytorchs_own() -> None:
 @pytest.mark.parametrize(
     ("ratios", "sentence"),
     [
-        ((4.1, 5.84), "a case: to predict take auto, 4.1 times as fast; to train take auto, 5.8 times as fast."),
-        ((0.29, 1.4), "a case: to predict keep all keys; to train take auto, 1.4 times as fast."),
-        ((1.04, 0.9), "a case: to predict keep all keys; to train keep all keys."),
+        ((4.1, 5.84), "a case: for inference use auto, 4.1 times as fast; for training use auto, 5.8 times as fast."),
+        ((0.29, 1.4), "a case: for inference keep all keys; for training use auto, 1.4 times as fast."),
+        ((1.04, 0.9), "a case: for inference keep all keys; for training keep all keys."),
     ],
 )
 def test_the_sentence_follows_from_the_rows(ratios: tuple[float, float], sentence: str) -> None:
@@ -65,8 +65,8 @@ STAGES = {  # tokens, and milliseconds on an H100: those of flash attention and 
 @pytest.mark.parametrize(
     ("stage", "sentence"),
     [
-        ("L196", "keep all keys, or in groups take torch (all keys under a mask of its group's), 0.32 times as fast"),
-        ("L3136", "take auto, 3.5 times as fast"),
+        ("L196", "keep all keys, or in groups use torch (all keys under a mask of its group's), 0.32 times as fast"),
+        ("L3136", "use auto, 3.5 times as fast"),
     ],
 )
 def test_on_a_gpu_the_sentence_names_the_backend(stage: str, sentence: str) -> None:
@@ -78,7 +78,7 @@ def test_on_a_gpu_the_sentence_names_the_backend(stage: str, sentence: str) -> N
         ratio = times[profile.GLOBAL] / time
         row = {"case": str(case), "way": way, "ratio": ratio, "ratio_backward": ratio}
         found.append(row | {"under_mask": way == "torch" and case.takes_mask("cuda")})
-    assert profile.advice(found) == f"{case}: to predict {sentence}; to train {sentence}."
+    assert profile.advice(found) == f"{case}: for inference {sentence}; for training {sentence}."
 
 
 def test_sizes_in_a_model_of_ours_and_in_a_plain_one() -> None:
@@ -98,22 +98,22 @@ def test_attention_of_windows_in_a_fifth_dimension_is_left_out() -> None:
 
 
 def test_a_model_that_attends_nowhere_is_refused() -> None:
-    with pytest.raises(UserError, match=r"'test_resnet' attends nowhere .* give --shape"):
+    with pytest.raises(UserError, match=r"'test_resnet' has no self-attention .* give --shape"):
         profile.cases_of_model("test_resnet", 64, 1, 1)
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ([], "name a timm model, or give --shape B,H,L,D: one of both"),
-        (["dgt_nano", "--shape", "1,2,3,4"], "name a timm model, or give --shape B,H,L,D: one of both"),
-        (["no_model"], "'no_model' is no model of timm"),
+        ([], "give either a timm model or --shape B,H,L,D"),
+        (["dgt_nano", "--shape", "1,2,3,4"], "give either a timm model or --shape B,H,L,D"),
+        (["no_model"], "'no_model' is not a timm model"),
         (
             ["--shape", "1,2,96,8", "--device", "no_device"],
-            "device must be one that PyTorch finds here, got 'no_device'",
+            "device must be available to PyTorch on this machine, got 'no_device'",
         ),
-        (["maxvit_tiny_tf_224", "--size", "250"], "model must take images of 250 x 250 pixels: "),
-        (["levit_128", "--size", "20"], "model must take images of 20 x 20 pixels: "),
+        (["maxvit_tiny_tf_224", "--size", "250"], "model must accept images of 250 x 250 pixels: "),
+        (["levit_128", "--size", "20"], "model must accept images of 20 x 20 pixels: "),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,7 +124,7 @@ def test_mistakes_are_told_in_a_sentence(words: list[str], sentence: str, capsys
 @pytest.mark.parametrize("shape", ["1,2,3", "1,2,3,0", "1,2,3,x", "1,2,3,4,5"])
 def test_a_shape_is_four_whole_numbers(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "--shape", shape]) == 2
-    assert f"must be four whole numbers B,H,L,D, got {shape!r}" in capsys.readouterr().err
+    assert f"must be four integers B,H,L,D, got {shape!r}" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("own_process")
@@ -132,7 +132,7 @@ def test_the_command_prints_a_table_and_a_sentence_or_json(capsys: pytest.Captur
     words = ["profile", "--shape", "1,2,96,8", "--groups", "4", "--top-k", "8", "--rounds", "1"]
     assert main(words) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("| attention | way | forward ms | times as fast |")
+    assert lines[0].startswith("| attention | way | forward ms | speedup |")
     assert len(lines) == 7
     assert lines[-1].startswith("B1 H2 L96 D8 G4 k8: to predict ")
     assert main([*words, "--json"]) == 0

@@ -2,6 +2,8 @@
 
 A *stop* is a function of the package that is handed the value. Checks of arguments are read as one
 stop. A *door* is a public function: once a value is inside, it never goes through another one.
+A *stay* is a file that the value is in, until a function of another file is handed it; a *return* is a stay in a file
+that it has been in before.
 """
 
 from __future__ import annotations
@@ -14,17 +16,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import dgt
 import dgt.layers
 import dgt.ops
 import dgt.runs
+from dgt.acceleration.task import Task
 from dgt.weights import SHIPPED
 
 ROOT = str(Path(dgt.__file__).parent)
 CHECKS = "ops/checks.py"
 MOST_STOPS = 22
+MOST_STAYS = 6  # of what `dgt.accelerate` is asked for
+MOST_RETURNS = 2
 
 
 class Stop:
@@ -36,6 +41,7 @@ class Stop:
         count = self.code.co_argcount + self.code.co_kwonlyargcount + bool(self.code.co_flags & 4)
         given = [frame.f_locals.get(name) for name in self.code.co_varnames[:count]]
         self.storages = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(given)}
+        self.has_task = any(isinstance(value, Task) for value in given)
 
     def __str__(self) -> str:
         return f"{self.file}: {self.code.co_name}"
@@ -113,3 +119,23 @@ def test_load_run_never_goes_through_another_door() -> None:
     public = doors(dgt, dgt.runs)
     passed = [str(stop) for stop in record(lambda: dgt.runs.load_run(SHIPPED)) if stop.code in public]
     assert passed == ["runs/model.py: load_run"]
+
+
+class OneAttention(nn.Module):
+    """Attention of a model, which takes tokens and gives tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (2, 16)).transpose(1, 2)
+        attended = nn.functional.scaled_dot_product_attention(heads, heads, heads)
+        return attended.transpose(1, 2).flatten(2)
+
+
+def test_what_is_to_be_accelerated_stays_in_few_files() -> None:
+    """From where the request is checked to the report; the model's own run is no part of it."""
+    inputs = torch.randn(3, 700, 32)
+    entered = record(lambda: dgt.accelerate(OneAttention(), inputs, 0.9))
+    ways = [stop for stop in entered if stop.has_task or stop.code.co_name in ("accelerate", "read_task")]
+    files = [stop.partition(":")[0] for stop in distinct(ways)]
+    stays = [file for place, file in enumerate(files) if place == 0 or file != files[place - 1]]
+    assert len(stays) <= MOST_STAYS, "\n".join(distinct(ways))
+    assert len(stays) - len(set(stays)) <= MOST_RETURNS, stays

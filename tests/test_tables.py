@@ -85,10 +85,38 @@ def test_a_typed_number_is_found(tables: ModuleType) -> None:
         ("it took a quarter longer", "no source for a quarter"),
         ("measured on Zen 5, one thread", "no raw result named for Zen 5"),
         ("it took 4.2 ms", "no source for 4.2"),
+        ("right in 59 of 64 images", "no source for 59 of 64"),
+        ("twice as fast as before", "no source for twice as fast"),
+        ("takes six times its time", "no source for six times"),
+        ("words\n\n## 7.5 times as fast", "no source for 7.5"),
+        ("words\n\n![A curve that rises to 91.3 %](images/x.png)", "no source for 91.3"),
+        ("words\n\n    dgt demo    # takes 8.5 minutes", "no source for 8.5"),
+        ("words\n\n```python\nrun()  # 12.5 ms\n```", "no source for 12.5"),
+        ("the paper has 83.9<!-- paper --> %", "83.9 is not printed in paper"),
+        ("others 93.65<!-- printed: imagenette --> %", "93.65 is not printed in imagenette"),
+        ("a model says 131<!-- predicted --> us", "no source for 131 us"),
     ],
 )
 def test_what_nothing_stands_behind_is_refused(tables: ModuleType, text: str, problem: str) -> None:
     assert problem in list(tables.tables_audit.problems(f"Words {text} and words.\n"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "the paper has 83.8, 84.6, 85.0<!-- paper --> %",
+        "Table 3, 50.2 / 50.8<!-- paper --> % mIoU",
+        "k 2, that is 16 of 256 keys, three times at most",
+        "words\n\n    dgt demo --seconds 8.5\n",
+        "`4.2 ms` in code, [a link](x.md#4.2)",
+    ],
+)
+def test_what_is_no_measured_number_is_accepted(tables: ModuleType, text: str) -> None:
+    assert list(tables.tables_audit.problems(f"Words {text} and words.\n")) == []
+
+
+def test_older_versions_may_be_predicted_in_the_changelog(tables: ModuleType) -> None:
+    assert list(tables.tables_audit.problems("131<!-- predicted --> us", of_today=False)) == []
 
 
 def test_a_setting_that_its_file_has_is_accepted(tables: ModuleType) -> None:
@@ -144,7 +172,7 @@ def test_files_of_the_native_kernel_become_its_table(
         shared.read.cache_clear()
     assert cells[0] == "B1 H2 L16384 D32 k98, Zen 4"
     assert cells[1:] == ["500.00, 400.00, 8.00", "**62.5**", "1.2", "50.0 (45 %)", "60.0"]
-    assert first[1:] == ["**62**; **70**", "PyTorch over all keys: 1", "Zen 4, two cores, 1 run"]
+    assert first[1:] == ["**62**; **70**", "PyTorch, all keys: 1", "Zen 4, two cores, 1 run"]
 
 
 @pytest.mark.parametrize(

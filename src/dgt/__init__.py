@@ -27,6 +27,7 @@ from dgt.models import (
 from dgt.ops import (
     Clusters,
     DynamicGroupAttentionOutput,
+    ResidualKeys,
     attend,
     attend_with_logsumexp,
     cluster_tokens,
@@ -51,6 +52,7 @@ __all__ = [
     "DynamicGroupTransformer",
     "FrameTokens",
     "GlobalAttention",
+    "ResidualKeys",
     "accelerate",
     "apply_plan",
     "attend",

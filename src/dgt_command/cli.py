@@ -40,7 +40,7 @@ class Commands(click.Group):
 @click.group(
     cls=Commands,
     commands=COMMANDS,
-    epilog="`dgt COMMAND --help` tells more. Start with `dgt demo`.",
+    epilog="Run `dgt COMMAND --help` for details. Start with `dgt demo`.",
     no_args_is_help=False,
     context_settings={"max_content_width": 120},
 )

@@ -51,10 +51,10 @@ def visualize(
     all_blocks: bool,
     out: str,
 ) -> None:
-    """Draw query groups and the keys they chose over an image.
+    """Draw query groups and their selected keys over an image.
 
-    CHECKPOINT is a checkpoint (.ckpt), a run folder, or a model folder. Several of one training
-    show how groups move: a row for each, or the frames of a .gif.
+    CHECKPOINT is a checkpoint (.ckpt), a run folder, or a model folder. Several from one training
+    show how groups change: one row each, or the frames of a .gif.
     """
     from dgt.app.visualize import View
     from dgt.app.visualize import visualize as draw
@@ -66,7 +66,7 @@ def visualize(
 @click.command()
 @click.argument("checkpoint", callback=existing_model)
 @click.argument("images", metavar="IMAGE...", nargs=-1, required=True)
-@click.option("--json", "as_json", is_flag=True, help="Print what is found as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 @click.option(
     "--out",
     metavar="FIG",
@@ -75,7 +75,7 @@ def visualize(
     help="PNG, SVG or PDF to write.",
 )
 def diagnose(checkpoint: str, images: tuple[str, ...], as_json: bool, out: str) -> None:
-    """Measure and draw how much of global attention a model's selected keys hold, and how balanced
+    """Measure and draw how much of global attention a model's selected keys cover, and how balanced
     groups are.
 
     CHECKPOINT is a checkpoint (.ckpt), a run folder, or a model folder.
@@ -93,9 +93,9 @@ def diagnose(checkpoint: str, images: tuple[str, ...], as_json: bool, out: str) 
 @click.command()
 @click.argument("checkpoint", required=False, callback=existing_model)
 @click.option(
-    "--image", metavar="PATH", help="Image file, or folder of them, to show besides the scenes."
+    "--image", metavar="PATH", help="Image file or folder to show in addition to the scenes."
 )
-@click.option("--export", metavar="FOLDER", help="Write the page as files for any host.")
+@click.option("--export", metavar="FOLDER", help="Write the page as static files for any web server.")
 @click.option(
     "--host", metavar="HOST", default="127.0.0.1", show_default=True, help="Address to listen on."
 )
@@ -105,12 +105,12 @@ def diagnose(checkpoint: str, images: tuple[str, ...], as_json: bool, out: str) 
     type=AT_LEAST_0,
     default=7860,
     show_default=True,
-    help="Port; 0 for a free one.",
+    help="Port; 0 picks a free one.",
 )
 def explore(
     checkpoint: str | None, image: str | None, export: str | None, host: str, port: int
 ) -> None:
-    """See groups and keys live, in a web page.
+    """Explore groups and keys interactively in a web page.
 
     CHECKPOINT is a checkpoint (.ckpt), a run folder, or a model folder (default: the newest run).
     """

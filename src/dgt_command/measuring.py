@@ -18,7 +18,7 @@ from dgt_command.parameters import AT_LEAST_1, Mistake, Shape
     show_default=True,
     help="classify, segment or detect.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print what is found as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 @click.option(
     "--size",
     metavar="H W",
@@ -27,7 +27,7 @@ from dgt_command.parameters import AT_LEAST_1, Mistake, Shape
     help="Size of the images (default: the paper's).",
 )
 @click.option(
-    "--comparators", is_flag=True, help="Instead, every row of the paper's table of this task."
+    "--comparators", is_flag=True, help="List every model of the paper's table for this task instead."
 )
 def info(
     model: str | None, task: str, as_json: bool, size: tuple[int, int] | None, comparators: bool
@@ -38,7 +38,7 @@ def info(
     """
     if comparators and (model is not None or size is not None):
         raise Mistake(
-            "--comparators lists the paper's models at the paper's sizes: name no model and no --size"
+            "--comparators lists the paper's models at the paper's sizes: do not pass a model or --size"
         )
 
     from dgt.app.info import comparator_rows, model_rows, model_table, native_line
@@ -49,7 +49,7 @@ def info(
 
 @click.command()
 @click.argument("model", required=False)
-@click.option("--json", "as_json", is_flag=True, help="Print what is found as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 @click.option(
     "--shape", metavar="B,H,L,D", type=Shape(), help="Batch, heads, tokens, channels of a head."
 )
@@ -67,7 +67,7 @@ def info(
     type=AT_LEAST_1,
     default=98,
     show_default=True,
-    help="Keys of a group, k.",
+    help="Keys per group, k.",
 )
 @click.option("--device", metavar="NAME", default="cpu", show_default=True, help="cpu or cuda.")
 @click.option(
@@ -76,7 +76,7 @@ def info(
     type=AT_LEAST_1,
     default=7,
     show_default=True,
-    help="Turns of each candidate.",
+    help="Timing rounds per candidate.",
 )
 @click.option(
     "--size",
@@ -84,7 +84,7 @@ def info(
     type=AT_LEAST_1,
     default=224,
     show_default=True,
-    help="Side of the images.",
+    help="Side length of the images.",
 )
 def profile(
     model: str | None,
@@ -96,12 +96,12 @@ def profile(
     rounds: int,
     size: int,
 ) -> None:
-    """Tell which way of attending pays at one size on this machine.
+    """Find the fastest attention for a shape on this machine.
 
     MODEL is a timm model, in place of --shape: then all sizes of attention in it are timed.
     """
     if (model is None) == (shape is None):
-        raise Mistake("name a timm model, or give --shape B,H,L,D: one of both")
+        raise Mistake("give either a timm model or --shape B,H,L,D")
 
     from dgt.bench import profile as profiling
     from dgt.bench.measures import machine, table

@@ -17,7 +17,7 @@ now.
 
 def moved(command: str, now: str) -> Mistake:
     """The error for a command that is a script now."""
-    return Mistake(f"`dgt {command}` has moved: in a checkout of the project run `{now}`")
+    return Mistake(f"`dgt {command}` was moved: in a checkout of the project run `{now}`")
 
 
 def refuse_moved_study(table: str | None) -> None:

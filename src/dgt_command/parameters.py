@@ -35,7 +35,7 @@ class Shape(click.ParamType):  # type: ignore[type-arg]  # generic in some versi
             return value
         parts = str(value).split(",")
         if len(parts) != 4 or not all(part.isdecimal() and int(part) > 0 for part in parts):
-            self.fail(f"must be four whole numbers B,H,L,D, got {value!r}", param, ctx)
+            self.fail(f"must be four integers B,H,L,D, got {value!r}", param, ctx)
         return tuple(int(part) for part in parts)
 
 
@@ -69,7 +69,7 @@ def existing_model(context: click.Context, parameter: click.Parameter, value: An
 def existing_folder(context: click.Context, parameter: click.Parameter, value: str) -> str:
     """Refuse a folder that is not there."""
     if not Path(value).is_dir():
-        raise Mistake(f"there is no folder {value!r}")
+        raise Mistake(f"folder {value!r} does not exist")
     return value
 
 

@@ -50,7 +50,7 @@ def find_file(
         return folder / f"{name}.yaml"
     known = sorted([*shipped(folder), *others])
     hint = did_you_mean(str(name), known)
-    expected = f"shipped are {', '.join(known)}; any other is the path of a YAML file"
+    expected = f"expected one of {', '.join(known)}, or the path of a YAML file"
     raise FileNotFoundError(f"there is no {what} {str(name)!r}: {hint}{expected}")
 
 
@@ -73,7 +73,7 @@ def read_yaml(what: str, path: Path) -> dict[str, Any]:
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise RecipeFileError(
-            f"{what} {str(path)!r} is not valid YAML in UTF-8: {reason}"
+            f"{what} {str(path)!r} is not valid UTF-8 YAML: {reason}"
         ) from error
     if not isinstance(values, dict | None):
         raise RecipeFileError(
@@ -101,7 +101,7 @@ def read_recipe(recipe: str | Path) -> dict[str, Any]:
         path = find_file("recipe", beside if base.endswith((".yaml", ".yml")) else base)
         if path.resolve() in seen:
             raise RecipeFileError(
-                f"recipe {str(recipe)!r} has itself for a base, by way of {str(path)!r}"
+                f"recipe {str(recipe)!r} has itself as a base, through {str(path)!r}"
             )
         seen.add(path.resolve())
         below = read_yaml("recipe", path)

@@ -32,15 +32,15 @@ from dgt_command.recipe_files import (
 SECTIONS = {
     "name": "name of the experiment, and of its run folder",
     "task": "classify, segment or detect",
-    "seed": "every random choice follows from it",
+    "seed": "seed of all random choices",
     "out": "folder of the run",
-    "model": "which timm model, its arguments and first weights",
-    "data": "the images: folder, size, batches, augmentation",
+    "model": "timm model, its arguments and initial weights",
+    "data": "images: folder, size, batches, augmentation",
     "optimizer": "AdamW",
     "schedule": "length and learning rates",
-    "ema": "average of the weights",
+    "ema": "moving average of the weights",
     "trainer": "devices and precision",
-    "checkpoint": "how often the training is saved",
+    "checkpoint": "how often checkpoints are saved",
 }
 """What a recipe consists of; `dgt train RECIPE --help` lists the keys."""
 TRAIN_USAGE = "Usage: dgt train RECIPE [--resume auto] [--data.root DIR] [--section.key value ...]"
@@ -48,7 +48,7 @@ TRAIN_USAGE = "Usage: dgt train RECIPE [--resume auto] [--data.root DIR] [--sect
 
 @click.command()
 @click.option(
-    "--out", metavar="DIR", default="runs/demo", show_default=True, help="Folder to write."
+    "--out", metavar="DIR", default="runs/demo", show_default=True, help="Output folder."
 )
 @click.option(
     "--epochs", metavar="N", type=AT_LEAST_1, help="Passes over the scenes (default: the recipe's)."
@@ -76,7 +76,7 @@ def demo(out: str, epochs: int | None, seed: int) -> None:
     "--help",
     "show_help",
     is_flag=True,
-    help="Show this text, the recipes and all their keys.",
+    help="Show this message, the recipes and their keys.",
 )
 @click.option(
     "--resume",
@@ -130,10 +130,10 @@ def _train_help() -> str:
     lines = [
         TRAIN_USAGE,
         "",
-        "Train a recipe, shipped by name or the path of a YAML file, and write its run folder (runs/NAME).",
+        "Train a recipe (a shipped name or the path of a YAML file) and write its run folder (runs/NAME).",
         "",
         "Options:",
-        "  --resume auto        resume what an earlier `dgt train` began",
+        "  --resume auto        resume an earlier `dgt train`",
         "",
         "Recipes:",
     ]
@@ -150,11 +150,11 @@ def _train_help() -> str:
 
 @click.command()
 @click.argument("folder", metavar="RUN")
-@click.option("--json", "as_json", is_flag=True, help="Print what is found as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 def status(folder: str, as_json: bool) -> None:
     """Tell how a training stands: running, stopped, killed, finished."""
     if not (Path(folder) / "recipe.yaml").is_file():
-        raise Mistake(f"{folder!r} is not the folder of a run: it has no recipe.yaml")
+        raise Mistake(f"{folder!r} is not a run folder: it has no recipe.yaml")
 
     from dgt.runs.status import run_status, status_text
 
@@ -166,11 +166,11 @@ def status(folder: str, as_json: bool) -> None:
 @click.argument("table", required=False, callback=no_option)
 @click.argument("keys", nargs=-1, type=click.UNPROCESSED)
 @click.option(
-    "--seeds", metavar="N", type=AT_LEAST_1, default=3, show_default=True, help="Seeds of each row."
+    "--seeds", metavar="N", type=AT_LEAST_1, default=3, show_default=True, help="Seeds per row."
 )
 @click.option("--size", metavar="NAME", help="Size of the models (default: the table's first).")
 @click.option(
-    "--out", metavar="DIR", help="Folder (default: runs/ablate-TABLE-SIZE); resumes where it was."
+    "--out", metavar="DIR", help="Folder (default: runs/ablate-TABLE-SIZE); an interrupted run resumes."
 )
 def ablate(
     table: str | None, keys: tuple[str, ...], seeds: int, size: str | None, out: str | None

@@ -27,12 +27,12 @@ IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tif
 @click.command(context_settings=WITH_KEYS)
 @click.argument("checkpoint", callback=existing_model)
 @click.argument("keys", nargs=-1, type=click.UNPROCESSED)
-@click.option("--json", "as_json", is_flag=True, help="Print what is found as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 @click.option(
-    "--predictions", metavar="FILE", help="Also write a detector's results as COCO's JSON."
+    "--predictions", metavar="FILE", help="Also write a detector's results as COCO JSON."
 )
 @click.option(
-    "--plan", metavar="FILE", help="With its attention as a plan of `dgt accelerate` has it."
+    "--plan", metavar="FILE", help="Apply a plan from `dgt accelerate` first."
 )
 def evaluate(
     checkpoint: str, keys: tuple[str, ...], as_json: bool, predictions: str | None, plan: str | None
@@ -71,17 +71,17 @@ def evaluate(
 
 @click.command()
 @click.argument("words", metavar="[CHECKPOINT] IMAGE...", nargs=-1, required=True)
-@click.option("--json", "as_json", is_flag=True, help="Print what is found as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 @click.option(
     "--top-k",
     metavar="N",
     type=AT_LEAST_1,
     default=5,
     show_default=True,
-    help="Classes for each image.",
+    help="Classes per image.",
 )
 @click.option(
-    "--out", metavar="DIR", default="predictions", show_default=True, help="Folder of the drawings."
+    "--out", metavar="DIR", default="predictions", show_default=True, help="Folder for the drawings."
 )
 def predict(words: tuple[str, ...], as_json: bool, top_k: int, out: str) -> int:
     """Print the most probable classes of image files, or draw their label maps, boxes and masks.
@@ -90,7 +90,7 @@ def predict(words: tuple[str, ...], as_json: bool, top_k: int, out: str) -> int:
     """
     model, images = _model_and_images(words)
     if model is not None and not images:
-        raise Mistake(f"{model!r} is taken as the model: name image files after it")
+        raise Mistake(f"{model!r} is interpreted as the model: add image files after it")
     if model is not None and not Path(model).exists():
         raise Mistake(f"there is no checkpoint, run folder or model folder {model!r}")
 
@@ -130,9 +130,9 @@ def _model_and_images(words: tuple[str, ...]) -> tuple[str | None, list[str]]:
 @click.command()
 @click.argument("model")
 @click.option(
-    "--images", metavar="DIR", required=True, help="Folder of images of the kind that it will see."
+    "--images", metavar="DIR", required=True, help="Folder of images like those seen in deployment."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print what is found as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 @click.option(
     "--error",
     metavar="E",
@@ -142,7 +142,7 @@ def _model_and_images(words: tuple[str, ...]) -> tuple[str | None, list[str]]:
     help="Relative error of the output.",
 )
 @click.option(
-    "--size", metavar="PIXELS", type=AT_LEAST_1, help="Side of the images (default: the model's)."
+    "--size", metavar="PIXELS", type=AT_LEAST_1, help="Side length of the images (default: the model's)."
 )
 @click.option(
     "--count",
@@ -150,16 +150,16 @@ def _model_and_images(words: tuple[str, ...]) -> tuple[str | None, list[str]]:
     type=click.IntRange(min=2),
     default=32,
     show_default=True,
-    help="Images to choose and to check by.",
+    help="Number of images for the search and its check.",
 )
 @click.option(
     "--out",
     metavar="FILE",
     default="plan.json",
     show_default=True,
-    help="Where the plan goes, for dgt.apply_plan.",
+    help="Plan file to write, for dgt.apply_plan.",
 )
-@click.option("--plot", metavar="FILE", help="A picture of what was chosen, .png, .pdf or .svg.")
+@click.option("--plot", metavar="FILE", help="Figure of the report to write, .png, .pdf or .svg.")
 def accelerate(
     model: str,
     images: str,
@@ -170,7 +170,7 @@ def accelerate(
     out: str,
     plot: str | None,
 ) -> None:
-    """Do a pretrained model's attention by groups, within an error, where that is faster.
+    """Accelerate a pretrained model with grouped attention, within an error bound.
 
     MODEL is a model of timm or transformers: its name, or a folder of either.
     """
@@ -193,9 +193,9 @@ def weights() -> None:
 
 
 @weights.command("list")
-@click.option("--json", "as_json", is_flag=True, help="Print what is found as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 def list_folders(as_json: bool) -> None:
-    """List all folders of weights that are found, each checked."""
+    """List and verify all folders of weights that are found."""
     from dgt.weights import list_weights
 
     _print_weights([str(folder) for folder in list_weights().values()], as_json)
@@ -203,7 +203,7 @@ def list_folders(as_json: bool) -> None:
 
 @weights.command("check")
 @click.argument("folder", callback=existing_folder)
-@click.option("--json", "as_json", is_flag=True, help="Print what is found as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 def check_folder(folder: str, as_json: bool) -> None:
     """Check the files of a folder of weights against its checksums, and its card for completeness."""
     _print_weights([folder], as_json)
@@ -231,20 +231,25 @@ def _print_weights(folders: list[str], as_json: bool) -> None:
 @click.command()
 @click.argument("checkpoint", callback=existing_model)
 @click.argument("out")
-@click.option("--features", is_flag=True, help="The backbone's feature maps instead of its task.")
+@click.option("--features", is_flag=True, help="Export the backbone's feature maps instead of the task's output.")
 @click.option(
-    "--size", metavar="H W", nargs=2, type=AT_LEAST_1, help="For images of this size alone."
+    "--size", metavar="H W", nargs=2, type=AT_LEAST_1, help="Export for images of this size only."
 )
 @click.option(
     "--batch",
     metavar="N",
     type=AT_LEAST_1,
-    help="With --size: the number of images at a time (default: 1).",
+    help="With --size: the batch size (default: 1).",
 )
 @click.option(
     "--openvino-extension",
     is_flag=True,
-    help="For OpenVINO on CPUs alone, and the fastest there: every DG-Attention as one operator.",
+    help="Export each DG-Attention as one operator: fastest on CPUs, but only for OpenVINO.",
+)
+@click.option(
+    "--plan",
+    metavar="PLAN.json",
+    help="With --size: attention in groups, as `dgt accelerate` found it.",
 )
 def export(
     checkpoint: str,
@@ -253,12 +258,13 @@ def export(
     size: tuple[int, int] | None,
     batch: int | None,
     openvino_extension: bool,
+    plan: str | None,
 ) -> None:
-    """Write a trained model for other programs, and check the result.
+    """Export a trained model to other formats and verify the result.
 
     CHECKPOINT is a checkpoint (.ckpt), a run folder, or a model folder; OUT a file ending in .onnx
     or .pt2 or, without an ending, a folder for timm.
     """
     from dgt.export import export as export_run
 
-    print(export_run(checkpoint, out, features, size, batch, openvino_extension))
+    print(export_run(checkpoint, out, features, size, batch, openvino_extension, plan))

@@ -143,7 +143,7 @@ def test_the_interval_of_an_error_holds_it() -> None:
 
 def test_a_report_says_when_images_are_too_few() -> None:
     report = Report(0.05, 0.04, 0.05, 2.0, 1.5, 3.0, [], predicted_half=0.016)
-    assert "\nnote: 4 times as many inputs would tell the error to 20 %\n" in f"\n{report}"
+    assert "\nnote: 4 times as many inputs would narrow the error's interval to 20 %\n" in f"\n{report}"
     for error, half in ((0.04, 0.0079), (0.04, None), (4e-7, 2e-7)):  # the last is of rounding
         assert "note" not in str(dataclasses.replace(report, predicted_error=error, predicted_half=half))
 
@@ -162,7 +162,7 @@ def test_where_groups_are_not_faster_nothing_changes(monkeypatch) -> None:
     model, images = vit(), torch.randn(2, 3, SIZE, SIZE)
     report = dgt.accelerate(model, images, 0.9)
     assert {(layer.choice, layer.reason) for layer in report.layers} == {
-        ("dense", "no setting within the error is faster")
+        ("dense", "no faster setting within the error")
     }
     assert not grouped_calls(model)
     assert report.attention_speedup == report.model_speedup == 1
@@ -171,11 +171,11 @@ def test_where_groups_are_not_faster_nothing_changes(monkeypatch) -> None:
 @pytest.mark.usefixtures("slow_attention")
 def test_where_the_whole_model_is_not_faster_nothing_changes(monkeypatch) -> None:
     same = confirm.Timed(300.0, {(f"blocks.{number}.attn", 0): 100.0 for number in (0, 1)})
-    monkeypatch.setattr("dgt.acceleration.pipeline.time_choice", lambda *_: (same, same))
+    monkeypatch.setattr("dgt.acceleration.confirm.time_choice", lambda *_: (same, same))
     model, images = vit(), torch.randn(2, 3, SIZE, SIZE)
     before = model(images)
     report = dgt.accelerate(model, images, 0.3)
-    assert {layer.reason for layer in report.layers} == {"the whole model was not faster"}
+    assert {layer.reason for layer in report.layers} == {"the model as a whole was not faster"}
     assert report.model_speedup == report.attention_speedup == 1
     assert report.bound == 3
     assert report.predicted_error == report.measured_error == 0
@@ -231,7 +231,7 @@ def test_what_cannot_be_grouped_stays_and_says_why() -> None:
     report = dgt.accelerate(model, torch.randn(4, 8, 16, 16), 0.9)
     assert {layer.title: layer.reason for layer in report.layers} == {
         "kinds.0": "",
-        "kinds.1": "a mask or bias of pairs",
+        "kinds.1": "a pairwise mask or bias",
         "kinds.2": "causal",
         "kinds.3": "",
         "kinds.4": "",
@@ -244,7 +244,7 @@ def test_what_cannot_be_grouped_stays_and_says_why() -> None:
     assert grouped == {"kinds.0", "kinds.3", "kinds.4", "kinds.6", "shared"}
     assert all(module.training for module in model.modules())
     assert "kinds.0" in str(report)
-    assert "a mask or bias of pairs" in str(report)
+    assert "a pairwise mask or bias" in str(report)
 
 
 @pytest.mark.usefixtures("slow_attention")
@@ -263,23 +263,23 @@ def test_a_plan_serves_a_model_with_the_same_layers(tmp_path) -> None:
         dgt.apply_plan(other, tmp_path / "plan.json")
     with pytest.raises(ValueError, match=r"model must have the plan's layers, but has no 'blocks\.0\.attn'"):
         dgt.apply_plan(nn.Linear(3, 3), tmp_path / "plan.json")
-    with pytest.raises(FileNotFoundError, match="there is no plan"):
+    with pytest.raises(FileNotFoundError, match=r"plan .* does not exist"):
         dgt.apply_plan(vit(), tmp_path / "none")
     (tmp_path / "text").write_text("no plan")
     (tmp_path / "json").write_text('{"format": "dgt-plan-2", "report": {"layers": [{"name": "blocks.0.attn"}]}}')
-    with pytest.raises(ValueError, match=r"'.*json' is no plan: "):
+    with pytest.raises(ValueError, match=r"'.*json' is not a valid plan: "):
         dgt.apply_plan(vit(), tmp_path / "json")
-    with pytest.raises(ValueError, match="is no plan"):
+    with pytest.raises(ValueError, match="is not a valid plan"):
         dgt.apply_plan(vit(), tmp_path / "text")
-    older = r"is a plan of an older version, .*: run dgt\.accelerate"
-    for kind, message in (("pt", "is no plan"), ("dgt-plan-1", older)):
+    older = r"is a plan from an older version, .*: run dgt\.accelerate"
+    for kind, message in (("pt", "is not a valid plan"), ("dgt-plan-1", older)):
         safetensors.torch.save_file({"a": torch.zeros(1)}, tmp_path / "weights", metadata={"format": kind})
         with pytest.raises(ValueError, match=message):
             dgt.apply_plan(vit(), tmp_path / "weights")
     (tmp_path / "other").write_text('{"format": "dgt-plan-3"}')
-    with pytest.raises(ValueError, match="is no plan of this version"):
+    with pytest.raises(ValueError, match="is not a plan of this version"):
         dgt.apply_plan(vit(), tmp_path / "other")
-    with pytest.warns(DeprecationWarning, match="model is no longer needed to save a plan"):
+    with pytest.warns(DeprecationWarning, match="model is ignored: saving a plan no longer needs it"):
         report.save(tmp_path / "plan.json", model)
 
 
@@ -338,7 +338,7 @@ def test_a_model_that_fails_is_as_it_was(last) -> None:
         ({"model": nn.Linear(4, 4)}, ValueError, "model must call .*attention, got a Linear that does not"),
         ({"inputs": None}, TypeError, r"inputs must be a tensor \(N, ...\), .*, got None"),
         ({"inputs": [1, 2]}, TypeError, r"inputs must be a tensor .*, got \[1 of type int, 2 of type int\]"),
-        ({"inputs": {"x": 3}}, TypeError, r"inputs must be a tensor .* by their names, .*got {x: 3 of type int}"),
+        ({"inputs": {"x": 3}}, TypeError, r"inputs must be .* from names to such tensors, .*got {x: 3 of type int}"),
         ({"inputs": {"x": torch.randn(1, 4)}}, ValueError, "inputs must be at least 2, .* got 1"),
         ({"inputs": torch.randn(1, 4)}, ValueError, "inputs must be at least 2, .* got 1"),
         ({"inputs": torch.randn(0, 4)}, ValueError, "inputs must be at least 2, .* got 0"),
@@ -354,7 +354,7 @@ def test_a_model_that_fails_is_as_it_was(last) -> None:
         ({"error": float("nan")}, ValueError, "error must be at least 0 and below 1, got nan"),
         ({"forward": 3}, TypeError, "forward must be a function, got 3"),
         ({"metric": "mIoU"}, TypeError, "metric must be a function, got 'mIoU'"),
-        ({"special_tokens": [1, 1]}, ValueError, "special_tokens must name every place once"),
+        ({"special_tokens": [1, 1]}, ValueError, "special_tokens must not repeat a position"),
         ({"special_tokens": [-1]}, ValueError, "special_tokens must be at least 0, got -1"),
         ({"special_tokens": dgt.FrameTokens(5, 4)}, ValueError, "special_tokens must be fewer than the tokens"),
     ],
@@ -403,7 +403,7 @@ class Outer(Heads):
 @pytest.mark.usefixtures("slow_attention")
 def test_groups_do_not_answer_for_attention_inside() -> None:
     report = dgt.accelerate(Outer(), torch.randn(2, 256, 8), 0.9)
-    assert {layer.name: layer.reason for layer in report.layers} == {"inner": "", "": "other attention inside of it"}
+    assert {layer.name: layer.reason for layer in report.layers} == {"inner": "", "": "contains other attention"}
 
 
 @pytest.mark.usefixtures("slow_attention")
@@ -484,13 +484,25 @@ class Label(nn.Module):
             vit,
             {"special_tokens": [0, 577]},
             ValueError,
-            r"special_tokens must be places within the sequence, got 577 for the 577 tokens of 'blocks\.0\.attn'",
+            r"special_tokens must be positions within the sequence, got 577 for the 577 tokens of 'blocks\.0\.attn'",
         ),
         (
             vit,
             {"forward": lambda model, item: {"best": model(item).argmax(-1)}},
             ValueError,
             r"forward must return floating point tensors, .* got {best: a \(1,\) tensor of torch.int64 on cpu}",
+        ),
+        (
+            vit,
+            {"special_tokens": 577},
+            ValueError,
+            r"special_tokens must be fewer than the 577 tokens of 'blocks\.0\.attn', got 577",
+        ),
+        (
+            vit,
+            {"special_tokens": dgt.FrameTokens(5, 578)},
+            ValueError,
+            r"special_tokens must have frames of at most the 577 tokens of 'blocks\.0\.attn', got FrameTokens",
         ),
         (lambda: torch.compile(vit()), {}, ValueError, "model must not be compiled yet"),
         (lambda: compiled_in_place(vit()), {}, ValueError, "model must not be compiled yet"),
@@ -501,10 +513,22 @@ def test_bad_models(model, options, error, message) -> None:
         dgt.accelerate(model(), torch.randn(2, 3, SIZE, SIZE), 0.1, **options)
 
 
+@pytest.mark.usefixtures("slow_attention")
+def test_a_metric_that_is_no_number_is_refused_in_the_first_pass() -> None:
+    model = vit()
+    images = torch.randn(4, 3, SIZE, SIZE)
+    runs = []
+    model.register_forward_hook(lambda *_: runs.append(1))
+    with pytest.raises(ValueError, match="metric must return a number, got 'good' of type str"):
+        dgt.accelerate(model, images, 0.3, metric=lambda outputs: "good")
+    assert len(runs) == len(images)
+    assert not grouped_calls(model)
+
+
 @pytest.mark.parametrize("shape", [(2, 3, 32, 32), (2, 3, 96), (2, 5, SIZE, SIZE)])
 def test_images_of_a_wrong_shape(shape) -> None:
     model = vit().train()
-    with pytest.raises(ValueError, match=rf"model must take the inputs, got a \(1, {str(shape[1:])[1:-1]}\) .*: "):
+    with pytest.raises(ValueError, match=rf"model must accept the inputs, got a \(1, {str(shape[1:])[1:-1]}\) .*: "):
         dgt.accelerate(model, torch.randn(shape))
     assert all(module.training and not module._forward_hooks for module in model.modules())
 
@@ -515,7 +539,7 @@ def test_images_of_a_wrong_shape(shape) -> None:
     [
         ({"num_heads": 4}, "must have the plan's 2 heads .* got 4"),
         ({"embed_dim": 64}, "plan's 16 channels .* got 32"),
-        ({"depth": 3}, "must have the plan's 2 modules that attend, got 3"),
+        ({"depth": 3}, "must have the plan's 2 attention modules, got 3"),
         ({"depth": 1}, r"must have the plan's layers, but has no 'blocks\.1\.attn'"),
     ],
 )
@@ -604,11 +628,11 @@ def test_the_multi_head_attention_of_torch(batch_first) -> None:
         assert {layer.name: layer.reason for layer in report.layers} == {
             "parts.plain": "",
             "parts.bare": "",
-            "parts.apart": "keys added, or projected apart",
-            "parts.mask": "a mask or bias of pairs",
-            "parts.weights": "its weights are asked for",
+            "parts.apart": "extra keys, or separate projections",
+            "parts.mask": "a pairwise mask or bias",
+            "parts.weights": "called with need_weights",
             "parts.probe": "few tokens",
-            "encoder.self_attn": "inside of nn.TransformerEncoderLayer, which passes it by in evaluation",
+            "encoder.self_attn": "inside nn.TransformerEncoderLayer, which bypasses it in eval mode",
         }
         assert {(layer.heads, layer.tokens, layer.channels, layer.prefix) for layer in report.layers[:5]} == {
             (2, 257, 16, 1)
@@ -636,7 +660,7 @@ def test_what_would_be_found_needs_no_values() -> None:
     rows = inspect_model(model, images)
     assert [(row.choice, row.tokens, row.prefix) for row in rows] == [("groups", 261, 5)] * 12
     assert {row.reason for row in inspect_model(model, images, least_tokens=300)} == {"few tokens"}
-    with pytest.raises(TypeError, match=r"inputs must hold values, got a \(1, 3, 256, 256\) tensor"):
+    with pytest.raises(TypeError, match=r"inputs must not be empty, got a \(1, 3, 256, 256\) tensor"):
         dgt.accelerate(model, images)
 
 
@@ -660,7 +684,7 @@ def test_class_and_register_tokens_are_found() -> None:
     assert [row.prefix for row in inspect_model(model, x, special_tokens=2)] == [2]
     (row,) = inspect_model(model.blocks, x)
     assert row.prefix == 0
-    assert "nothing tells of class or register tokens" in row.note
+    assert "no class or register tokens were detected" in row.note
 
 
 @pytest.mark.usefixtures("slow_attention")
@@ -735,7 +759,7 @@ def test_no_gain_is_said_within_one_pass(slow_attention, monkeypatch) -> None:
         monkeypatch.setattr(module, "GAIN", 0.001)
     report = dgt.accelerate(model, torch.randn(4, 3, SIZE, SIZE), 0.5)
     assert len(runs) == 4
-    assert "nothing gained: no setting within the error is faster" in str(report)
+    assert "nothing gained: no faster setting within the error" in str(report)
 
     def wait(*_) -> None:
         slow_attention.now += 1000
@@ -798,7 +822,7 @@ def test_what_counts_is_what_forward_returns() -> None:
     report = dgt.accelerate(
         other, images, 0.5, forward=lambda model, item: model.forward_features(item)[:, 1:], metric=largest
     )
-    assert report.measured == "what forward returns"
+    assert report.measured == "the output of forward"
     assert calls == [4, 4]
     assert report.metric_before == pytest.approx(float(before[:, 1:].max()), rel=1e-5)
     assert report.metric_before != report.metric_after
@@ -866,7 +890,7 @@ def test_modules_called_more_than_once_across_two_sets(tmp_path) -> None:
             for new, old in zip(again(*items[0])["points"], model(*items[0])["points"], strict=True):
                 assert torch.equal(new, old)
     items[1][0]["second"].pop("real")
-    expected = r"inputs must all have the structure of the first, .* but number 1 is"
+    expected = r"inputs must all have the structure of the first one, .* but number 1 is"
     with pytest.raises(ValueError, match=expected) as caught:
         dgt.accelerate(Pair(), items, 0.5)
     assert "tensor([" not in str(caught.value)
@@ -937,11 +961,11 @@ def test_special_tokens_at_places(special, tmp_path) -> None:
 @pytest.mark.usefixtures("slow_attention")
 def test_old_names_warn() -> None:
     model, images = vit(), torch.randn(2, 3, SIZE, SIZE)
-    with pytest.warns(DeprecationWarning, match="num_prefix_tokens is now called special_tokens"):
+    with pytest.warns(DeprecationWarning, match="num_prefix_tokens was renamed to special_tokens"):
         dgt.accelerate(model, images, 0.9, num_prefix_tokens=1)
-    with pytest.warns(DeprecationWarning, match="images is now called inputs"):
+    with pytest.warns(DeprecationWarning, match="images was renamed to inputs"):
         assert inspect_model(vit(), images=images)[0].choice == "groups"
-    with pytest.raises(TypeError, match="inputs must be given once"):
+    with pytest.raises(TypeError, match="inputs must not be given together"):
         dgt.accelerate(vit(), images, images=images)
 
 

@@ -37,15 +37,15 @@ def test_images_that_cannot_be_read_are_left_out(tmp_path, monkeypatch, caplog) 
     caplog.set_level("INFO", logger="dgt")
     report = app.accelerate_model("vit", tmp_path, 0.1, SIZE, 4)
     assert len(report.layers) == 2
-    assert "9.png is left out: not an image" in caplog.text
-    assert "run 1 of 18: outputs with the model's own attention, settings of its calls\n" in caplog.text
-    assert "run 4 of 18: how far errors of blocks.0.attn reach; at most about" in caplog.text
+    assert "9.png: not an image" in caplog.text
+    assert "run 1 of 18: original outputs, settings of each call\n" in caplog.text
+    assert "run 4 of 18: error propagation from blocks.0.attn; at most about" in caplog.text
     monkeypatch.setattr(app, "_open", lambda name, size: opened(size))
-    with pytest.raises(ValueError, match=r"model must take the inputs, got a \(1, 3, 32, 32\) tensor .*: Input height"):
+    with pytest.raises(ValueError, match=r"must accept the inputs, got a \(1, 3, 32, 32\) tensor .*: Input height"):
         app.accelerate_model("vit", tmp_path, 0.1, 32, 4)
     for number in range(2):
         (tmp_path / f"{number}.png").write_bytes(b"no image")
-    with pytest.raises(ValueError, match=r"at least 2 images that can be read, .* has 1"):
+    with pytest.raises(ValueError, match=r"2 readable images, but .* has 1"):
         app.accelerate_model("vit", tmp_path, 0.1, SIZE, 4)
 
 
@@ -76,12 +76,12 @@ def test_folders_of_transformers(tmp_path, caplog, monkeypatch) -> None:
     assert "no processor" not in caplog.text
     report = app.accelerate_model(name, tmp_path, 0.5, 128, 4)
     assert report.layers[0].tokens == 256
-    with pytest.raises(ValueError, match=r"model must take the inputs, got .*: "):
+    with pytest.raises(ValueError, match=r"model must accept the inputs, got .*: "):
         app.accelerate_model(name, tmp_path, 0.5, 4, 4)
     (tmp_path / "model" / "preprocessor_config.json").unlink()
-    with pytest.raises(ValueError, match="model must take the inputs"):
+    with pytest.raises(ValueError, match="model must accept the inputs"):
         app.accelerate_model(name, tmp_path, 0.5, 4, 4)
-    assert "has no image processor: images are normalized as ImageNet's" in caplog.text
+    assert "has no image processor: images are normalized with ImageNet's mean and std" in caplog.text
     (tmp_path / "model" / "model.safetensors").write_bytes(b"no weights")
     with pytest.raises(ValueError, match=r"model '.*model' cannot be loaded: "):
         app.accelerate_model(name, tmp_path, 0.5, None, 4)
@@ -135,7 +135,7 @@ def test_places_that_cannot_be_written_are_refused_first(tmp_path, capsys) -> No
     (tmp_path / "file").write_text("")
     for options, message in (
         (["--out", str(tmp_path)], "--out .* cannot be written: it is a folder"),
-        (["--out", str(tmp_path / "file" / "plan")], "--out .* cannot be written: no file can be made in .*file"),
+        (["--out", str(tmp_path / "file" / "plan")], "--out .* cannot be written: no file can be created in .*file"),
         (["--plot", str(tmp_path / "picture.txt")], r"--plot must end in \.png, \.pdf or \.svg, got .*picture\.txt"),
     ):
         assert main(["accelerate", "none", "--images", str(tmp_path), *options]) == 2
@@ -146,7 +146,7 @@ def test_places_that_cannot_be_written_are_refused_first(tmp_path, capsys) -> No
 def test_names_of_no_model(name, tmp_path) -> None:
     for number in range(2):
         Image.new("RGB", (40, 40)).save(tmp_path / f"{number}.png")
-    with pytest.raises(ValueError, match=f"model must be one of timm, .* or a folder, got '{name}'"):
+    with pytest.raises(ValueError, match=f"model must be a timm model, .* or a folder, got '{name}'"):
         app.accelerate_model(name, tmp_path, 0.1, None, 4)
     (tmp_path / "model").mkdir()
     with pytest.raises(ValueError, match=r"model '.*model' cannot be loaded: .*config\.json"):

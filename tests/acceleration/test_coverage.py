@@ -50,7 +50,7 @@ def test_the_results_are_of_the_registries(coverage: ModuleType, results: Any) -
         assert results["registered"][part] == len(names)
     left = sum(len(names) - len(results[part]) for part, names in known.items())
     page = coverage.PAGE.read_text(encoding="utf-8")
-    assert (f"{left} models have not been looked at yet" in " ".join(page.split())) == (left > 0)
+    assert (f"{left} models have not been tested yet" in " ".join(page.split())) == (left > 0)
     assert results["architectures"]["qwen3_vit_88m"]["grouped"] == 12
     assert results["architectures"]["deepseek_vit_412m"]["grouped"] == 32
 

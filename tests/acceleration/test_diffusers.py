@@ -39,7 +39,7 @@ def ltx():
 MODELS = {  # the reasons of its attentions, in the order of their calls
     "wan": (wan, ["", CROSS, "", CROSS]),
     "flux": (flux, ["", ""]),
-    "ltx": (ltx, ["", "a mask or bias of pairs", "", "a mask or bias of pairs"]),
+    "ltx": (ltx, ["", "a pairwise mask or bias", "", "a pairwise mask or bias"]),
 }
 
 

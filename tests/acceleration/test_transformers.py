@@ -80,7 +80,7 @@ def test_what_is_found_in_every_family(kind) -> None:
     assert {row.prefix for row in grouped} == {prefix}
     assert {bool(row.note) for row in grouped} == {prefix == 0}
     assert all(row.tokens % 144 == prefix for row in grouped)
-    assert {row.reason for row in rows if row.choice == "dense"} <= {"its weights are asked for", "few tokens"}
+    assert {row.reason for row in rows if row.choice == "dense"} <= {"called with need_weights", "few tokens"}
 
 
 @pytest.mark.usefixtures("slow_attention")
@@ -136,7 +136,7 @@ def test_groups_by_name_alone() -> None:
         model.set_attn_implementation("dgt-8-16")
         assert torch.equal(model(small)[0], expected)
     with pytest.raises(
-        ValueError, match='model must attend as it was trained: load it with attn_implementation="sdpa"'
+        ValueError, match='model must use its original attention: load it with attn_implementation="sdpa"'
     ):
         dgt.accelerate(model, images)
     model.set_attn_implementation("eager")
@@ -214,7 +214,7 @@ def test_packed_images_of_a_language_model() -> None:
     ("options", "error", "message"),
     [
         ({"num_groups": 8}, ValueError, "num_groups and top_k must be given both or neither, got 8 and None"),
-        ({"name": "sdpa"}, ValueError, "name must be one of its own, got 'sdpa'"),
+        ({"name": "sdpa"}, ValueError, "name must not be a built-in name of transformers, got 'sdpa'"),
         ({"num_groups": 0, "top_k": 8}, ValueError, "num_groups must be at least 1, got 0"),
         ({"num_prefix_tokens": -1}, ValueError, "num_prefix_tokens must be at least 0, got -1"),
     ],

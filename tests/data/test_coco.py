@@ -32,7 +32,7 @@ def test_categories_are_in_the_order_of_their_ids_and_every_valid_entry_is_kept(
     assert len(found.ground_truth()["annotations"]) == 6
 
 
-MASK = "must have polygons [x, y, ...] of at least 3 points, or a run-length code that fills its image as its"
+MASK = "must have polygons [x, y, ...] of at least 3 points, or a run-length encoding that fills its image as its"
 POLYGON = [[1, 1, 9, 1, 9, 9]]
 BAD = [
     ({"image_id": 99}, "must have one of the file's images as its image_id, got 99"),
@@ -88,7 +88,7 @@ def test_bad_entries_are_counted_with_their_file_and_id(tmp_path: Path) -> None:
     ("content", "sentence"),
     [
         ("{", "is not JSON"),
-        ("[]", "is not in COCO's format: it has no list 'images'"),
+        ("[]", "is not in COCO format: its list 'images'"),
         (
             '{"images": [{"id": 1}], "annotations": [], "categories": []}',
             r"images\[0\] must have a text as its file_name, got None",
@@ -97,7 +97,7 @@ def test_bad_entries_are_counted_with_their_file_and_id(tmp_path: Path) -> None:
             '{"images": [{"id": 1, "file_name": "a", "width": 0, "height": 3}], "annotations": [], "categories": []}',
             r"images\[0\] must have an integer above 0 as its width, got 0",
         ),
-        ('{"images": [], "annotations": [], "categories": []}', "it has no list 'images', or an empty one"),
+        ('{"images": [], "annotations": [], "categories": []}', "its list 'images' is missing or empty"),
     ],
 )
 def test_a_file_of_something_else_is_refused(tmp_path: Path, content: str, sentence: str) -> None:

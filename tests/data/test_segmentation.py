@@ -146,17 +146,17 @@ class TestWrongFiles:
     @pytest.mark.parametrize("workers", [0, 2])
     def test_a_label_out_of_range(self, folder: Path, workers: int) -> None:
         save(folder, "val", "01", np.full((48, 64), 7, dtype=np.uint8))
-        message = r"labels/val/01.png: label 7 is that of none of the 3 classes$"
+        message = r"labels/val/01.png: label 7 is not one of the 3 classes$"
         self.fails(folder, message, num_workers=workers)
 
     def test_a_label_out_of_range_in_ade20ks_layout(self, tmp_path: Path) -> None:
         save(tmp_path, "training", "a", np.full((40, 40), 4, dtype=np.uint8), "annotations")
-        message = r"a\.png: label 4 is that of none of the 3 classes$"
+        message = r"a\.png: label 4 is not one of the 3 classes$"
         self.fails(tmp_path, message, train_split="training", val_split="training")
 
     def test_another_size_than_the_image(self, folder: Path) -> None:
         Image.fromarray(np.zeros((20, 30), dtype=np.uint8)).save(folder / "labels" / "val" / "02.png")
-        message = r"labels/val/02.png: the label map has 30 x 20 pixels, its image .*images/val/02.png has 64 x 48"
+        message = r"labels/val/02.png: the label map has 30 x 20 pixels, but its image .*images/val/02.png has 64 x 48"
         self.fails(folder, message)
 
     @pytest.mark.parametrize("orientation", [5, 6, 7, 8])
@@ -179,7 +179,7 @@ class TestWrongFiles:
     def test_an_image_turned_by_exif_data(self, folder: Path, orientation: int) -> None:
         image, path = folder / "images" / "val" / "02.png", folder / "labels" / "val" / "02.png"
         turn(image, orientation)
-        message = r"labels/val/02.png: .* its image .*val/02.png .*, turned by EXIF orientation: store it upright"
+        message = r"labels/val/02.png: .* its image .*val/02.png .*, rotated by its EXIF orientation: store it upright"
         self.fails(folder, message)
         turn(image, 1)
         Image.open(path).resize((64, 48), Image.Resampling.NEAREST).save(path)
@@ -197,7 +197,7 @@ class TestWrongFiles:
         else:
             Image.new(kind.upper(), (64, 48)).save(path)
         message = (
-            rf"labels/val/00.png: expected a lossless .* one 8-bit channel \(grey or palette\), got {told} in PNG$"
+            rf"labels/val/00.png: expected a lossless .* one 8-bit channel \(gray or palette\), got {told} in PNG$"
         )
         self.fails(folder, message)
 
@@ -208,7 +208,7 @@ class TestWrongFiles:
         header = chunk(b"IHDR", struct.pack(">IIBBBBB", 64, 48, 4, 0, 0, 0, 0))
         pixels = chunk(b"IDAT", zlib.compress(b"\0" * 33 * 48))  # a filter and 32 bytes a row
         (folder / "labels" / "val" / "00.png").write_bytes(b"\x89PNG\r\n\x1a\n" + header + pixels + chunk(b"IEND", b""))
-        self.fails(folder, r"labels/val/00.png: expected .* one 8-bit channel .*, got L of fewer bits in PNG$")
+        self.fails(folder, r"labels/val/00.png: expected .* one 8-bit channel .*, got L with fewer bits in PNG$")
 
     def test_label_maps_that_lost_their_numbers(self, folder: Path) -> None:
         (folder / "labels" / "val" / "00.png").unlink()
@@ -217,26 +217,26 @@ class TestWrongFiles:
 
     def test_missing_pairs(self, folder: Path) -> None:
         (folder / "labels" / "train" / "03.png").unlink()
-        self.fails(folder, r"^1 files without a partner .* .*images/train and .*labels/train: .*images/train/03.png$")
+        self.fails(folder, r"^1 files in .*images/train and .*labels/train have no .*: .*images/train/03.png$")
         (folder / "images" / "train" / "03.png").rename(folder / "images" / "train" / "33.png")
         save(folder, "train", "03", np.zeros((48, 64), dtype=np.uint8))
         (folder / "images" / "train" / "33.png").unlink()
         (folder / "images" / "train" / "04.png").unlink()
-        self.fails(folder, r"^1 files without a partner .* .*images/train and .*labels/train: .*labels/train/04.png$")
+        self.fails(folder, r"^1 files in .*images/train and .*labels/train have no .*: .*labels/train/04.png$")
 
     def test_two_images_of_one_name(self, folder: Path) -> None:
         shutil.copy(folder / "images" / "val" / "00.png", folder / "images" / "val" / "00.jpg")
-        self.fails(folder, r"two files of one name: .*00.jpg and .*00.png")
+        self.fails(folder, r"two files have the same name: .*00.jpg and .*00.png")
 
     def test_nothing_there(self, folder: Path, tmp_path: Path) -> None:
         for place in ("images", "labels"):
             (folder / place / "empty").mkdir()
-        self.fails(folder, r"no image in .*images/empty", val_split="empty")
-        with pytest.raises(FileNotFoundError, match=r"'test' is not a folder in .*images; .* train, val"):
+        self.fails(folder, r"no images in .*images/empty", val_split="empty")
+        with pytest.raises(FileNotFoundError, match=r"images has no folder 'test'; it has: train, val"):
             open_data(folder, val_split="test")
         with pytest.raises(FileNotFoundError, match=r"root: expected the folders images and one of .*, found none"):
             open_data(tmp_path / "nowhere")
-        with pytest.raises(FileNotFoundError, match=r"the classes of .* are not known: name them in data.classes"):
+        with pytest.raises(FileNotFoundError, match=r"the classes of .* are not known: list them in data.classes"):
             open_data(folder, classes=None)
         (folder / "annotations").mkdir()
         with pytest.raises(FileNotFoundError, match="expected the folders images and one of annotations and labels"):

@@ -165,7 +165,7 @@ def test_another_setting_than_the_finished_runs_is_refused(done: Path, tmp_path:
     folder = tmp_path / "peers"
     shutil.copytree(done, folder)
     table, before = write_table(tmp_path), sorted(folder.rglob("*"))
-    with pytest.raises(FileExistsError, match=r"was begun with optimizer\.lr 0\.002, now 0\.1 is asked for"):
+    with pytest.raises(FileExistsError, match=r"was started with optimizer\.lr 0\.002, but now optimizer\.lr is 0\.1"):
         ablate(table, [*SMALL, "--optimizer.lr=0.1"], seeds=2, out=folder)
     assert sorted(folder.rglob("*")) == before
     shutil.rmtree(folder / "runs" / SLUGS[0])
@@ -175,7 +175,7 @@ def test_another_setting_than_the_finished_runs_is_refused(done: Path, tmp_path:
 
 def test_a_second_process_is_kept_out(tmp_path: Path, at_work: Callable[[Path], int]) -> None:
     at_work(tmp_path / "peers" / "runs")
-    with pytest.raises(FileExistsError, match="another process is at work in"):
+    with pytest.raises(FileExistsError, match="another process is using"):
         ablate(write_table(tmp_path), SMALL, seeds=1, out=tmp_path / "peers")
 
 
@@ -184,9 +184,9 @@ def test_a_second_process_is_kept_out(tmp_path: Path, at_work: Callable[[Path], 
     [
         ([], {"seeds": 0}, ValueError, "seeds must be at least 1, got 0"),
         ([], {"size": "huge"}, ValueError, "size must be one of small, other for table 'peers', got 'huge'"),
-        (["--seed=3"], {}, ValueError, "'seed' cannot be changed for table 'peers': its rows, --seeds or --out set it"),
-        (["--model.name", "test_vit"], {}, ValueError, r"'model\.name' cannot be changed for table 'peers': its rows"),
-        (["--trainer.devices=2"], {}, ValueError, r"trainer\.devices must be 1, one process trains .* got 2"),
+        (["--seed=3"], {}, ValueError, "'seed' cannot be changed for table 'peers': it is set by the rows"),
+        (["--model.name", "test_vit"], {}, ValueError, r"'model\.name' cannot be changed for table 'peers'"),
+        (["--trainer.devices=2"], {}, ValueError, r"trainer\.devices must be 1, since one process trains .* got 2"),
         (["--trainer.strategy=ddp"], {}, ValueError, r"trainer\.strategy must be auto, .* got 'ddp'"),
         (["--optimiser.lr=1"], {}, ValueError, r"unknown recipe key 'optimiser\.lr'"),
     ],
@@ -215,7 +215,7 @@ def test_a_diagnosis_is_of_classifiers(tmp_path: Path) -> None:
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     table = write_table(tmp_path)
-    with pytest.raises(FileExistsError, match="holds files that are not a table's"):
+    with pytest.raises(FileExistsError, match="contains files that do not belong to a table"):
         ablate(table, SMALL, out=tmp_path)
     with pytest.raises(NotADirectoryError, match="out must be a folder"):
         ablate(table, SMALL, out=table)
@@ -224,7 +224,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [", "is not valid YAML"),
+        ("a: [", "is not valid UTF-8 YAML"),
         ("", "sizes of table 'peers' must be a mapping of keys, got None"),
         ("- a", "table .*peers.* must be a mapping of keys, got list"),
         ("sizes: {a: {recipe: scenes}}\nrows: []", "rows of table 'peers' must be a list of at least one row"),
@@ -236,7 +236,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
         ("sizes: {a: {recipe: scenes}}\nrows: [{name: x, a: {}, b: {}}]", "must be a mapping of name, paper, a, got"),
         ("sizes: {a: {recipe: scenes}}\nrows: [{name: x, paper: y, a: {}}]", "paper of row 'x' .* must be a number"),
         ("sizes: {a: {recipe: scenes}}\nrows: [{name: x, a: {}}, {name: X!, a: {}}]", "must have different names"),
-        ("size: {}", "has an unknown key 'size'; it takes title"),
+        ("size: {}", "has an unknown key 'size'; known are title"),
     ],
 )
 def test_a_table_with_mistakes(tmp_path: Path, text: str, message: str) -> None:
@@ -247,7 +247,7 @@ def test_a_table_with_mistakes(tmp_path: Path, text: str, message: str) -> None:
 def test_a_table_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no table 'block': did you mean blocks"):
         load_table("block")
-    with pytest.raises(FileNotFoundError, match="is the path of a YAML file"):
+    with pytest.raises(FileNotFoundError, match="or the path of a YAML file"):
         load_table(tmp_path / "none.yaml")
 
 

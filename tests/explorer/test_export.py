@@ -95,12 +95,12 @@ def test_what_is_wrong_is_told_in_a_sentence_and_nothing_is_left(
     assert main(["explore", "--export", str(tmp_path / "page"), "--image", str(tmp_path / "empty")]) == 2
     assert "expected 1 to 200 image files" in capsys.readouterr().err
     assert main(["explore", "--export", str(images)]) == 2
-    assert "holds something else than an exported page: name a new folder" in capsys.readouterr().err
+    assert "contains something other than an exported page: name a new folder" in capsys.readouterr().err
     assert len(list(images.iterdir())) == 2
     with monkeypatch.context() as patch:
         patch.chdir(tmp_path / "empty")
         assert main(["explore", "--export", "."]) == 2
-    assert "it must be another one than you are in, got '.'" in capsys.readouterr().err
+    assert "it must not contain the current directory, got '.'" in capsys.readouterr().err
 
     def broken(*_: object) -> None:
         raise OSError(28, "No space left on device")

@@ -46,7 +46,7 @@ def test_the_newest_run_with_groups_is_found_and_a_checkpoint_goes_before(
     os.utime(without / "model.safetensors", (2e9, 2e9))
     monkeypatch.chdir(tmp_path)
     assert launch.find_run(None).source == Path("runs/demo/model/model.safetensors")
-    assert capsys.readouterr().out == "no model given: taking the newest run that fits, runs/demo\n"
+    assert capsys.readouterr().out == "no model given: using the newest suitable run, runs/demo\n"
     with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
         launch.find_run(tmp_path / "missing.ckpt")
 
@@ -57,7 +57,7 @@ def test_without_any_run_the_shipped_weights_are_shown(
     monkeypatch.chdir(tmp_path)
     run = launch.find_run(None)
     assert run.source.parent == SHIPPED
-    assert "no run in runs/ that fits: taking dgt_nano.scenes" in capsys.readouterr().out
+    assert "no suitable run in runs/: using dgt_nano.scenes" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 
@@ -65,7 +65,7 @@ def test_mistakes_are_told_before_any_model_is_loaded(tmp_path: Path, monkeypatc
     monkeypatch.setattr(launch, "find_run", lambda _: pytest.fail("loaded"))
     with pytest.raises(ValueError, match="port must lie in 0 to 65535, got 70000"):
         serve(port=70000)
-    with pytest.raises(FileNotFoundError, match="there is no file or folder"):
+    with pytest.raises(FileNotFoundError, match=r"image: .* does not exist"):
         serve(image=tmp_path / "missing")
     with pytest.raises(ValueError, match="expected 1 to 200 image files"):
         serve(image=tmp_path)
@@ -120,7 +120,7 @@ def test_a_model_without_groups_is_refused(explorer: Explorer) -> None:
     recipe = load_recipe("scenes", ["--model.name", "test_resnet"])
     network = build_classifier(recipe.model, 8, 64)
     assert shown_blocks(network) == []
-    with pytest.raises(ValueError, match="are explored, nowhere is 'test_resnet' of task 'classify'"):
+    with pytest.raises(ValueError, match="grouped attention, nowhere is 'test_resnet' of task 'classify'"):
         Explorer(LoadedRun(network, recipe, explorer.run.class_names, Path("nowhere")), Album())
 
 
@@ -130,7 +130,7 @@ def test_a_model_whose_attention_was_replaced_is_refused(explorer: Explorer) -> 
     network = build_classifier(recipe.model, 8, 64).eval()
     dgt.replace_attention(network, num_groups=4, top_k=5)
     assert dgt.group_records(network, torch.randn(1, 3, 64, 64))
-    with pytest.raises(ValueError, match=r"only classifiers of class DynamicGroupTransformer .* nowhere is 'test_vit'"):
+    with pytest.raises(ValueError, match=r"supports only DynamicGroupTransformer classifiers .* nowhere is 'test_vit'"):
         Explorer(LoadedRun(network, recipe, explorer.run.class_names, Path("nowhere")), Album())
 
 
@@ -138,7 +138,7 @@ def test_a_detector_is_refused(explorer: Explorer) -> None:
     recipe = load_recipe("scenes_detect")
     network = TASKS["detect"].build(recipe.model, 8, 64)
     run = LoadedRun(network, recipe, explorer.run.class_names, Path("nowhere"))
-    with pytest.raises(ValueError, match="are explored, nowhere is 'dgt_nano' of task 'detect'"):
+    with pytest.raises(ValueError, match="grouped attention, nowhere is 'dgt_nano' of task 'detect'"):
         Explorer(run, Album())
 
 

@@ -73,7 +73,7 @@ def test_the_command_writes_and_prints(
 def test_mistakes(run: None, image: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in (
         (["peer", image], "must contain DGAttention layers, got a ResNet"),
-        (["run", str(tmp_path / "none.png")], "there is no image file"),
+        (["run", str(tmp_path / "none.png")], "none.png' does not exist"),
         (["run", image, "--out", str(tmp_path / "a.txt")], "path must end in one of"),
     ):
         assert main(["diagnose", *words]) == 2

@@ -207,7 +207,7 @@ def test_animation_refuses_bad_input(tmp_path: Path) -> None:
     for figures, name, message in (
         ([figure], "a.png", "must end in .gif"),
         ([], "a.gif", "at least one figure"),
-        ([figure, figure_groups([_panel()], 1)], "a.gif", "of one size"),
+        ([figure, figure_groups([_panel()], 1)], "a.gif", "have the same size"),
     ):
         with pytest.raises(ValueError, match=message):
             save_animation(figures, tmp_path / name)

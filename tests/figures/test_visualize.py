@@ -74,10 +74,10 @@ def test_a_training_moves(tmp_path: Path, image: Path, as_map: bool) -> None:
 @pytest.mark.parametrize(
     ("runs", "images", "name", "options", "message"),
     [
-        (1, 1, "a.gif", {}, "a GIF shows how groups move"),
+        (1, 1, "a.gif", {}, "a GIF shows how groups change"),
         (1, 1, "a.txt", {}, "path must end in one of"),
-        (2, 2, "a.png", {}, "drawn over one image, got 2"),
-        (2, 1, "a.png", {"all_blocks": True}, "drawn for one checkpoint, got 2"),
+        (2, 2, "a.png", {}, "need exactly one image, got 2"),
+        (2, 1, "a.png", {"all_blocks": True}, "need exactly one checkpoint, got 2"),
         (1, 1, "a.png", {"all_blocks": True, "block": 1}, "block must not be given"),
         (1, 1, "a.png", {"block": 99}, "block must lie in 0 to 5"),
         (1, 1, "a.png", {"block": 0, "head": 1}, "head must lie in 0 to 0"),

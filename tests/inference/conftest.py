@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
+from timm.models import save_for_hf
 from torch import Tensor, nn
 
+from dgt.acceleration import Report, inspect_model
 from dgt.ops import attend, group_queries, select_keys
 from dgt.runs.model import export_model, make_record
 from dgt.tasks import TASKS
@@ -89,3 +93,33 @@ def same_as_eager(steps: Steps) -> Callable[[Callable[[Tensor], list[Tensor]], T
         torch.testing.assert_close(found_output, output, rtol=1e-5, atol=1e-5)
 
     return check
+
+
+def make_accelerated(folder: Path, **changes: Any) -> tuple[Path, Path]:
+    """A small ViT of timm, saved as timm does, and a plan that has its two layers in groups."""
+    torch.manual_seed(0)
+    arguments = {"img_size": 64, "patch_size": 4, "depth": 2, "embed_dim": 32, "num_heads": 2}
+    model = timm.create_model("vit_tiny_patch16_224", **arguments, num_classes=5).eval()
+    model.pretrained_cfg["input_size"] = (3, 64, 64)
+    save_for_hf(model, str(folder / "vit"), model_args=arguments, safe_serialization=True)
+    found = inspect_model(model, torch.randn(1, 3, 64, 64))
+    settings = {"choice": "groups", "groups": 8, "keys": 16, "residual_keys": 8, **changes}
+    rows = [dataclasses.replace(row, **settings) for row in found]
+    report = Report(
+        asked_error=0.1,
+        predicted_error=0.05,
+        measured_error=0.05,
+        attention_speedup=2.0,
+        model_speedup=1.5,
+        bound=3.0,
+        layers=rows,
+        prefix_told=True,
+    )
+    report.save(folder / "plan.json")
+    return folder / "vit", folder / "plan.json"
+
+
+@pytest.fixture
+def accelerated_folder() -> Callable[..., tuple[Path, Path]]:
+    """Makes a saved model and a plan for it, in a folder."""
+    return make_accelerated

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ import torch
 from timm.models import save_for_hf
 from torch import nn
 
+import dgt
 import dgt.inference.export as files
 from dgt.export import Source, encode_program, export
 from dgt.inference.export import source_of_run
@@ -153,7 +155,7 @@ def test_an_unequal_file_is_not_written(run: Path, tmp_path: Path, monkeypatch: 
         return lambda images: [sources[0].module(images) * 1.001]
 
     monkeypatch.setitem(files.FORMATS, ".pt2", (encode, open_slightly_wrong))
-    with pytest.raises(RuntimeError, match=r"not equal to its source: images of 64 x 64 pixels differ by up to"):
+    with pytest.raises(RuntimeError, match=r"does not match its source: images of 64 x 64 pixels differ by up to"):
         export(run, path)
     assert path.read_bytes() == b"the file before"
     assert list(tmp_path.iterdir()) == [path]
@@ -171,10 +173,10 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 def test_mistakes_are_one_sentence(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "OUT must end in .onnx or .pt2, or have no ending" in fails(capsys, run, tmp_path / "model.tflite")
+    assert "OUT must end in .onnx or .pt2, or be a folder for timm" in fails(capsys, run, tmp_path / "model.tflite")
     assert "there is no checkpoint" in fails(capsys, tmp_path / "none", tmp_path / "model.onnx")
-    assert "is where the model comes from" in fails(capsys, run, run)
-    assert "feature maps are exported to a file" in fails(capsys, run, tmp_path / "out", "--features")
+    assert "contains the model to export" in fails(capsys, run, run)
+    assert "--features needs a file" in fails(capsys, run, tmp_path / "out", "--features")
     (tmp_path / "folder.onnx").mkdir()
     assert "is a folder" in fails(capsys, run, tmp_path / "folder.onnx")
     (tmp_path / "file").touch()
@@ -183,20 +185,20 @@ def test_mistakes_are_one_sentence(
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert "no permission to write" in fails(capsys, run, tmp_path / "model.onnx")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "onnxscript" else name)
-    assert "ONNX needs onnxscript, not installed here: pip install" in fails(capsys, run, tmp_path / "model.onnx")
+    assert "ONNX needs onnxscript, which is not installed: pip install" in fails(capsys, run, tmp_path / "model.onnx")
 
 
 def test_of_a_detector_only_the_maps_of_its_backbone() -> None:
     backbone = nn.Conv2d(3, 4, 3)
     backbone.channels = [4]
     run = LoadedRun(nn.ModuleDict({"backbone": backbone}), load_recipe("scenes_detect"), ["disc"], Path("run"))
-    with pytest.raises(ValueError, match=r"what the task 'detect' finds cannot be exported: .* --features"):
+    with pytest.raises(ValueError, match=r"models of task 'detect' cannot be exported: .* --features"):
         source_of_run(run)
     source = source_of_run(run, features=True)
     assert source.module is backbone
     assert source.outputs == ("map_0",)
     backbone.attn = WindowAttention(8, 2)
-    with pytest.raises(ValueError, match=r"attends in windows, which a graph cannot cut out of images of any size"):
+    with pytest.raises(ValueError, match=r"uses windows, which a graph of dynamic size cannot express"):
         source_of_run(run, features=True)
 
 
@@ -232,3 +234,48 @@ def test_a_folder_of_no_classifier_says_what_it_lacks(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(ValueError, match="no entry 'dgt' with the recipe, nor 'architecture' and 'num_classes'"):
         load_run(tmp_path)
+
+
+
+def test_an_accelerated_model_is_exported_by_its_plan(accelerated_folder: Any, tmp_path: Path) -> None:
+    saved, plan = accelerated_folder(tmp_path)
+    result = export(saved, tmp_path / "vit.pt2", size=(64, 64), batch=2, plan=plan)
+    assert result.verification.equal == result.verification.images
+    assert "times as fast" in str(result)
+    program = torch.export.load(tmp_path / "vit.pt2")
+    called = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    assert called.count(torch.ops.dgt.clustered_attention.default) == 2
+    images = torch.randn(2, 3, 64, 64)
+    network = load_run(saved).network
+    with torch.no_grad():
+        dgt.apply_plan(network, plan)
+        torch.testing.assert_close(program.module()(images), network(images), rtol=0, atol=1e-5)
+
+
+def test_mistakes_with_a_plan_are_one_sentence(
+    accelerated_folder: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved, plan = accelerated_folder(tmp_path)
+    size = ("--size", 64, 64)
+    file = tmp_path / "vit.onnx"
+    program = tmp_path / "vit.pt2"
+    none = tmp_path / "none.json"
+    broken = tmp_path / "broken.json"
+    broken.write_text("{}")
+    (tmp_path / "dense").mkdir()
+    _, dense = accelerated_folder(tmp_path / "dense", choice="exact")
+    (tmp_path / "other").mkdir()
+    _, other = accelerated_folder(tmp_path / "other", name="blocks.7.attn")
+    for words, *arguments in (
+        ("--plan goes with a file, .onnx or .pt2", tmp_path / "folder", "--plan", plan),
+        ("--plan goes with --size H W", program, "--plan", plan),
+        ("cannot be expressed in standard ONNX operators", file, "--plan", plan, *size),
+        ("does not exist", program, "--plan", none, *size),
+        ("is not a plan of this version", program, "--plan", broken, *size),
+        ("has no layer in groups: export the model without", program, "--plan", dense, *size),
+        ("has no 'blocks.7.attn'", program, "--plan", other, *size),
+        ("takes images of 64 x 64 pixels alone", program, "--plan", plan, "--size", 96, 96),
+    ):
+        assert words in fails(capsys, saved, *arguments)
+    assert not file.exists()
+    assert not program.exists()

@@ -122,13 +122,13 @@ def test_tokens_that_are_used_as_images_stay_images() -> None:
 
 
 def test_sizes_that_cannot_be(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="--batch goes with --size"):
+    with pytest.raises(UserError, match="--batch needs --size"):
         export(run, tmp_path / "model.onnx", batch=2)
-    with pytest.raises(UserError, match="a folder for timm takes any"):
+    with pytest.raises(UserError, match="a folder for timm works with any"):
         export(run, tmp_path / "model", size=(64, 64))
     monkeypatch.setattr(files, "source_of_run", lambda *_: Source(nn.Identity(), size=64))
-    with pytest.raises(UserError, match=r"takes images of 64 x 64 pixels alone, got 96 x 64"):
+    with pytest.raises(UserError, match=r"takes only images of 64 x 64 pixels, got 96 x 64"):
         export(run, tmp_path / "model.onnx", size=(96, 64))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "openvino" else name)
-    with pytest.raises(UserError, match=r"OpenVINO needs openvino, not installed here: pip install '.*\[openvino\]'"):
+    with pytest.raises(UserError, match=r"needs openvino, which is not installed: pip install '.*\[openvino\]'"):
         open_openvino(b"")

@@ -142,5 +142,5 @@ def test_it_cannot_be_trained(trained) -> None:
 def test_what_has_no_such_form() -> None:
     with pytest.raises(TypeError, match="model must be a module, got str"):
         optimize_for_inference("dgt_tiny")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="must contain parts of a DGT, got a Linear without any"):
+    with pytest.raises(ValueError, match="must contain DGT modules, got a Linear without any"):
         optimize_for_inference(nn.Linear(3, 3))

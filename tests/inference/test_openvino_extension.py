@@ -114,7 +114,7 @@ class OtherGroups(nn.Module):
 
 
 def test_a_model_without_dg_attention_is_refused() -> None:
-    with pytest.raises(UserError, match="a OtherGroups has no attention that the OpenVINO extension could do"):
+    with pytest.raises(UserError, match="a OtherGroups has no attention supported by the OpenVINO extension"):
         encode_onnx(Source(OtherGroups().eval(), extended=True, fixed=(1, 6, 8)))
 
 
@@ -166,7 +166,7 @@ def test_a_library_that_cannot_be_used_is_told(
     extension: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = openvino.Core()
-    with pytest.raises(UserError, match=r"there is no OpenVINO extension .*missing\.so; dgt\.export\.openvino_ext"):
+    with pytest.raises(UserError, match=r"OpenVINO extension .*missing\.so does not exist; dgt\.export\.openvino_ext"):
         add_openvino_extension(core, tmp_path / "missing.so")
     _, version, *rest = extension.name.split("-", 2)
     other = tmp_path / f"dgt_openvino-2024.0.1-{'-'.join(rest)}"
@@ -175,7 +175,7 @@ def test_a_library_that_cannot_be_used_is_told(
         add_openvino_extension(core, other)
     another = tmp_path / extension.name.replace(openvino_extension._level(), "x86-64-v9")
     shutil.copy(extension, another)
-    with pytest.raises(UserError, match="is for processors with x86-64-v9, which this one lacks"):
+    with pytest.raises(UserError, match="needs a processor with x86-64-v9, which this one lacks"):
         add_openvino_extension(core, another)
     broken = tmp_path / "broken.so"
     broken.write_text("no library")
@@ -187,7 +187,7 @@ def test_why_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(UserError, match=r"needs a C\+\+ compiler, and there is none: install g\+\+"):
+    with pytest.raises(UserError, match=r"needs a C\+\+ compiler, and none was found: install g\+\+"):
         openvino_extension_path()
     monkeypatch.setenv("CXX", "/nowhere/c++")
     with pytest.raises(UserError, match=r"compiler '/nowhere/c\+\+' cannot be run: No such file"):
@@ -200,13 +200,13 @@ def test_why_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(UserError, match=r"has no C\+\+ headers or libraries for its extension: install the wheel"):
         openvino_extension_path()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "openvino" else name)
-    with pytest.raises(UserError, match=r"the OpenVINO extension needs openvino, not installed here: pip install"):
+    with pytest.raises(UserError, match=r"the OpenVINO extension needs openvino, which is not installed: pip install"):
         openvino_extension_path()
 
 
 def test_only_onnx_files_take_it(run: Path, tmp_path: Path) -> None:
     for name in ("model.pt2", "model"):
-        with pytest.raises(UserError, match=r"--openvino-extension goes with a file that ends in \.onnx"):
+        with pytest.raises(UserError, match=r"--openvino-extension needs a file that ends in \.onnx"):
             export(run, tmp_path / name, openvino_extension=True)
 
 
@@ -259,7 +259,7 @@ def test_pretrained_attention_in_groups_is_one_operator(normed: bool, settings: 
 
 
 def test_standard_operators_do_not_have_it() -> None:
-    with pytest.raises(UserError, match=r"in groups found in the image has no standard ONNX operators: write it for"):
+    with pytest.raises(UserError, match=r"cannot be expressed in standard ONNX operators: export it for"):
         encode_onnx(Source(make_vit(False, PRETRAINED["residual"]), fixed=(1, 128, 128)))
 
 
@@ -277,5 +277,17 @@ class Padded(nn.Module):
 
 
 def test_padding_in_pretrained_attention_is_refused() -> None:
-    with pytest.raises(UserError, match="clustered attention with a mask of padding cannot be written"):
+    with pytest.raises(UserError, match="clustered attention with a padding mask cannot be exported"):
         encode_onnx(Source(Padded().eval(), extended=True, fixed=(1, 6, 8)))
+
+
+def test_a_plan_from_the_command_is_one_operator_a_layer(
+    accelerated_folder: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved, plan = accelerated_folder(tmp_path)
+    file = tmp_path / "vit.onnx"
+    options = ["--openvino-extension", "--plan", str(plan), "--size", "64", "64"]
+    assert main(["export", str(saved), str(file), *options]) == 0
+    assert "OpenVINO takes" in capsys.readouterr().out
+    operators = Counter(node.op_type for node in onnx.load(file).graph.node if node.domain == "dgt")
+    assert operators == {"DGClusteredAttention": 2}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from dgt.layers import ConvStem, InvertedResidualFFN, convolution
+from dgt.layers import ConvStem, InvertedResidualFFN, batch_norm, convolution, native
 from dgt.layers.convolution import PixelConv2d, TokenLinear
 
 
@@ -22,7 +22,7 @@ def results(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return [output.detach(), x.grad, *(p.grad for p in module.parameters()), *module.buffers()]
 
 
-def plainly(x, act, norm, then=convolution.unchanged, *rest):
+def plainly(x, act, norm, then=batch_norm.unchanged, *rest):
     """What :func:`activate_and_norm` computes."""
     return then(norm(act(x)), *rest)
 
@@ -33,6 +33,7 @@ def plainly(x, act, norm, then=convolution.unchanged, *rest):
 def test_training_is_the_same_bit_for_bit(build, shape, monkeypatch) -> None:
     torch.manual_seed(0)
     module, x = build(), torch.randn(shape)
+    monkeypatch.setattr(native, "reason_against_native", lambda: "not wanted")
     economical = results(module, x)
     monkeypatch.setattr(convolution, "activate_and_norm", plainly)
     for same, plain in zip(economical, results(module, x), strict=True):
@@ -86,8 +87,9 @@ def test_checkpointing_around_it_gives_the_same() -> None:
     assert torch.equal(plain, recomputed)
 
 
-def test_no_input_of_the_expanded_width_is_kept() -> None:
-    """Of a convolution or a normalisation: only those of the activations are."""
+def test_no_input_of_the_expanded_width_is_kept(monkeypatch) -> None:
+    """Of a convolution or a normalisation of PyTorch's: only those of the activations are."""
+    monkeypatch.setattr(native, "reason_against_native", lambda: "not wanted")
     nodes = [InvertedResidualFFN(6).train()(torch.randn(2, 4, 5, 6, requires_grad=True)).grad_fn]
     for node in nodes:  # grows as it goes
         nodes += [following for following, _ in node.next_functions if following is not None]

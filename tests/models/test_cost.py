@@ -105,7 +105,7 @@ def test_a_model_that_is_built_for_one_size_is_built_for_the_one_given() -> None
 )
 def test_a_size_that_a_model_refuses_is_told_in_a_sentence(name: str, size: tuple[int, int], reason: str) -> None:
     """Whatever kind of error the model raises."""
-    with pytest.raises(UserError, match=rf"model must take images of {size[0]} x {size[1]} pixels: .*{reason}"):
+    with pytest.raises(UserError, match=rf"model must accept images of {size[0]} x {size[1]} pixels: .*{reason}"):
         dgt.cost(name, size)
 
 

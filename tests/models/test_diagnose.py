@@ -145,5 +145,5 @@ def test_mistakes(small: Callable[..., dgt.DynamicGroupTransformer]) -> None:
         dgt.diagnose(model, torch.randn(1, 3, 16, 16))
     assert not any(module._forward_pre_hooks for module in model.modules())
     tokens, ids = torch.randn(1, 1, 6, 4), torch.zeros(1, 1, 6, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"grid must hold the 6 tokens, got \(2, 2\)"):
+    with pytest.raises(ValueError, match=r"grid must have 6 cells, one per token, got \(2, 2\)"):
         dgt.ops.attention_mass.attention_mass_of_choices(tokens, tokens, ids, ids[:, :, None, :2], grid=(2, 2))

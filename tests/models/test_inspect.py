@@ -81,7 +81,7 @@ def test_records_of_a_model_whose_attention_was_replaced(name) -> None:
 
 def test_tokens_without_a_grid_have_no_record() -> None:
     layer = nn.Sequential(dgt.DGAttention(dim=8, num_heads=2, num_groups=3, top_k=2))
-    with pytest.raises(ValueError, match=r"the tokens of layer '0' must lie on a grid, got \(1, 6, 8\)"):
+    with pytest.raises(ValueError, match=r"the tokens of layer '0' must form a grid, got \(1, 6, 8\)"):
         dgt.group_records(layer, torch.randn(1, 6, 8))
 
 

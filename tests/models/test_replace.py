@@ -205,7 +205,7 @@ class Mixed(nn.Module):
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        (nn.MultiheadAttention(16, 2), r"only attention that can be swapped .*MultiheadAttention at 'second'"),
+        (nn.MultiheadAttention(16, 2), r"only attention that can be replaced .*MultiheadAttention at 'second'"),
         (timm.models.beit.Attention(16, 2), r"timm's vision_transformer.Attention.*beit\.Attention at 'second'"),
         (
             timm.models.vision_transformer.Attention(16, 2, attn_drop=0.1),

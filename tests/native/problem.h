@@ -227,6 +227,10 @@ inline int in_threads(int64_t begin, int64_t end, int64_t, dgt_body body, void* 
     return 0;
 }
 
+inline dgt_tokens contiguous_tokens(Floats& data, int64_t heads, int64_t tokens, int64_t channels) {
+    return {data.data(), heads * tokens * channels, tokens * channels, channels};
+}
+
 inline dgt_problem problem_of(Data& data) {
     const Case& c = data.size;
     dgt_problem problem{};
@@ -265,9 +269,9 @@ inline dgt_problem problem_of(Data& data) {
     problem.group_counts = data.group_counts.data();
     problem.grad_output = data.grad_output.tokens();
     problem.grad_logsumexp = data.grad_logsumexp.data();
-    problem.grad_query = data.grad_query.data();
-    problem.grad_key = data.grad_key.data();
-    problem.grad_value = data.grad_value.data();
+    problem.grad_query = contiguous_tokens(data.grad_query, c.heads, c.queries, c.channels);
+    problem.grad_key = contiguous_tokens(data.grad_key, c.heads, c.keys, c.channels);
+    problem.grad_value = contiguous_tokens(data.grad_value, c.heads, c.keys, c.channels);
     problem.grad_key_bias = c.biased ? data.grad_key_bias.data() : nullptr;
 
     problem.threads = c.threads;

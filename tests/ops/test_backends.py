@@ -83,7 +83,7 @@ def test_eager_is_an_old_name_of_torch(draw, monkeypatch, recwarn) -> None:
     assert layer.backend == "torch"
     (warning,) = recwarn
     assert issubclass(warning.category, FutureWarning)
-    assert 'backend="eager" is called "torch" now' in str(warning.message)
+    assert 'backend="eager" was renamed to "torch"' in str(warning.message)
 
 
 def test_without_the_native_kernel_auto_is_torch_and_its_name_an_error_with_the_reason(draw, monkeypatch) -> None:
@@ -177,5 +177,5 @@ def test_nan_is_an_error_of_its_own_class(backend, name, draw) -> None:
     query, key, value, centroids = draw(1, 2, 20, 4, 3)
     given = {"query": query, "key": key, "value": value}
     given[name][0, 1, 7, 2] = torch.nan
-    with pytest.raises(NonFiniteInput, match=f"{name} must be free of NaN"):
+    with pytest.raises(NonFiniteInput, match=f"{name} must not contain NaN"):
         dgt.dynamic_group_attention(**given, centroids=centroids, top_k=4, backend=backend)

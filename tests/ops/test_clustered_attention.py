@@ -87,9 +87,11 @@ def test_residual_keys_of_given_clusters_equal_the_definition(
     scale = rng.choice((0.1, channels**-0.5, 1.0, -0.4))
     choice = Choice(found.group_ids, found.key_ids, clusters)
 
+    remainder = dgt.ResidualKeys(count, clusters)
+
     def run(*qkv: Tensor) -> Tensor:
         output: Tensor = dgt.dynamic_group_attention(
-            *qkv, centroids, top_k, scale, remainder=count, key_cluster_ids=clusters, backend=fast
+            *qkv, centroids, top_k, scale, remainder=remainder, backend=fast
         ).output
         return output
 

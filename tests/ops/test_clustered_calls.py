@@ -25,7 +25,7 @@ BAD = [
     (
         {"num_groups": 10},
         ValueError,
-        "num_groups must be at most the 9 queries behind the prefix, got 10",
+        "num_groups must be at most the 9 queries after the prefix, got 10",
     ),
     ({"num_groups": 2.0}, TypeError, "num_groups must be an int of at least 1, got 2.0"),
     ({"top_k": 0}, ValueError, "top_k must be at least 1, got 0"),
@@ -33,7 +33,7 @@ BAD = [
     (
         {"num_residual_keys": 10},
         ValueError,
-        "num_residual_keys must be at most the 9 keys behind the prefix, got 10",
+        "num_residual_keys must be at most the 9 keys after the prefix, got 10",
     ),
     (
         {"num_residual_keys": True},
@@ -52,8 +52,8 @@ BAD = [
         r"key_mask must be a bool \(B, L\) = \(1, 10\)",
     ),
     ({"key": torch.randn(1, 2, 10, 5)}, ValueError, "key must have shape .* to match query"),
-    ({"query": torch.full((1, 2, 10, 4), torch.nan)}, ValueError, "query must be free of NaN"),
-    ({"key": torch.full((1, 2, 10, 4), torch.nan)}, ValueError, "key must be free of NaN"),
+    ({"query": torch.full((1, 2, 10, 4), torch.nan)}, ValueError, "query must not contain NaN"),
+    ({"key": torch.full((1, 2, 10, 4), torch.nan)}, ValueError, "key must not contain NaN"),
     ({"scale": torch.inf}, ValueError, "scale must be finite"),
     ({"backend": "fast"}, ValueError, "backend must be one of"),
 ]
@@ -67,6 +67,9 @@ def test_bad_input(change, error, message) -> None:
         dgt.clustered_attention(**{**good, **sizes, **change})
 
 
+IDS = torch.zeros(1, 2, 10, dtype=torch.int64)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -74,32 +77,63 @@ def test_bad_input(change, error, message) -> None:
         (
             {"remainder": 11},
             ValueError,
-            "remainder must be at most the 10 keys behind the prefix, got 11",
+            "remainder must be at most the 10 keys after the prefix, got 11",
         ),
         ({"remainder": 2.0}, TypeError, "remainder must be an int of at least 0, got 2.0"),
-        ({"remainder": 0}, ValueError, "key_cluster_ids must be None where remainder is 0"),
         (
-            {"key_cluster_ids": torch.full((1, 2, 10), 2)},
+            {"remainder": dgt.ResidualKeys(0, IDS)},
             ValueError,
-            "key_cluster_ids must lie in -1 to 1, got 2",
+            "remainder.cluster_ids must be None where remainder.num_keys is 0",
         ),
         (
-            {"key_cluster_ids": torch.zeros(1, 2, 10)},
+            {"remainder": dgt.ResidualKeys(11)},
+            ValueError,
+            "remainder.num_keys must be at most the 10 keys after the prefix, got 11",
+        ),
+        (
+            {"remainder": dgt.ResidualKeys(2, IDS + 2)},
+            ValueError,
+            "remainder.cluster_ids must lie in -1 to 1, got 2",
+        ),
+        (
+            {"remainder": dgt.ResidualKeys(2, IDS.float())},
             TypeError,
-            "key_cluster_ids must be a .* int64 tensor",
+            "remainder.cluster_ids must be a .* int64 tensor",
         ),
         (
-            {"key_cluster_ids": torch.zeros(1, 2, 9).long()},
+            {"remainder": dgt.ResidualKeys(2, IDS[:, :, :9])},
             ValueError,
-            "key_cluster_ids must have shape",
+            "remainder.cluster_ids must have shape",
         ),
     ],
 )
 def test_bad_clusters(change, error, message, draw) -> None:
     query, key, value, centroids = draw(1, 2, 10, 4, 3)
-    good = {"remainder": 2, "key_cluster_ids": torch.zeros(1, 2, 10, dtype=torch.int64)}
     with pytest.raises(error, match=message):
-        dgt.dynamic_group_attention(query, key, value, centroids, 3, **{**good, **change})
+        dgt.dynamic_group_attention(query, key, value, centroids, 3, **change)
+
+
+@pytest.mark.parametrize(
+    ("attention", "sizes", "takes"),
+    [
+        (
+            dgt.dynamic_group_attention,
+            {"centroids": torch.ones(2, 3, 4), "top_k": 2},
+            "query, key, value, centroids, top_k, scale, key_mask, backend, num_prefix_tokens, remainder",
+        ),
+        (
+            dgt.clustered_attention,
+            {"num_groups": 3, "top_k": 2},
+            "query, key, value, num_groups, top_k, num_residual_keys, num_prefix_tokens, backend, "
+            "scale, key_mask, share_key_clusters",
+        ),
+    ],
+)
+def test_an_unknown_argument_is_refused_with_all_that_are_known(attention, sizes, takes) -> None:
+    tokens = torch.ones(1, 2, 10, 4)
+    expected = f"{attention.__name__} takes no argument 'prefix'; it takes {takes}"
+    with pytest.raises(TypeError, match=f"^{expected}$"):
+        attention(tokens, tokens, tokens, **sizes, prefix=1)
 
 
 @pytest.mark.parametrize("prefix", [0, 3])
@@ -112,7 +146,7 @@ def test_a_remainder_of_several_keys_finds_its_clusters(prefix, backend, draw, c
     sizes = {"key_mask": mask, "num_prefix_tokens": prefix, "remainder": 6, "backend": backend}
     own = dgt.dynamic_group_attention(query, key, value, centroids, 8, **sizes)
     given = dgt.dynamic_group_attention(
-        query, key, value, centroids, 8, **sizes, key_cluster_ids=clusters
+        query, key, value, centroids, 8, **{**sizes, "remainder": dgt.ResidualKeys(6, clusters)}
     )
     close(own.output, given.output)  # the prefix is selected, whatever its cluster
 

@@ -115,7 +115,7 @@ def test_a_group_without_keys_yields_zero(operands: dict[str, torch.Tensor]) -> 
         ({"right": torch.zeros(2, 2, 13, 7, dtype=torch.float64)}, ValueError, "right must have shape"),
         ({"group_ids": torch.zeros(2, 2, 9, dtype=torch.int64)}, ValueError, "group_ids must have shape"),
         ({"key_ids": torch.zeros(2, 3, 4, 5, dtype=torch.int64)}, ValueError, "key_ids must have shape"),
-        ({"tokens": 13}, ValueError, "tokens must be left out for form 1"),
+        ({"tokens": 13}, ValueError, "tokens must be None for form 1"),
         ({"form": 3}, TypeError, "tokens must be an int"),
         ({"backend": "reference"}, ValueError, "backend must be one of auto, torch, triton"),
         ({"backend": "fast"}, ValueError, "backend must be one of"),

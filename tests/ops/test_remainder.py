@@ -214,9 +214,9 @@ GOOD = {
     ("change", "message"),
     [
         ({"num_prefix_tokens": -1}, "num_prefix_tokens must be at least 0, got -1"),
-        ({"num_prefix_tokens": 10}, "num_prefix_tokens must be 0 or fewer than the tokens.* got 10 with 10 queries"),
-        ({"num_prefix_tokens": 1, "query": torch.randn(2, 4, 9, 4)}, "as many queries as keys, got 1 with 9 queries"),
-        ({"key": torch.randn(2, 3, 10, 4), "value": torch.randn(2, 3, 10, 4)}, "heads that divide query's 4, got 3"),
+        ({"num_prefix_tokens": 10}, "num_prefix_tokens must be 0, or fewer .* got 10 with 10 queries"),
+        ({"num_prefix_tokens": 1, "query": torch.randn(2, 4, 9, 4)}, "tokens if L = S, got 1 with 9 queries"),
+        ({"key": torch.randn(2, 3, 10, 4), "value": torch.randn(2, 3, 10, 4)}, "heads must divide query's 4, got 3"),
         ({"centroids": torch.randn(1, 4, 5, 4)}, r"centroids must have shape .*\(2, 4, 5, 4\) to match query"),
         ({"centroids": torch.randn(2, 4, 5, 4), "key_mask": torch.ones(2, 10).bool()}, "key_mask must be None where"),
     ],

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -17,7 +18,7 @@ from dgt.tasks import TASKS
 from dgt.utils.errors import UserError
 from studies import fixed_weights
 from studies import replacement as replacing
-from studies.fixed_weights import compare, markdown
+from studies.fixed_weights import ahead, compare, markdown, shares_right
 from studies.key_choice import key_choice, swapped
 from studies.key_selectors import SELECTORS, Operands, attend_by
 from studies.replacement import replacement
@@ -65,14 +66,26 @@ def test_a_stopped_experiment_goes_on_with_the_k_that_is_missing(
         assert row["divergence"] < 1e-6
         assert row["error"] < 1e-5
     assert max(row["error"] for row in content["rows"][8:]) > 1e-3
+    assert all(set(right) <= set("01") and len(right) == 2 for row in content["rows"] for right in row["right"])
+    assert [row["right"] for row in content["rows"][:8]] == [content["right"]] * 8
     monkeypatch.setattr(fixed_weights, "measure", None)
     key_choice([*words, "--top_k=8"], 1, tmp_path)
     assert read(tmp_path) == content
     text = (tmp_path / "key_choice.md").read_text(encoding="utf-8")
     assert text == markdown(content)
-    assert text.count("| groups, remainder |") == 4
+    assert text.count("| groups, remainder |") == 5
+    assert "| groups | +0.0 ± 0.0 |" in text
     with pytest.raises(UserError, match="has other settings"):
         key_choice([*words[:2], "--images=1"], 1, tmp_path)
+
+
+def test_right_images_are_compared_in_pairs() -> None:
+    """By hand: two draws of one, one of the other; the differences of four images are 1, 0.5, 0, and -1."""
+    mean, half = ahead({"right": ["1110", "1010"]}, {"right": ["0011"]})
+    assert shares_right(["1110", "1010"]) == [1, 0.5, 1, 0]
+    assert mean == pytest.approx((1 + 0.5 + 0 - 1) / 4)
+    deviation = np.std([1, 0.5, 0, -1], ddof=1)
+    assert half == pytest.approx(3.182446 * deviation / 2, rel=2e-3)  # t to two decimals
 
 
 def test_swapped_layers_do_as_the_layers_themselves_and_are_put_back() -> None:

@@ -95,8 +95,8 @@ def test_predictions_are_drawn_and_listed(finished: Result, tmp_path: Path) -> N
     files = [tmp_path / name for name in ("red.png", "broken.jpg", "thin.png")]
     red, broken, thin = predict_files(run, files, tmp_path / "out")
     assert "broken.jpg' cannot be read as an image" in broken["error"]
-    assert "thin.png': images must have a pixel left" in thin["error"]
-    with pytest.raises(ValueError, match=r"images must have different names, .* got 'red' twice"):
+    assert "thin.png': images must keep at least one pixel" in thin["error"]
+    with pytest.raises(ValueError, match=r"images must have different file names, .* got 'red' twice"):
         predict_files(run, [tmp_path / "red.png", tmp_path / "red.jpg"], tmp_path / "out")
     scores = [found["score"] for found in red["objects"]]
     assert scores == sorted(scores, reverse=True)
@@ -115,7 +115,7 @@ def test_what_is_drawn_is_told_in_lines() -> None:
     objects = [{"category": name, "score": score, "box": box} for name, score in (("cat", 0.9), ("dog", 0.3))]
     assert prediction_lines({"objects": objects, "files": ["a.png"]}) == [
         "   90.00 %  cat  (x 3 to 21, y 4 to 31)",
-        "  1 objects of at least 50 %, 1 below, which are not drawn",
+        "  1 objects with a score of at least 50 %; 1 below that are not drawn",
         "  a.png",
     ]
     assert prediction_lines({"classes": [("sky", 0.25)], "files": []}) == ["   25.00 %  sky"]
@@ -148,10 +148,10 @@ def test_coco_files_train_any_backbone(tmp_path: Path) -> None:
     [
         (
             ModelSettings("dgt_nano", head={"fpn": 3}),
-            "model.head must hold keys among max_size, fpn_channels, .*, got fpn",
+            "model.head must only have keys among max_size, fpn_channels, .*, got fpn",
         ),
         (ModelSettings("dgt_nano", head={"options": {"nms": 3}}), "model.head of the recipe: options must be keyword"),
-        (ModelSettings("dgt_huge"), "backbone must be a model that timm knows"),
+        (ModelSettings("dgt_huge"), "backbone must be a registered timm model"),
         (ModelSettings("vit_tiny_patch16_224"), "strides"),
     ],
 )

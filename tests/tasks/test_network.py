@@ -31,7 +31,7 @@ def test_a_size_that_the_recipe_gives_itself_stays() -> None:
 
 def test_an_unknown_model_is_told_with_near_names() -> None:
     with pytest.raises(
-        ValueError, match=r"model\.name must be a model that timm knows, got 'resnet5O'; did you mean resnet50"
+        ValueError, match=r"model\.name must be a registered timm model, got 'resnet5O'; did you mean resnet50"
     ):
         build_classifier(ModelSettings("resnet5O"), 10, 64)
 

@@ -70,7 +70,7 @@ def test_evaluate_prints_its_measures(run: Path, capsys: pytest.CaptureFixture[s
     assert main(["evaluate", str(run), "--data.test.scales=[]"]) == 2
     assert "test.scales must be at least one number above 0" in capsys.readouterr().err
     assert main(["visualize", str(run), "image.png", "--out", "figure.png"]) == 2
-    assert "only classifiers are looked into" in capsys.readouterr().err
+    assert "only classifiers can be inspected" in capsys.readouterr().err
 
 
 def test_help_tells_the_keys_of_the_recipes_task(capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,7 +88,7 @@ def test_predict_writes_numbers_and_colours(run: Path, tmp_path: Path, capsys: p
     printed = capsys.readouterr()
     first, broken, missing = json.loads(printed.out)
     assert "cannot be read as an image" in broken["error"]
-    assert "there is no image file" in missing["error"]
+    assert "does not exist" in missing["error"]
     with Image.open(tmp_path / "out" / "noise_labels.png") as opened:
         labels = np.asarray(opened)
     assert labels.shape == (57, 90)
@@ -110,7 +110,7 @@ def test_a_classifier_can_be_the_start(tmp_path: Path) -> None:
     shared = [name for name, _ in first.named_parameters() if name in weights]
     assert len(shared) > 100
     assert all(torch.allclose(weights[name], dict(first.named_parameters())[name], atol=1e-6) for name in shared)
-    with pytest.raises(ValueError, match=r"model.init_from: .* holds the weights of another model"):
+    with pytest.raises(ValueError, match=r"model.init_from: .* contains the weights of a model other than"):
         fit(load_recipe("scenes_segment", [*SMALL, init, "--model.name=test_resnet", f"--out={tmp_path / 'no'}"]))
 
 
@@ -138,7 +138,7 @@ def test_wrong_label_maps_stop_a_run_with_their_name(tmp_path: Path, capsys: pyt
     assert main([*command, "--data.train_size=4", f"--out={tmp_path / 'run'}"]) == 2
     told = capsys.readouterr().err.strip()
     assert told.startswith("dgt: error: ")
-    assert "label 9 is that of none of the 2 classes" in told
+    assert "label 9 is not one of the 2 classes" in told
     assert "\n" not in told
 
 
@@ -151,7 +151,7 @@ def test_a_validation_without_a_labelled_pixel_is_told(
     names = ",".join(load_run(run).class_names)
     place = [f"--data.root={tmp_path}", "--data.dataset=auto", f"--data.classes=[{names}]", "--data.val_size=1"]
     assert main(["evaluate", str(run), *place]) == 2
-    assert "the validation's label maps hold no labelled pixel" in capsys.readouterr().err
+    assert "label maps of the validation set have no labeled pixels" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

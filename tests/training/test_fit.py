@@ -95,7 +95,7 @@ def test_the_same_recipe_gives_the_same_model(finished: Result, tmp_path: Path) 
 
 
 def test_a_run_is_never_overwritten(finished: Result) -> None:
-    with pytest.raises(FileExistsError, match="holds a run already: give another folder with --out"):
+    with pytest.raises(FileExistsError, match="already contains a run: choose another folder with --out"):
         fit(load_recipe("scenes", [*SMALL, f"--out={finished.folder}"]))
 
 
@@ -116,7 +116,7 @@ def test_first_weights_come_from_another_run(finished: Result, tmp_path: Path) -
 
 def test_data_without_a_place_is_told() -> None:
     with pytest.raises(
-        ValueError, match=r"recipe 'cifar10' needs images: give --data\.root, a folder with train/CLASS/"
+        ValueError, match=r"recipe 'cifar10' needs images: give --data\.root, a folder with images in train/CLASS/"
     ):
         fit(load_recipe("cifar10"))
 
@@ -175,7 +175,7 @@ def test_unreadable_images_are_listed_and_the_folder_serves_again(tmp_path: Path
 
 def test_a_folder_of_other_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years")
-    with pytest.raises(FileExistsError, match="holds files that are not a run's: give another folder with --out"):
+    with pytest.raises(FileExistsError, match="files that do not belong to a run: choose another folder"):
         fit(load_recipe("scenes", [*SMALL, f"--out={tmp_path}"]))
 
 
@@ -186,7 +186,7 @@ def test_data_of_other_classes_is_told(finished: Result, tmp_path: Path) -> None
             Image.new("RGB", (40, 40)).save(tmp_path / split / name / "0.png")
     other = ["--data.dataset=auto", f"--data.root={tmp_path}", "--data.val_size=null", "--data.train_size=null"]
     with pytest.raises(
-        ValueError, match=r"the data has other classes than the model: 2 \(cat, dog\) in the data, 8 \("
+        ValueError, match=r"the classes of the data and of the model differ: 2 \(cat, dog\) in the data, 8 \("
     ):
         evaluate(finished.folder, other)
 
@@ -203,7 +203,7 @@ def test_predictions_are_sorted_and_sum_to_one(finished: Result, tmp_path: Path)
     assert {name for name, _ in found[0].classes} == set(load_run(finished.folder).class_names)
     assert found[1].classes == []
     assert "broken.jpg' cannot be read as an image" in str(found[1].error)
-    assert "there is no image file" in str(found[2].error)
+    assert "does not exist" in str(found[2].error)
     assert read_image(load_run(finished.folder), tmp_path / "red.png")[0].shape == (1, 3, 32, 32)
     with pytest.raises(ValueError, match="top_k must be at least 1, got 0"):
         predict(finished.folder, [], top_k=0)
@@ -234,7 +234,7 @@ def test_a_loss_that_is_no_number_stops_the_training_with_advice(
 
     monkeypatch.setattr(Training, "backward", spoil)
     keys = [*SMALL, "--trainer.max_skipped=null", f"--out={tmp_path / 'run'}"]
-    with pytest.raises(FloatingPointError, match=r"the training loss became nan in epoch 1: lower optimizer\.lr"):
+    with pytest.raises(FloatingPointError, match=r"the loss became nan in epoch 1; lower optimizer\.lr"):
         fit(load_recipe("scenes", keys))
 
 
@@ -251,7 +251,7 @@ def test_pictures_are_drawn_when_asked_for_and_cost_no_more_than_a_warning(
     few = ["--schedule.epochs=4", "--data.train_size=16", "--data.val_size=8", "--trainer.pictures_every=3"]
     fit(load_recipe("scenes", [*SMALL, *few, f"--out={tmp_path / 'run'}"]), draw=draw)
     assert given == [4, 4, 4]
-    assert capsys.readouterr().err.count("no images were drawn: RuntimeError('no ink')") == 3
+    assert capsys.readouterr().err.count("the validation images were not drawn: RuntimeError('no ink')") == 3
 
 
 def test_each_epoch_gives_one_line(finished: Result) -> None:

@@ -90,7 +90,7 @@ def test_curves_that_cannot_be_written_are_told(
             report.write_row({"step": 1, "loss": 2.0})
             report.write_row({"step": 2, "loss": 2.0})
         told = capsys.readouterr().err
-        assert told.count("events could not be written, training goes on: [Errno 28]") == 1
+        assert told.count("events could not be written, training continues: [Errno 28]") == 1
         report.write_image("image", np.zeros((4, 4, 3), np.uint8))
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [(each.step, each.value) for each in events.Scalars("loss")] == [(0, 3.0)]
@@ -128,7 +128,7 @@ def test_a_log_that_cannot_be_written_costs_a_warning(tmp_path: Path, capsys: py
         LOGGER.info("epoch 1")
     printed = capsys.readouterr()
     assert printed.out == "epoch 1\n"
-    assert printed.err.count("the log could not be written, training goes on") == 1
+    assert printed.err.count("the log could not be written, training continues") == 1
 
 
 def test_a_training_outlives_its_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace(
     assert json.loads((tmp_path / "run" / "results.json").read_text())["skipped_steps"] == 1
     kind = "gradient, or a running statistic," if gradient else "loss"
     assert (
-        f"step {step + 1} (epoch 1, batch {step + 1}) was skipped, its {kind} is not finite" in capsys.readouterr().err
+        f"step {step + 1} (epoch 1, batch {step + 1}) was skipped: its {kind} is not finite" in capsys.readouterr().err
     )
 
 
@@ -113,7 +113,7 @@ def test_too_many_in_a_row_stop_the_training_and_name_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: tuple[int, ...], most: int
 ) -> None:
     spoil, last = Spoil(steps, lambda images: images.mul_(1e30)), steps[-1] + 1
-    told = rf"{len(steps)} steps in a row .* up to step {last} \(epoch 1, batch {last}\), .* The first not finite: the "
+    told = rf"{len(steps)} steps in a row .* up to step {last} \(epoch 1, batch {last}\), .* First non-finite: the "
     with pytest.raises(FloatingPointError, match=told + "(output of|buffer) net"):
         train(tmp_path / "run", *FEW, f"--trainer.max_skipped={most}", poke=[spoil], monkeypatch=monkeypatch)
 
@@ -121,7 +121,7 @@ def test_too_many_in_a_row_stop_the_training_and_name_it(
 def test_the_guard_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil = Spoil((1,), None, gradient=True)
     keys = ("--trainer.max_skipped=null", "--optimizer.clip_grad=null")
-    with pytest.raises(FloatingPointError, match="the training diverged, the attention met NaN"):
+    with pytest.raises(FloatingPointError, match="training diverged: NaN in the attention"):
         train(tmp_path / "run", *FEW, *keys, poke=[spoil], monkeypatch=monkeypatch)
 
 

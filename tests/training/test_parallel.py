@@ -180,7 +180,7 @@ def test_a_lost_process_ends_the_training_and_it_goes_on(runs: Path, processes: 
     processes.start(runs, ["killed"], second_dies=True)
     first, second = processes.wait()
     assert first > 0
-    assert "process 0 of 2 lost another one" in said(runs)[0]
+    assert "process 0 of 2 lost another process" in said(runs)[0]
     assert second == -signal.SIGKILL
     assert (runs / "killed" / "checkpoints" / "step-00000004.ckpt").exists()
     processes.start(runs, ["killed"])
@@ -198,7 +198,7 @@ def test_batchnorm_over_all_processes_needs_gpus() -> None:
 
 
 def test_shared_out_weights_have_no_average() -> None:
-    with pytest.raises(ValueError, match=r"ema.decay must be null under trainer.strategy fsdp2"):
+    with pytest.raises(ValueError, match=r"ema.decay must be null with trainer.strategy fsdp2"):
         parse_recipe({"data": {"dataset": "scenes"}, "ema": {"decay": 0.9}, "trainer": {"strategy": "fsdp2"}})
 
 

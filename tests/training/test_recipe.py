@@ -135,7 +135,7 @@ def test_a_recipe_written_out_reads_back_the_same(tmp_path: Path) -> None:
             "model.top_k_schedule must be null with trainer.compile",
         ),
         (["--task", "detect"], "task must stay the recipe's, 'classify', got 'detect': take a recipe of that task"),
-        (["--name", ""], "name must be a text that can name a folder, got ''"),
+        (["--name", ""], "name must be a valid folder name, got ''"),
         (["--seed", "-1"], r"seed must lie in \[0, 4294967295\], got -1"),
         (["--seed", "4294967296"], r"seed must lie in \[0, 4294967295\], got 4294967296"),
         (["--seed"], "recipe: argument --seed: expected one argument"),
@@ -168,7 +168,7 @@ def test_a_mistake_in_the_file_is_one_sentence(values: dict[str, Any], sentence:
         parse_recipe(values)
 
 
-@pytest.mark.parametrize(("text", "sentence"), [("a: [1", "is not valid YAML"), ("- 1", "must be a mapping of keys")])
+@pytest.mark.parametrize(("text", "sentence"), [("a: [1", "valid UTF-8 YAML"), ("- 1", "must be a mapping of keys")])
 def test_a_file_that_is_no_recipe(tmp_path: Path, text: str, sentence: str) -> None:
     (tmp_path / "mine.yaml").write_text(text)
     with pytest.raises(ValueError, match=sentence):
@@ -177,7 +177,7 @@ def test_a_file_that_is_no_recipe(tmp_path: Path, text: str, sentence: str) -> N
 
 def test_a_file_in_another_encoding(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_bytes("name: größer".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"mine\.yaml' is not valid YAML in UTF-8"):
+    with pytest.raises(ValueError, match=r"mine\.yaml' is not valid UTF-8 YAML"):
         load_recipe(tmp_path / "mine.yaml")
 
 
@@ -216,7 +216,7 @@ def test_a_recipe_takes_the_keys_of_its_base_and_changes_some(tmp_path: Path) ->
     [
         ("cifar", FileNotFoundError, "there is no recipe 'cifar': did you mean cifar10"),
         ("none.yaml", FileNotFoundError, "there is no recipe .*none.yaml"),
-        ("mine.yaml", ValueError, "mine.yaml' has itself for a base"),
+        ("mine.yaml", ValueError, "mine.yaml' has itself as a base"),
         ("[1]", FileNotFoundError, "there is no recipe "),
         ("scenes_detect", ValueError, "unknown recipe key 'data.crop_ratio'"),
     ],

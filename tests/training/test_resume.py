@@ -291,7 +291,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     newest, before = step_checkpoints(tmp_path / "run")
     newest.write_bytes(newest.read_bytes()[:-1000])
     assert same(train(tmp_path / "run", monkeypatch=monkeypatch, resume=True), state(whole))
-    assert f"{newest.name} cannot be used, trying the one before: {newest} is cut off" in capsys.readouterr().err
+    assert f"{newest.name} cannot be used, trying the one before: {newest} is truncated" in capsys.readouterr().err
     for path in (newest, before):
         path.write_bytes(b"")
     (tmp_path / "run" / "results.json").unlink()
@@ -306,7 +306,7 @@ def test_resuming_begins_where_nothing_is_and_leaves_alone_what_is_finished(
     stamp = (whole / "results.json").stat().st_mtime_ns
     assert train(whole, monkeypatch=monkeypatch, resume=True).keys() == state(whole).keys()
     assert (whole / "results.json").stat().st_mtime_ns == stamp
-    with pytest.raises(FileExistsError, match="holds a run already"):
+    with pytest.raises(FileExistsError, match="already contains a run"):
         train(whole, monkeypatch=monkeypatch)
 
 
@@ -317,7 +317,7 @@ def test_a_second_training_in_a_folder_is_refused_and_changes_nothing(
     (tmp_path / "run" / "results.json").unlink()
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("[!.]*")}
     at_work(tmp_path / "run")
-    with pytest.raises(FileExistsError, match=f"another process is at work in {tmp_path / 'run'}"):
+    with pytest.raises(FileExistsError, match=f"another process is using {tmp_path / 'run'}"):
         fit(load_recipe("scenes", [*KEYS, f"--out={tmp_path / 'run'}"]), resume=True)
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("[!.]*")}
 
@@ -333,10 +333,10 @@ def test_killed_before_the_recipe_was_written_the_folder_serves_again(tmp_path: 
     [
         (
             "--optimizer.lr=0.5",
-            r"was begun with optimizer\.lr 0\.002, now 0\.5 is asked for: give another folder",
+            r"was started with optimizer\.lr 0\.002, but now optimizer\.lr is 0\.5: choose another folder",
         ),
-        ("--seed=3", "was begun with seed 0, now 3 is asked for"),
-        ("--model.drop_path_rate=0.1", r"was begun with model\.drop_path_rate 0\.3"),
+        ("--seed=3", "was started with seed 0, but now seed is 3"),
+        ("--model.drop_path_rate=0.1", r"was started with model\.drop_path_rate 0\.3"),
     ],
 )
 def test_another_recipe_is_refused(whole: Path, change: str, sentence: str) -> None:
@@ -353,7 +353,7 @@ def test_another_number_of_processes_is_refused(whole: Path) -> None:
     path, stored = latest_checkpoint(whole) or (Path(), {})
     fabric = Fabric(accelerator="cpu", devices=1)
     state = TrainingState(fabric, None, torch.nn.Identity(), None, None, None, 4)
-    with pytest.raises(ValueError, match="was trained by 8 processes, now there are 1"):
+    with pytest.raises(ValueError, match="was trained with 8 processes, now there are 1"):
         state.load(path, {**stored, "world_size": 8})
 
 
@@ -361,7 +361,7 @@ def test_weights_shared_out_stay_so(whole: Path) -> None:
     path, stored = latest_checkpoint(whole) or (Path(), {})
     groups = [{"params": ["head.weight"]}]  # as `fsdp2` keeps them
     state = TrainingState(Fabric(accelerator="cpu", devices=1), None, torch.nn.Identity(), None, None, None, 4)
-    with pytest.raises(ValueError, match=r"step-\d+\.ckpt does not fit this run's strategy: .* must be fsdp2"):
+    with pytest.raises(ValueError, match=r"step-\d+\.ckpt does not match this run's strategy: resume fsdp2"):
         state.load(path, {**stored, "optimizer": {"state": {}, "param_groups": groups}})
 
 
@@ -370,5 +370,5 @@ def test_a_run_of_an_earlier_version_says_what_to_do(whole: Path, tmp_path: Path
     (tmp_path / "run" / "results.json").unlink()
     for path in step_checkpoints(tmp_path / "run"):
         torch.save({"format": 1, "loops": {}, "state_dict": {}}, path)
-    with pytest.raises(ValueError, match=r"all 2 .* damaged or of another version: remove that folder to start over"):
+    with pytest.raises(ValueError, match=r"all 2 .* damaged or from another version: remove that folder to start over"):
         fit(load_recipe("scenes", [*KEYS, f"--out={tmp_path / 'run'}"]), resume=True)

@@ -44,20 +44,20 @@ def test_a_truncated_file(finished: Result, tmp_path: Path, place: str, share: f
     whole = (finished.folder / place).read_bytes()
     cut = tmp_path / Path(place).name
     cut.write_bytes(whole[: int(share * len(whole))])
-    with pytest.raises(ValueError, match=rf"{cut.name} .*cut off or damaged"):
+    with pytest.raises(ValueError, match=rf"{cut.name} .*truncated or damaged"):
         load_run(cut)
 
 
 def test_a_file_that_is_not_ours(tmp_path: Path) -> None:
     torch.save({"state_dict": {}}, tmp_path / "foreign.ckpt")
-    with pytest.raises(ValueError, match="was not written by `dgt train` of this version"):
+    with pytest.raises(ValueError, match="was not written by this version of `dgt train`"):
         load_run(tmp_path / "foreign.ckpt")
     torch.save({"dgt": Path("code")}, tmp_path / "objects.ckpt")
-    with pytest.raises(ValueError, match=r"is cut off or damaged .*, or holds Python objects"):
+    with pytest.raises(ValueError, match=r"is truncated or damaged .*, or contains Python objects"):
         load_run(tmp_path / "objects.ckpt")
     (tmp_path / "config.json").write_text('{"architecture": "resnet18"}')
     safetensors.torch.save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"config\.json was not written by `dgt train`"):
+    with pytest.raises(ValueError, match=r"config\.json was written neither by `dgt train`"):
         load_run(tmp_path)
 
 
@@ -68,7 +68,7 @@ def test_a_record_that_lacks_a_part(finished: Result, tmp_path: Path, lost: str)
         stored.pop("model_ema", None)
     del (stored if lost == "model" else stored["dgt"])[lost]
     torch.save(stored, tmp_path / "partial.ckpt")
-    with pytest.raises(ValueError, match=r"partial\.ckpt is cut off or damaged"):
+    with pytest.raises(ValueError, match=r"partial\.ckpt is truncated or damaged"):
         load_run(tmp_path / "partial.ckpt")
 
 
@@ -91,7 +91,7 @@ def test_weights_of_another_model(finished: Result, tmp_path: Path) -> None:
     stored["dgt"]["recipe"]["model"]["name"] = "test_vit"
     torch.save(stored, tmp_path / "other.ckpt")
     with pytest.raises(
-        ValueError, match=r"other\.ckpt holds the weights of another model than model 'test_vit'.*Missing key"
+        ValueError, match=r"other\.ckpt contains the weights of a model other than model 'test_vit'.*Missing key"
     ):
         load_run(tmp_path / "other.ckpt")
 
@@ -115,7 +115,7 @@ def test_first_weights_skip_a_classifier_of_other_classes_only(finished: Result)
     assert torch.equal(network.get_classifier().weight, head)
     loaded = network.state_dict()
     assert all(torch.equal(loaded[key], source[key]) for key in source if not key.startswith("fc."))
-    with pytest.raises(ValueError, match="holds the weights of another model than the recipe's model"):
+    with pytest.raises(ValueError, match="contains the weights of a model other than the recipe's model"):
         initialize(timm.create_model("test_vit", num_classes=8), finished.folder)
 
 
@@ -123,12 +123,12 @@ def test_a_backbone_starts_from_a_classifier_of_its_architecture(finished: Resul
     source = load_run(finished.folder).network.state_dict()
     network = nn.Module()
     network.backbone = build_backbone("test_resnet")
-    initialize(network, finished.folder)
+    initialize(network, finished.folder, "segment")
     loaded = network.backbone.model.state_dict()
     assert loaded
     assert all(torch.equal(value, source[key]) for key, value in loaded.items())
     network.backbone = build_backbone("resnet10t")
     with pytest.raises(
-        ValueError, match=r"model\.init_from: .* of another model than the recipe's backbone: .* size mismatch"
+        ValueError, match=r"model\.init_from: .* of a model other than the recipe's backbone: .* size mismatch"
     ):
-        initialize(network, finished.folder)
+        initialize(network, finished.folder, "segment")

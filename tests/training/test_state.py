@@ -32,7 +32,7 @@ def test_cut_off_or_changed_in_one_bit(share: float, bit: int | None) -> None:
         offset = int(share * len(whole))
         if bit is None:
             path.write_bytes(whole[:offset])
-            with pytest.raises(ValueError, match=r"step\.ckpt .*cut off or damaged"):
+            with pytest.raises(ValueError, match=r"step\.ckpt .*truncated or damaged"):
                 read_checkpoint(path)
             return
         whole[offset] ^= 1 << bit

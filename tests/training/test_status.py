@@ -76,7 +76,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["status", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step"] == 120
     assert main(["status", str(tmp_path / "nowhere")]) == 2
-    assert "is not the folder of a run" in capsys.readouterr().err
+    assert "is not a run folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ["{", "[1]"])
@@ -87,5 +87,5 @@ def test_a_damaged_status_is_told(tmp_path: Path, content: str) -> None:
 
 
 def test_what_is_not_a_run(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="is not the folder of a run"):
+    with pytest.raises(FileNotFoundError, match="is not a run folder"):
         run_status(tmp_path)

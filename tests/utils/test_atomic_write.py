@@ -60,7 +60,7 @@ def test_a_folder_takes_the_place_of_another(tmp_path: Path) -> None:
 def test_a_second_process_is_kept_out_until_the_first_is_gone(tmp_path: Path, at_work: Callable[[Path], int]) -> None:
     """Killed, the first leaves no lock behind, though a child of it lives on."""
     first = at_work(tmp_path / "run")
-    with pytest.raises(FileExistsError, match=r"another process is at work in .*run"), exclusive_lock(tmp_path / "run"):
+    with pytest.raises(FileExistsError, match=r"another process is using .*run"), exclusive_lock(tmp_path / "run"):
         pass
     os.kill(first, signal.SIGKILL)
     os.waitpid(first, 0)

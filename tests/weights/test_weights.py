@@ -112,7 +112,7 @@ def test_data_that_nobody_described_needs_a_description(run: Path, tmp_path: Pat
         about_data(["auto", "mine"], about)
     assert about_data(["auto", "mine"], about | {"limits": "All."})["data"] == "Mine."
     (tmp_path / "about.yaml").write_text("data: [")
-    with pytest.raises(UserError, match="is not valid YAML"):
+    with pytest.raises(UserError, match="is not valid UTF-8 YAML"):
         make_weights(run, tmp_path / "out", Packing(about=tmp_path / "about.yaml"))
 
 
@@ -129,10 +129,10 @@ def test_the_shipped_weights_are_whole_small_and_good() -> None:
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "README.md", "log.txt"])
 def test_a_changed_file_is_told(copy: Path, name: str) -> None:
     (copy / name).write_bytes((copy / name).read_bytes() + b" ")
-    with pytest.raises(UserError, match=rf"{name} is not the file that SHA256SUMS lists"):
+    with pytest.raises(UserError, match=rf"{name} does not match its checksum in SHA256SUMS"):
         check_weights(copy)
     if name in ("model.safetensors", "config.json"):
-        with pytest.raises(UserError, match="is not the file that SHA256SUMS lists"):
+        with pytest.raises(UserError, match="does not match its checksum in SHA256SUMS"):
             load_run(copy)
 
 
@@ -147,7 +147,7 @@ def test_a_missing_file_and_damaged_sums_are_told(copy: Path, tmp_path: Path) ->
     (copy / SUMS).write_bytes(b"\xff\n\n")
     with pytest.raises(UserError, match=r"lacks the checksum of model\.safetensors"):
         check_weights(copy)
-    with pytest.raises(UserError, match="is no folder of weights: it has no SHA256SUMS"):
+    with pytest.raises(UserError, match="is not a weights folder: it has no SHA256SUMS"):
         check_weights(tmp_path)
 
 
@@ -156,7 +156,7 @@ def test_an_incomplete_card_is_told(copy: Path) -> None:
     rows = [line for line in card.splitlines() if not line.startswith("| top-5")]
     for text, message in (
         ("\n".join(rows), "gives 1 metrics with an interval, 2 were measured"),
-        (card.partition("## Not good for")[0], "is not complete: it lacks 'Not good for'"),
+        (card.partition("## Not good for")[0], "is incomplete: it lacks 'Not good for'"),
         ("", "it lacks 'Use', 'Data', 'Licence', 'Training', 'Metrics', 'Not good for'"),
     ):
         (copy / "README.md").write_text(text)
@@ -193,20 +193,20 @@ def test_without_a_tag_or_without_pretrained_nothing_has_changed(monkeypatch: py
     assert timm.list_pretrained("dgt_*") == ["dgt_nano.scenes"]
     with pytest.raises(RuntimeError, match="No pretrained weights exist for dgt_nano"):
         timm.create_model("dgt_nano", pretrained=True)
-    with pytest.raises(UserError, match=r"no weights 'dgt_nano.imagenette128' here \(DGT_WEIGHTS can .* dgt_nano.sce"):
+    with pytest.raises(UserError, match=r"'dgt_nano.imagenette128' were found \(set DGT_WEIGHTS .* dgt_nano.sce"):
         timm.create_model("dgt_nano.imagenette128", pretrained=True)
 
 
 def test_wrong_weights_are_refused_by_timm_too(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(copy.parent))
-    with pytest.raises(UserError, match="which DGT_WEIGHTS names, has none"):
+    with pytest.raises(UserError, match="set by DGT_WEIGHTS, has none"):
         find_weights("dgt_nano.other")
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"architecture": "dgt_tiny"}))
-    with pytest.raises(UserError, match="is not the file that SHA256SUMS lists"):
+    with pytest.raises(UserError, match="does not match its checksum in SHA256SUMS"):
         timm.create_model(copy.name, pretrained=True)
     write_sums(copy)
-    with pytest.raises(UserError, match="holds weights of 'dgt_tiny', not of 'dgt_nano'"):
+    with pytest.raises(UserError, match="contains weights of 'dgt_tiny', not of 'dgt_nano'"):
         timm.create_model(copy.name, pretrained=True)
 
 
@@ -227,17 +227,18 @@ def test_predict_needs_no_model(
     Image.effect_noise((90, 70), 60).convert("RGB").save("photo.jpg")
     assert main(["predict", "photo.jpg", "--top-k", "1"]) == 0
     told = capsys.readouterr()
-    assert told.err == "no model given and no run in runs/ that fits: taking dgt_nano.scenes, trained on drawn scenes\n"
+    line = "no model given and no suitable run in runs/: using dgt_nano.scenes, trained on generated scenes\n"
+    assert told.err == line
     assert told.out.startswith("photo.jpg\n")
     shutil.copytree(run, tmp_path / "runs" / "mine")
     assert main(["predict", "photo.jpg", "photo.jpg"]) == 0
-    assert "taking the newest run that fits, runs/mine" in capsys.readouterr().err
+    assert "using the newest suitable run, runs/mine" in capsys.readouterr().err
     assert main(["predict", "runs/mine", "photo.jpg"]) == 0
     assert capsys.readouterr().err == ""
     assert main(["predict", "runs/mine"]) == 2
-    assert capsys.readouterr().err == "dgt: error: 'runs/mine' is taken as the model: name image files after it\n"
+    assert capsys.readouterr().err == "dgt: error: 'runs/mine' is interpreted as the model: add image files after it\n"
     assert main(["predict", "missing.jpg"]) == 1
-    assert "there is no image file 'missing.jpg'" in capsys.readouterr().err
+    assert "image file 'missing.jpg' does not exist" in capsys.readouterr().err
 
 
 def test_the_command_lists_checks_and_publishes(
@@ -260,7 +261,7 @@ def test_the_command_lists_checks_and_publishes(
         (main, ["weights", "list", "--data.root", "x"], "No such option '--data.root'"),
         (tool, ["publish", str(copy), "--repo", "dgt"], "repo must be USER/NAME, got 'dgt'"),
         (tool, ["publish", str(copy), "--repo", "a b/c"], "repo must be USER/NAME"),
-        (main, ["weights", "make", str(copy)], "`dgt weights make` has moved: in a checkout of the project run"),
+        (main, ["weights", "make", str(copy)], "`dgt weights make` was moved: in a checkout of the project run"),
         (main, ["weights", "publish", str(copy)], "`python -m tools.weights publish FOLDER --repo USER/NAME`"),
     ):
         assert run(words) == 2

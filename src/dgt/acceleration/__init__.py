@@ -1,5 +1,4 @@
-"""Any pretrained vision transformer, faster at high resolution, with an error that one chooses:
-:func:`dgt.accelerate`.
+"""Accelerate pretrained vision transformers at high resolution, within a chosen error: :func:`dgt.accelerate`.
 
 In the order in which they work:
 
@@ -10,7 +9,7 @@ In the order in which they work:
 - ``choose``: the fastest choice of settings at an error.
 - ``confirm``: the model as it is chosen: how far errors reach, whether the bound holds, how fast it
   is.
-- ``report``: what was found and done; ``plan``: the same done again.
+- ``summary`` and ``report``: what was found and done; ``plan``: the same done again.
 
 Beside them ``settings`` (how a budget is split), ``grouped`` (what answers a call), ``statistics``,
 ``progress``, and ``adapters`` (transformers' names for an attention).

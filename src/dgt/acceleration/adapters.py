@@ -1,4 +1,4 @@
-"""transformers' own way to an attention: under a name, ``attn_implementation="dgt"``."""
+"""Register the attention with transformers, as ``attn_implementation="dgt"``."""
 
 import contextlib
 from dataclasses import replace
@@ -47,7 +47,7 @@ def register_attention(
             f"num_groups and top_k must be given both or neither, got {num_groups} and {top_k}"
         )
     if name in ("eager", "sdpa"):
-        raise UserError(f"name must be one of its own, got {name!r}, which is one of transformers")
+        raise UserError(f"name must not be a built-in name of transformers, got {name!r}")
     for argument, count in (("num_groups", num_groups), ("top_k", top_k)):
         check_count(argument, 1 if count is None else count)
     check_count("num_prefix_tokens", num_prefix_tokens, least=0)
@@ -77,7 +77,7 @@ def register_attention(
             return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
     AttentionInterface.register(name, attend)
-    # else transformers leaves out masks for names that it does not know
+    # otherwise transformers drops masks for unknown names
     AttentionMaskInterface.register(name, sdpa_mask)
 
 
@@ -91,6 +91,6 @@ def answer(row: LayerReport, call: Call) -> Tensor | None:
         return None
     if is_traced():
         raise UserError(
-            'model must attend as it was trained: load it with attn_implementation="sdpa"'
+            'model must use its original attention: load it with attn_implementation="sdpa"'
         )
     return attend_in_groups(call, replace(row, tokens=tokens, key_tokens=tokens))

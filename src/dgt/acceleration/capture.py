@@ -1,5 +1,4 @@
-"""One pass of a model over its inputs: its outputs, and every call site with what its settings
-cost.
+"""One pass of a model over its inputs: its outputs, and the cost of each setting at every call site.
 """
 
 from collections import defaultdict
@@ -33,27 +32,28 @@ from dgt.swap import (
 from dgt.swap.sdpa import first_reason
 from dgt.utils.errors import UserError
 
-LEAST_TOKENS = 192  # fewer are not even tried: choosing keys alone takes as long as attention there
-MEASURED_INPUTS = 3  # on which settings are judged
-MOST_SITES = 4  # calls of one module with settings of their own; of more, or of changing numbers, all have one
-LEAST_BOUND = 1.03  # how many times as fast a model must be without any attention
-PASSED_BY = "inside of nn.TransformerEncoderLayer, which passes it by in evaluation"
+LEAST_TOKENS = 192  # shorter sequences are skipped: selecting keys alone takes as long as attention there
+MEASURED_INPUTS = 3  # used to evaluate settings
+MOST_SITES = 4  # calls per module with separate settings; with more, or a varying number, all calls share one
+LEAST_BOUND = 1.03  # the least speedup a model must have without any attention
+PASSED_BY = "inside nn.TransformerEncoderLayer, which bypasses it in eval mode"
 NESTED = (
-    "other attention inside of it"  # whose calls what is installed around it would answer as well
+    "contains other attention"  # whose calls what is installed around it would answer as well
 )
-NO_PREFIX = "nothing tells of class or register tokens: all are taken for patches (special_tokens=)"
+FEW = "few tokens"
+NO_PREFIX = "no class or register tokens were detected: all tokens are treated as patches (set special_tokens=)"
 
 
 @dataclass
 class Site:
-    """A call site: a module, and which of its calls in one forward pass it is."""
+    """A call site: a module, and the index of the call within one forward pass."""
 
     row: LayerReport
     settings: Settings = field(default_factory=dict)
     own_ms: list[float] = field(default_factory=list)
     """Of its calls, in their order."""
     reach: float = 1.0
-    """How much of its relative error arrives in the model's output, as a relative error."""
+    """The fraction of its relative error that reaches the model's output."""
 
     @property
     def ms(self) -> float:
@@ -67,22 +67,23 @@ class Capture:
 
     sites: list[Site] = field(default_factory=list)
     outputs: list[list[Tensor]] = field(default_factory=list)
-    """Of the model as it was, for every input."""
+    """Outputs of the original model, one per input."""
     paddings: list[Paddings] = field(default_factory=list)
     """The padding masks that attention was called with, for every input."""
     raw: list[Any] = field(default_factory=list)
-    """What forward returned; kept where there is a metric."""
+    """What forward returned; kept only with a metric."""
+    metric: float | None = None
+    """The task metric with the original attention."""
     bound: float = 1.0
     """How many times as fast the model would be if attention took no time."""
     verdict: str | None = None
-    """Why nothing can be gained, if so."""
+    """Why no speedup is possible, if so."""
 
 
 def find_sites(
     model: nn.Module, item: Any, special: SpecialTokens | None, least_tokens: int
 ) -> list[Site]:
-    """Trace one call of the model, without measuring: every call site, and why it may not be
-    grouped.
+    """Trace one call of the model without measuring: all call sites, and why they cannot be grouped.
 
     Raises:
         UserError: the model fails on the item, or calls no attention.
@@ -111,12 +112,11 @@ class Tracer:
         self.per_pass: dict[str, set[int]] = defaultdict(set)
 
     def look(self, name: str, call: Call) -> None:
-        """Note a call, and leave it to the model."""
+        """Record a call; the model computes it."""
         self.site_of(name, call)
 
     def site_of(self, name: str, call: Call) -> Site:
-        """The call site that a call belongs to; all calls of a module after its first few are
-        one's.
+        """The call site of a call; all calls of a module after the first few share one.
         """
         index = min(self.counts[name], MOST_SITES)
         self.counts[name] += 1
@@ -143,10 +143,11 @@ class Tracer:
             {
                 call.reason or "": call.reason is not None,
                 PASSED_BY: isinstance(parent, nn.TransformerEncoderLayer),
-                "few tokens": patches < self.least_tokens,
+                FEW: patches < self.least_tokens,
             }
         )
-        if reason is None:
+        is_long = is_within and tokens >= self.least_tokens  # but for its special tokens
+        if reason is None or (reason == FEW and is_long and self.special is not None):
             check_places(special, tokens, name)
         return LayerReport(
             name=name,
@@ -166,13 +167,13 @@ class Tracer:
         )
 
     def end_pass(self) -> None:
-        """Note how many calls every module made in a pass that ends."""
+        """Record the number of calls per module at the end of a pass."""
         for name, count in self.counts.items():
             self.per_pass[name].add(count)
         self.counts.clear()
 
     def finish(self) -> list[Site]:
-        """The call sites, those of modules with many or changing numbers of calls joined in one."""
+        """The call sites; modules with many calls, or a varying number, have a single one."""
         joined: dict[tuple[str, int], Site] = {}
         for (name, index), site in self.sites.items():
             counts = self.per_pass[name]
@@ -193,14 +194,22 @@ class Tracer:
 
 
 def check_places(special: SpecialTokens, tokens: int, name: str) -> None:
-    """Refuse places of special tokens that a sequence does not have."""
-    if isinstance(special, int | FrameTokens):
+    """Reject special tokens outside the sequence, or that are all of it."""
+    of_sequence = f"the {tokens} tokens of {name!r}"
+    if isinstance(special, FrameTokens):
+        if special.period > tokens:
+            raise UserError(
+                f"special_tokens must have frames of at most {of_sequence}, got {special}"
+            )
+        return
+    if isinstance(special, int):
+        if special >= tokens:
+            raise UserError(f"special_tokens must be fewer than {of_sequence}, got {special}")
         return
     outside = [place for place in special if place >= tokens]
     if outside:
         raise UserError(
-            f"special_tokens must be places within the sequence, got {outside[0]} "
-            f"for the {tokens} tokens of {name!r}"
+            f"special_tokens must be positions within the sequence, got {outside[0]} for {of_sequence}"
         )
 
 
@@ -210,7 +219,7 @@ def is_inside(name: str, outer: str) -> bool:
 
 
 def join_sites(site: Site, other: Site) -> None:
-    """Add to a call site what is known of another one, which has its settings from now on."""
+    """Merge another call site into this one; they share its settings from now on."""
     if site.row.reason and not other.row.reason:
         site.row = replace(other.row, call=0)
     site.own_ms += other.own_ms
@@ -237,7 +246,7 @@ def capture(task: Task, progress: Progress) -> Capture:
     model_ms: list[float] = []
     inside_ms: list[float] = []
     for place, item in enumerate(task.items):
-        progress.step("outputs with the model's own attention, settings of its calls")
+        progress.step("original outputs, settings of each call")
         run = TracedRun(tracer, task.error == 0, place in measured)
         ms, raw = timed(partial(run_traced, task, tracer, item, run.answer))
         tracer.end_pass()
@@ -253,6 +262,8 @@ def capture(task: Task, progress: Progress) -> Capture:
                 f"attention takes too little of the model's time (bound {found.bound:.2f})"
             )
             break
+    if found.verdict is None:
+        found.metric = task.measure(found.raw)  # before the minutes that the rest takes
     found.sites = tracer.finish()
     for site in found.sites:
         own_ms = sum(site.own_ms) / len(model_ms)
@@ -261,23 +272,21 @@ def capture(task: Task, progress: Progress) -> Capture:
 
 
 def measured_places(count: int) -> set[int]:
-    """Which of so many inputs settings are judged on: some of those that choose, from all over."""
+    """Indices of the inputs used to evaluate settings: a few evenly spaced search inputs."""
     choosing = split_inputs(count)[0]
     number = min(MEASURED_INPUTS, len(choosing))
     return {choosing[at * len(choosing) // number] for at in range(number)}
 
 
 def split_inputs(count: int) -> tuple[list[int], list[int]]:
-    """Split the inputs into those that settings are judged and reaches found by, and one in four
-    held out.
+    """Split the inputs into search inputs, and one in four held out.
     """
     held_out = [at for at in range(count) if at % 4 == 1]
     return [at for at in range(count) if at % 4 != 1], held_out
 
 
 def bound_of(model_ms: list[float], inside_ms: list[float]) -> float:
-    """How many times as fast a model would be without attention, over the inputs so far but the
-    first, which warms up.
+    """The speedup without any attention, over the inputs so far except the first, which warms up.
     """
     start = 1 if len(model_ms) > 1 else 0
     whole = sum(model_ms[start:])
@@ -286,8 +295,7 @@ def bound_of(model_ms: list[float], inside_ms: list[float]) -> float:
 
 
 class TracedRun:
-    """Answers the calls of one run of the model with its own attention, timed, and measures
-    settings between.
+    """Runs the original attention in one run of the model, times it, and measures settings in between.
 
     Args:
         tracer: knows the call sites.
@@ -328,7 +336,7 @@ class TracedRun:
 def run_first(
     tracer: Tracer, item: Any, answer: Callable[[str, Call], Any], run: Callable[[], Any]
 ) -> Any:
-    """Run a model for the first time, and say what it fails on, where it does."""
+    """Run a model for the first time; on failure, report the input it fails on."""
     try:
         with trace_sdpa(tracer.model, answer):
             raw = run()
@@ -336,12 +344,12 @@ def run_first(
         raise
     except CALL_ERRORS as failed:
         raise UserError(
-            f"model must take the inputs, got {describe_item(item)}: {describe_failure(failed)}"
+            f"model must accept the inputs, got {describe_item(item)}: {describe_failure(failed)}"
         ) from failed
     if not tracer.sites:
         modules = tracer.model.modules()
         is_of_transformers = any(hasattr(module, "set_attn_implementation") for module in modules)
-        advice = 'does not: of transformers, load it with attn_implementation="sdpa"'
+        advice = 'does not: load it with attn_implementation="sdpa"'
         raise UserError(
             "model must call F.scaled_dot_product_attention, "
             f"got a {type(tracer.model).__name__} that {advice if is_of_transformers else 'does not'}"

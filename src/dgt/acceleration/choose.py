@@ -1,4 +1,4 @@
-"""The fastest choice of settings at an error, by one price of squared error for all call sites.
+"""Choose the fastest settings within an error, using one price of squared error for all call sites.
 
 Errors of layers add up like independent ones, so the fastest model of a given error has one price
 of squared error: every call site takes what costs least, time and error together, its own attention
@@ -16,9 +16,9 @@ from dgt.acceleration.settings import LayerReport
 
 BISECTIONS = 40  # of the price, over PRICES
 PRICES = (-4.0, 18.0)  # powers of ten, milliseconds for a squared error of one
-BATCH_GAIN = 0.97  # a setting that is slower than this for a batch is kept from larger batches
+BATCH_GAIN = 0.97  # a setting slower than this for a batch is not used for larger batches
 EXACT_GAIN = 0.97  # what exact attention must take less than: it costs no error
-NOT_FASTER = "no setting within the error is faster"
+NOT_FASTER = "no faster setting within the error"
 
 Choice: TypeAlias = tuple[Kind | None, ...]
 """A setting for every call site; None for the model's own attention."""
@@ -63,8 +63,7 @@ def predicted_ms(sites: Sequence[Site], choice: Choice) -> float:
 
 
 def cheapest(site: Site, price: float) -> Kind | None:
-    """What costs least where a squared error of one costs so many milliseconds; None for its own
-    attention.
+    """The cheapest setting at a price in milliseconds per squared error of one; None for dense attention.
     """
     best: Kind | None = None
     least = site.ms
@@ -77,7 +76,7 @@ def cheapest(site: Site, price: float) -> Kind | None:
 
 
 def choose(sites: Sequence[Site], error: float) -> Choice:
-    """The choice at the lowest price whose predicted error is at most so much."""
+    """The choice at the lowest price whose predicted error is within the limit."""
     low, high = PRICES
     best: Choice = tuple(cheapest_exact(site) for site in sites)
     if error <= 0:
@@ -94,7 +93,7 @@ def choose(sites: Sequence[Site], error: float) -> Choice:
 
 
 def cheapest_exact(site: Site) -> Kind | None:
-    """Exact attention, where it is faster than the call site's own."""
+    """Exact attention, if it is faster than the original."""
     exact = Kind("exact")
     return exact if exact in usable(site) else None
 
@@ -105,7 +104,7 @@ def rows_of(sites: Sequence[Site], choice: Choice) -> list[LayerReport]:
 
 
 def row_of(site: Site, kind: Kind | None) -> LayerReport:
-    """A call site's row as it is chosen."""
+    """A call site's row with the chosen setting."""
     if kind is None:
         return replace(site.row, reason=site.row.reason or NOT_FASTER, ms_after=site.ms)
     measured = site.settings[kind]

@@ -1,10 +1,10 @@
-"""Running the model as it is chosen: how far errors reach, whether the bound holds, and how fast
-it is.
+"""Run the model with chosen settings: error propagation, the error bound, and the speedup; then
+install the fastest.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dgt.acceleration.capture import Capture, Site, split_inputs
 from dgt.acceleration.choose import (
+    NOT_FASTER,
     Choice,
     choose,
     has_groups,
@@ -34,20 +35,20 @@ from dgt.acceleration.statistics import (
 from dgt.acceleration.task import Task, outputs_of
 from dgt.swap import Call, exact_attention, trace_sdpa, uninstall_answers
 
-CONFIRMATIONS = 3  # passes over the inputs that choices are checked by
+CONFIRMATIONS = 3  # passes over the inputs to check choices
 USUAL_BOUND = 1.3  # of the bound over the error, before it is known
-CLOSE = 0.9  # a bound of at least this share of the error asked for is not improved on
+CLOSE = 0.9  # a bound of at least this share of the requested error is close enough
 LAST_MARGIN = 0.85  # of the error that the last try aims at
-TIMINGS = 3  # inputs at most that the model is timed on, before and after
+TIMINGS = 3  # maximum number of inputs for timing, before and after
 
 
 def most_runs(inputs: int) -> int:
-    """How often the model is run at most in all: six passes over the inputs."""
+    """The maximum number of model runs: six passes over the inputs."""
     return (2 + CONFIRMATIONS + 1) * inputs
 
 
 def probe_reach(task: Task, found: Capture, progress: Progress) -> None:
-    """Find, in one pass at most, how much of each call site's error arrives in the model's output.
+    """Measure, in at most one pass, how much of each call site's error reaches the model's output.
 
     Each input is run with some neighboring call sites in groups; these get the same reach, the
     output's error over theirs.
@@ -58,7 +59,7 @@ def probe_reach(task: Task, found: Capture, progress: Progress) -> None:
     for number in range(runs):
         chunk = sites[number * len(sites) // runs : (number + 1) * len(sites) // runs]
         place = choosing[number % len(choosing)]
-        progress.step(f"how far errors of {chunk[0].row.title} reach")
+        progress.step(f"error propagation from {chunk[0].row.title}")
         probing = Probe([probe_row(site, task.error) for site in chunk], found.sites)
         with trace_sdpa(task.model, probing.answer):
             outputs = outputs_of(task.run(task.items[place]), found.paddings[place])
@@ -69,14 +70,13 @@ def probe_reach(task: Task, found: Capture, progress: Progress) -> None:
 
 
 def probe_row(site: Site, error: float) -> LayerReport:
-    """The groups of a call site whose error is nearest to the one asked for."""
+    """The grouped setting of a call site whose error is closest to the requested one."""
     settings = [measured for kind, measured in usable(site).items() if kind.choice == "groups"]
     return min(settings, key=lambda measured: abs(measured.error - error)).row
 
 
 class Probe:
-    """Answers some call sites of a model in groups, and knows how large the errors of these are
-    together.
+    """Computes some call sites of a model in groups, and accumulates their errors.
 
     Args:
         rows: those of the call sites.
@@ -93,7 +93,7 @@ class Probe:
         return sum(relative_error(squares[None]) ** 2 for squares in self.squares.values()) ** 0.5
 
     def answer(self, name: str, call: Call) -> Tensor | None:
-        """Answer a call, or leave it to the model."""
+        """Compute a call, or leave it to the model."""
         output = self.answers[name](call) if name in self.answers else None
         if output is not None:
             self.squares[name] += squares_between([output.float()], [call.run().float()])
@@ -102,7 +102,7 @@ class Probe:
 
 @dataclass
 class Confirmed:
-    """A choice, and what a pass of the model over the inputs with it found."""
+    """A choice, and the result of a pass over the inputs with it."""
 
     choice: Choice
     squares: Tensor
@@ -152,7 +152,7 @@ def confirm(task: Task, found: Capture, progress: Progress) -> Confirmed | None:
 
 
 def within(task: Task, confirmed: dict[Choice, Confirmed]) -> list[Confirmed]:
-    """Those whose bound is within the error asked for; exact attention is, up to rounding."""
+    """Whether the bound is within the requested error; exact attention always is, up to rounding."""
     return [
         result
         for result in confirmed.values()
@@ -162,8 +162,7 @@ def within(task: Task, confirmed: dict[Choice, Confirmed]) -> list[Confirmed]:
 
 
 def exact_only(found: Capture) -> Confirmed | None:
-    """Exact attention wherever it is faster, which is equal up to rounding; None where it nowhere
-    is.
+    """Exact attention wherever it is faster, equal up to rounding; None if it never is.
     """
     choice = choose(found.sites, 0.0)
     if not any(choice):
@@ -174,7 +173,7 @@ def exact_only(found: Capture) -> Confirmed | None:
 
 
 def run_choice(task: Task, found: Capture, choice: Choice, progress: Progress) -> Confirmed:
-    """Run the model over all inputs as it is chosen, and compare its outputs with those before."""
+    """Run the model over all inputs with a choice, and compare its outputs with the original ones."""
     uninstall_answers(task.model)
     install_rows(task.model, rows_of(found.sites, choice))
     squares = []
@@ -182,7 +181,7 @@ def run_choice(task: Task, found: Capture, choice: Choice, progress: Progress) -
     raws = []
     known = zip(task.items, found.outputs, found.paddings, strict=True)
     for item, before, paddings in known:
-        progress.step("errors of a choice of settings")
+        progress.step("error of the chosen settings")
         raw = task.run(item)
         outputs = outputs_of(raw, paddings)
         squares.append(squares_between(outputs, before))
@@ -206,8 +205,7 @@ class Timed:
 
 
 def time_choice(task: Task, rows: Sequence[LayerReport], progress: Progress) -> tuple[Timed, Timed]:
-    """Time the model with its own attention and as it is accelerated, in turns; the fastest run of
-    each.
+    """Time the original and the accelerated model in turns; the fastest run of each.
     """
     places = split_inputs(len(task.items))[1] or [0]
     item = task.items[places[-1]]
@@ -248,11 +246,74 @@ def time_run(
     return Timed(ms, dict(times))
 
 
+@dataclass
+class Outcome:
+    """What became of a model."""
+
+    rows: list[LayerReport]
+    """One for every call site, in the order of the calls."""
+    confirmed: Confirmed | None = None
+    """The choice that is installed; None where nothing is."""
+    times: tuple[Timed, Timed] | None = None
+    """Of the model before and after; None where it was not timed."""
+
+
+def install_fastest(task: Task, found: Capture, progress: Progress) -> Outcome:
+    """Put the fastest choice within the error into the model and time it.
+
+    A choice with which the whole model is not faster is taken out again, and a verdict says so.
+    """
+    confirmed = look_for_choice(task, found, progress)
+    uninstall_answers(task.model)
+    if confirmed is None:
+        return Outcome(rows_of(found.sites, tuple(None for _ in found.sites)))
+    rows = rows_of(found.sites, confirmed.choice)
+    install_rows(task.model, rows)
+    before, after = time_choice(task, rows, progress)
+    if after.ms >= before.ms or after.attention_ms >= before.attention_ms:
+        uninstall_answers(task.model)  # what single layers gained was lost around them
+        found.verdict = "the model as a whole was not faster"
+        rows = [as_it_was(row, found.verdict) for row in rows]
+        return Outcome(rows, times=(before, before))
+    rows = [
+        replace(
+            row,
+            ms_before=before.by_site.get((row.name, row.call), 0.0),
+            ms_after=after.by_site.get((row.name, row.call), 0.0),
+        )
+        for row in rows
+    ]
+    return Outcome(rows, confirmed, (before, after))
+
+
+def look_for_choice(task: Task, found: Capture, progress: Progress) -> Confirmed | None:
+    """The fastest choice of settings within the error; None where nothing is faster, with a
+    verdict that says why.
+    """
+    if found.verdict is not None:
+        return None
+    if any(has_groups(site) for site in found.sites):
+        probe_reach(task, found, progress)
+        confirmed = confirm(task, found, progress)
+        if confirmed is not None:
+            return confirmed
+    exact = exact_only(found)
+    if exact is None:
+        found.verdict = NOT_FASTER
+    return exact
+
+
+def as_it_was(row: LayerReport, reason: str) -> LayerReport:
+    """A row of a choice that was undone."""
+    if row.choice == "dense":
+        return row
+    return replace(row, choice="dense", reason=reason, error=0.0, ms_after=row.ms_before)
+
+
 def answers_of(
     chosen: Sequence[LayerReport], rows: Sequence[LayerReport]
 ) -> dict[str, GroupedSDPA]:
-    """What answers the calls of some call sites, by the name of their module, without being
-    installed.
+    """The handlers for the calls of some call sites, by module name, without installing them.
     """
     answers = {}
     for name in {row.name for row in chosen}:

@@ -1,4 +1,4 @@
-"""What answers an accelerated module's attention calls: groups, or the native dense kernel."""
+"""Compute an accelerated module's attention calls in groups or by the native dense kernel."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from dgt.swap.special_tokens import front_order
 
 
 def answer_call(call: Call, row: LayerReport) -> Tensor:
-    """Compute a call's output as its call site's row says, "groups" or "exact"."""
+    """Compute a call's output by its call site's choice, "groups" or "exact"."""
     if row.choice == "exact":
         exact: Tensor = dense_attention(**(call.arguments or {}))
         return exact
@@ -20,8 +20,7 @@ def answer_call(call: Call, row: LayerReport) -> Tensor:
 
 
 def attend_in_groups(call: Call, row: LayerReport) -> Tensor:
-    """Compute a call's output, of ``call.shape``, in groups; special tokens attend to, and are
-    seen by, everything.
+    """Compute a call's output, of ``call.shape``, in groups; special tokens attend to, and are attended by, all tokens.
     """
     query, key, value = _as_autocast(call)
     tokens = query.shape[2]
@@ -54,7 +53,7 @@ def attend_in_groups(call: Call, row: LayerReport) -> Tensor:
 
 
 def _as_autocast(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """A call's operands, cast as autocast casts those of the function."""
+    """A call's operands, cast as autocast would cast them."""
     operands = (call.query, call.key, call.value)
     device = call.query.device.type
     if call.query.dtype == torch.float64 or not torch.is_autocast_enabled(device):
@@ -64,7 +63,7 @@ def _as_autocast(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class GroupedSDPA(CallAnswer):
-    """Answers the attention calls of a module, each as the row of its call site says.
+    """Computes the attention calls of a module, each by its call site's choice.
 
     A module that is called several times in one forward pass of the model has a row for each of its
     calls, in their order, or one row for all of them.
@@ -81,7 +80,7 @@ class GroupedSDPA(CallAnswer):
         self.count = 0
 
     def forward(self, call: Call) -> Tensor | None:
-        """The attention's output, of ``call.shape``; None where the call is to run as ever."""
+        """The attention's output, of ``call.shape``; None if the call runs unchanged."""
         row = self.rows.get(0)
         if self.calls > 1:
             row = self.rows.get(self.count)
@@ -91,13 +90,12 @@ class GroupedSDPA(CallAnswer):
         return answer_call(call, row)
 
     def extra_repr(self) -> str:
-        """How its calls are done."""
+        """Describes how its calls are computed."""
         return ", ".join(f"{row.title}: {choice_in_words(row)}" for row in self.rows.values())
 
 
 def fits(row: LayerReport, call: Call) -> bool:
-    """Whether a call is one that its row was found for: not shorter, of no larger batch, of no
-    other kind.
+    """Whether a row applies to a call: not shorter, no larger batch, and of the same kind.
     """
     if row.most_batch is not None and call.query.shape[0] > row.most_batch:
         return False
@@ -112,18 +110,17 @@ def fits(row: LayerReport, call: Call) -> bool:
 
 
 def choice_in_words(row: LayerReport) -> str:
-    """A row's choice as a report prints it."""
+    """A row's choice, formatted for the report."""
     if row.choice == "groups":
         residual = f" + {row.residual_keys} residual" if row.residual_keys else ""
-        return f"{row.groups} groups of {row.keys}{residual} keys"
+        return f"{row.groups} groups, {row.keys}{residual} keys"
     if row.choice == "exact":
         return "exact, native kernel"
     return f"dense: {row.reason}"
 
 
 def install_rows(model: nn.Module, rows: Sequence[LayerReport]) -> None:
-    """Have the calls of a model answered as the rows of their call sites say; dense ones run as
-    ever.
+    """Install the choices of the rows in a model; dense call sites are unchanged.
     """
     by_module: dict[str, list[LayerReport]] = {}
     for row in rows:
@@ -139,6 +136,6 @@ def install_rows(model: nn.Module, rows: Sequence[LayerReport]) -> None:
 
 
 def grouped_calls(model: nn.Module) -> dict[str, GroupedSDPA]:
-    """What answers the calls of an accelerated model, by the name of the module."""
+    """The handlers installed in an accelerated model, by module name."""
     answers = installed_answers(model)
     return {name: answer for name, answer in answers.items() if isinstance(answer, GroupedSDPA)}

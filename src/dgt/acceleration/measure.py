@@ -1,5 +1,4 @@
-"""What every setting of a call site costs, in time and in error, measured on its calls as they
-happen.
+"""Measure the time and error of every setting of a call site on its actual calls.
 """
 
 import math
@@ -18,20 +17,20 @@ from dgt.ops import cluster_tokens
 from dgt.swap import Call, read_call, special_places
 
 GAIN = 0.9  # a setting must take less than this share of the call's own time
-ROUNDS = 2  # the least time of so many counts
-SLOW = 1.5  # a setting that takes more of the call's own time at first is not timed again
-LONG = 40.0  # milliseconds: what takes more is not timed again, nor for a batch
+ROUNDS = 2  # the least of this many timings counts
+SLOW = 1.5  # a setting slower than this share of the call's own time is not timed again
+LONG = 40.0  # milliseconds: slower settings are not timed again, nor for a batch
 CLEARLY = 0.9  # of an error: less is clearly better
-SHARP = 3.0  # of the statistic s: above, residual keys do not pay
+SHARP = 3.0  # of the statistic s: above, residual keys do not pay off
 BROAD = 1.0  # below, they do
-BATCH = 4  # inputs at once, for which a gain has to hold as well
+BATCH = 4  # batch size for which the gain must also hold
 MOST_ELEMENTS = 1 << 27  # of queries in such a batch
-SAMPLED_QUERIES = 64  # of a head, whose attention's breadth is measured
+SAMPLED_QUERIES = 64  # queries per head used to measure the breadth of attention
 STATISTIC_SHARE = 0.1  # the budget at which s is looked at
 
 
 class Kind(NamedTuple):
-    """What a setting does, whatever the sizes of the call."""
+    """A setting, independent of the call's sizes."""
 
     choice: str
     share: float = 0.0
@@ -48,13 +47,13 @@ class Measured:
     own_ms: float = 0.0
     squares: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
     batch_ratio: float | None = None
-    """Its time for a batch, as a share of the call's own; None where that was not measured."""
+    """Its time for a batch relative to the call's own; None if not measured."""
     batch: int = 1
-    """Of the calls that it was measured on."""
+    """Of the calls it was measured on."""
 
     @property
     def ratio(self) -> float:
-        """Its time, as a share of the call's own."""
+        """Its time relative to the call's own."""
         return self.ms / self.own_ms if self.own_ms else torch.inf
 
     @property
@@ -63,7 +62,7 @@ class Measured:
         return float((self.squares[0] / self.squares[1].clamp(min=1e-30)).sqrt())
 
     def add(self, other: "Measured") -> None:
-        """Add what was measured on other calls."""
+        """Add measurements of other calls."""
         self.ms += other.ms
         self.own_ms += other.own_ms
         self.squares += other.squares
@@ -73,14 +72,14 @@ Settings = dict[Kind, Measured]
 
 
 class Own(NamedTuple):
-    """A call answered by the model's own attention."""
+    """A call computed by the model's own attention."""
 
     ms: float
     output: Any
 
 
 def timed(work: Callable[[], Any], rounds: int = 1) -> tuple[float, Any]:
-    """Return the least number of milliseconds that some work takes, and what it returns."""
+    """Return the shortest time of a function in milliseconds, and its result."""
     from torch.utils.benchmark import (
         timer,
     )  # waits for a GPU; only here: it loads torch's compilers
@@ -97,7 +96,7 @@ def timed(work: Callable[[], Any], rounds: int = 1) -> tuple[float, Any]:
 def measure_call(
     call: Call, row: LayerReport, own: Own, settings: Settings, is_exact: bool
 ) -> None:
-    """Measure every setting of a call site on one of its calls, and add that to what is known.
+    """Measure every setting of a call site on one of its calls, and accumulate the results.
 
     Args:
         call: the call; its site's first fills in the settings.
@@ -110,7 +109,7 @@ def measure_call(
     if is_first:
         settings.update(settings_to_try(call, row, is_exact))
     own = own._replace(ms=timed_again(call.run, own.ms))
-    too_slow: set[tuple[bool, bool]] = set()  # of groups: what more keys only make slower
+    too_slow: set[tuple[bool, bool]] = set()  # grouped settings that more keys only make slower
     for kind, measured in settings.items():
         is_grouped = kind.choice == "groups"
         sort = (kind.has_residual, kind.shared_clusters)
@@ -139,7 +138,7 @@ def measure_setting(call: Call, kind: Kind, row: LayerReport, own: Own) -> Measu
 
 
 def timed_again(work: Callable[[], Any], ms: float) -> float:
-    """The least number of milliseconds that some work takes, timed once more unless it took long."""
+    """The shortest time of a function in milliseconds, timed again unless it took long."""
     return ms if ms > LONG else min(ms, timed(work, ROUNDS - 1)[0])
 
 
@@ -160,8 +159,7 @@ def real_rows(call: Call, output: Tensor) -> list[Tensor]:
 
 
 def settings_to_try(call: Call, row: LayerReport, is_exact: bool) -> Settings:
-    """What may be faster for a call: the native dense kernel on CPUs, and groups of several
-    budgets, smallest first.
+    """Candidate settings for a call: the native dense kernel on CPUs, and groups of several budgets, smallest first.
     """
     kinds = []
     if call.arguments is not None and call.query.device.type == "cpu":
@@ -188,7 +186,7 @@ def residual_kinds(statistic: float | None, heads: int) -> list[Kind]:
 
 
 def row_for(row: LayerReport, kind: Kind) -> LayerReport:
-    """A call site's row if it is done so."""
+    """A call site's row with this setting."""
     if kind.choice == "exact":
         return replace(row, choice="exact", reason="")
     split = split_budget(kind.share, row.tokens, row.key_tokens, kind.has_residual)
@@ -205,7 +203,7 @@ def row_for(row: LayerReport, kind: Kind) -> LayerReport:
 
 
 def measure_batch(call: Call, settings: Settings) -> None:
-    """Time, for a batch of several, the smallest setting of every sort: what its gain is there."""
+    """Time the smallest setting of each kind for a batch of several inputs."""
     arguments = call.arguments or {}
     is_large = call.query.shape[0] >= BATCH or BATCH * call.query.numel() > MOST_ELEMENTS
     if is_large or call.shape != call.query.shape or arguments.get("attn_mask") is not None:
@@ -226,7 +224,7 @@ def measure_batch(call: Call, settings: Settings) -> None:
 
 
 def repeat_call(call: Call, count: int) -> Call:
-    """The same call for a batch of so many copies of its inputs."""
+    """The same call for a batch of copies of its input."""
     arguments = dict(call.arguments or {})
     for name in ("query", "key", "value"):
         arguments[name] = arguments[name].repeat(count, 1, 1, 1)

@@ -1,9 +1,9 @@
-"""`dgt.accelerate`: a trained model's attention in groups, with an error that the user chooses.
+"""`dgt.accelerate`: grouped attention in a trained model, within a user-chosen error.
 
-One pass over the inputs captures the model's outputs and measures, at every call of attention, what
-settings cost in time and error (``capture``, ``measure``). A second finds how far errors of single
-layers reach. A choice of settings (``choose``) is confirmed by running the model, in three passes
-at most (``confirm``), and timed.
+One pass over the inputs captures the model's outputs and measures the time and error of settings at
+every attention call (``capture``, ``measure``). A second measures how far the errors of single
+layers propagate. A choice of settings (``choose``) is confirmed by running the model, in three
+passes at most (``confirm``), and timed.
 """
 
 import contextlib
@@ -14,27 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from dgt.acceleration.capture import LEAST_TOKENS, Capture, capture, find_sites, split_inputs
-from dgt.acceleration.choose import NOT_FASTER, has_groups, rows_of
-from dgt.acceleration.confirm import (
-    Confirmed,
-    Timed,
-    confirm,
-    exact_only,
-    most_runs,
-    probe_reach,
-    time_choice,
-)
-from dgt.acceleration.grouped import grouped_calls, install_rows
-from dgt.acceleration.plan import count_alike
+from dgt.acceleration.capture import LEAST_TOKENS, capture, find_sites
+from dgt.acceleration.confirm import install_fastest, most_runs
+from dgt.acceleration.grouped import grouped_calls
 from dgt.acceleration.progress import Progress
 from dgt.acceleration.report import Report
 from dgt.acceleration.settings import LayerReport
-from dgt.acceleration.statistics import half_interval, relative_error
+from dgt.acceleration.summary import report_of
 from dgt.acceleration.task import (
     Forward,
     Inputs,
-    Task,
     check_model,
     check_special_tokens,
     read_items,
@@ -42,8 +31,6 @@ from dgt.acceleration.task import (
     renamed,
 )
 from dgt.swap import SpecialTokens, uninstall_answers
-
-NOTHING = "no call of attention has a setting that is faster"
 
 
 @torch.no_grad()
@@ -58,7 +45,7 @@ def accelerate(
     images: Inputs | None = None,
     num_prefix_tokens: int | None = None,
 ) -> Report:
-    """Have a trained model's attention done faster, in place and without training, within an error.
+    """Accelerate a trained model's attention in place, without training, within an error.
 
     Every attention that ends in ``F.scaled_dot_product_attention`` is looked at: timm's, Hugging
     Face's with ``attn_implementation="sdpa"`` (or "dgt", :func:`dgt.register_attention`),
@@ -110,103 +97,8 @@ def accelerate(
     progress = Progress(most_runs(len(task.items)))
     with in_evaluation(model), unchanged_on_failure(model):
         found = capture(task, progress)
-        confirmed = look_for_choice(task, found, progress)
-        return finish(task, found, confirmed, progress)
-
-
-def look_for_choice(task: Task, found: Capture, progress: Progress) -> Confirmed | None:
-    """The fastest choice of settings within the error; None where nothing is faster, with a
-    verdict that says why.
-    """
-    if found.verdict is not None:
-        return None
-    if any(has_groups(site) for site in found.sites):
-        probe_reach(task, found, progress)
-        confirmed = confirm(task, found, progress)
-        if confirmed is not None:
-            return confirmed
-    exact = exact_only(found)
-    if exact is None:
-        found.verdict = NOT_FASTER
-    return exact
-
-
-def finish(task: Task, found: Capture, confirmed: Confirmed | None, progress: Progress) -> Report:
-    """Time the model as it is chosen, undo the choice where the model is not faster, and report."""
-    uninstall_answers(task.model)
-    if confirmed is None:
-        rows = rows_of(found.sites, tuple(None for _ in found.sites))
-        return report_of(task, found, rows, None, None)
-    rows = rows_of(found.sites, confirmed.choice)
-    install_rows(task.model, rows)
-    before, after = time_choice(task, rows, progress)
-    is_slower = after.ms >= before.ms or after.attention_ms >= before.attention_ms
-    if is_slower:  # what single layers gained was lost around them
-        uninstall_answers(task.model)
-        found.verdict = "the whole model was not faster"
-        rows = [as_it_was(row, found.verdict) for row in rows]
-        return report_of(task, found, rows, None, (before, before))
-    rows = [
-        replace(
-            row,
-            ms_before=before.by_site.get((row.name, row.call), 0.0),
-            ms_after=after.by_site.get((row.name, row.call), 0.0),
-        )
-        for row in rows
-    ]
-    return report_of(task, found, rows, confirmed, (before, after))
-
-
-def as_it_was(row: LayerReport, reason: str) -> LayerReport:
-    """A row of a choice that was undone."""
-    if row.choice == "dense":
-        return row
-    return replace(row, choice="dense", reason=reason, error=0.0, ms_after=row.ms_before)
-
-
-def report_of(
-    task: Task,
-    found: Capture,
-    rows: list[LayerReport],
-    confirmed: Confirmed | None,
-    times: tuple[Timed, Timed] | None,
-) -> Report:
-    """Put together what is reported; nothing was gained where there is no choice."""
-    bound = found.bound
-    if times is not None:
-        whole = times[0].ms
-        bound = whole / max(whole - times[0].attention_ms, 1e-9)
-    report = Report(
-        asked_error=task.error,
-        predicted_error=0.0,
-        measured_error=0.0,
-        attention_speedup=1.0,
-        model_speedup=1.0,
-        bound=bound,
-        layers=rows,
-        alike=count_alike(task.model, [row.name for row in rows]),
-        prefix_told=task.special_tokens is None,
-        measured=task.measured,
-        metric_before=None if task.metric is None or confirmed is None else task.metric(found.raw),
-        inputs=len(task.items),
-        verdict=found.verdict or "",
-    )
-    if confirmed is None or times is None:
-        return report
-    choosing, held_out = split_inputs(len(task.items))
-    return replace(
-        report,
-        predicted_error=relative_error(confirmed.squares[choosing]),
-        predicted_half=half_interval(confirmed.squares[choosing]),
-        measured_error=relative_error(confirmed.squares[held_out]),
-        measured_half=half_interval(confirmed.squares[held_out]),
-        error_bound=confirmed.bound,
-        cosine_mean=float(confirmed.cosines.mean()),
-        cosine_low=float(confirmed.cosines.quantile(0.01)),
-        attention_speedup=times[0].attention_ms / max(times[1].attention_ms, 1e-9),
-        model_speedup=times[0].ms / times[1].ms,
-        metric_after=None if task.metric is None else task.metric(confirmed.raw),
-    )
+        outcome = install_fastest(task, found, progress)
+        return report_of(task, found, outcome)
 
 
 @torch.no_grad()
@@ -219,8 +111,7 @@ def inspect_model(
     images: Inputs | None = None,
     num_prefix_tokens: int | None = None,
 ) -> list[LayerReport]:
-    """What :func:`dgt.accelerate` would find, without measuring: every call site, "groups" if it
-    could be done so.
+    """List the call sites that :func:`dgt.accelerate` would find, without measuring: "groups" if groupable.
 
     Args:
         model: as in :func:`dgt.accelerate`.
@@ -254,7 +145,7 @@ def inspect_model(
 
 @contextlib.contextmanager
 def unchanged_on_failure(model: nn.Module) -> Iterator[None]:
-    """Take everything out of a model again where an error is raised."""
+    """Remove everything from a model again if an error is raised."""
     try:
         yield
     except BaseException:
@@ -264,8 +155,7 @@ def unchanged_on_failure(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Have a model in evaluation mode while this is entered; what was added to it takes the mode
-    of what it is in.
+    """Put a model in eval mode inside this context; added modules then take the mode of their parent.
     """
     modes = {module: module.training for module in model.modules()}
     model.eval()

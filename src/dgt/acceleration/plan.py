@@ -1,4 +1,4 @@
-"""A plan that was saved, applied to another model with the same layers."""
+"""Apply a saved plan to another model with the same layers."""
 
 import json
 from collections.abc import Iterable
@@ -25,8 +25,7 @@ CHOICES = ("dense", "exact", "groups")
 
 
 def apply_plan(model: nn.Module, path: str | Path) -> Report:
-    """Accelerate a model as :func:`dgt.accelerate` did another with the same layers, from what its
-    report saved.
+    """Apply a plan saved by a report of :func:`dgt.accelerate` to a model with the same layers.
 
     Args:
         model: as it was before; its weights stay.
@@ -46,7 +45,7 @@ def apply_plan(model: nn.Module, path: str | Path) -> Report:
     """
     check_model(model)
     if not Path(path).is_file():
-        raise FileNotFoundError(f"there is no plan {str(path)!r}")
+        raise FileNotFoundError(f"plan {str(path)!r} does not exist")
     report = read_plan(path)
     check_layers(model, report)
     install_rows(model, report.layers)
@@ -54,19 +53,19 @@ def apply_plan(model: nn.Module, path: str | Path) -> Report:
 
 
 def read_plan(path: str | Path) -> Report:
-    """Read a plan. Raises ValueError where the file is none, or one of an older version."""
+    """Read a plan. Raises ValueError if the file is not a plan, or from an older version."""
     name = str(path)
     try:
         found = json.loads(Path(path).read_bytes())
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as broken:
         if old_format(path) == OLD_FORMAT:
             raise UserError(
-                f"{name!r} is a plan of an older version, with centroids that are no longer needed: "
+                f"{name!r} is a plan from an older version, with centroids that are no longer used: "
                 "run dgt.accelerate again"
             ) from broken
-        raise UserError(f"{name!r} is no plan: {broken}") from broken
+        raise UserError(f"{name!r} is not a valid plan: {broken}") from broken
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise UserError(f"{name!r} is no plan of this version ({FORMAT})")
+        raise UserError(f"{name!r} is not a plan of this version ({FORMAT})")
     try:
         values = found["report"]
         layers = [LayerReport(**row) for row in values["layers"]]
@@ -74,11 +73,11 @@ def read_plan(path: str | Path) -> Report:
             check_row(row)
         return Report(**(values | {"layers": layers}))
     except (KeyError, TypeError, ValueError) as broken:
-        raise UserError(f"{name!r} is no plan: {broken}") from broken
+        raise UserError(f"{name!r} is not a valid plan: {broken}") from broken
 
 
 def old_format(path: str | Path) -> str | None:
-    """The format that a safetensors file says it has."""
+    """The format given in a safetensors file."""
     try:
         with safe_open(path, framework="pt") as file:
             return (file.metadata() or {}).get("format")
@@ -87,7 +86,7 @@ def old_format(path: str | Path) -> str | None:
 
 
 def check_row(row: LayerReport) -> None:
-    """Refuse a row that no report could hold."""
+    """Reject an invalid row."""
     if row.choice not in CHOICES:
         raise UserError(f"the choice of {row.name!r} is {row.choice!r}")
     wanted = [*COUNTS, "groups", "keys"] if row.choice == "groups" else []
@@ -100,12 +99,12 @@ def check_row(row: LayerReport) -> None:
 
 
 def is_count(value: Any, least: int) -> bool:
-    """Whether a value is an integer of at least so much."""
+    """Whether a value is an integer of at least this size."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def check_layers(model: nn.Module, report: Report) -> None:
-    """Refuse a model whose layers are not those of the plan."""
+    """Reject a model whose layers differ from the plan's."""
     modules = dict(model.named_modules())
     missing = [row.name for row in report.layers if row.name not in modules]
     if missing:
@@ -113,7 +112,7 @@ def check_layers(model: nn.Module, report: Report) -> None:
     found = count_alike(model, [row.name for row in report.layers])
     if report.alike not in (None, found):
         raise UserError(
-            f"model must have the plan's {report.alike} modules that attend, got {found}"
+            f"model must have the plan's {report.alike} attention modules, got {found}"
         )
     for row in report.layers:
         if row.choice == "groups":
@@ -127,7 +126,7 @@ def check_layers(model: nn.Module, report: Report) -> None:
 
 
 def check_sizes(module: nn.Module, row: LayerReport) -> None:
-    """Refuse an attention of other heads or channels than a row's, where it tells."""
+    """Reject attention whose heads or channels are known and differ from a row's."""
     for size, words in SIZES.items():
         wanted = getattr(row, size)
         counts = [getattr(module, word, None) for word in words]
@@ -139,6 +138,6 @@ def check_sizes(module: nn.Module, row: LayerReport) -> None:
 
 
 def count_alike(model: nn.Module, names: Iterable[str]) -> int:
-    """How many modules a model has of the classes that those of these names are of."""
+    """The number of modules of the same classes as the named ones."""
     kinds = {type(model.get_submodule(name)) for name in names}
     return sum(type(module) in kinds for module in model.modules())

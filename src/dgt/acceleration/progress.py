@@ -1,4 +1,4 @@
-"""How far an acceleration is: calls of the model done, and about how long the rest takes."""
+"""Progress of an acceleration: model runs done, and estimated time left."""
 
 import time
 
@@ -6,7 +6,7 @@ from dgt.utils.errors import LOGGER
 
 
 class Progress:
-    """Logs every call of the model before it is made.
+    """Logs every run of the model before it starts.
 
     Args:
         total: how many there will be at most.
@@ -18,7 +18,7 @@ class Progress:
         self.start = time.monotonic()
 
     def step(self, work: str) -> None:
-        """Say what the next call is for."""
+        """Log the purpose of the next run."""
         left = ""
         if self.done:
             seconds = (time.monotonic() - self.start) * (self.total / self.done - 1)

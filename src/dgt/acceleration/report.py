@@ -1,4 +1,4 @@
-"""What accelerating a model found and did, as a table, as JSON, as a picture."""
+"""The report of an acceleration, as a table, as JSON, or as a figure."""
 
 import json
 import warnings
@@ -19,7 +19,7 @@ COLOURS = {"before": "#b8b8b8", "groups": "#2a78b5", "exact": "#3a9d5d", "dense"
 
 @dataclass(frozen=True)
 class Report:
-    """What :func:`dgt.accelerate` found and did.
+    """The result of :func:`dgt.accelerate`.
 
     Errors are relative, of ``measured``: ``|after - before| / |before|``. Speedups are ratios of
     times.
@@ -27,9 +27,9 @@ class Report:
 
     asked_error: float
     predicted_error: float
-    """On the inputs that settings were judged by."""
+    """On the inputs used to choose settings."""
     measured_error: float
-    """On the inputs held out of that."""
+    """On the held-out inputs."""
     attention_speedup: float
     model_speedup: float
     bound: float
@@ -42,11 +42,11 @@ class Report:
     alike: int | None = None
     """Modules of its layers' classes in the whole model: a plan is for a model with as many."""
     prefix_told: bool = False
-    """Whether the model told its special tokens, as a plan's model then must, too."""
+    """Whether special tokens were detected from the model, as they then must be for a plan's model."""
     error_bound: float = 0.0
     """An upper bound, at 95 %, of the error over unseen inputs of the same kind."""
-    measured: str = "what the model returns"
-    """Whose error it is."""
+    measured: str = "the model's output"
+    """What the error refers to."""
     cosine_mean: float = 1.0
     """Of the rows of the output, before and after."""
     cosine_low: float = 1.0
@@ -55,7 +55,7 @@ class Report:
     metric_after: float | None = None
     inputs: int = 0
     verdict: str = ""
-    """Why nothing was gained, if so."""
+    """Why there is no speedup, if so."""
 
     def __str__(self) -> str:
         return "\n".join([*self._table(), *self._notes(), *self._summary()])
@@ -85,22 +85,22 @@ class Report:
         )
         if wide > WIDE:
             times = (wide / WIDE) ** 2
-            notes.insert(0, f"note: {times:.2g} times as many inputs would tell the error to 20 %")
+            notes.insert(0, f"note: {times:.2g} times as many inputs would narrow the error's interval to 20 %")
         return notes
 
     def _summary(self) -> list[str]:
         predicted = f"{self.predicted_error:.2g}{_half(self.predicted_half)}"
         held_out = f"{self.measured_error:.2g}{_half(self.measured_half)}"
         lines = [
-            f"error of {self.measured}: asked {self.asked_error:.2g}, predicted {predicted}, "
-            f"on inputs held out {held_out}, at most {self.error_bound:.2g} on unseen ones (95 %)",
+            f"error of {self.measured}: requested {self.asked_error:.2g}, predicted {predicted}, "
+            f"on held-out inputs {held_out}, at most {self.error_bound:.2g} on unseen inputs (95 %)",
             f"cosine: mean {self.cosine_mean:.5f}, lowest hundredth {self.cosine_low:.5f}",
         ]
         if self.metric_before is not None and self.metric_after is not None:
             lines.append(f"metric: {self.metric_before:.6g} before, {self.metric_after:.6g} after")
         lines.append(
-            f"speed: attention {self.attention_speedup:.2f} times, model {self.model_speedup:.2f} times "
-            f"(no attention at all: {self.bound:.2f})"
+            f"speedup: attention {self.attention_speedup:.2f}x, model {self.model_speedup:.2f}x "
+            f"(without any attention: {self.bound:.2f}x)"
         )
         return lines
 
@@ -109,8 +109,7 @@ class Report:
         return asdict(self)
 
     def plot(self, path: str | Path) -> None:
-        """Draw the call sites in their order: time before and after, what was chosen, and its
-        error.
+        """Plot the call sites in order: time before and after, the chosen setting, and its error.
 
         Args:
             path: a file whose ending Matplotlib knows.
@@ -138,11 +137,11 @@ class Report:
             times.barh(0, 0, color=colour, label=label)
         times.set_yticks(range(len(self.layers)), [row.title for row in self.layers], size=7)
         times.invert_yaxis()
-        times.set(xlabel="attention, ms an input", xmargin=0.45)  # for the words
+        times.set(xlabel="attention, ms per input", xmargin=0.45)  # for the words
         figure.legend(loc="outside lower center", ncols=len(COLOURS))
         errors.set_xlabel("error of this attention, %")
         figure.suptitle(
-            f"model {self.model_speedup:.2f} times faster, error {self.measured_error:.2g}"
+            f"model {self.model_speedup:.2f}x as fast, error {self.measured_error:.2g}"
         )
         with replacing(path) as partial:
             figure.savefig(partial, format=Path(path).suffix[1:] or "png", dpi=150)
@@ -156,7 +155,7 @@ class Report:
         """
         if model is not None:
             warnings.warn(
-                "model is no longer needed to save a plan", DeprecationWarning, stacklevel=2
+                "model is ignored: saving a plan no longer needs it", DeprecationWarning, stacklevel=2
             )
         text = json.dumps({"format": FORMAT, "report": self.to_json()}, indent=1)
         atomic_write(Path(path), text.encode())

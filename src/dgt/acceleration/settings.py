@@ -1,5 +1,4 @@
-"""What a call of attention may be done with: a budget of pairs, and how it is split over groups,
-keys and means.
+"""Settings of an attention call: a budget of pairs, split over groups, selected keys and residual keys.
 """
 
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ RESIDUAL_PART = (
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One call site of attention: what it does now, and what was measured.
+    """One call site of attention: its choice, and what was measured.
 
     ``choice`` is "groups", "exact" (:func:`dgt.dense_attention`, faster than PyTorch's there), or
     "dense" (PyTorch's), ``reason`` why it is dense. ``error`` is relative, of this attention's
@@ -58,9 +57,9 @@ class LayerReport:
     frame: list[int] | None = None
     """``[count, period]`` where the special tokens are the first of every frame."""
     least_tokens: int = 0
-    """Shorter sequences are attended to as ever."""
+    """Shorter sequences are left unchanged."""
     most_batch: int | None = None
-    """Larger batches are attended to as ever; None for no limit."""
+    """Larger batches are left unchanged; None for no limit."""
     sequences: int = 1
     """B: of a call; more than inputs where attention is within windows."""
     breadth: float = 0.0
@@ -68,7 +67,7 @@ class LayerReport:
 
     @property
     def title(self) -> str:
-        """Name of the call site, with the number of its call where its module makes several."""
+        """Name of the call site, with the number of the call if its module makes several."""
         name = self.name or "(the model)"
         return f"{name} call {self.call + 1}" if self.call else name
 

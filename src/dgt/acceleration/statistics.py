@@ -1,5 +1,4 @@
-"""Errors over inputs: relative error, its interval, and a bound for inputs that were not seen;
-cosines of outputs.
+"""Errors over inputs: relative error, its interval, and a bound for unseen inputs; cosines of outputs.
 """
 
 import math
@@ -56,7 +55,7 @@ def student_t(freedom: int) -> float:
 def error_bound(squares: Tensor) -> float:
     """An upper bound, at 95 %, of the error over unseen inputs of the same kind together.
 
-    Squared errors differ between inputs about as lognormal numbers do. With y their logarithms,
+    Squared errors of inputs are modeled as lognormal. With y their logarithms,
     relative to the squared norm of the output, over n inputs and s their standard deviation, the
     logarithm of their mean is estimated by ``mean(y) + s^2 / 2`` with variance ``s^2 / n + s^4 / (2
     nu)`` (Cox's method), and that of the mean of m unseen ones varies by ``log(1 + (exp(s^2) - 1) /

@@ -1,4 +1,4 @@
-"""What is to be accelerated: a model, its inputs, and which of its outputs count."""
+"""The task of an acceleration: a model, its inputs, and the outputs to compare."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ CALL_ERRORS = (
 
 @dataclass(frozen=True)
 class Task:
-    """What :func:`dgt.accelerate` was asked for, checked."""
+    """The checked arguments of :func:`dgt.accelerate`."""
 
     model: nn.Module
     items: list[Any]
@@ -41,13 +41,29 @@ class Task:
     forward: Forward
     """Returns the tensors whose error counts."""
     measured: str
-    """What these are, in words."""
+    """Describes these tensors."""
     metric: Callable[[list[Any]], float] | None
     special_tokens: SpecialTokens | None
 
     def run(self, item: Any) -> Any:
         """Call the model with one item."""
         return self.forward(self.model, item)
+
+    def measure(self, outputs: list[Any]) -> float | None:
+        """The task's own figure for what forward returned; None where there is no metric.
+
+        Raises:
+            UserError: it is no number.
+        """
+        if self.metric is None:
+            return None
+        figure = self.metric(outputs)
+        try:
+            return float(figure)
+        except (TypeError, ValueError, RuntimeError) as failed:
+            raise UserError(
+                f"metric must return a number, got {describe_item(figure)}"
+            ) from failed
 
 
 def read_task(
@@ -58,13 +74,13 @@ def read_task(
     metric: Callable[[list[Any]], float] | None,
     special_tokens: SpecialTokens | None,
 ) -> Task:
-    """Check what :func:`dgt.accelerate` is called with. Raises as it does."""
+    """Check the arguments of :func:`dgt.accelerate`. Raises as it does."""
     check_model(model)
     items = read_items(inputs)
     check_values(items)
     if len(items) < 2:
         raise UserError(
-            "inputs must be at least 2, some to choose settings by and some to check them with, "
+            "inputs must be at least 2, some to choose settings and some to check them, "
             f"got {len(items)}"
         )
     if isinstance(error, bool) or not isinstance(error, float | int) or not 0 <= error < 1:
@@ -72,7 +88,7 @@ def read_task(
     for name, function in (("forward", forward), ("metric", metric)):
         if function is not None and not callable(function):
             raise TypeError(f"{name} must be a function, got {describe(function)}")
-    measured = "what forward returns"
+    measured = "the output of forward"
     if forward is None:
         forward, measured = default_forward(model)
     special = check_special_tokens(special_tokens)
@@ -80,12 +96,12 @@ def read_task(
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse what is no module, or cannot be accelerated any more."""
+    """Reject a model that is not a module or can no longer be accelerated."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, got {describe(model)}")
     if installed_answers(model):
         raise UserError(
-            "model must not be accelerated already: take a fresh one, or apply_plan on one"
+            "model must not be accelerated already: pass a fresh model, or use apply_plan"
         )
     for module in model.modules():
         is_wrapped = type(module).__name__ == "OptimizedModule"  # torch.compile(model)
@@ -93,7 +109,7 @@ def check_model(model: nn.Module) -> None:
             vars(module).get("_compiled_call_impl") is not None
         )  # model.compile()
         if is_wrapped or is_compiled_in_place:
-            raise UserError("model must not be compiled yet: torch.compile comes after accelerate")
+            raise UserError("model must not be compiled yet: call torch.compile after accelerate")
 
 
 def read_items(inputs: Inputs) -> list[Any]:
@@ -109,24 +125,24 @@ def read_items(inputs: Inputs) -> list[Any]:
         check_structure(items)
         return items
     raise TypeError(
-        "inputs must be a tensor (N, ...), a mapping of such tensors by their names, or a sequence "
-        f"with a tensor, mapping or tuple for every call, got {describe_item(inputs)}"
+        "inputs must be a tensor (N, ...), a mapping from names to such tensors, or a sequence "
+        f"with a tensor, mapping or tuple per call, got {describe_item(inputs)}"
     )
 
 
 def is_sequence_of_items(inputs: Any) -> bool:
-    """Whether something is a sequence, each of whose members a model can be called with."""
+    """Whether this is a sequence of items that a model can be called with."""
     if isinstance(inputs, str) or not isinstance(inputs, Sequence):
         return False
     return all(isinstance(item, Tensor | Mapping | tuple | list) for item in inputs)
 
 
 def check_structure(items: list[Any]) -> None:
-    """Refuse items that differ in more than sizes and values."""
+    """Reject items that differ in more than sizes and values."""
     for place, item in enumerate(items):
         if structure(item) != structure(items[0]):
             raise UserError(
-                f"inputs must all have the structure of the first, {describe_item(items[0])}, "
+                f"inputs must all have the structure of the first one, {describe_item(items[0])}, "
                 f"but number {place} is {describe_item(item)}"
             )
 
@@ -143,10 +159,10 @@ def take_item(inputs: Mapping[str, Any], at: int, count: int) -> dict[str, Any]:
 
 
 def check_values(items: list[Any]) -> None:
-    """Refuse tensors of the meta device, which have no values."""
+    """Reject tensors on the meta device, which have no values."""
     for tensor in (tensor for item in items[:1] for tensor in tensors_of(item)):
         if tensor.is_meta:
-            raise TypeError(f"inputs must hold values, got {describe(tensor)}")
+            raise TypeError(f"inputs must not be empty, got {describe(tensor)}")
 
 
 def check_special_tokens(special: SpecialTokens | None) -> SpecialTokens | None:
@@ -158,27 +174,26 @@ def check_special_tokens(special: SpecialTokens | None) -> SpecialTokens | None:
         check_count("special_tokens.period", special.period)
         if special.count > special.period:
             raise UserError(
-                f"special_tokens must be fewer than the tokens of a frame, got {special}"
+                f"special_tokens must be fewer than the tokens per frame, got {special}"
             )
         return special
     if isinstance(special, Sequence) and not isinstance(special, str):
         for place in special:
             check_count("special_tokens", place, least=0)
         if len(set(special)) < len(special):
-            raise UserError("special_tokens must name every place once, got one twice")
+            raise UserError("special_tokens must not repeat a position")
         return sorted(special)
     check_count("special_tokens", special, least=0)
     return special
 
 
 def default_forward(model: nn.Module) -> tuple[Forward, str]:
-    """What a model is called by: itself, or for a model of timm without a head, for its tokens;
-    and in words.
+    """The forward function: the model itself, or the tokens of a timm model without a head; and a description.
     """
     features = getattr(model, "forward_features", None)
     if callable(features) and getattr(model, "num_classes", None) == 0:
         return _call_features, "all tokens of forward_features"
-    return _call_model, "what the model returns"
+    return _call_model, "the model's output"
 
 
 def _call_features(model: Any, item: Any) -> Any:
@@ -222,21 +237,20 @@ def outputs_of(output: Any, paddings: Paddings) -> list[Tensor]:
 
 
 def check_outputs(task: Task, raw: Any, paddings: Paddings) -> list[Tensor]:
-    """The outputs whose error counts; refused where there are none, or not finite."""
+    """The outputs to compare; rejected if there are none, or if they are not finite."""
     outputs = outputs_of(raw, paddings)
     name = "model" if task.forward is _call_model else "forward"
     if not outputs:
         raise UserError(
-            f"{name} must return floating point tensors, whose error counts, got {describe_item(raw)}"
+            f"{name} must return floating point tensors, got {describe_item(raw)}"
         )
     if not all(tensor.isfinite().all() for tensor in outputs):
-        raise UserError(f"{name} must return tensors free of NaN and infinities, got one with some")
+        raise UserError(f"{name} must return tensors without NaN or infinities")
     return outputs
 
 
 def structure(item: Any) -> Any:
-    """What two items must share to be of one kind: nesting, names, types, and numbers of
-    dimensions.
+    """The structure that all items must share: nesting, names, types, and numbers of dimensions.
     """
     if isinstance(item, Tensor):
         return ("tensor", item.dim(), item.is_floating_point())
@@ -248,7 +262,7 @@ def structure(item: Any) -> Any:
 
 
 def describe_item(item: Any, depth: int = 2) -> str:
-    """What came, in words without the values of tensors."""
+    """A description of an item without the values of tensors."""
     if isinstance(item, Tensor):
         return describe(item)
     if isinstance(item, Mapping) and depth:
@@ -267,16 +281,16 @@ def describe_item(item: Any, depth: int = 2) -> str:
 
 
 def describe_failure(failed: BaseException) -> str:
-    """What a model says of inputs that it fails on, without the values of tensors."""
+    """A model's error message for inputs it fails on, without the values of tensors."""
     text = str(failed).partition("tensor(")[0].strip()
     return text if len(text) <= WORDS else f"{text[:WORDS]}..."
 
 
 def renamed(old: str, new: str, value: Any, given: Any) -> Any:
-    """The value of an argument that may have come by its old name, which warns."""
+    """The value of an argument that may have been passed by its old name, with a warning."""
     if given is None:
         return value
     if value is not None:
-        raise TypeError(f"{new} must be given once, not by its old name {old} as well")
-    warnings.warn(f"{old} is now called {new}", DeprecationWarning, stacklevel=4)
+        raise TypeError(f"{new} must not be given together with its old name {old}")
+    warnings.warn(f"{old} was renamed to {new}", DeprecationWarning, stacklevel=4)
     return given

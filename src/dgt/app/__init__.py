@@ -1,4 +1,4 @@
-"""What the commands do, on top of all other packages.
+"""The implementation of the commands, on top of all other packages.
 
 `dgt_command` beside this package parses them.
 """

@@ -1,5 +1,4 @@
-"""`dgt accelerate`: search with a folder of images how to do a model's attention by groups, and
-save the plan.
+"""`dgt accelerate`: accelerate a model with grouped attention, using a folder of images, and save the plan.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def accelerate_model(
     files = sorted(path for path in Path(images).rglob("*") if path.suffix.lower() in ENDINGS)
     if len(files) < 2:
         raise UserError(
-            f"--images must be a folder with at least 2 image files, {str(images)!r} has {len(files)}"
+            f"--images must be a folder with at least 2 image files, but {str(images)!r} has {len(files)}"
         )
     source = _open(name, size)
     transform = timm.data.create_transform(**source.config, is_training=False)
@@ -70,10 +69,10 @@ def accelerate_model(
         try:
             tensors.append(transform(decode_image(path)))
         except UserError as broken:
-            LOGGER.warning("%s is left out: %s", path, broken)
+            LOGGER.warning("skipping %s: %s", path, broken)
     if len(tensors) < 2:
         raise UserError(
-            f"--images must hold at least 2 images that can be read, {str(images)!r} has {len(tensors)}"
+            f"--images must contain at least 2 readable images, but {str(images)!r} has {len(tensors)}"
         )
     pixels = torch.stack(tensors)
     inputs = {"pixel_values": pixels, **source.options} if source.options else pixels
@@ -81,7 +80,7 @@ def accelerate_model(
 
 
 def check_places(places: dict[str, str | None]) -> None:
-    """Refuse output files that cannot be written, before the minutes that the rest takes.
+    """Reject output files that cannot be written before the slow part starts.
 
     Args:
         places: file by option; None where the option is not given.
@@ -98,7 +97,7 @@ def check_places(places: dict[str, str | None]) -> None:
             raise UserError(f"{option} {place!r} cannot be written: it is a folder")
         if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
             raise UserError(
-                f"{option} {place!r} cannot be written: no file can be made in {str(above)!r}"
+                f"{option} {place!r} cannot be written: no file can be created in {str(above)!r}"
             )
         if option == "--plot" and path.suffix not in (".png", ".pdf", ".svg"):
             raise UserError(f"--plot must end in .png, .pdf or .svg, got {place!r}")
@@ -120,7 +119,7 @@ def _open(name: str, size: int | None) -> OpenedModel:
     on_hub = folder is None and name.count("/") == 1
     if folder is None and not on_hub and not timm.is_model(name.partition(".")[0]):
         raise UserError(
-            f"model must be one of timm, ORGANISATION/NAME of transformers or a folder, got {name!r}"
+            f"model must be a timm model, ORGANIZATION/NAME of a transformers model, or a folder, got {name!r}"
         )
     try:
         if folder is not None:
@@ -181,7 +180,7 @@ def _open_transformers(name: str, size: int | None) -> OpenedModel:
             mean, std = tuple(processor.image_mean), tuple(processor.image_std)
         config |= {"mean": mean, "std": std}
     except (OSError, ValueError, AttributeError, TypeError):
-        LOGGER.warning("%s has no image processor: images are normalized as ImageNet's", name)
+        LOGGER.warning("%s has no image processor: images are normalized with ImageNet's mean and std", name)
     options = {}
     if size and "interpolate_pos_encoding" in inspect.signature(model.forward).parameters:
         options["interpolate_pos_encoding"] = True

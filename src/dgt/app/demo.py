@@ -43,7 +43,7 @@ def run(out: str | Path = "runs/demo", seed: int = 0, epochs: int | None = None)
     images = _write_scenes(folder / "images", recipe.data["image_size"])
     trained = load_run(folder)
     found = f"top-1 {100 * metrics['top1']:.2f} % on {metrics['images']} held-out scenes"
-    lines = [f"\n{found}, {time.perf_counter() - start:.0f} s in all\n"]
+    lines = [f"\n{found}, {time.perf_counter() - start:.0f} s in total\n"]
     for prediction in predict(trained, images, top_k=1):
         name, score = prediction.classes[0]
         lines.append(f"  {prediction.image}: {name} ({100 * score:.1f} %)")
@@ -51,7 +51,7 @@ def run(out: str | Path = "runs/demo", seed: int = 0, epochs: int | None = None)
     visualize([trained], images[:4], folder / "group_map.png", View(block=0, as_map=True))
     lines += [
         "\nlook at",
-        f"  {folder / 'groups.png'}      groups of queries, and the keys that each group chose",
+        f"  {folder / 'groups.png'}     query groups and the keys selected for each group",
         f"  {folder / 'group_map.png'}   all groups at once",
         f"  {folder / 'results.json'}    metrics, versions, command",
         f"  tensorboard --logdir {folder}",
@@ -77,7 +77,7 @@ def _clear(folder: Path) -> Path:
     if any(folder.glob("[!.]*")):
         if not is_run(folder, "demo"):
             raise FileExistsError(
-                f"{folder} is not an earlier demo: give another folder with --out"
+                f"{folder} is not a demo run: choose another folder with --out"
             )
         with exclusive_lock(folder):
             pass  # and lets go of its file, which Windows would not remove

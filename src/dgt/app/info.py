@@ -28,10 +28,10 @@ def model_rows(
     `task` is a key of `TASKS`. Numbers of the paper are None where it has none: other models, or
     other sizes. Raises UserError for an unknown name or task.
     """
-    counted = _known(task).counted
-    names = counted.models if model is None else (model,)
+    spec = _known(task).cost
+    names = spec.models if model is None else (model,)
     return [
-        _row(name, task, image_size or counted.image_size, *_printed(name, task, image_size))
+        _row(name, task, image_size or spec.image_size, *_printed(name, task, image_size))
         for name in names
     ]
 
@@ -41,9 +41,10 @@ def comparator_rows(task: str = "classify") -> list[dict[str, Any]]:
 
     As in :func:`model_rows`, with the row's name in the table.
     """
-    counted, rows = _known(task).counted, []
+    spec = _known(task).cost
+    rows = []
     for printed in json.loads(COMPARATORS.read_text(encoding="utf-8"))[task]:
-        size = (printed["size"],) * 2 if "size" in printed else counted.image_size
+        size = (printed["size"],) * 2 if "size" in printed else spec.image_size
         row = _row(printed["model"], task, size, printed["params"], printed["flops"])
         rows.append({"row": printed["row"], **row})
     return rows
@@ -54,7 +55,7 @@ def native_line() -> str:
     found = native.status()
     if found.available:
         return f"native CPU kernels: {found.level}, {found.lanes} lanes"
-    return f"native CPU kernels: none, {found.reason}"
+    return f"native CPU kernels: none ({found.reason})"
 
 
 def _known(task: str) -> Task:
@@ -66,8 +67,9 @@ def _known(task: str) -> Task:
 def _printed(
     name: str, task: str, image_size: tuple[int, int] | None
 ) -> tuple[float | None, float | None]:
-    params, flops = TASKS[task].counted.paper.get(name, (None, None))
-    return params, flops if image_size in (None, TASKS[task].counted.image_size) else None
+    spec = TASKS[task].cost
+    params, flops = spec.paper.get(name, (None, None))
+    return params, flops if image_size in (None, spec.image_size) else None
 
 
 def _row(
@@ -77,7 +79,7 @@ def _row(
     paper_params: float | None,
     paper_flops: float | None,
 ) -> dict[str, Any]:
-    total = TASKS[task].counted.count(name, image_size)
+    total = TASKS[task].cost.count(name, image_size)
     return {
         "model": name,
         "task": task,

@@ -1,4 +1,4 @@
-"""`dgt predict`: what a trained model finds in image files, as text and as files."""
+"""`dgt predict`: predictions for image files, as text and as files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def predict_files(
         names = [Path(image).stem for image in images]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise UserError(
-                f"images must have different names, their drawings are named so; got {twice[0]!r} twice"
+                f"images must have different file names, which their drawings are named after; got {twice[0]!r} twice"
             )
     for image in images:
         (found,) = predict(run, [image], top_k)
@@ -71,5 +71,5 @@ def prediction_lines(prediction: Mapping[str, Any]) -> list[str]:
             f"at least {100 * SHOWN_SCORE:.0f} %",
             len(prediction["objects"]) - len(drawn),
         )
-        lines.append(f"  {len(drawn)} objects of {sure}, {fainter} below, which are not drawn")
+        lines.append(f"  {len(drawn)} objects with a score of {sure}; {fainter} below that are not drawn")
     return [*lines, *(f"  {path}" for path in prediction.get("files", ()))]

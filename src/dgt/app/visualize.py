@@ -1,5 +1,4 @@
-"""Looking into trained models: `dgt visualize`, `dgt diagnose`, and what TensorBoard shows of a
-training.
+"""Visualize trained models: `dgt visualize`, `dgt diagnose`, and the images in TensorBoard.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def visualize(
     out: str | Path,
     view: View = DEFAULT,
 ) -> None:
-    """Draw the groups of trained models' queries over images, and the keys that the groups chose.
+    """Draw the query groups of trained models over images, and the keys selected for them.
 
     With one checkpoint: a row for each image and block, or with `all_blocks` a sheet of maps. With
     several, of one training in their order: a row for each, with the groups chosen in the last; as
@@ -169,14 +168,14 @@ def _check_choices(checkpoints: int, images: int, view: View, animated: bool) ->
         )
     if images > 1 and (checkpoints > 1 or view.all_blocks):
         raise UserError(
-            f"several checkpoints, or all blocks, are drawn over one image, got {images}"
+            f"several checkpoints or all blocks need exactly one image, got {images}"
         )
     if view.all_blocks and checkpoints > 1:
-        raise UserError(f"all blocks are drawn for one checkpoint, got {checkpoints}")
+        raise UserError(f"all blocks need exactly one checkpoint, got {checkpoints}")
     if view.all_blocks and view.block is not None:
-        raise UserError(f"block must not be given where all blocks are drawn, got {view.block}")
+        raise UserError(f"block must not be given together with all blocks, got {view.block}")
     if animated and checkpoints == 1:
-        raise UserError("a GIF shows how groups move: it needs several checkpoints, got 1")
+        raise UserError("a GIF shows how groups change over several checkpoints, got 1")
 
 
 def _panels(run: LoadedRun, image: Source, **choice: Any) -> list[GroupPanel]:

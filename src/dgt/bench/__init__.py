@@ -1,5 +1,4 @@
-"""Timing on this machine: what every benchmark shares, and `dgt profile`, which tells what way of
-attending pays.
+"""Timing on this machine: what every benchmark shares, and `dgt profile`, which finds the fastest attention.
 
 Candidates take turns, and medians are compared, so that background load slows all of them alike;
 ratios hold for one kind of processor, which :func:`machine` names.
@@ -21,6 +20,6 @@ def __getattr__(name: str) -> object:
     """Say for one version where a benchmark went."""
     if name in MOVED:
         raise AttributeError(
-            f"dgt.bench.{name} has moved: in a checkout of the project it is in {MOVED[name]}"
+            f"dgt.bench.{name} was moved: in a checkout of the project it is in {MOVED[name]}"
         )
     raise AttributeError(f"module 'dgt.bench' has no attribute {name!r}")

@@ -57,7 +57,7 @@ def check_usable(device: str) -> None:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(
-            f"device must be one that PyTorch finds here, got {device!r}: {error}"
+            f"device must be available to PyTorch on this machine, got {device!r}: {error}"
         ) from error
 
 

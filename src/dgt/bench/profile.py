@@ -1,5 +1,4 @@
-"""Which way of attending pays at one size on this machine: the ways of `dgt profile`, timed side by
-side.
+"""The fastest attention for a shape on this machine: the candidates of `dgt profile`, timed side by side.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ GLOBAL = "PyTorch, all keys"
 
 
 class Way(NamedTuple):
-    """One way of attending: the backend, and whether the keys that are not selected are summarized."""
+    """A candidate: the backend, and whether unselected keys are summarized."""
 
     backend: str
     remainder: bool = False
@@ -51,12 +50,12 @@ COLUMNS = {
     "attention": "{case}",
     "way": "{way}",
     "forward ms": "{ms:.2f}",
-    "times as fast": "**{ratio:.2f}**",
+    "speedup": "**{ratio:.2f}**",
     "with backward ms": "{backward_ms:.2f}",
-    "so many times": "**{ratio_backward:.2f}**",
+    "speedup with backward": "**{ratio_backward:.2f}**",
     "peak extra MiB": "{peak_mib:.1f}",
 }
-WORTHWHILE = 1.05  # times as fast as all keys: below it groups are not worth having
+WORTHWHILE = 1.05  # times as fast as all keys: below this, groups are not worthwhile
 
 
 class Case(NamedTuple):
@@ -88,7 +87,7 @@ class Inputs(NamedTuple):
 def time_ways(
     case: Case, device: str = "cpu", rounds: int = 7, ways: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """Time ways of attending, forward and with backward, in turns.
+    """Time candidates, forward and with backward, in turns.
 
     Args:
         case: the size of the attention.
@@ -163,7 +162,7 @@ def _timer(way: str, inputs: Inputs, top_k: int, grad: bool = False) -> Callable
 
 
 def peak_of_forward(way: str, case: Case) -> float | None:
-    """MiB that one forward adds, output included; None where the system does not tell."""
+    """MiB added by one forward pass, output included; None if the system does not report it."""
     small = case._replace(shape=(1, 1, 256, case.shape[3]))
     _measure_peak(way, small)  # loads code and starts threads
     return _measure_peak(way, case)
@@ -175,18 +174,18 @@ def _measure_peak(way: str, case: Case) -> float | None:
 
 
 def advice(rows: list[dict[str, Any]]) -> str:
-    """One sentence on the rows of one case: what to take for prediction and for training.
+    """One sentence on the rows of one case: what to use for inference and for training.
 
     Where backends can be chosen, also the quickest of them for a model that attends in groups even
     though all keys would be quicker.
     """
     parts = []
-    for purpose, ratio in (("predict", "ratio"), ("train", "ratio_backward")):
+    for purpose, ratio in (("inference", "ratio"), ("training", "ratio_backward")):
         best = max(rows, key=lambda row: row[ratio])
         if best[ratio] > WORTHWHILE:
-            parts.append(f"to {purpose} take {_tell(best, ratio)}")
+            parts.append(f"for {purpose} use {_tell(best, ratio)}")
         else:
-            parts.append(f"to {purpose} keep all keys{_quickest_backend(rows, ratio)}")
+            parts.append(f"for {purpose} keep all keys{_quickest_backend(rows, ratio)}")
     return f"{rows[0]['case']}: {'; '.join(parts)}."
 
 
@@ -202,7 +201,7 @@ def _quickest_backend(rows: list[dict[str, Any]], ratio: str) -> str:
     choices = [row for row in rows if row["way"] in CHOICES]
     if len(choices) < 2:
         return ""
-    return f", or in groups take {_tell(max(choices, key=lambda row: row[ratio]), ratio)}"
+    return f", or in groups use {_tell(max(choices, key=lambda row: row[ratio]), ratio)}"
 
 
 def cases_of_model(name: str, size: int, groups: int, top_k: int) -> list[Case]:
@@ -214,11 +213,11 @@ def cases_of_model(name: str, size: int, groups: int, top_k: int) -> list[Case]:
         groups, top_k: G and k of the cases; a DGT has its own.
 
     Raises:
-        UserError: timm has no such model, it takes no such image, or it has no attention of a query
-            for each key.
+        UserError: timm has no such model, it does not take images of this size, or it has no
+            self-attention.
     """
     if not timm.is_model(name):
-        raise UserError(f"{name!r} is no model of timm: give a name, or --shape B,H,L,D")
+        raise UserError(f"{name!r} is not a timm model: give the name of one, or --shape B,H,L,D")
 
     def find(sides: tuple[int, int]) -> list[Case]:
         model = timm.create_model(name, **size_option(name, sides)).eval()
@@ -230,7 +229,7 @@ def cases_of_model(name: str, size: int, groups: int, top_k: int) -> list[Case]:
     found = explain_size_errors(name, (size, size), find)
     if not found:
         raise UserError(
-            f"{name!r} attends nowhere through PyTorch's function with a query for each key: give --shape"
+            f"{name!r} has no self-attention through PyTorch's function: give --shape"
         )
     return list(dict.fromkeys(found))
 

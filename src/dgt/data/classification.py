@@ -43,7 +43,7 @@ class ClassificationData(NormalizedData):
     image_column: str | None = None
     label_column: str | None = None
 
-    root_holds = "a folder with train/CLASS/ and val/CLASS/ of images, or a Hugging Face data set (its folder or name)"
+    root_holds = "a folder with images in train/CLASS/ and val/CLASS/, or a Hugging Face data set (its folder or name)"
     scenes = SceneImages
 
     def __post_init__(self) -> None:
@@ -51,7 +51,7 @@ class ClassificationData(NormalizedData):
         augmentation = self.augmentation
         if augmentation.mixes and self.batch_size % 2:
             raise UserError(
-                f"batch_size must be even where mixup or cutmix is on, got {self.batch_size}"
+                f"batch_size must be even with mixup or cutmix, got {self.batch_size}"
             )
         self.erasing = RandomErasing(augmentation.erasing, mode="pixel")
         self.transforms = {

@@ -51,7 +51,7 @@ def _numbers(values: Any) -> bool:
 ID = ("a 64-bit integer", _is_id)
 TEXT = ("a text", lambda value: isinstance(value, str) and value != "")
 SIDE = ("an integer above 0", lambda value: _is_id(value) and value > 0)
-MASK = "polygons [x, y, ...] of at least 3 points, or a run-length code that fills its image"
+MASK = "polygons [x, y, ...] of at least 3 points, or a run-length encoding that fills its image"
 
 
 # The lists of a file, and what each of their entries must have: else the file is not read at all.
@@ -63,7 +63,7 @@ SECTIONS: dict[str, Rules] = {
 
 
 class CocoImages:
-    """Images of a COCO file of instances, which lie in `folder`: JSON with `images`, `annotations`
+    """Images of a COCO instances file, which lie in `folder`: JSON with `images`, `annotations`
     and `categories`.
 
     `images` in the file's order; `categories` by rising id: label l is category `category_ids[l -
@@ -75,7 +75,7 @@ class CocoImages:
 
     def __init__(self, path: StrPath, folder: StrPath = ".") -> None:
         if not os.path.isdir(folder):
-            raise FileNotFoundError(f"there is no folder of images {str(folder)!r}")
+            raise FileNotFoundError(f"image folder {str(folder)!r} does not exist")
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -153,7 +153,7 @@ def _section(content: Any, name: str, path: StrPath) -> list[Entry]:
     """
     found = content.get(name) if isinstance(content, dict) else None
     if not isinstance(found, list) or not (found or name == "annotations"):
-        raise UserError(f"{path} is not in COCO's format: it has no list {name!r}, or an empty one")
+        raise UserError(f"{path} is not in COCO format: its list {name!r} is missing or empty")
     for place, entry in enumerate(found):
         if fault := _fault(entry, SECTIONS[name]):
             raise UserError(f"{path}: {name}[{place}] {fault}")

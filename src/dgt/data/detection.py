@@ -105,7 +105,7 @@ class DetectionData(ImageData):
     val_images: str = "val2017"
     val_annotations: str = "annotations/instances_val2017.json"
 
-    root_holds = "a folder with train2017, val2017 and annotations as COCO has them (data.train_images ... name others)"
+    root_holds = "a folder with train2017, val2017 and annotations as in COCO (data.train_images ... set other names)"
     scenes = SceneObjects
     scenes_size = {"train": 4000, "val": 500}  # noqa: RUF012
 
@@ -125,14 +125,14 @@ class DetectionData(ImageData):
             reader.class_names,
             reader.category_ids,
         ):
-            raise UserError(f"{file} has other categories than the training split's file")
+            raise UserError(f"the categories of {file} differ from those of the training split")
         report = BrokenImages(
             part, reader.total, self.max_broken_share, "annotations", "cannot be used"
         )
         self.broken_images[f"{part} annotations"] = report
         report.record(reader.bad)
         if reader.bad:
-            left_out = f"{len(reader.bad)} of {reader.total} annotations are left out"
+            left_out = f"{len(reader.bad)} of {reader.total} annotations are skipped"
             warnings.warn(f"{left_out}; the first: {': '.join(reader.bad[0])}", stacklevel=2)
         return part, reader
 
@@ -149,7 +149,7 @@ class DetectionData(ImageData):
         )
         if not set(chosen).intersection(useful):
             raise UserError(
-                f"the {len(chosen)} images of {part} hold no object to train on or to compare with"
+                f"the {len(chosen)} images of {part} contain no annotated object"
             )
         return chosen
 

@@ -1,6 +1,6 @@
 """From bytes to an upright RGB image, and the report of the files that would not decode.
 
-An unreadable image is never replaced by another one: the reader hands on a `BrokenImage`, the batch
+An unreadable image is never replaced by another one: the reader returns a `BrokenImage`, the batch
 leaves it out, and `BrokenImages` of the main process counts and lists it, and stops the run above a
 share that the user sets.
 """
@@ -35,7 +35,7 @@ class WrongLabels(BrokenImage):
 
 
 class BrokenImagesError(UserError):
-    """Too many images of a data set cannot be read."""
+    """Too many images of a data set are unreadable."""
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def decoding(source: Source) -> Iterator[ImageFile.ImageFile]:
     except (MemoryError, UserError):
         raise
     except UnidentifiedImageError:
-        raise UserError("not an image in any format that Pillow knows") from None
+        raise UserError("not an image in a format that Pillow can read") from None
     except Exception as error:
         # decoders raise nearly everything on bad bytes: OSError, SyntaxError, struct.error ...
         raise UserError(f"{type(error).__name__}: {error}") from error
@@ -73,7 +73,7 @@ def open_image(path: StrPath) -> Image.Image:
     UserError with its name.
     """
     if not os.path.isfile(path):
-        raise FileNotFoundError(f"there is no image file {str(path)!r}")
+        raise FileNotFoundError(f"image file {str(path)!r} does not exist")
     try:
         return decode_image(path)
     except UserError as error:
@@ -97,7 +97,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):
         values = np.asarray(image)
         if values.min() < 0 or values.max() > 65535:
-            raise UserError(f"grey values from {values.min()} to {values.max()} do not fit 16 bits")
+            raise UserError(f"gray values from {values.min()} to {values.max()} do not fit in 16 bits")
         image = Image.fromarray((values // 257).astype(np.uint8))
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         image = image.convert("RGBA")

@@ -77,7 +77,7 @@ class LabelMapFolder:
         labels = np.where(stored == IGNORED, stored, stored - np.uint8(self.zero_is_ignored))
         largest = labels[labels != IGNORED].max(initial=0)
         if largest >= len(self.class_names):
-            fault = f"label {largest + self.zero_is_ignored} is that of none of the {len(self.class_names)} classes"
+            fault = f"label {largest + self.zero_is_ignored} is not one of the {len(self.class_names)} classes"
         return WrongLabels(map_path, fault) if fault else (image, labels)
 
 
@@ -116,7 +116,7 @@ def read_class_names(root: StrPath) -> tuple[str, ...]:
         (path for path in (Path(root, name) for name in CLASS_FILES) if path.is_file()), None
     )
     if path is None:
-        hint = f"name them in data.classes, or in {root}/{CLASS_FILES[0]}, one a line"
+        hint = f"list them in data.classes, or in {root}/{CLASS_FILES[0]}, one per line"
         raise FileNotFoundError(f"the classes of {root} are not known: {hint}")
     try:
         lines = [
@@ -125,7 +125,7 @@ def read_class_names(root: StrPath) -> tuple[str, ...]:
             if line.strip()
         ]
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not a text in UTF-8: {error}") from error
+        raise UserError(f"{path} is not UTF-8 text: {error}") from error
     if path.name != CLASS_FILES[0]:  # a table whose last column holds synonyms, the usual one first
         lines = [line.split("\t")[-1].split(",")[0].strip() for line in lines[1:]]
     return tuple(lines)
@@ -137,10 +137,10 @@ def _pairs(images: Path, maps: Path) -> list[tuple[str, str]]:
     if alone := sorted(paths.keys() ^ labels.keys()):
         files = some([paths.get(name) or labels[name] for name in alone], 3)
         raise UserError(
-            f"{len(alone)} files without a partner of their name among {images} and {maps}: {files}"
+            f"{len(alone)} files in {images} and {maps} have no counterpart of the same name: {files}"
         )
     if not paths:
-        raise UserError(f"no image in {images}")
+        raise UserError(f"no images in {images}")
     return [(paths[name], labels[name]) for name in sorted(paths)]
 
 
@@ -150,7 +150,7 @@ def _by_name(folder: Path) -> dict[str, str]:
     for path in image_files(folder):
         first = found.setdefault(os.path.splitext(os.path.relpath(path, folder))[0], path)
         if first != path:
-            raise UserError(f"two files of one name: {first} and {path}")
+            raise UserError(f"two files have the same name: {first} and {path}")
     return found
 
 
@@ -162,8 +162,8 @@ def _kind_fault(opened: ImageFile.ImageFile) -> str:
     stretched = bool(opened.tile) and opened.tile[0].args in ("L;2", "L;4")
     if opened.mode in ("L", "P") and opened.format != "JPEG" and not stretched:
         return ""
-    got = f"{opened.mode}{' of fewer bits' if stretched else ''} in {opened.format}"
-    return f"expected a lossless label map, such as PNG, of one 8-bit channel (grey or palette), got {got}"
+    got = f"{opened.mode}{' with fewer bits' if stretched else ''} in {opened.format}"
+    return f"expected a lossless label map, such as PNG, with one 8-bit channel (gray or palette), got {got}"
 
 
 class StoredImage(NamedTuple):
@@ -205,8 +205,8 @@ def _size_fault(size: tuple[int, int], image: StoredImage) -> str:
     if fits and shows:
         return ""
     has, image_has = ("{} x {}".format(*pair) for pair in (size, image.upright_size))
-    hint = ", turned by EXIF orientation: store it upright, without one" if image.is_turned else ""
-    return f"the label map has {has} pixels, its image {image.path} has {image_has}{hint}"
+    hint = ", rotated by its EXIF orientation: store it upright, without that tag" if image.is_turned else ""
+    return f"the label map has {has} pixels, but its image {image.path} has {image_has}{hint}"
 
 
 def _turned_with(opened: Image.Image, image: StoredImage) -> Image.Image:

@@ -1,5 +1,4 @@
-"""The loader of all tasks: which images make which batch, worker processes that prepare them, and
-their last step.
+"""The data loader of all tasks: the order of images in batches, worker processes, and the last step on the device.
 
 The sampler hands out keys (epoch, batch, item), so that workers, even persistent ones, know which
 epoch they augment for, and a run resumes in the middle of an epoch without decoding what it has
@@ -228,7 +227,7 @@ class Loader:
             elif self.sampler.training:
                 reasons = "\n".join(f"  {path}: {reason}" for path, reason in broken[:5])
                 raise BrokenImagesError(
-                    f"too few images of a training batch can be read; broken:\n{reasons}"
+                    f"too few readable images in a training batch; broken:\n{reasons}"
                 )
 
     def state_dict(self) -> dict[str, int]:

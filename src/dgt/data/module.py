@@ -1,5 +1,4 @@
-"""What the data modules of all tasks share: two splits, their loaders, and the report of unreadable
-images.
+"""Base of the data modules of all tasks: two splits, their loaders, and the report of unreadable images.
 """
 
 from abc import ABC, abstractmethod
@@ -56,7 +55,7 @@ class ImageData(ABC):
     broken_images: dict[str, BrokenImages] = field(default_factory=dict, init=False)
 
     # what the argument `root` of a subclass is, human-readable
-    root_holds = "the folder of the images"
+    root_holds = "the folder with the images"
     scenes: ClassVar[type[Scenes]] = Scenes  # the reader of the built-in ones
     scenes_size = {"train": 5000, "val": 1000}  # noqa: RUF012
     smallest_batch = 1  # in training

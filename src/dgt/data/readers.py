@@ -68,12 +68,12 @@ def some(names: Sequence[str], count: int = 5) -> str:
 def split_folder(parent: StrPath, split: str) -> Path:
     """The folder of a split.
 
-    FileNotFoundError, naming those that are there, where there is none.
+    Raises FileNotFoundError, listing the existing ones, if there is none.
     """
     if not os.path.isdir(os.path.join(parent, split)):
         found = some(folder_names(parent))
         raise FileNotFoundError(
-            f"split: {split!r} is not a folder in {parent}; found there: {found}"
+            f"split: {parent} has no folder {split!r}; it has: {found}"
         )
     return Path(parent, split)
 
@@ -92,11 +92,11 @@ class ImageFolder:
         self.folder = split_folder(root, split)
         found = folder_names(self.folder)
         if not found:
-            raise UserError(f"expected one folder per class in {self.folder}, found no folder")
+            raise UserError(f"expected one folder per class in {self.folder}, found none")
         self.class_names = found if class_names is None else tuple(class_names)
         if unknown := sorted(set(found).difference(self.class_names)):
             raise UserError(
-                f"{self.folder} has classes that the training split lacks: {some(unknown)}"
+                f"{self.folder} has classes that are not in the training split: {some(unknown)}"
             )
         labelled = enumerate(self.class_names)
         self.samples = [
@@ -104,7 +104,7 @@ class ImageFolder:
         ]
         if not self.samples:
             raise UserError(
-                f"no image in any of the {len(found)} class folders of {self.folder} {LOOKED_FOR}"
+                f"no images in any of the {len(found)} class folders of {self.folder} {LOOKED_FOR}"
             )
 
     def check_classes(self) -> None:
@@ -114,7 +114,7 @@ class ImageFolder:
         if empty := sorted(
             set(self.class_names) - {self.class_names[label] for _, label in self.samples}
         ):
-            told = f"class folders of {self.folder} without an image"
+            told = f"class folders of {self.folder} without images"
             raise UserError(f"{told}: {some(empty)} {LOOKED_FOR}; fill or remove them")
 
     def __len__(self) -> int:
@@ -152,7 +152,7 @@ class HubImages:
         splits = _open_hub(root)
         if split not in splits:
             raise UserError(
-                f"split: {split!r} is not in {root}; splits found there: {', '.join(splits)}"
+                f"split: {root} has no split {split!r}; it has: {', '.join(splits)}"
             )
         self.place, table = f"{root}[{split}", splits[split]
         self.column = _choose_column(table, "image", columns, datasets.Image)
@@ -160,10 +160,10 @@ class HubImages:
         found = table.select_columns([label]).with_format("arrow")[:].column(label)
         if not str(found.type).lstrip("u").startswith("int"):
             raise UserError(
-                f"label_column: {label!r} of {self.place}] holds no class numbers, but {found.type}"
+                f"label_column: {label!r} of {self.place}] must hold class numbers, got {found.type}"
             )
         if not len(found):
-            raise UserError(f"{self.place}] holds no image")
+            raise UserError(f"{self.place}] has no images")
         self.labels = found.cast("int64").fill_null(-1).to_numpy()
         low, high = self.labels.min(), self.labels.max()
         # else the numbers themselves are the classes
@@ -171,7 +171,7 @@ class HubImages:
         self.class_names = tuple(named or map(str, range(high + 1)))
         if class_names is not None and self.class_names != tuple(class_names):
             raise UserError(
-                f"{self.place}] has other classes than the training split: {some(self.class_names)}"
+                f"the classes of {self.place}] differ from those of the training split: {some(self.class_names)}"
             )
         if low < 0 or high >= len(self.class_names):
             last = len(self.class_names) - 1
@@ -231,7 +231,7 @@ def _open_hub(root: StrPath) -> dict[str, Any]:
         # a missing set, no network, damaged files: whatever its many parts raise
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise UserError(
-            f"root: no Hugging Face data set can be read from {root} ({reason})"
+            f"root: cannot read a Hugging Face data set from {root} ({reason})"
         ) from error
     return dict(opened) if isinstance(opened, dict) else {str(opened.split or "train"): opened}
 
@@ -254,7 +254,7 @@ def _open_cifar(root: Path) -> dict[str, Any]:
             images: Any = CIFAR10(str(parent), train=split == "train", download=False)
         except (RuntimeError, OSError) as error:
             place = parent / CIFAR_FOLDER
-            raise UserError(f"root: {place} is not a whole copy of CIFAR-10 ({error})") from error
+            raise UserError(f"root: {place} is not a complete copy of CIFAR-10 ({error})") from error
         features = datasets.Features(
             img=datasets.Image(), label=datasets.ClassLabel(names=list(images.classes))
         )
@@ -288,10 +288,10 @@ def _is_hub(root: Path) -> bool:
     if not folder_names(root):  # beside folders of images such a file is a stray one
         names = [root.name] if root.is_file() else [found.name for found in root.glob("*")]
         if old := next(filter(OLD.fullmatch, names), None):
-            hint = "unpack it to folders SPLIT/CLASS/ by the lines of docs/scaling.md"
-            raise UserError(f"root: {root} holds {old}, of a format no longer read: {hint}")
+            hint = "unpack it to folders SPLIT/CLASS/ with the script in docs/scaling.md"
+            raise UserError(f"root: {root} holds {old}, a format that is no longer supported: {hint}")
     if not root.is_dir():
-        raise FileNotFoundError(f"root: there is no folder {root}")
+        raise FileNotFoundError(f"root: folder {root} does not exist")
     return False
 
 

@@ -1,1 +1,1 @@
-"""The paper's tables as experiments: rows that are trained with several seeds, all results kept."""
+"""The paper's tables as experiments: each row is trained with several seeds, and all results are kept."""

@@ -1,5 +1,4 @@
-"""Ablations: every row of a table trained with several seeds by one recipe, and the table they
-make.
+"""Ablations: train every row of a table with several seeds and one recipe, and write the table.
 
 ```
 OUT/runs/ROW/seed-N/      the run of one row and seed, as `dgt.training.fit` writes it
@@ -78,8 +77,7 @@ def ablate(
 ) -> Path:
     """Train the rows of a table that are not trained yet, and write the table.
 
-    All rows are trained with the first seed before any is with the second, so that the table is
-    whole early.
+    All rows are trained with the first seed before any is with the second, so that the table is complete early.
 
     Args:
         table: name of a shipped table, or path of a YAML file.
@@ -102,7 +100,7 @@ def ablate(
     runs = _plan(chosen, overrides, seeds, folder)
     if folder.exists() and any(folder.iterdir()) and not (folder / "runs").is_dir():
         raise FileExistsError(
-            f"{folder} holds files that are not a table's: give another folder with --out"
+            f"{folder} contains files that do not belong to a table: choose another folder with --out"
         )
     for run in runs:
         if is_run(run.folder):
@@ -126,7 +124,7 @@ def _plan(table: Table, overrides: Sequence[str], seeds: int, folder: Path) -> l
     """
     own = {*CHOSEN_HERE, *table.common}.union(*(row.changes for row in table.rows))
     if taken := sorted(own & override_keys(overrides)):
-        told = f"cannot be changed for table {table.name!r}: its rows, --seeds or --out set it"
+        told = f"cannot be changed for table {table.name!r}: it is set by the rows, --seeds or --out"
         raise UserError(f"recipe key {taken[0]!r} {told}")
     recipes = [load_recipe(table.recipe, [*overrides, *table.overrides(row)]) for row in table.rows]
     for recipe in recipes:
@@ -134,13 +132,13 @@ def _plan(table: Table, overrides: Sequence[str], seeds: int, folder: Path) -> l
         for key, one in ALONE.items():
             if (asked := getattr(recipe.trainer, key)) not in (one, "auto"):
                 raise UserError(
-                    f"trainer.{key} must be {one}, one process trains each row of a table, got {asked!r}"
+                    f"trainer.{key} must be {one}, since one process trains each row of a table, got {asked!r}"
                 )
         task = TASKS[recipe.task]
         # raises where the row's model cannot be built
         task.build(recipe.model, 2, recipe.data["image_size"])
         if table.diagnose and task.has_backbone:
-            told = "must be false where the recipe's task is not classification"
+            told = "must be false unless the recipe's task is classification"
             raise UserError(f"diagnose of table {table.name!r} {told}, got {recipe.task!r}")
     runs = []
     for seed in range(seeds):
@@ -283,14 +281,14 @@ def markdown(content: Mapping[str, Any], label: str) -> str:
 
 
 def _caption(content: Mapping[str, Any]) -> str:
-    """What was trained, on what, and what the paper's numbers are."""
+    """The training settings, the hardware, and the source of the paper's numbers."""
     text = f"Recipe `{content['recipe']}`, size {content['size']}; mean ± standard deviation over seeds."
     for run in [run for row in content["rows"] for run in row["runs"]][:1]:
         versions = ", ".join(f"{name} {run['versions'][name]}" for name in ("torch", "timm"))
         text += f" {run['epochs']} epochs, {run['steps']} steps; {run['device']}; {versions}."
         text += f"\nCommand: `{run['command']}`."
     if content["paper"]:
-        text += f"\nThe column {content['column']}: {content['paper']}; other trainings than these."
+        text += f"\nThe column {content['column']}: {content['paper']}; from different trainings."
     return text
 
 

@@ -101,7 +101,7 @@ def load_table(table: str | Path, size: str | None = None) -> Table:
     unknown = sorted(set(values) - set(KEYS), key=str)
     if unknown:
         raise UserError(
-            f"table {name!r} has an unknown key {unknown[0]!r}; it takes {', '.join(KEYS)}"
+            f"table {name!r} has an unknown key {unknown[0]!r}; known are {', '.join(KEYS)}"
         )
     sizes = _mapping(values.get("sizes"), f"sizes of table {name!r}")
     if size is None:

@@ -1,5 +1,4 @@
-"""The explorer: a web page on which one sees, live, which queries form a group and which keys the
-group chose.
+"""The explorer: an interactive web page that shows which queries form a group and which keys it selects.
 
 `create_app` is the server around a model and some images; `serve` is `dgt explore`, `export` its
 `--export`: the same page as files. The page itself is plain HTML, CSS and JavaScript in `static`,

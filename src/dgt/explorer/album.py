@@ -1,6 +1,6 @@
 """The images that the page can show: built-in scenes, files named on the command line, and uploads.
 
-Whoever reaches the server may upload anything, so uploads are judged by their bytes alone: few
+Anyone who can reach the server may upload anything, so uploads are judged only by their bytes: few
 formats, limited bytes, and limited pixels before a single one is decoded. They live in memory, the
 oldest makes room, and nothing is written. Clients name images by ids that the server made, never by
 paths.
@@ -36,7 +36,7 @@ SCENES = (12, 21, 37, 7, 36, 20, 25, 18)
 
 
 class RefusedError(Exception):
-    """A request is refused: a sentence for the person who sent it, and the HTTP status."""
+    """A rejected request: a message for its sender, and the HTTP status."""
 
     def __init__(self, sentence: str, status_code: int = 415) -> None:
         super().__init__(sentence)
@@ -44,7 +44,7 @@ class RefusedError(Exception):
 
 
 def decode_upload(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Decode bytes from anybody to an upright RGB image of at most `LONG_SIDE` pixels a side.
+    """Decode untrusted bytes to an upright RGB image of at most `LONG_SIDE` pixels per side.
 
     Larger images than `max_pixels` are refused by their header, before anything is decoded, and
     JPEGs of very many scans.
@@ -61,20 +61,20 @@ def decode_upload(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
             size, pixels = f"{opened.width} x {opened.height} pixels", opened.width * opened.height
             if pixels > max_pixels:
                 raise RefusedError(
-                    f"That image has {size}; at most {max_pixels // 1_000_000} million are taken."
+                    f"That image has {size}; the limit is {max_pixels // 1_000_000} million."
                 )
             if min(opened.size) < 8 or max(opened.size) > 40 * min(opened.size):
-                raise RefusedError(f"An image of {size} is too thin or too small to look at.")
+                raise RefusedError(f"An image of {size} is too narrow or too small.")
             if data.startswith(b"\xff\xd8") and (scans := data.count(b"\xff\xda")) > MAX_SCANS:
-                raise RefusedError(f"That JPEG has {scans} scans; at most {MAX_SCANS} are taken.")
+                raise RefusedError(f"That JPEG has {scans} scans; the limit is {MAX_SCANS}.")
         return _small(decode_image(data))
     except MemoryError:
-        raise RefusedError("That image is too large for the memory left.", 413) from None
+        raise RefusedError("That image is too large for the available memory.", 413) from None
     except RefusedError:
         raise
     except UnidentifiedImageError:
         raise RefusedError(
-            "That is not an image: JPEG, PNG, WebP, GIF and BMP are taken."
+            "That is not an image: use JPEG, PNG, WebP, GIF or BMP."
         ) from None
     except Image.DecompressionBombError:
         raise RefusedError("That image has far too many pixels.") from None
@@ -98,7 +98,7 @@ def image_files(path: str | Path) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise FileNotFoundError(f"image: there is no file or folder {str(path)!r}")
+        raise FileNotFoundError(f"image: {str(path)!r} does not exist")
     files = [Path(file) for file in readers.image_files(path) if Path(file).parent == path]
     if not 0 < len(files) <= MAX_FILES:
         raise UserError(
@@ -161,7 +161,7 @@ class Album:
             found = self._fixed.get(key) or self._uploads.get(key)
         if found is None:
             raise RefusedError(
-                "That image is not here (any more): drop it again, or choose another.", 404
+                "That image is no longer available: drop it again, or choose another.", 404
             )
         return found[1]
 

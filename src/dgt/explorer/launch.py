@@ -50,12 +50,12 @@ def serve(
         explorer.warm_up()
         address = f"{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
         print(
-            f"{run.recipe.model.name} from {run.source}\nopen http://{address}/  (Ctrl-C ends it)",
+            f"{run.recipe.model.name} from {run.source}\nopen http://{address}/  (Ctrl-C to stop)",
             flush=True,
         )
         local = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
         if not local:
-            print(f"listening on {host}: whoever reaches this machine can use the page", flush=True)
+            print(f"listening on {host}: anyone who can reach this machine can use the page", flush=True)
         app = create_app(explorer, [*LOOPBACK, host] if local else ["*"])
         config = uvicorn.Config(app, log_level="warning", server_header=False, limit_concurrency=64)
         # uvicorn has shut down in order, and passes it on
@@ -66,7 +66,7 @@ def serve(
 def export(
     folder: str | Path, checkpoint: str | Path | None = None, image: str | Path | None = None
 ) -> str:
-    """Write the page as files for any host.
+    """Write the page as static files for any web server.
 
     Args:
         folder: to write.

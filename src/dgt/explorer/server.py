@@ -46,7 +46,7 @@ def create_app(
 
     Args:
         explorer: answers the page's questions.
-        hosts: names under which the page may be addressed; `["*"]` for any.
+        hosts: host names under which the page may be requested; `["*"]` for any.
         max_bytes: the largest upload.
 
     Returns:
@@ -96,7 +96,7 @@ def create_app(
 
 
 def _answer_errors(app: FastAPI) -> None:
-    """Headers on every answer, and a sentence under "error" with every refusal."""
+    """Add headers to every response, and a message under "error" to every rejection."""
 
     @app.middleware("http")
     async def add_headers(
@@ -126,9 +126,9 @@ async def _read_upload(request: Request, max_bytes: int) -> bytes:
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if not (kind.startswith("image/") or kind == "application/octet-stream"):
-        raise RefusedError("That is not an image: JPEG, PNG, WebP, GIF and BMP are taken.")
+        raise RefusedError("That is not an image: use JPEG, PNG, WebP, GIF or BMP.")
     too_large = RefusedError(
-        f"That file is too large: at most {max_bytes / 2**20:.0f} MB are taken.", 413
+        f"That file is too large: the limit is {max_bytes / 2**20:.0f} MB.", 413
     )
     announced = request.headers.get("content-length", "0")
     if not announced.isdigit() or int(announced) > max_bytes:

@@ -1,7 +1,7 @@
 """`dgt explore --export FOLDER`: the page of the explorer as files, for any file host or none, with
 chosen images.
 
-What a server would answer is computed before: for every image, block and head the groups at a row
+All server responses are computed in advance: for every image, block and head the groups at a row
 of numbers of keys. A page that is opened as a file may fetch nothing and import no module, but may
 run scripts. So its modules are joined to one script, and its answers are scripts too: `answers.js`
 has the model and the images, `data/` a file for each image and block, which the page loads when it
@@ -30,7 +30,7 @@ SIDE = 768  # of the images
 
 
 def export_page(explorer: Explorer, folder: str | Path) -> int:
-    """Write the page with all images of the album, whole or not at all.
+    """Write the page with all images of the album, atomically.
 
     Args:
         explorer: the model and the album.
@@ -87,7 +87,7 @@ def check_folder(folder: Path) -> None:
     """
     if folder.resolve() == Path.cwd():
         raise UserError(
-            f"the folder is replaced whole: it must be another one than you are in, got {str(folder)!r}"
+            f"the folder is replaced as a whole: it must not contain the current directory, got {str(folder)!r}"
         )
     if (
         folder.exists()
@@ -95,7 +95,7 @@ def check_folder(folder: Path) -> None:
         and (folder.is_file() or any(folder.iterdir()))
     ):
         raise UserError(
-            f"{str(folder)!r} holds something else than an exported page: name a new folder"
+            f"{str(folder)!r} contains something other than an exported page: name a new folder"
         )
 
 

@@ -66,7 +66,7 @@ class Trace(NamedTuple):
 
 
 class Explorer:
-    """A trained model and images, and the answers to the page's questions.
+    """A trained model and images, and the data that the page requests.
 
     It is safe to use from several threads.
 
@@ -87,7 +87,7 @@ class Explorer:
         self.blocks = shown_blocks(run.network)
         if not self.blocks:
             raise UserError(
-                "only classifiers of class DynamicGroupTransformer with attention in groups are explored, "
+                "the explorer supports only DynamicGroupTransformer classifiers with grouped attention, "
                 f"{run.source} is {run.recipe.model.name!r} of task {run.recipe.task!r}"
             )
         self.step = max(block.stride for block in self.blocks)

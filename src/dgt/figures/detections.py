@@ -56,7 +56,7 @@ def draw_detections(
         raise UserError(f"threshold must lie in [0, 1], got {threshold}")
     if found.masks.shape[1:] != (image.height, image.width):
         raise UserError(
-            f"masks must be of the image's size {image.size[::-1]}, got {found.masks.shape[1:]}"
+            f"masks must have the image's size {image.size[::-1]}, got {found.masks.shape[1:]}"
         )
     scale = max(1.0, LONG_SIDE / max(image.size))
     image = image.resize(

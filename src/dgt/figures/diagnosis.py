@@ -1,4 +1,4 @@
-"""What the selection of keys is worth in a trained model, as a table and as a figure."""
+"""How much of global attention the selected keys cover in a trained model, as a table and as a figure."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def figure_diagnosis(blocks: Sequence[BlockDiagnosis]) -> Figure:
         zorder=3,
     )
     balance.set(xlim=(0, 1), xticks=(0, 0.5, 1))
-    balance.set_xlabel("perplexity of group sizes / G\nbar: all images, dot: in an image")
+    balance.set_xlabel("perplexity of group sizes / G\nbar: all images, dot: per image")
     tidy(masses, balance, size=7)
     if masses.get_legend_handles_labels()[0]:
         figure.legend(
@@ -117,5 +117,5 @@ def _draw_masses(axes: Axes, blocks: Sequence[BlockDiagnosis]) -> None:
             ends = (min(block.random, block.selected), block.best_for_query)
             axes.plot(ends, (place, place), color="#d9d9d9", linewidth=2, zorder=1)
         else:
-            text = f"k = {block.top_k} takes all {block.tokens} tokens"
+            text = f"k = {block.top_k} covers all {block.tokens} tokens"
             axes.text(0.5, place, text, ha="center", va="center", fontsize=7.5, color="#9a9a9a")

@@ -1,5 +1,4 @@
-"""The paper's figures: which queries form a group, and which keys that group chose, drawn over the
-image.
+"""The paper's figures: query groups and the keys selected for them, drawn over the image.
 
 All take plain arrays of token indices, as `dynamic_group_attention` returns them, so no model is
 needed to draw. Tokens are numbered row by row over the grid. Figures are built on matplotlib's
@@ -32,7 +31,7 @@ PAIR_GAP = 0.15
 
 
 def figure_groups(panels: Sequence[GroupPanel], groups: int | Sequence[int] = 3) -> Figure:
-    """Draw the paper's figure of groups of queries and the keys that they selected.
+    """Draw the paper's figure of query groups and their selected keys.
 
     It has a row for each panel: the image, then pairs of a group and its keys.
 

@@ -66,7 +66,7 @@ def save_animation(
         raise UserError("figures must hold at least one figure, got none")
     frames = [raster(figure, dpi) for figure in figures]
     if len(sizes := {frame.size for frame in frames}) > 1:
-        raise UserError(f"figures must be of one size, got {sorted(sizes)} pixels")
+        raise UserError(f"figures must have the same size, got {sorted(sizes)} pixels")
     # One palette for all frames: with its own each, what stands still would flicker.
     strip = Image.fromarray(np.concatenate([np.asarray(frame) for frame in frames]))
     palette = strip.quantize(256, dither=Image.Dither.NONE)

@@ -1,5 +1,4 @@
-"""Trained models at work: the form that only predicts, and files for other programs
-(:mod:`dgt.export`).
+"""Inference: models optimized for prediction, and files for other programs (:mod:`dgt.export`).
 
 - ``form``: what `optimize_for_inference` makes.
 - ``export``: what of a trained run, and the file that equals it; ``formats`` of files,

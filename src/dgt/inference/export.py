@@ -1,5 +1,4 @@
-"""The files that a trained model is exported to, each checked against its source before it takes
-its place.
+"""Export trained models to files, each verified against its source before it is moved into place.
 """
 
 import json
@@ -14,7 +13,9 @@ import timm
 import torch
 from torch import Tensor, nn
 
+from dgt.acceleration import apply_plan
 from dgt.inference import formats
+from dgt.inference.accelerated import Speed, check_plan, time_beside_dense
 from dgt.inference.formats import Runner, Source, as_list
 from dgt.inference.openvino_extension import open_openvino, openvino_extension_path
 from dgt.layers.baselines.cswin import StripeAttention
@@ -39,7 +40,7 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Verification:
-    """How an exported file and its source agreed.
+    """How well an exported file agrees with its source.
 
     Images were run one by one and in batches.
 
@@ -64,20 +65,22 @@ class Export:
     Attributes:
         path: the file or the folder.
         size: bytes of the file, or of the weights in the folder.
-        verification: how it agreed with its source.
+        verification: how well it agrees with its source.
         extension: the library that OpenVINO needs to read the file; None where it needs none.
+        speed: of an accelerated model's file, beside dense attention; None for others.
     """
 
     path: Path
     size: int
     verification: Verification
     extension: Path | None = None
+    speed: Speed | None = None
 
     def __str__(self) -> str:
         line = f"{self.path}  {self.size / 2**20:.1f} MiB  {self.verification}"
-        if self.extension is None:
-            return line
-        return f"{line}\nOpenVINO reads it after core.add_extension({str(self.extension)!r})"
+        if self.extension is not None:
+            line = f"{line}\nOpenVINO reads it after core.add_extension({str(self.extension)!r})"
+        return line if self.speed is None else f"{line}\n{self.speed}"
 
 
 def export(
@@ -87,9 +90,9 @@ def export(
     size: tuple[int, int] | None = None,
     batch: int | None = None,
     openvino_extension: bool = False,
+    plan: str | Path | None = None,
 ) -> Export:
-    """Write a trained model for other programs, and check it against its source before it takes its
-    place.
+    """Export a trained model, and verify it against its source before it is moved into place.
 
     Args:
         checkpoint: checkpoint, run folder or model folder, as `load_run` takes them: also any
@@ -102,6 +105,8 @@ def export(
         batch: how many images it then takes at a time; 1 by default.
         openvino_extension: write every DG-Attention as one operator, for OpenVINO on CPUs alone,
             which reads such a file with :func:`dgt.export.openvino_extension_path`; for ONNX files.
+        plan: of :func:`dgt.accelerate`, for a file of one size: attention in groups as it says; in
+            ONNX for OpenVINO's extension alone.
 
     Returns:
         What was written, and how it agreed with its source.
@@ -119,17 +124,22 @@ def export(
     _check_place(path, features)
     if (size is None and batch is not None) or (size is not None and not path.suffix):
         raise UserError(
-            "--batch goes with --size, and both with a file, .onnx or .pt2: a folder for timm takes any"
+            "--batch needs --size, and both need a file, .onnx or .pt2: a folder for timm works with any size"
         )
     if openvino_extension and path.suffix != ".onnx":
-        raise UserError(f"--openvino-extension goes with a file that ends in .onnx, got {out}")
+        raise UserError(f"--openvino-extension needs a file that ends in .onnx, got {out}")
+    if plan is not None:
+        check_plan(plan, path, size is not None, openvino_extension)
     # before a model is opened, which takes longer than to see that nothing compiles
     extension = openvino_extension_path() if openvino_extension else None
     run = load_run(checkpoint)
+    if plan is not None:
+        apply_plan(run.network, plan)
     if path.suffix:
         fixed = None if size is None else (batch or 1, *size)
         source = replace(source_of_run(run, features), fixed=fixed, extended=openvino_extension)
-        return replace(_export_file(run, source, path), extension=extension)
+        exported = _export_file(run, source, path, is_accelerated=plan is not None)
+        return replace(exported, extension=extension)
     return _export_folder(run, path)
 
 
@@ -151,7 +161,7 @@ def _check_file(path: Path) -> None:
     if path.suffix not in FORMATS:
         endings = " or ".join(FORMATS)
         raise UserError(
-            f"OUT must end in {endings}, or have no ending and name a folder for timm, got {str(path)!r}"
+            f"OUT must end in {endings}, or be a folder for timm, without an ending, got {str(path)!r}"
         )
     if path.suffix == ".onnx":
         formats.check_libraries()
@@ -162,19 +172,21 @@ def _check_file(path: Path) -> None:
 def _check_folder(path: Path, features: bool) -> None:
     if features:
         raise UserError(
-            "feature maps are exported to a file, .onnx or .pt2; a folder for timm has them as they are"
+            "--features needs a file, .onnx or .pt2; a folder for timm already provides feature maps"
         )
     if path.is_file():
         endings = " or ".join(FORMATS)
         raise NotADirectoryError(f"{path} is a file: name a folder, or a file ending in {endings}")
 
 
-def _export_file(run: LoadedRun, source: Source, path: Path) -> Export:
+def _export_file(
+    run: LoadedRun, source: Source, path: Path, is_accelerated: bool = False
+) -> Export:
     fixed = source.fixed
     if fixed and source.size and set(fixed[1:]) != {source.size}:
         came = " x ".join(map(str, fixed[1:]))
         raise UserError(
-            f"the model takes images of {source.size} x {source.size} pixels alone, got {came}"
+            f"the model takes only images of {source.size} x {source.size} pixels, got {came}"
         )
     encode, reopen = FORMATS[path.suffix]
     content = encode(source)
@@ -183,17 +195,18 @@ def _export_file(run: LoadedRun, source: Source, path: Path) -> Export:
         source.module, opened, _sizes(run, source), batch=fixed[0] if fixed else None
     )
     atomic_write(path, content)
-    return Export(path, len(content), verification)
+    speed = time_beside_dense(source, opened) if is_accelerated else None
+    return Export(path, len(content), verification, speed=speed)
 
 
 def _export_folder(run: LoadedRun, folder: Path) -> Export:
     if TASKS[run.recipe.task].has_backbone:
         wrong = (
-            f"a folder for timm holds a classifier, this is a model of the task {run.recipe.task!r}"
+            f"a folder for timm holds a classifier, but this is a model of task {run.recipe.task!r}"
         )
-        raise UserError(f"{wrong}; a run's folder `model` has its weights as safetensors")
+        raise UserError(f"{wrong}; the run's folder `model` has its weights as safetensors")
     if (folder / "model.safetensors").resolve() == run.source.resolve():
-        raise UserError(f"{folder} is where the model comes from: name another folder")
+        raise UserError(f"{folder} contains the model to export: name another folder")
     source = source_of_run(run)
     record = make_record(run.recipe, run.class_names)
     with tempfile.TemporaryDirectory() as trial:
@@ -227,7 +240,7 @@ def source_of_run(run: LoadedRun, features: bool = False) -> Source:
 
     Args:
         run: the trained run.
-        features: the feature maps of its backbone in place of what its task predicts.
+        features: export the feature maps of its backbone instead of the task's output.
 
     Raises:
         UserError: the task's outputs are no tensors of one shape, the model has no maps, or it has
@@ -242,9 +255,9 @@ def source_of_run(run: LoadedRun, features: bool = False) -> Source:
     if features:
         return _source_of_features(run, size, about)
     if not task.outputs:
-        why = "how many objects there are is no shape that a graph knows"
-        hint = "the feature maps of its backbone can, with --features"
-        raise UserError(f"what the task {task.name!r} finds cannot be exported: {why}; {hint}")
+        why = "the number of objects is not known when the graph is built"
+        hint = "export the feature maps of its backbone with --features"
+        raise UserError(f"models of task {task.name!r} cannot be exported: {why}; {hint}")
     about["classes"] = json.dumps(run.class_names)
     return Source(run.network, task.outputs, size, about)
 
@@ -257,9 +270,9 @@ def _only_size(run: LoadedRun) -> int | None:
     )
     if TASKS[run.recipe.task].has_backbone:
         if windows:
-            why = "attends in windows, which a graph cannot cut out of images of any size"
+            why = "uses windows, which a graph of dynamic size cannot express"
             raise UserError(
-                f"a {name} {why}: only classifiers can be exported with it, for images of one size"
+                f"a {name} {why}: only classifiers with it can be exported, for images of one size"
             )
         return None
     config = timm.get_pretrained_cfg(name)
@@ -331,7 +344,7 @@ def verify(
         if same.float().mean() < least:
             what = f"images of {height} x {width} pixels differ by up to {difference.max():.1e}"
             raise Disagreement(
-                f"the exported model is not equal to its source: {what}; nothing was written"
+                f"the exported model does not match its source: {what}; nothing was written"
             )
         count, equal, largest = (
             count + len(same),

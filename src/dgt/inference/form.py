@@ -1,4 +1,4 @@
-"""The form of a model that only predicts: the same outputs from fewer and larger steps.
+"""Models optimized for inference: the same outputs from fewer and larger steps.
 
 Every BatchNorm of the network stands between a GELU and a convolution. Its affine map moves into
 that convolution; with zero padding this is exact inside the image, and at its borders once the part
@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dgt.layers.attention import SelfAttention
+from dgt.layers.batch_norm import are_evaluated
 from dgt.layers.block import Block
-from dgt.layers.convolution import ConvStem, InvertedResidualFFN, TokenLinear, are_evaluated
+from dgt.layers.convolution import ConvStem, InvertedResidualFFN, TokenLinear
 from dgt.layers.head import Head
 from dgt.layers.native import Prepared, convolution, feed_forward, predicts_natively
 from dgt.utils.errors import UserError
@@ -26,7 +27,7 @@ ENDS, INNER = slice(None, None, 2), slice(1, 2)  # of three rows or columns
 
 
 def optimize_for_inference(model: nn.Module) -> nn.Module:
-    """Return a copy of a model in the form that only predicts: faster, equal up to rounding.
+    """Return a copy of a model optimized for inference: faster, and equal up to rounding.
 
     The model itself, which is what to train, save and export, stays as it is. The copy is in
     evaluation mode and cannot be trained.
@@ -52,7 +53,7 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
         raise TypeError(f"model must be a module, got {type(model).__name__}")
     if not any(type(module) in FORMS for module in model.modules()):
         raise UserError(
-            f"model must contain parts of a DGT, got a {type(model).__name__} without any"
+            f"model must contain DGT modules, got a {type(model).__name__} without any"
         )
     with torch.inference_mode(False):
         twin = inference_form(copy.deepcopy(model))
@@ -60,9 +61,7 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
 
 
 def inference_form(module: nn.Module) -> nn.Module:
-    """Return a module with every part, at any depth, in the form that only predicts.
-
-    May change it in place.
+    """Return a module with all submodules optimized for inference. May change it in place.
     """
     if isinstance(module, PredictsOnly):
         return module
@@ -123,13 +122,13 @@ def _conv_like(conv: nn.Conv2d, weight: Tensor, bias: Tensor) -> nn.Conv2d:
 
 
 class PredictsOnly(nn.Module):
-    """A part that cannot be trained."""
+    """A module that cannot be trained."""
 
     def train(self, mode: bool = True) -> "PredictsOnly":
         """Stay in evaluation mode; RuntimeError when asked to train."""
         if mode:
             raise RuntimeError(
-                "the inference form of a model cannot be trained: train the model it was made from"
+                "an optimized model cannot be trained: train the original model"
             )
         return super().train(False)
 

@@ -20,7 +20,7 @@ from torch.export import Dim, ExportedProgram
 from dgt.utils.errors import UserError
 from dgt.utils.extras import require
 
-SIZES = "free batch, height and width"
+SIZES = "dynamic batch, height and width"
 OPSET = 18
 LARGEST = 2 - 2**-6  # GiB of one file, by the format it is written in, less some room for the graph
 LIBRARIES = ("onnx", "onnxscript", "onnxruntime")
@@ -194,7 +194,7 @@ def encode_onnx(source: Source) -> bytes:
 
     size = sum(tensor.nbytes for tensor in source.module.state_dict().values()) / 2**30
     if size > LARGEST:
-        raise UserError(f"one ONNX file holds at most 2 GiB, the weights alone take {size:.1f} GiB")
+        raise UserError(f"one ONNX file holds at most 2 GiB, but the weights alone take {size:.1f} GiB")
     translations = dict(TRANSLATIONS)
     program = trace(source)
     if source.extended:
@@ -230,7 +230,7 @@ def _join_attention(source: Source, program: ExportedProgram, translations: dict
     if not onnx_extension.join_steps(program):
         name = type(source.module).__name__
         raise UserError(
-            f"a {name} has no attention that the OpenVINO extension could do: export it without"
+            f"a {name} has no attention supported by the OpenVINO extension: export it without the extension"
         )
     translations.update(onnx_extension.TRANSLATIONS)
 
@@ -241,8 +241,8 @@ def _check_standard(source: Source, program: ExportedProgram) -> None:
     if any(node.target == clustered for node in program.graph.nodes):
         name = type(source.module).__name__
         raise UserError(
-            f"a {name} that attends in groups found in the image has no standard ONNX operators: "
-            "write it for OpenVINO's extension, Source(..., extended=True)"
+            f"the clustered attention of a {name} cannot be expressed in standard ONNX operators: "
+            "export it for the OpenVINO extension, Source(..., extended=True)"
         )
 
 

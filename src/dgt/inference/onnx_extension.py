@@ -225,7 +225,7 @@ def _join_clustered(node: Any) -> None:
     tokens, settings, scale, key_mask = _read_clustered(*node.args)
     if key_mask is not None:
         raise UserError(
-            "clustered attention with a mask of padding cannot be written as one operator"
+            "clustered attention with a padding mask cannot be exported as one operator"
         )
     projection = _find_projection(*map(_origin, tokens))
     merged = _find_merged_heads(node)

@@ -1,4 +1,4 @@
-"""OpenVINO on CPUs, with DG-Attention as one operator of it where a file has it so.
+"""OpenVINO on CPUs, with DG-Attention as one operator if the file uses it.
 
 The operator is a library in C++, `openvino_extension.cpp` with the kernels of
 `dgt.ops.native.kernels`. OpenVINO's interface for such libraries is bound to its version, so the
@@ -180,25 +180,25 @@ def open_openvino(content: bytes, threads: int | None = None, extended: bool = F
     return run
 
 
-_HINT = "dgt.export.openvino_extension_path() compiles one for what is installed here"
+_HINT = "dgt.export.openvino_extension_path() compiles one for the installed version"
 
 
 def _check_library(path: Path) -> None:
-    """Refuse, by its name, a library that is missing or for another OpenVINO or processor."""
+    """Reject a library that is missing or whose name shows another OpenVINO version or processor."""
     if not path.is_file():
-        raise UserError(f"there is no OpenVINO extension {path}; {_HINT}")
+        raise UserError(f"OpenVINO extension {path} does not exist; {_HINT}")
     named = NAME.fullmatch(path.name)
     if named is None:  # renamed: OpenVINO itself finds out
         return
     version = _find_wheel().version
     if named["version"] != version:
         raise UserError(
-            f"the extension {path} is for OpenVINO {named['version']}, installed is {version}; "
+            f"the extension {path} is for OpenVINO {named['version']}, but {version} is installed; "
             f"{_HINT}"
         )
     if not library.has_level(named["level"]):
         raise UserError(
-            f"the extension {path} is for processors with {named['level']}, which this one lacks; "
+            f"the extension {path} needs a processor with {named['level']}, which this one lacks; "
             f"{_HINT}"
         )
 
@@ -210,12 +210,12 @@ def _find_wheel() -> _Wheel:
     version = openvino.__version__.partition("-")[0]
     folder = Path(openvino.__file__).parent
     if not sys.platform.startswith("linux"):
-        raise UserError(f"the OpenVINO extension is for Linux, this is {sys.platform}")
+        raise UserError(f"the OpenVINO extension supports only Linux, this is {sys.platform}")
     wheel = _Wheel(version, folder)
     if not (folder / HEADER).is_file() or len(wheel.libraries) < 2:
         raise UserError(
             f"the OpenVINO {version} in {folder} has no C++ headers or libraries for its "
-            "extension: install the wheel of PyPI, pip install openvino"
+            "extension: install the wheel from PyPI, pip install openvino"
         )
     return wheel
 
@@ -268,8 +268,8 @@ def _find_compiler() -> tuple[str, ...]:
         if found:
             return (found,)
     raise UserError(
-        "the OpenVINO extension needs a C++ compiler, and there is none: "
-        "install g++ or clang++, or name one by CXX"
+        "the OpenVINO extension needs a C++ compiler, and none was found: "
+        "install g++ or clang++, or set CXX"
     )
 
 

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 from dgt.layers.centroids import CentroidState
 from dgt.layers.convolution import TokenLinear
+from dgt.layers.heads import joins_gradients, split_heads_of
 from dgt.layers.scripting import (
     attend_densely,
     attend_in_groups,
     attend_without_ids,
     check_layer_input,
+    scripting,
 )
 from dgt.ops import DynamicGroupAttentionOutput, dynamic_group_attention
 from dgt.ops.backends import check_backend
@@ -27,7 +29,7 @@ from dgt.ops.checks import check_count
 
 
 class SelfAttention(nn.Module):
-    """What both kinds of attention share: the projections in and out, and the comparison by cosine.
+    """Base of both kinds of attention: the projections in and out, and cosine similarity.
 
     Args:
         dim: channels C.
@@ -63,7 +65,10 @@ class SelfAttention(nn.Module):
         """Project (B, ..., C) tokens to query, key and value, each (B, H, L, D)."""
         qkv = self.qkv(x).flatten(1, -2)  # (B, L, 3 C)
         qkv = qkv.unflatten(-1, [3, self.num_heads, qkv.shape[-1] // (3 * self.num_heads)])
-        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        if not scripting() and joins_gradients(qkv):
+            query, key, value = split_heads_of(qkv)
+        else:
+            query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         query, key = self.comparable(query, key)
         return query, key, value
 

@@ -1,4 +1,4 @@
-"""The centroids of a DG-Attention layer: seeded and updated (Eqs. 3-4) in any training loop.
+"""The centroids of a DG-Attention layer: initialized and updated (Eqs. 3-4) in any training loop.
 
 A training forward only *observes*: it adds up the statistics of Eq. 3. The centroids move (Eq. 4)
 right after the optimizer that owns the layer's weights has made its step, through PyTorch's global
@@ -294,7 +294,7 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _sum_over_ranks(tensors: list[Tensor]) -> None:
-    """Sum many small tensors over all ranks, in place, in one collective."""
+    """Sum many small tensors over all ranks, in place, in a single collective."""
     flat = torch.cat([t.flatten() for t in tensors])
     dist.all_reduce(flat)
     for tensor, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):

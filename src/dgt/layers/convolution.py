@@ -1,14 +1,12 @@
 """The convolutional parts: stem, patch merging, position encoding (CPE), feed-forward (IRFFN).
 
 Everything outside attention is CMT's (stem, inverted residual feed-forward network) or CPVT's
-(conditional position encoding). Every convolution has a bias, which is what makes the paper's
-parameter counts come out. Tensors are (B, H, W, C): LayerNorm and linears need no copy, and
-convolutions see the same memory as channels-last NCHW. A ``mask`` (B, H, W), True where a token is
-real, zeroes padding before every spatial convolution, so that a padded image gives what it gives
-alone.
+(conditional position encoding). Every convolution has a bias, which reproduces the paper's
+parameter counts. Tensors are (B, H, W, C): LayerNorm and linears need no copy, and convolutions see
+the same memory as channels-last NCHW. A ``mask`` (B, H, W), True where a token is real, zeroes
+padding before every spatial convolution, so that a padded image gives what it gives alone.
 """
 
-from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -16,19 +14,23 @@ import torch.nn.functional as F
 from timm.layers import LayerNorm
 from timm.models import register_notrace_module
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.fx import Proxy
 
-from dgt.layers.native import convolution, convolves_natively, feed_forward, predicts_natively
+from dgt.layers.batch_norm import (
+    activate_and_norm,
+    are_evaluated,
+    take_batch_statistics,
+    update_running_statistics,
+)
+from dgt.layers.native import (
+    are_ordinary,
+    convolution,
+    convolves_natively,
+    feed_forward,
+    feed_forward_training,
+    predicts_natively,
+    runs_natively,
+)
 from dgt.layers.scripting import scripting
-
-
-def are_evaluated(norms: Iterable[nn.Module]) -> bool:
-    """Tell whether all of these are BatchNorm that uses its running statistics."""
-    return all(
-        type(norm) is nn.BatchNorm2d and not norm.training and norm.running_var is not None
-        for norm in norms
-    )
 
 
 def mask_padding(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -114,7 +116,7 @@ class PixelConv2d(nn.Conv2d):
 
 @torch.jit.ignore
 def convolve_pixels(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Convolve pixels one by one: on x86 by oneDNN, unless there are few of them.
+    """1x1 convolution: on x86 by oneDNN, unless there are few pixels.
 
     With one thread PyTorch gives fewer than 16 maps to MKL, unless the kernel is dilated, which
     changes nothing for one pixel; one map of up to 20480 numbers it never gives to oneDNN.
@@ -134,86 +136,6 @@ def convolve_pixels(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return _nchw(F.linear(_nhwc(x), weight.flatten(1), bias))
     dilated = torch.get_num_threads() == 1 and (x.numel() > 20480 or 1 < len(x) < 16)
     return F.conv2d(x, weight, bias, dilation=2 if dilated else 1)
-
-
-class _Kept(torch.autograd.Function):
-    """The identity, whose input can be had again until the backward pass has reached it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
-def unchanged(x: Tensor) -> Tensor:
-    """Return a tensor as it is; torch.fx would look for a module among the model's."""
-    return x
-
-
-def activate_and_norm(
-    x: Tensor,
-    act: nn.Module,
-    norm: Any,
-    then: Callable[..., Tensor] = unchanged,
-    *rest: Any,
-) -> Tensor:
-    """Return ``then(norm(act(x)), *rest)``, keeping less for the backward pass.
-
-    A normalization keeps its input for the backward pass, and the convolution after it (``then``)
-    its own. Each is as large as what the activation keeps, of which both are cheap functions: they
-    are computed again. Outputs and gradients stay the same bit for bit.
-
-    Args:
-        x: the input of the activation.
-        act, norm: activation and BatchNorm.
-        then: what follows, with further arguments ``rest``.
-    """
-    if _is_traced(x) or not (torch.is_grad_enabled() and x.requires_grad):
-        return then(norm(act(x)), *rest)
-    try:
-        kept = _Kept.apply(x)
-    except RuntimeError:  # torch.func's transforms and forward mode take no such function either
-        return then(norm(act(x)), *rest)
-    activated = act(kept)
-    node = kept.grad_fn
-    ready: list[Tensor] = []  # the backward pass asks for what was normed, then what was activated
-
-    def activate_again() -> Tensor:
-        with torch.no_grad():
-            return ready.pop() if ready else act(node.saved_tensors[0])
-
-    def norm_again() -> Tensor:
-        ready[:] = [activate_again()]
-        with torch.no_grad():
-            return F.batch_norm(ready[0], None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
-
-    with _in_place_of(activated, activate_again):
-        normed: Tensor = norm(activated)
-    del activated
-    if type(norm) is not nn.BatchNorm2d or not norm.training:
-        return then(normed, *rest)
-    with _in_place_of(normed, norm_again):
-        return then(normed, *rest)
-
-
-def _is_traced(x: Tensor) -> bool:
-    """Whether a compiler, which manages memory itself, or an export follows the computation."""
-    return isinstance(x, Proxy) or torch.compiler.is_compiling() or torch.jit.is_tracing()
-
-
-def _in_place_of(tensor: Tensor, again: Callable[[], Tensor]) -> saved_tensors_hooks:
-    """In this context, do not keep a tensor for the backward pass, but how to compute it again."""
-    place = tensor.data_ptr()
-    shape = tensor.shape
-
-    def pack(saved: Tensor) -> Tensor | None:
-        return None if saved.data_ptr() == place and saved.shape == shape else saved
-
-    return saved_tensors_hooks(pack, lambda saved: again() if saved is None else saved)
 
 
 class ConvStem(nn.Module):
@@ -316,9 +238,17 @@ class ConditionalPositionEncoding(nn.Module):
 
     def add_to(self, x: Tensor) -> Tensor:
         """Add the encoding of (B, H, W, C) to itself."""
-        if not scripting() and convolves_natively(x, self.conv.weight, self.conv.bias):
+        if not scripting() and self.runs_natively(x):
             return convolution.depthwise_convolution(x, self.conv.weight, self.conv.bias, True)
         return x + self(x)
+
+    @torch.jit.ignore
+    def runs_natively(self, x: Tensor) -> bool:
+        """Tell whether the native kernel takes (B, H, W, C), in prediction or training."""
+        conv = self.conv
+        if type(conv) is not nn.Conv2d or not are_ordinary(conv):
+            return False
+        return runs_natively(x, conv.weight, conv.bias)
 
 
 class InvertedResidualFFN(nn.Module):
@@ -353,6 +283,8 @@ class InvertedResidualFFN(nn.Module):
         """Map (B, H, W, C) to (B, H, W, C)."""
         if not scripting() and self.runs_natively(x):
             return self.run_natively(x, mask)
+        if not scripting() and self.trains_natively(x):
+            return self.drop(self.train_natively(x, mask))
         x = self.expand(_nchw(x))
         if scripting():
             x = self.project(self.norm2(self.act(self.mix(self.norm1(self.act(x)), mask))))
@@ -380,6 +312,49 @@ class InvertedResidualFFN(nn.Module):
     def run_natively(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Map (B, H, W, C) to (B, H, W, C) by the native kernel."""
         return feed_forward.feed_forward(x, self.weights(), mask)
+
+    @torch.jit.ignore
+    def trains_natively(self, x: Tensor) -> bool:
+        """Tell whether the native kernel takes (B, H, W, C) in training, with its gradients."""
+        norms = (self.norm1, self.norm2, self.norm3)
+        convs = (self.expand, self.depthwise, self.project)
+        if not take_batch_statistics(norms) or not are_ordinary(*norms, *convs, self.act):
+            return False
+        if [type(conv) for conv in convs] != [PixelConv2d, nn.Conv2d, PixelConv2d]:
+            return False  # something has put its own in their place
+        if type(self.act) is not nn.GELU or self.act.approximate != "none":
+            return False
+        if x[..., 0].numel() < 2:  # the statistics of one token are an error, which PyTorch raises
+            return False
+        return runs_natively(x, *self.parameters())
+
+    @torch.jit.ignore
+    def train_natively(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Map (B, H, W, C) to (B, H, W, C) by the native kernel, and follow the statistics."""
+        norms = (self.norm1, self.norm2, self.norm3)
+        parameters = feed_forward_training.Parameters(
+            expand_weight=self.expand.weight,
+            expand_bias=self.expand.bias,
+            norm1_weight=self.norm1.weight,
+            norm1_bias=self.norm1.bias,
+            depthwise_weight=self.depthwise.weight,
+            depthwise_bias=self.depthwise.bias,
+            norm2_weight=self.norm2.weight,
+            norm2_bias=self.norm2.bias,
+            project_weight=self.project.weight,
+            project_bias=self.project.bias,
+            norm3_weight=self.norm3.weight,
+            norm3_bias=self.norm3.bias,
+        )
+        epsilons = [norm.eps for norm in norms]
+        output, statistics = feed_forward_training.feed_forward_in_training(
+            x, parameters, epsilons, mask
+        )
+        sizes = [norm.num_features for norm in norms]
+        of_norms = zip(statistics.mean.split(sizes), statistics.variance.split(sizes), strict=True)
+        for norm, (mean, variance) in zip(norms, of_norms, strict=True):
+            update_running_statistics(norm, mean, variance, x[..., 0].numel())
+        return output
 
     @torch.jit.ignore
     def weights(self) -> feed_forward.Weights:

@@ -166,7 +166,7 @@ def explain_size_errors(
     except Exception as refused:  # of many kinds: models assert, reshape, convolve, divide by zero
         run(getattr(timm.get_pretrained_cfg(name), "input_size", (3, *image_size))[1:])
         height, width = image_size
-        message = f"model must take images of {height} x {width} pixels: {refused}"
+        message = f"model must accept images of {height} x {width} pixels: {refused}"
         raise UserError(message) from refused
 
 

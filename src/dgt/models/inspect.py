@@ -280,7 +280,7 @@ def group_records(
 def _record(seen: LayerInput) -> GroupRecord:
     if seen.grid is None:
         came = tuple(seen.x.shape)
-        raise UserError(f"the tokens of layer {seen.name!r} must lie on a grid, got {came}")
+        raise UserError(f"the tokens of layer {seen.name!r} must form a grid, got {came}")
     return GroupRecord(seen.name, seen.grid, _of_patches(seen))
 
 

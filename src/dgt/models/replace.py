@@ -86,7 +86,7 @@ class SwappedAttention(DGAttention):
         if isinstance(attn_mask, Tensor) or is_causal:
             raise UserError(
                 "attn_mask must be None and is_causal False: "
-                "DG-Attention cannot honour a mask of pairs"
+                "DG-Attention does not support pairwise masks"
             )
         query, key, value = self.split_heads(x)
         patches = query[:, :, self.num_prefix_tokens :]
@@ -106,7 +106,7 @@ class SwappedAttention(DGAttention):
         """
         if mask is not None:
             raise UserError(
-                "mask must be None: the models that attention is replaced in know no padding"
+                "mask must be None: models with replaced attention do not support padding"
             )
         return self._attend(*self.split_heads(x))
 
@@ -124,10 +124,9 @@ class SwappedAttention(DGAttention):
             self.unit_centroids(),
             self.top_k,
             self.scale,
-            None,
-            self.backend,
-            self.num_prefix_tokens,
-            self.remainder,
+            backend=self.backend,
+            num_prefix_tokens=self.num_prefix_tokens,
+            remainder=self.remainder,
         )
 
 
@@ -268,7 +267,7 @@ def _attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         elif IS_ATTENTION.search(type(module).__name__):
             kind = f"{type(module).__module__}.{type(module).__name__}"
             raise UserError(
-                f"model must hold only attention that can be swapped ({SUPPORTED}), "
+                f"model must contain only attention that can be replaced ({SUPPORTED}), "
                 f"got {kind} at {name!r}"
             )
 
@@ -279,16 +278,16 @@ def _check_parts(name: str, old: Any) -> None:
     widths = (old.qkv.out_features, old.proj.in_features, old.proj.out_features)
     if widths != (3 * dim, dim, dim):
         raise UserError(
-            f"attention to swap must be as wide as its input, got {old.qkv} and {old.proj} "
+            f"attention to replace must be as wide as its input, got {old.qkv} and {old.proj} "
             f"at {name!r}"
         )
     if old.attn_drop.p > 0:
         raise UserError(
-            f"attention to swap must have no dropout (attn_drop_rate=0), got {old.attn_drop.p} "
+            f"attention to replace must have no dropout (attn_drop_rate=0), got {old.attn_drop.p} "
             f"at {name!r}"
         )
     if getattr(old, "gate", None) is not None:
-        raise UserError(f"attention to swap must have no gate, got one at {name!r}")
+        raise UserError(f"attention to replace must have no gate, got one at {name!r}")
 
 
 def _swap(old: nn.Module, prefix: int, cpe: bool, settings: dict[str, Any]) -> nn.Module:

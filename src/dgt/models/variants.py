@@ -280,7 +280,7 @@ def _with_weights(name: str, options: Row) -> Row:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if config.get("architecture") != name:
         came = config.get("architecture")
-        raise UserError(f"{folder} holds weights of {came!r}, not of {name!r}")
+        raise UserError(f"{folder} contains weights of {came!r}, not of {name!r}")
     about = {
         **config["pretrained_cfg"],
         "source": "local-dir",

@@ -10,12 +10,13 @@ Every public function checks its arguments and resolves its backend once, then c
 """
 
 from types import ModuleType
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from dgt.ops.backends import load_backend, resolve_call
+from dgt.ops.calls import AttentionCall, AttentionOptions, ResidualKeys, Unpack, check_options
 from dgt.ops.checks import (
     check_choice,
     check_count,
@@ -38,7 +39,7 @@ from dgt.ops.triton.fallback import falls_back
 
 
 class DynamicGroupAttentionOutput(NamedTuple):
-    """What :func:`dynamic_group_attention` returns."""
+    """The result of :func:`dynamic_group_attention`."""
 
     output: Tensor
     """(B, H, L, D), of the query's type; zero at padding."""
@@ -61,9 +62,7 @@ def dynamic_group_attention(
     scale: float | None = None,
     key_mask: Tensor | None = None,
     backend: str = "auto",
-    num_prefix_tokens: int = 0,
-    remainder: bool | int = False,
-    key_cluster_ids: Tensor | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> DynamicGroupAttentionOutput:
     """Attend from every query to the ``top_k`` keys of its group, anywhere in the image (Eqs. 1-2).
 
@@ -71,7 +70,7 @@ def dynamic_group_attention(
 
     Args:
         query: (B, H, L, D) float tensor.
-        key, value: (B, H, S, D) float tensors of query's type; S is L, but where queries and keys are of two images.
+        key, value: (B, H, S, D) float tensors of query's type; S equals L unless queries and keys come from two images.
             With fewer heads, a divisor of H, each serves as many heads of the queries in turn.
         centroids: (H, G, D) float tensor, unit norm; or (B, H, G, D), every image's own (:func:`dgt.find_centroids`).
         top_k: k >= 1 keys for every group; clamped to S.
@@ -88,13 +87,13 @@ def dynamic_group_attention(
             - ``"triton"``: fused kernels for CUDA; up to 128 channels per head, no float64, no gradients of a
               remainder; several residual keys are summed up by PyTorch's.
 
-        num_prefix_tokens: the first P tokens (class, registers, text) are of no group: they attend to all tokens, and
-            every token attends to them besides the keys of its group. L must be S.
-        remainder: attend also to what the selected keys leave out, summed up in M residual keys a group; True is 1
-            (:mod:`dgt.ops.remainder`): for models that were trained with global attention. With M > 1 there is one for
-            each cluster of keys.
-        key_cluster_ids: (B, H, S) int64, the cluster of every key, 0 to M - 1; a key of cluster -1 is part of no
-            residual key. None: :func:`dgt.cluster_tokens` finds them where M > 1.
+    Keyword Args:
+        num_prefix_tokens (int): the first P tokens (class, registers, text) are of no group: they attend to all tokens,
+            and every token attends to them besides the keys of its group. L must be S. Default 0.
+        remainder (bool | int | ResidualKeys): attend also to what the selected keys leave out, summed up in M residual
+            keys a group; True is 1 (:mod:`dgt.ops.remainder`): for models that were trained with global attention. With
+            M > 1 there is one for each cluster of keys, which :func:`dgt.cluster_tokens` finds, or which
+            :class:`dgt.ResidualKeys` names. Default False.
 
     Returns:
         :class:`DynamicGroupAttentionOutput`: ``output``, ``group_ids`` (-1 also for prefix tokens), ``key_ids`` (the
@@ -110,11 +109,13 @@ def dynamic_group_attention(
         >>> dynamic_group_attention(query, key, value, centroids, top_k=98).output.shape
         torch.Size([1, 2, 196, 32])
     """
+    check_options(dynamic_group_attention, options, AttentionOptions.__annotations__)
+    num_prefix_tokens = options.get("num_prefix_tokens", 0)
     own_key = key
     key, value = repeat_heads(query, key, value)
     check_operands(query, key, value)
     _check_prefix(query, key, num_prefix_tokens)
-    count = _check_remainder(remainder, key_cluster_ids, key, num_prefix_tokens)
+    residual = _check_remainder(options.get("remainder", False), key, num_prefix_tokens)
     check_key_mask(key_mask, key.shape[0], key.shape[2], key)
     has_own = isinstance(centroids, Tensor) and centroids.dim() == 4
     if has_own:
@@ -123,30 +124,29 @@ def dynamic_group_attention(
         check_tokens("query", query, centroids)
     check_count("top_k", top_k)
     scale = check_scale(scale, query.shape[-1])
-    steps = load_backend(resolve_call(backend, "a remainder" if count else None, query, key, value), query)
-    if count > 1 and key_cluster_ids is None:
-        key_cluster_ids = cluster_keys(steps, own_key, count, num_prefix_tokens, key_mask)
-        key_cluster_ids = key_cluster_ids.repeat_interleave(query.shape[1] // own_key.shape[1], dim=1)
+    forward_only = "a remainder" if residual.num_keys else None
+    steps = load_backend(resolve_call(backend, forward_only, query, key, value), query)
+    if residual.num_keys > 1 and residual.cluster_ids is None:
+        clusters = cluster_keys(steps, own_key, residual.num_keys, num_prefix_tokens, key_mask)
+        clusters = clusters.repeat_interleave(query.shape[1] // own_key.shape[1], dim=1)
+        residual = ResidualKeys(residual.num_keys, clusters)
     images = query.shape[:2]
-    if has_own:  # heads of one image
-        query, key, value = (tensor.flatten(0, 1)[None] for tensor in (query, key, value))
-        key_cluster_ids = None if key_cluster_ids is None else key_cluster_ids.flatten(0, 1)[None]
+    if has_own:
+        query, key, value = (_as_one_image(tensor) for tensor in (query, key, value))
+        if residual.cluster_ids is not None:
+            residual = ResidualKeys(residual.num_keys, _as_one_image(residual.cluster_ids))
         centroids = centroids.flatten(0, 1)
         check_tokens("query", query, centroids)
-    rest = _Remainder(count, key_cluster_ids)
-    found = _group_select_attend(
-        steps, query, key, value, centroids, top_k, scale, key_mask, num_prefix_tokens, rest
-    )
+    call = AttentionCall(top_k, scale, key_mask, num_prefix_tokens, residual)
+    found = _group_select_attend(steps, query, key, value, centroids, call)
     if has_own:
         found = tuple(tensor[0].unflatten(0, images) for tensor in found)
     return DynamicGroupAttentionOutput(*found)
 
 
-class _Remainder(NamedTuple):
-    """What of the keys that are left out is attended to."""
-
-    keys: int  # residual keys a group
-    key_cluster_ids: Tensor | None  # (B, H, S); None: all keys are of one cluster
+def _as_one_image(tensor: Tensor) -> Tensor:
+    """(B, H, ...) heads of images as (1, B H, ...), the heads of one: each with centroids of its own."""
+    return tensor.flatten(0, 1)[None]
 
 
 @falls_back
@@ -160,7 +160,7 @@ def attention_output(
     key_mask: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Return the output of :func:`dynamic_group_attention` alone; some backends are quicker where nobody asks for ids.
+    """Return the output of :func:`dynamic_group_attention` alone; some backends are faster when ids are not needed.
 
     Arguments and errors as there.
     """
@@ -170,12 +170,13 @@ def attention_output(
     check_count("top_k", top_k)
     check_key_mask(key_mask, key.shape[0], key.shape[2], key)
     scale = check_scale(scale, query.shape[-1])
+    call = AttentionCall(top_k, scale, key_mask)
     backend = resolve_call(backend, None, query, key, value)
     steps = load_backend(backend, query)
     alone = getattr(steps, "attention_output", None)
     if alone is not None:
-        return cast(Tensor, alone(query, key, value, centroids, top_k, scale, key_mask))
-    return _group_select_attend(steps, query, key, value, centroids, top_k, scale, key_mask, 0, _Remainder(0, None))[0]
+        return cast(Tensor, alone(query, key, value, centroids, call))
+    return _group_select_attend(steps, query, key, value, centroids, call)[0]
 
 
 def _group_select_attend(
@@ -184,38 +185,48 @@ def _group_select_attend(
     key: Tensor,
     value: Tensor,
     centroids: Tensor,
-    top_k: int,
-    scale: float,
-    key_mask: Tensor | None,
-    num_prefix_tokens: int,
-    rest: _Remainder,
+    call: AttentionCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, groups and keys: in one step where the backend has it for such a call, else in three."""
+    """Output, groups and keys: in one fused step if the backend has one for this call, else in three."""
     in_one_step = getattr(steps, "attention", None)
-    if in_one_step is not None and rest.key_cluster_ids is None:
-        with_rest = rest.keys > 0
-        found = in_one_step(query, key, value, centroids, top_k, scale, key_mask, num_prefix_tokens, with_rest)
+    if in_one_step is not None:
+        found = in_one_step(query, key, value, centroids, call)
         if found is not None:
             return cast(tuple[Tensor, Tensor, Tensor], found)
-    patches = query[:, :, num_prefix_tokens:]
-    mask = None if key_mask is None else key_mask[:, num_prefix_tokens:]
+    prefix, scale, key_mask = call.num_prefix_tokens, call.scale, call.key_mask
+    patches = query[:, :, prefix:]
+    mask = None if key_mask is None else key_mask[:, prefix:]
     group_ids = steps.group_queries(patches, centroids, mask if query.shape[2] == key.shape[2] else None)
-    key_ids = steps.select_keys(centroids, key[:, :, num_prefix_tokens:], top_k, mask)
-    key_ids = prepend_prefix(key_ids, num_prefix_tokens, key_mask)
-    if rest.keys:
-        if rest.key_cluster_ids is None:
-            left_out = steps.summarize_unselected(patches, key, value, group_ids, key_ids, scale, key_mask)
-        else:
-            clusters = rest.key_cluster_ids
-            clusters = clusters if key_mask is None else clusters.masked_fill(~key_mask[:, None], -1)
-            left_out = steps.summarize_clusters(patches, key, value, group_ids, key_ids, scale, clusters, rest.keys)
+    key_ids = steps.select_keys(centroids, key[:, :, prefix:], call.top_k, mask)
+    key_ids = prepend_prefix(key_ids, prefix, key_mask)
+    if call.residual.num_keys:
+        arguments = (patches, key, value, group_ids, key_ids, scale)
+        left_out = _summarize(steps, arguments, call)
         more = add_remainder(key, value, key_ids, left_out)
         output = steps.attend(patches, more.key, more.value, group_ids, more.key_ids, scale, more.key_bias)
     else:
         output = steps.attend(patches, key, value, group_ids, key_ids, scale)
-    if num_prefix_tokens:
+    if prefix:
         output, group_ids = join_prefix(output, group_ids, query, key, value, scale, key_mask)
     return output, group_ids, key_ids
+
+
+def _summarize(
+    steps: ModuleType, arguments: tuple[Any, ...], call: AttentionCall
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The residual keys of every group, as :func:`dgt.ops.remainder.add_remainder` takes them.
+
+    ``arguments`` are those of ``attend``.
+    """
+    clusters = call.residual.cluster_ids
+    if clusters is None:
+        found = steps.summarize_unselected(*arguments, call.key_mask)
+    else:
+        if call.key_mask is not None:
+            clusters = clusters.masked_fill(~call.key_mask[:, None], -1)
+        found = steps.summarize_clusters(*arguments, clusters, call.residual.num_keys)
+    key, value, bias, is_empty = found
+    return key, value, bias, is_empty
 
 
 @falls_back
@@ -277,7 +288,7 @@ def attend_with_logsumexp(
     backend: str = "auto",
     key_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`attend`, and what it takes to join its result with attention over other keys (:func:`merge_attention`).
+    """:func:`attend`, and what is needed to merge its result with attention over other keys (:func:`merge_attention`).
 
     Args:
         query, key, value, group_ids, key_ids, scale, backend, key_bias: as in :func:`attend`; in Triton without
@@ -285,7 +296,7 @@ def attend_with_logsumexp(
 
     Returns:
         ``(output, logsumexp)``: the second (B, H, L), float32 or float64, the logarithm of every query's sum of
-        exponentials, -inf where it sees no key. Both are differentiable.
+        exponentials, -inf if it sees no key. Both are differentiable.
 
     Raises:
         TypeError, ValueError: as :func:`attend`.
@@ -303,7 +314,7 @@ def attend_with_logsumexp(
 
 
 def merge_attention(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Join attentions of the same queries over disjoint sets of keys into that over all of them.
+    """Merge attention of the same queries over disjoint sets of keys into attention over all of them.
 
     Args:
         parts: ``(output, logsumexp)`` each, (B, H, L, D) and (B, H, L), as of :func:`attend_with_logsumexp`.
@@ -332,36 +343,42 @@ def _check_own_centroids(query: Tensor, centroids: Tensor, key_mask: Tensor | No
 
 
 def _check_prefix(query: Tensor, key: Tensor, num_prefix_tokens: int) -> None:
-    """Check the number of tokens of no group."""
+    """Check the number of prefix tokens."""
     check_count("num_prefix_tokens", num_prefix_tokens, least=0)
     if num_prefix_tokens and (query.shape[2] != key.shape[2] or num_prefix_tokens >= key.shape[2]):
         came = f"{num_prefix_tokens} with {query.shape[2]} queries and {key.shape[2]} keys"
-        raise ValueError(f"num_prefix_tokens must be 0 or fewer than the tokens, as many queries as keys, got {came}")
+        raise ValueError(f"num_prefix_tokens must be 0, or fewer than the tokens if L = S, got {came}")
 
 
 def _check_remainder(
-    remainder: bool | int, key_cluster_ids: Tensor | None, key: Tensor, num_prefix_tokens: int
-) -> int:
-    """Check the number of residual keys a group, and the clusters that they stand for; returns the number."""
+    remainder: bool | int | ResidualKeys, key: Tensor, num_prefix_tokens: int
+) -> ResidualKeys:
+    """Check the number of residual keys a group, and the clusters that they stand for."""
+    if isinstance(remainder, ResidualKeys):
+        count, cluster_ids = remainder
+        name = "remainder.num_keys"
+    else:
+        count, cluster_ids = remainder, None
+        name = "remainder"
     if not isinstance(remainder, bool):
-        check_count("remainder", remainder, least=0)
-    count = int(remainder)  # a compiler compares no bool with a symbol
+        check_count(name, count, least=0)
+    count = int(count)  # a compiler compares no bool with a symbol
     most = key.shape[2] - num_prefix_tokens
     if count > most:
-        raise ValueError(f"remainder must be at most the {most} keys behind the prefix, got {remainder}")
-    if key_cluster_ids is None:
-        return count
-    if not count:
-        raise ValueError(f"key_cluster_ids must be None where remainder is 0, got {describe(key_cluster_ids)}")
-    check_tensor("key_cluster_ids", key_cluster_ids, "BHS", floating=False)
-    check_shape("key_cluster_ids", key_cluster_ids, "BHS", tuple(key.shape[:3]), "key")
-    check_device("key", key, key_cluster_ids=key_cluster_ids)
-    check_ids("key_cluster_ids", key_cluster_ids, count)
-    return count
+        raise ValueError(f"{name} must be at most the {most} keys after the prefix, got {count}")
+    if cluster_ids is not None:
+        name = "remainder.cluster_ids"
+        if count == 0:
+            raise ValueError(f"{name} must be None where remainder.num_keys is 0, got {describe(cluster_ids)}")
+        check_tensor(name, cluster_ids, "BHS", floating=False)
+        check_shape(name, cluster_ids, "BHS", tuple(key.shape[:3]), "key")
+        check_device("key", key, cluster_ids=cluster_ids)
+        check_ids(name, cluster_ids, count)
+    return ResidualKeys(count, cluster_ids)
 
 
 def _check_attend(*arguments: Tensor, scale: float | None, key_bias: Tensor | None) -> float:
-    """Check what attention inside groups takes; returns the scale."""
+    """Check the arguments of attention inside groups; returns the scale."""
     query, key, value, group_ids, key_ids = arguments
     check_operands(query, key, value)
     check_choice(query, key, group_ids, key_ids)

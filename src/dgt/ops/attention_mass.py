@@ -1,8 +1,8 @@
 """How good a selection of keys is: the share of global attention that the selected keys hold.
 
-The paper argues that a few keys per group are enough because they hold most of what global
-attention looks at. These functions measure that. They are dense, (B, H, L, L) in slices of queries,
-in float32, and carry no gradient: for figures and experiments, not for training.
+The paper argues that a few keys per group are enough because they hold most of the mass of global
+attention. These functions measure that. They are dense, (B, H, L, L) in slices of queries, in
+float32, and carry no gradient: for figures and experiments, not for training.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ CHUNK_ELEMENTS = 1 << 24  # scores held at once
 
 
 class SelectionDiagnosis(NamedTuple):
-    """What :func:`diagnose_selection` returns; float32."""
+    """The result of :func:`diagnose_selection`; float32."""
 
     weights: Tensor
     """(B, H, L, K): attention to the keys of the group, summing to 1.
@@ -132,7 +132,7 @@ def attention_mass_of_choices(
     scale: float | None = None,
     grid: tuple[int, int] | None = None,
 ) -> dict[str, Tensor]:
-    """Share of global attention on the selected keys, beside other choices of as many keys.
+    """Share of global attention on the selected keys, compared with other sets of the same size.
 
     Args:
         query, key, group_ids, key_ids, scale: as in :func:`diagnose_selection`. ``key_ids`` tells
@@ -151,7 +151,7 @@ def attention_mass_of_choices(
     _check(query, key, group_ids, key_ids)
     tokens, groups, count = key.shape[2], *key_ids.shape[2:]
     if grid is not None and grid[0] * grid[1] != tokens:
-        raise ValueError(f"grid must hold the {tokens} tokens, got {grid}")
+        raise ValueError(f"grid must have {tokens} cells, one per token, got {grid}")
     real = group_ids >= 0
     # Of a group's queries, together.
     looks = query.new_zeros(*query.shape[:2], groups, tokens, dtype=torch.float32)

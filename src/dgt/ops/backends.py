@@ -19,9 +19,13 @@ Each module offers the same functions over arguments that are right already; the
 - ``cluster_tokens(tokens, num_clusters, steps, every, mask)``, and ``summarize_clusters`` as ``summarize_unselected``,
   with ``key_cluster_ids, num_clusters`` in place of ``key_mask``
 - ``group_statistics(query, group_ids, num_groups)``
-- ``attention(query, key, value, centroids, top_k, scale, key_mask, num_prefix_tokens, remainder)``,
-  only where it has the steps in one: what :func:`dgt.dynamic_group_attention` returns; or None
-  where such a call takes the three steps.
+- ``attention(query, key, value, centroids, call)``, only where it has the steps in one: what
+  :func:`dgt.dynamic_group_attention` returns; or None where such a call takes the three steps
+- ``attention_output`` of the same, only where the output alone is quicker
+- ``clustered_attention(query, key, value, call)``, only where it has the steps in one, or None as
+  above
+
+A ``call`` is one of those of :mod:`dgt.ops.calls`.
 
 A backend that is named is never exchanged for another.
 """
@@ -43,7 +47,7 @@ BACKENDS = ("reference", "native", "torch", "triton")
 FORWARD_ONLY = ("triton",)
 TRITON_CHANNELS = 128  # the most per head
 OLDEST_GPU = (8, 0)  # compute capability of the first GPUs with bfloat16 matrix units
-_warned = False  # that "eager" has another name
+_warned = False  # that "eager" was renamed
 
 
 def check_backend(backend: str) -> str:
@@ -65,7 +69,7 @@ def check_backend(backend: str) -> str:
 
 
 def resolve_backend(backend: str, tokens: Tensor | None = None) -> str:
-    """Return the backend that ``"auto"`` means for (B, H, L, D) tokens; check a named one.
+    """Return the backend that ``"auto"`` selects for (B, H, L, D) tokens; check a named one.
 
     Raises:
         ValueError: for an unknown name, or ``"native"`` where it cannot run.
@@ -157,11 +161,11 @@ def _trusts_triton(device: int | None, dtype: torch.dtype) -> bool:
 
 @torch.compiler.assume_constant_result
 def _warn_of_eager() -> None:
-    """Warn, once a process, that a name of a backend has changed."""
+    """Warn, once per process, that a backend was renamed."""
     global _warned  # noqa: PLW0603
     if not _warned:
         _warned = True
         message = (
-            'backend="eager" is called "torch" now; "eager" will be refused in the next version'
+            'backend="eager" was renamed to "torch"; the old name will be removed in the next version'
         )
         warnings.warn(message, FutureWarning, stacklevel=4)

@@ -1,8 +1,8 @@
 """Argument checks and precision of the public functions of :mod:`dgt.ops`.
 
-Each error names the argument, what was expected and what came. Shapes and types are checked
-everywhere; values (NaN, ids out of range) only where looking at them does not make the host wait
-for a device.
+Each error names the argument, what was expected and what was passed. Shapes and types are checked
+everywhere; values (NaN, ids out of range) only where reading
+them does not make the host wait for a device.
 """
 
 import contextlib
@@ -114,7 +114,7 @@ def repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
     if key.shape[1] == query.shape[1]:
         return key, value
     if 0 in key.shape[:2] or query.shape[1] % key.shape[1]:
-        raise ValueError(f"key must have heads that divide query's {query.shape[1]}, got {key.shape[1]}")
+        raise ValueError(f"key's number of heads must divide query's {query.shape[1]}, got {key.shape[1]}")
     each = query.shape[1] // key.shape[1]
     return key.repeat_interleave(each, dim=1), value.repeat_interleave(each, dim=1)
 
@@ -127,7 +127,7 @@ def check_choice(query: Tensor, key: Tensor, group_ids: Tensor, key_ids: Tensor)
     check_shape("key_ids", key_ids, "BHGK", (*key.shape[:2], *key_ids.shape[2:]), "key")
     if 0 in key_ids.shape:
         raise ValueError(
-            f"key_ids must hold at least one group and one place, got shape {tuple(key_ids.shape)}"
+            f"key_ids must have at least one group and one entry, got shape {tuple(key_ids.shape)}"
         )
     check_device("query", query, group_ids=group_ids, key_ids=key_ids)
 
@@ -166,7 +166,7 @@ def _is_number(value: object) -> bool:
 
 
 def check_ids(name: str, ids: Tensor, count: int) -> None:
-    """Check that ids lie in -1 to ``count - 1``, where looking at them costs no waiting."""
+    """Check that ids lie in -1 to ``count - 1``, if they can be read without waiting for a device."""
     if not _can_check(ids):
         return
     least, most = (int(bound) for bound in ids.aminmax())
@@ -188,7 +188,7 @@ def check_key_ids(key_ids: Tensor, count: int) -> None:
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
     if twice.any():
         raise ValueError(
-            "key_ids must not name a key twice in one list, "
+            "key_ids must not repeat a key in one list, "
             f"got {int(ordered[..., 1:][twice][0])} again"
         )
 
@@ -206,12 +206,12 @@ def check_no_nan(name: str, tensor: Tensor) -> None:
 
 
 def nan_in(name: str) -> NonFiniteInput:
-    """Return the error that says so."""
-    return NonFiniteInput(f"{name} must be free of NaN, got NaN (or infinities that cancel)")
+    """Return the error for NaN."""
+    return NonFiniteInput(f"{name} must not contain NaN, got NaN (or infinities that cancel)")
 
 
 def _can_check(tensor: Tensor) -> bool:
-    """Tell whether a tensor's values can be looked at now, at no cost of waiting for a device."""
+    """Tell whether a tensor's values can be read now without waiting for a device."""
     traced = torch.compiler.is_compiling() or isinstance(tensor, FakeTensor)
     return tensor.device.type == "cpu" and not traced and tensor.numel() > 0
 
@@ -235,7 +235,7 @@ def needs_gradients(*tensors: Tensor) -> bool:
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
-    """The type of sums: float32, or float64 where that came."""
+    """The type of sums: float32, or float64 for float64 inputs."""
     return torch.promote_types(dtype, torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""Attention of a pretrained model in groups that are found in the image itself, with M residual keys a group.
+"""Attention of a pretrained model in groups computed from the image itself, with M residual keys per group.
 
     query_clusters = cluster_tokens(query, num_groups)            # groups, and their mean queries
     key_ids        = select_keys(mean queries, key, top_k)        # exact keys (Eq. 1)
@@ -10,7 +10,7 @@ No weights, no calibration, no state: any model's softmax attention can be repla
 """
 
 from types import ModuleType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from dgt.ops import flops, operators
 from dgt.ops.backends import load_backend, resolve_call
+from dgt.ops.calls import ClusteredCall, ClusteredOptions, Unpack, check_options
 from dgt.ops.checks import (
     check_count,
     check_key_mask,
@@ -44,35 +45,35 @@ def clustered_attention(
     top_k: int,
     num_residual_keys: int = 1,
     num_prefix_tokens: int = 0,
-    scale: float | None = None,
-    key_mask: Tensor | None = None,
-    share_key_clusters: bool = False,
     backend: str = "auto",
+    **options: Unpack[ClusteredOptions],
 ) -> Tensor:
     """Approximate dense softmax attention of a pretrained model in groups, with residual keys.
 
-    Queries behind the prefix are clustered (:func:`dgt.cluster_tokens`). Every query attends to all
+    Queries after the prefix are clustered (:func:`dgt.cluster_tokens`). Every query attends to all
     prefix tokens, to the ``top_k`` keys that score highest with the mean query of its group, and to
     M residual keys, each of which stands for the keys of one cluster that were not selected
     (``docs/remainder.md``). Queries of the prefix attend to all keys. Exact where the queries of a
     group are equal, and with ``top_k >= S - P``. Differentiable in query, key and value with groups,
-    clusters and selected keys held fixed; where gradients are asked for, the steps are taken one by
+    clusters and selected keys held fixed; if gradients are needed, the steps are taken one by
     one, which needs more memory and time than the one call without them.
 
     Args:
         query: (B, H, L, D) float tensor.
         key, value: (B, H, S, D) float tensors of query's type; S may differ from L. With fewer heads, a divisor of H,
             each serves as many heads of the queries in turn.
-        num_groups: G, from 1 to the queries behind the prefix.
-        top_k: K >= 1 exact keys for every group; clamped to the keys behind the prefix.
-        num_residual_keys: M, from 0 (none: what is not selected is left out) to the keys behind the prefix.
+        num_groups: G, from 1 to the queries after the prefix.
+        top_k: K >= 1 exact keys for every group; clamped to the keys after the prefix.
+        num_residual_keys: M, from 0 (none: what is not selected is left out) to the keys after the prefix.
         num_prefix_tokens: P, the first tokens of queries and keys alike (class, registers, text).
-        scale: factor on the scores; default 1 / sqrt(D).
-        key_mask: optional bool (B, S), True where a key is real; where L is S also of the queries, and the output of
-            others is zero.
-        share_key_clusters: cluster the keys of all heads together, on their concatenated channels: the price of one
-            clustering, for which M may be larger.
         backend: as in :func:`dgt.dynamic_group_attention`.
+
+    Keyword Args:
+        scale (float | None): factor on the scores. Default 1 / sqrt(D).
+        key_mask (Tensor | None): bool (B, S), True where a key is real; where L is S also of the queries, and the
+            output of others is zero. Default None, all are real.
+        share_key_clusters (bool): cluster the keys of all heads together, on their concatenated channels: the price of
+            one clustering, for which M may be larger. Default False.
 
     Returns:
         (B, H, L, D) of the query's type.
@@ -89,6 +90,9 @@ def clustered_attention(
         >>> output.shape
         torch.Size([1, 6, 1370, 64])
     """
+    check_options(clustered_attention, options, ClusteredOptions.__annotations__)
+    key_mask = options.get("key_mask")
+    share_key_clusters = options.get("share_key_clusters", False)
     repeated_key, repeated_value = repeat_heads(query, key, value)
     check_operands(query, repeated_key, repeated_value)
     _check_sizes(query, key, num_groups, top_k, num_residual_keys, num_prefix_tokens)
@@ -97,12 +101,12 @@ def clustered_attention(
         raise TypeError(
             f"share_key_clusters must be True or False, got {describe(share_key_clusters)}"
         )
-    call = _Call(
+    call = ClusteredCall(
         num_groups=num_groups,
         top_k=top_k,
         num_residual_keys=num_residual_keys,
         num_prefix_tokens=num_prefix_tokens,
-        scale=check_scale(scale, query.shape[-1]),
+        scale=check_scale(options.get("scale"), query.shape[-1]),
         key_mask=key_mask,
         share_key_clusters=share_key_clusters,
     )
@@ -115,23 +119,11 @@ def clustered_attention(
     return _attend(load_backend(backend, query), query, key, value, call)
 
 
-class _Call(NamedTuple):
-    """The settings of a call, as in :func:`clustered_attention`; the scale is a number."""
-
-    num_groups: int
-    top_k: int
-    num_residual_keys: int
-    num_prefix_tokens: int
-    scale: float
-    key_mask: Tensor | None
-    share_key_clusters: bool
-
-
-def _attend(steps: ModuleType, query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
+def _attend(steps: ModuleType, query: Tensor, key: Tensor, value: Tensor, call: ClusteredCall) -> Tensor:
     """In one step where the backend has it for such a call, else in several."""
     in_one_step = getattr(steps, "clustered_attention", None)
     if in_one_step is not None:
-        output = in_one_step(query, key, value, *call)
+        output = in_one_step(query, key, value, call)
         if output is not None:
             return cast(Tensor, output)
     repeated_key, repeated_value = repeat_heads(query, key, value)
@@ -152,7 +144,7 @@ def _clustered_attention(
     share_key_clusters: bool,
 ) -> Tensor:
     """What files hold, without gradients: as quick as the machine that reads one can be."""
-    call = _Call(
+    call = ClusteredCall(
         num_groups=num_groups,
         top_k=top_k,
         num_residual_keys=num_residual_keys,
@@ -175,7 +167,7 @@ register_flop_formula(torch.ops.dgt.clustered_attention)(flops.clustered_attenti
 
 
 def _attend_in_steps(
-    steps: ModuleType, query: Tensor, key: Tensor, value: Tensor, own_key: Tensor, call: _Call
+    steps: ModuleType, query: Tensor, key: Tensor, value: Tensor, own_key: Tensor, call: ClusteredCall
 ) -> Tensor:
     """Cluster, select, sum up and attend by the steps of a backend; ``own_key`` has the heads that the caller gave."""
     prefix, scale, key_mask = call.num_prefix_tokens, call.scale, call.key_mask
@@ -242,11 +234,11 @@ def _check_sizes(
     check_count("num_groups", num_groups)
     if num_groups > queries:
         raise ValueError(
-            f"num_groups must be at most the {queries} queries behind the prefix, got {num_groups}"
+            f"num_groups must be at most the {queries} queries after the prefix, got {num_groups}"
         )
     check_count("top_k", top_k)
     check_count("num_residual_keys", num_residual_keys, least=0)
     if num_residual_keys > keys:
         raise ValueError(
-            f"num_residual_keys must be at most the {keys} keys behind the prefix, got {num_residual_keys}"
+            f"num_residual_keys must be at most the {keys} keys after the prefix, got {num_residual_keys}"
         )

@@ -1,8 +1,8 @@
 """Clusters of the tokens of one image: Lloyd's k-means of every head, deterministic and without gradients.
 
-Groups of queries and clusters of keys for :func:`dgt.clustered_attention` come from the image itself: a few steps on a
-part of its tokens, then one on all. That is as good as all steps on all tokens, and better than centroids that were
-found on other images.
+Groups of queries and clusters of keys for :func:`dgt.clustered_attention` come from the image
+itself: a few steps on a sample of its tokens, then one on all. This is as good as all steps on all
+tokens, and better than centroids from other images.
 """
 
 from types import ModuleType
@@ -18,7 +18,7 @@ from dgt.ops.lloyd import EVERY, STEPS, sample_distance
 
 
 class Clusters(NamedTuple):
-    """What :func:`cluster_tokens` returns."""
+    """The result of :func:`cluster_tokens`."""
 
     centroids: Tensor
     """(B, H, M, D) float32: the means of the members; an empty cluster keeps its centroid."""
@@ -45,8 +45,8 @@ def cluster_tokens(
     Args:
         tokens: (B, H, N, D) float tensor.
         num_clusters: M, from 1 to N.
-        steps: steps on the part of the tokens.
-        every: the part is one of so many tokens; more where it would hold fewer than four a cluster.
+        steps: steps on the sample.
+        every: sample one of this many tokens; more if it would hold fewer than four per cluster.
         mask: optional bool (B, N), True where a token is real; others are of no cluster.
         backend: as in :func:`dgt.dynamic_group_attention`.
 

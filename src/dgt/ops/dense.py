@@ -2,7 +2,7 @@
 
 PyTorch's own, or, on CPUs, the native kernel, which is faster.
 
-The kernel is that of attention inside groups (Eq. 2) with one list that holds all keys: exact, no
+It is the kernel of attention inside groups (Eq. 2) with one list that holds all keys: exact, no
 approximation.
 """
 
@@ -28,7 +28,7 @@ def dense_attention(
 
     It takes the arguments of ``F.scaled_dot_product_attention``.
 
-    On CPUs the native kernel computes it where it was built and takes the call: float32, bfloat16
+    On CPUs the native kernel computes it if it was built and supports the call: float32, bfloat16
     or float16 (sums in float32), at most 256 channels a head, values as wide as keys, no dropout,
     not causal, no gradient in the mask, and outside of files and forward-mode differentiation.
     Everything else is PyTorch's.
@@ -76,7 +76,7 @@ def dense_attention(
 def _can_run_native(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool
 ) -> bool:
-    """Tell whether the native kernel is here and takes the call; PyTorch refuses wrong calls."""
+    """Tell whether the native kernel is available and supports the call; PyTorch rejects invalid calls."""
     tensors = [tensor for tensor in (query, key, value, mask) if tensor is not None]
     if torch.jit.is_tracing() or torch.compiler.is_exporting() or has_tangent(*tensors):
         return False

@@ -126,7 +126,7 @@ def _check(
         check_count("tokens", tokens)  # type: ignore[arg-type]  # None is what it refuses
     elif tokens is not None:
         raise ValueError(
-            f"tokens must be left out for form {form}, whose right argument tells it, got {tokens}"
+            f"tokens must be None for form {form}, where right determines it, got {tokens}"
         )
     places = key_ids.shape[3]
     expected = {

@@ -1,4 +1,4 @@
-"""Lloyd's k-means out of PyTorch's own kernels: :func:`dgt.cluster_tokens` on any device, shapes free of data."""
+"""Lloyd's k-means in PyTorch operations: :func:`dgt.cluster_tokens` on any device, with data-independent shapes."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from dgt.ops.remainder import sum_groups
 
 SCORE_ELEMENTS = 1 << 24  # of tokens with centroids, held at once
 STEPS = 5  # Lloyd steps on a sample of the tokens
-EVERY = 8  # the sample is one of so many tokens, or more
+EVERY = 8  # the sample is one of this many tokens, or more
 LEAST_OF_CLUSTER = 4  # tokens of the sample
 GOLDEN = 2654435769  # 2^32 over the golden ratio
 
@@ -34,7 +34,7 @@ def cluster_tokens(
 def spread_out(
     count: int, mask: Tensor | None, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
-    """An order of tokens whose every beginning is spread evenly over them, whatever the width of the image.
+    """An order of tokens in which every prefix is evenly spread over them, for any image width.
 
     Real token number j stands where ``j * GOLDEN`` modulo 2^32 puts it: those of any interval of such multiples of the
     golden ratio are apart by a few Fibonacci numbers, which share no period with rows of an image.
@@ -74,7 +74,7 @@ def sample_distance(tokens: int, num_clusters: int, every: int) -> int:
 
 
 def _assign(x: Tensor, centroids: Tensor, hidden: Tensor | None) -> Tensor:
-    """The nearest of (B, H, M, D) centroids, of equal ones the first: (B, H, n) int64, -1 for what is hidden."""
+    """The nearest of (B, H, M, D) centroids, the first of equal ones: (B, H, n) int64, -1 for masked tokens."""
     batch, heads = x.shape[:2]
     bias = centroids.square().sum(-1)[:, :, None] * -0.5
     at_once = max(1, SCORE_ELEMENTS // (batch * heads * centroids.shape[2]))

@@ -9,10 +9,10 @@ from dgt.ops.dense import dense_attention
 
 
 def prepend_prefix(key_ids: Tensor, num_prefix_tokens: int, key_mask: Tensor | None) -> Tensor:
-    """Make lists of the keys behind the prefix lists of all keys, the prefix first.
+    """Make lists of the keys after the prefix lists of all keys, the prefix first.
 
     Args:
-        key_ids: (B, H, G, K) int64, counted from the first token behind the prefix; -1 for an empty
+        key_ids: (B, H, G, K) int64, counted from the first token after the prefix; -1 for an empty
             place.
         num_prefix_tokens: P.
         key_mask: optional bool (B, L), True where a token is real.
@@ -42,7 +42,7 @@ def join_prefix(
     """Let the prefix attend to all tokens, and put it before the results of the others.
 
     Args:
-        output: (B, H, L - P, D) of the tokens behind the prefix.
+        output: (B, H, L - P, D) of the tokens after the prefix.
         group_ids: (B, H, L - P) int64, theirs.
         query, key, value: (B, H, L, D), or keys and values of S other tokens.
         scale: factor on the scores.

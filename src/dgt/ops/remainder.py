@@ -1,4 +1,4 @@
-"""What the selected keys leave out, as one more key of every group.
+"""The unselected keys, summarized as one more key per group.
 
 Let U be the keys that a group did not select. Softmax attention needs two things of them, for every query q of the
 group: the logarithm of their mass, ``Z(q) = log sum_{j in U} exp(s q.k_j)``, and their mean value. Around the group's
@@ -73,7 +73,7 @@ def summarize_unselected(
     scale: float,
     key_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sum up, for every group, the keys that its list does not name; differentiable. The arguments are right.
+    """Summarize, for every group, the keys that are not in its list; differentiable. The arguments are right.
 
     Args:
         query: (B, H, L, D).

@@ -76,7 +76,7 @@ def latest_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]] | None:
             LOGGER.warning(f"{path.name} cannot be used, trying the one before: {error}")
     if not paths:
         return None
-    what = f"all {len(paths)} checkpoints in {folder / 'checkpoints'} are damaged or of another version"
+    what = f"all {len(paths)} checkpoints in {folder / 'checkpoints'} are damaged or from another version"
     raise UserError(f"{what}: remove that folder to start over")
 
 
@@ -98,7 +98,7 @@ def read_checkpoint(source: Path) -> dict[str, Any]:
             stored = torch.load(content, map_location="cpu", weights_only=True)
     if not isinstance(stored, dict):
         raise UserError(
-            f"{source} is cut off or damaged ({len(content.getbuffer())} bytes), or holds Python objects"
+            f"{source} is truncated or damaged ({len(content.getbuffer())} bytes), or contains Python objects"
         )
     if stored.get("format") == FORMAT - 1:
         stored = {OLD_KEYS.get(key, key): value for key, value in stored.items()}

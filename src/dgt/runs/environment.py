@@ -1,4 +1,4 @@
-"""The machine and the software of a run, as `results.json` and studies record them."""
+"""The hardware and software of a run, as recorded by `results.json` and studies."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def run_folder(recipe: Recipe, resume: bool = False) -> Path:
     check_folder(folder)
     problem = _conflict(folder, recipe, resume)
     if problem is not None:
-        raise FileExistsError(f"{folder} {problem}: give another folder with --out")
+        raise FileExistsError(f"{folder} {problem}: choose another folder with --out")
     return folder
 
 
@@ -78,17 +78,17 @@ def _conflict(folder: Path, recipe: Recipe, resume: bool) -> str | None:
     """Why a run of this recipe must not write into an existing folder; None if it may."""
     visible = any(folder.glob("[!.]*"))  # a killed process may leave hidden files before its recipe
     if visible and not is_run(folder):
-        return "holds files that are not a run's"
+        return "contains files that do not belong to a run"
     started = any((folder / "checkpoints").glob("*.ckpt")) or (folder / RESULTS).exists()
     if not started:
         return None
     if not resume:
-        return "holds a run already"
+        return "already contains a run"
     before = flatten(load_recipe(folder / "recipe.yaml").to_dict())
     now = flatten(recipe.to_dict())
     for key in {**before, **now}:
         if before.get(key) != now.get(key) and not MUTABLE_KEYS.fullmatch(key):
-            return f"was begun with {key} {before.get(key)!r}, now {now.get(key)!r} is asked for"
+            return f"was started with {key} {before.get(key)!r}, but now {key} is {now.get(key)!r}"
     return None
 
 
@@ -98,7 +98,7 @@ def check_folder(folder: Path) -> None:
     """
     for place in (folder, *folder.parents):
         if place.exists() and not place.is_dir():
-            raise NotADirectoryError(f"out must be a folder, {place} is a file")
+            raise NotADirectoryError(f"out must be a folder, but {place} is a file")
 
 
 def is_run(folder: Path, name: str = "") -> bool:

@@ -1,6 +1,6 @@
 """Trained models as files: written when a training ends, and opened again by every other command.
 
-Weights are read without unpickling code; whatever is wrong with a file is reported in a sentence that
+Weights are read without unpickling code; any problem with a file raises a one-sentence error that
 names it.
 """
 
@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import safetensors.torch
 from safetensors import SafetensorError
@@ -136,7 +136,7 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRun:
     return LoadedRun(network.eval(), recipe, names, source)
 
 
-def initialize(network: nn.Module, path: str | Path) -> None:
+def initialize(network: nn.Module, path: str | Path, task: str = "classify") -> None:
     """Take the weights of another run as first weights; a classifier with other classes keeps its
     own last layer.
 
@@ -146,17 +146,17 @@ def initialize(network: nn.Module, path: str | Path) -> None:
     Args:
         network: changed in place.
         path: as `load_run` takes it.
+        task: what the network is for, a key of `TASKS`.
 
     Raises:
         FileNotFoundError, UserError: as `load_run`.
         UserError: these are the weights of another model.
     """
-    source, weights, _ = _read(path)
+    source, weights, record = _read(path)
     name = "the recipe's model"
-    backbone = getattr(network, "backbone", None)
-    own_kind = any(key.startswith("backbone.") for key in weights)
-    if isinstance(backbone, FeatureBackbone) and not own_kind:
-        network = backbone.model
+    own_kind = TASKS[parse_recipe(record["recipe"], ()).task].has_backbone
+    if TASKS[task].has_backbone and not own_kind:
+        network = cast(FeatureBackbone, network.backbone).model
         name = "the recipe's backbone"
         # it has no classifier
         weights = {key: weights[key] for key in network.state_dict() if key in weights}
@@ -187,7 +187,7 @@ def _load_weights(
     except RuntimeError as error:
         reason = textwrap.shorten(str(error), 400)
         raise UserError(
-            f"{source} holds the weights of another model than {name}: {reason}"
+            f"{source} contains the weights of a model other than {name}: {reason}"
         ) from error
 
 
@@ -208,7 +208,7 @@ def _read(path: str | Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
     complete = isinstance(record, dict) and record.keys() >= RECORD_ENTRIES and weights is not None
     if not complete or record["format"] != RECORD_FORMAT:
         raise UserError(
-            f"{source} is cut off or damaged, or was not written by `dgt train` of this version"
+            f"{source} is truncated or damaged, or was not written by this version of `dgt train`"
         )
     return source, weights, record
 
@@ -223,7 +223,7 @@ def _read_model_folder(source: Path) -> tuple[dict[str, Tensor], Any]:
         weights = safetensors.torch.load_file(source)
     except SafetensorError as error:
         raise UserError(
-            f"{source} is cut off or damaged ({source.stat().st_size} bytes): {error}"
+            f"{source} is truncated or damaged ({source.stat().st_size} bytes): {error}"
         ) from error
     if RECORD_KEY in description:
         return weights, description[RECORD_KEY]
@@ -259,7 +259,7 @@ def _record_of_timm(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     count = prepared.get("num_classes", config.get("num_classes"))
     if not architecture or not count:
         needed = "entry 'dgt' with the recipe, nor 'architecture' and 'num_classes' of a classifier"
-        raise UserError(f"{path} was not written by `dgt train` nor by timm: it has no {needed}")
+        raise UserError(f"{path} was written neither by `dgt train` nor by timm: it has no {needed}")
     arguments = dict(config.get("model_args") or {})
     arguments.pop("num_classes", None)
     labels = config.get("label_names")

@@ -1,4 +1,4 @@
-"""What a trained model finds in image files."""
+"""Predict image files with a trained model."""
 
 from __future__ import annotations
 

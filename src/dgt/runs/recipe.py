@@ -122,17 +122,17 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if not self.name.strip("./"):
-            raise UserError(f"name must be a text that can name a folder, got {self.name!r}")
+            raise UserError(f"name must be a valid folder name, got {self.name!r}")
         check_range(0, 2**32 - 1, seed=self.seed)
         if self.ema.decay is not None and not 0 <= self.ema.decay < 1:
             raise UserError(f"ema.decay must be null or in [0, 1), got {self.ema.decay!r}")
         if self.trainer.compile and self.model.top_k_schedule is not None:
             raise UserError(
-                "model.top_k_schedule must be null with trainer.compile: every k would be compiled anew"
+                "model.top_k_schedule must be null with trainer.compile: every k would trigger a recompilation"
             )
         if self.trainer.strategy == "fsdp2" and self.ema.decay is not None:
             raise UserError(
-                "ema.decay must be null under trainer.strategy fsdp2: shared-out weights have no average"
+                "ema.decay must be null with trainer.strategy fsdp2: averaging sharded weights is not supported"
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def shipped_recipes(folder: Path = RECIPES) -> list[str]:
 
 
 def help_text(task: str = "classify") -> str:
-    """What `dgt train RECIPE --help` prints: all keys of the recipe's task. `dgt train --help`
+    """The help text of `dgt train RECIPE --help`: all keys of the recipe's task. `dgt train --help`
     lists the recipes.
     """
     usage = "usage: dgt train RECIPE [--resume auto] [--data.root DIR] [--section.key value ...]"

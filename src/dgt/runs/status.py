@@ -1,4 +1,4 @@
-"""`status.json` of a run: what `dgt status` reads while a training runs and after it has ended."""
+"""`status.json` of a run, read by `dgt status` during and after a training."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run_status(folder: str | Path) -> dict[str, Any]:
     """
     folder = Path(folder)
     if not (folder / STATUS).is_file():
-        raise FileNotFoundError(f"{str(folder)!r} is not the folder of a run: it has no {STATUS}")
+        raise FileNotFoundError(f"{str(folder)!r} is not a run folder: it has no {STATUS}")
     status = {**INITIAL_STATUS, **read_json(folder / STATUS)}
     status["folder"] = str(folder)
     status["age"] = time.time() - status["time"]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 SDPA = F.scaled_dot_product_attention
-PAIRS = "a mask or bias of pairs"
+PAIRS = "a pairwise mask or bias"
 HIDDEN = -1e4  # a float mask below this hides a key: float16's least number is -65504
 _traced: list[nn.Module] = []  # models whose calls are being traced
 
@@ -82,9 +82,9 @@ def read_call(
             "dropout of the attention": dropout_p > 0,
             mask.reason or PAIRS: mask.reason is not None,
             f"{query.dim()} dimensions": query.dim() < 2,
-            "queries and keys are of different batches": query.shape[:-3] != key.shape[:-3],
-            "queries and keys are of different heads": own_query.shape[1] % own_key.shape[1] > 0,
-            "values of another width than keys": value.shape != key.shape,
+            "queries and keys differ in batch size": query.shape[:-3] != key.shape[:-3],
+            "queries and keys differ in number of heads": own_query.shape[1] % own_key.shape[1] > 0,
+            "values and keys differ in width": value.shape != key.shape,
         }
     )
     return Call(
@@ -136,7 +136,7 @@ def read_mask(mask: Tensor, query: Tensor, key: Tensor) -> KeyMask:
     if mask.dtype != torch.bool:
         real = row == 0
         if not holds(real | (row < HIDDEN)):
-            return KeyMask(None, "a bias of keys")
+            return KeyMask(None, "a bias per key")
     return KeyMask(real.expand(query.shape[0], key.shape[-2]), None)
 
 
@@ -147,7 +147,7 @@ def simplify_mask(mask: KeyMask) -> KeyMask:
     if bool(mask.real.all()):
         return KeyMask(None, None)
     if not bool(mask.real.any(-1).all()):
-        return KeyMask(None, "an image without any key")
+        return KeyMask(None, "an image without keys")
     return mask
 
 
@@ -177,9 +177,9 @@ def read_multi_head(*operands: Any, **named: Any) -> MultiHeadCall:
     reason = first_reason(
         {
             PAIRS: named.get("attn_mask") is not None,
-            "its weights are asked for": named.get("need_weights", True),
+            "called with need_weights": named.get("need_weights", True),
             "dropout of the attention": named.get("training", True) and dropout_p > 0,
-            "keys added, or projected apart": bias_k is not None or add_zero_attn or weight is None,
+            "extra keys, or separate projections": bias_k is not None or add_zero_attn or weight is None,
         }
     )
     mask = None

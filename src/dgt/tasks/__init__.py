@@ -1,4 +1,4 @@
-"""What can be trained: one row for each task, each from its own file."""
+"""The trainable tasks, each defined in its own file."""
 
 from dgt.tasks.base import Losses, Metrics, Task
 from dgt.tasks.classify import CLASSIFY

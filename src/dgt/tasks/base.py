@@ -1,5 +1,4 @@
-"""What a task is: one row that says how its network is built, what it minimizes, how it is measured
-and predicts.
+"""A task: how its network is built, its losses, its metrics, and its predictions.
 """
 
 from abc import ABC, abstractmethod
@@ -29,7 +28,7 @@ normalized.
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A trained network and what it was trained as.
+    """A trained network and its training configuration.
 
     Args:
         network: in evaluation mode, on the CPU; averaged weights where the recipe keeps an average.
@@ -46,7 +45,7 @@ class LoadedRun:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a model finds in one image.
+    """A model's prediction for one image.
 
     Args:
         image: path as it was given; empty where there is none.
@@ -72,7 +71,7 @@ class Prediction:
 
 
 class Metrics(ABC):
-    """What one validation measures, over the images of all processes.
+    """The metrics of one validation, over the images of all processes.
 
     Example:
         >>> metrics.update(network, images, targets)  # for each batch
@@ -87,8 +86,7 @@ class Metrics(ABC):
 
     @abstractmethod
     def update(self, network: nn.Module, images: Any, targets: Any) -> None:
-        """Run the network, in evaluation mode, on one batch of validation images and count what it
-        finds.
+        """Run the network, in evaluation mode, on one batch of validation images and accumulate the metrics.
         """
 
     @abstractmethod
@@ -98,7 +96,7 @@ class Metrics(ABC):
 
 @dataclass(frozen=True)
 class CostSpec:
-    """How the models of a task are counted, and what the paper prints.
+    """How the cost of a task's models is counted, and the paper's numbers.
 
     Args:
         count: cost of the task's network over a timm model, at a height and width.
@@ -119,7 +117,7 @@ class Task:
 
     Args:
         name: its key in `TASKS`.
-        counted: how `dgt info` counts its models.
+        cost: how `dgt info` counts its models.
         data: the data module; its constructor's arguments are the recipe's section `data`.
         build: makes the network from the recipe's model, the number of classes and the side of the
             training images in pixels.
@@ -146,7 +144,7 @@ class Task:
     """
 
     name: str
-    counted: CostSpec
+    cost: CostSpec
     data: type[ImageData]
     build: Callable[[ModelSettings, int, int], nn.Module]
     headline: Mapping[str, str]
@@ -164,7 +162,7 @@ class Task:
     input_keys: tuple[str, ...] = ("mean", "std", "image_size")
 
     def summary(self, metrics: Mapping[str, float]) -> str:
-        """The headline metrics in percent, as far as they are there: `top-1 81.20 %  top-5 95.00
+        """The available headline metrics in percent: `top-1 81.20 %  top-5 95.00
         %`.
         """
         shown = (

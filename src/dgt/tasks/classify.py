@@ -1,6 +1,6 @@
 """Image classification: cross entropy against hard or soft labels, top-1 and top-5 accuracy.
 
-Mixup, CutMix and label smoothing are the data's matter: under them a target is a distribution over
+Mixup, CutMix and label smoothing are part of the data module: under them a target is a distribution over
 the classes, (B, classes), without them a plain label, (B,).
 """
 
@@ -49,7 +49,7 @@ class ClassificationMetrics(Metrics):
         self.sums = self.sums.to(loss.device) + torch.cat([loss[None], counts])
 
     def compute(self) -> dict[str, float]:
-        """Means over all images; NaN where there are none."""
+        """Means over all images; NaN if there are none."""
         *sums, count = (
             sum(column) for column in zip(*gather_objects(self.sums.tolist()), strict=True)
         )
@@ -73,7 +73,7 @@ def read_image(run: LoadedRun, image: Source) -> tuple[Tensor, NDArray[np.uint8]
     """
     if run.recipe.task != CLASSIFY.name:
         raise UserError(
-            f"only classifiers are looked into, {run.source} is of task {run.recipe.task!r}"
+            f"only classifiers can be inspected, but {run.source} has task {run.recipe.task!r}"
         )
     data = run.recipe.data
     transform = evaluation_transform(
@@ -105,7 +105,7 @@ def draw(run: LoadedRun, prediction: Prediction) -> Image.Image:
 
 CLASSIFY = Task(
     name="classify",
-    counted=CostSpec(cost, (224, 224), PAPER, (*PAPER, "dgt_nano")),
+    cost=CostSpec(cost, (224, 224), PAPER, (*PAPER, "dgt_nano")),
     data=ClassificationData,
     build=build_classifier,
     headline={"top1": "top-1", "top5": "top-5"},

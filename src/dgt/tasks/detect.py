@@ -61,7 +61,7 @@ def build_detector(settings: ModelSettings, num_classes: int, image_size: int) -
 
 
 def losses(network: nn.Module, images: list[Tensor], targets: list[dict[str, Tensor]]) -> Losses:
-    """The losses of proposals, classes, boxes and masks of one batch, and their sum."""
+    """The proposal, class, box and mask losses of one batch, and their sum."""
     parts: Losses = network(images, targets)
     return {"loss": torch.stack([part.float() for part in parts.values()]).sum(), **parts}
 
@@ -100,7 +100,7 @@ def average_precision(
     detections: Sequence[Entry],
     image_ids: Iterable[int] | None = None,
 ) -> dict[str, float]:
-    """Compare detections with a ground truth, as COCO defines it.
+    """Evaluate detections against a ground truth, as COCO defines it.
 
     Args:
         ground_truth: `images`, `annotations` and `categories` in COCO's format.
@@ -121,7 +121,7 @@ def average_precision(
     unknown = {entry["image_id"] for entry in detections} - known
     if unknown:
         raise UserError(
-            f"detections must be of images in the ground truth, got {sorted(unknown)[:5]}"
+            f"detections must refer to images in the ground truth, got {sorted(unknown)[:5]}"
         )
     numbered = [
         entry | {"id": number} for number, entry in enumerate(ground_truth["annotations"], start=1)
@@ -191,9 +191,7 @@ def coco_results(
 
 @torch.inference_mode()
 def predict(run: LoadedRun, image: Source, top_k: int) -> Prediction:
-    """The objects in an image, by falling score.
-
-    UserError also for an image that the network refuses.
+    """The objects in an image, by descending score. UserError also for an image that the network rejects.
     """
     from dgt.figures.detections import Detections
 
@@ -215,7 +213,7 @@ def predict(run: LoadedRun, image: Source, top_k: int) -> Prediction:
 
 
 def draw(run: LoadedRun, prediction: Prediction) -> Image.Image:
-    """The image with the masks, boxes and names of what is sure."""
+    """The image with the masks, boxes and names of confident detections."""
     from dgt.figures.detections import draw_detections
 
     return draw_detections(Image.fromarray(prediction.pixels), prediction.found, run.class_names)
@@ -243,7 +241,7 @@ def files(run: LoadedRun, prediction: Prediction, drawing: Image.Image) -> dict[
 
 DETECT = Task(
     name="detect",
-    counted=CostSpec(mask_rcnn_cost, (800, 1280), PAPER),
+    cost=CostSpec(mask_rcnn_cost, (800, 1280), PAPER),
     data=DetectionData,
     build=build_detector,
     headline={

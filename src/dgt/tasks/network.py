@@ -18,7 +18,7 @@ from dgt.utils.errors import UserError
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Which model to train.
+    """The model to train.
 
     Args:
         name: a model that timm knows, this package's among them: dgt_tiny,
@@ -66,9 +66,9 @@ class ModelSettings:
         ) | self.args
 
     def check_head(self, *known: str) -> None:
-        """Raise UserError for arguments of a head that are not among those known."""
+        """Raise UserError for unknown arguments of a head."""
         if unknown := sorted(set(self.head) - set(known)):
-            expected = f"hold keys among {', '.join(known)}" if known else "be empty for this task"
+            expected = f"only have keys among {', '.join(known)}" if known else "be empty for this task"
             raise UserError(f"model.head must {expected}, got {', '.join(unknown)}")
 
 
@@ -85,7 +85,7 @@ def model_arguments(settings: ModelSettings, image_size: int) -> dict[str, Any]:
     if not timm.is_model(settings.name):
         near = difflib.get_close_matches(settings.name, timm.list_models(), n=3)
         hint = f"; did you mean {' or '.join(near)}?" if near else "; timm.list_models() lists them"
-        raise UserError(f"model.name must be a model that timm knows, got {settings.name!r}{hint}")
+        raise UserError(f"model.name must be a registered timm model, got {settings.name!r}{hint}")
     arguments = settings.arguments()
     config = timm.get_pretrained_cfg(settings.name)
     if config is not None and config.fixed_input_size and not arguments.get("dynamic_img_size"):

@@ -92,7 +92,7 @@ class ScheduleSettings:
         in_epochs, warmup_steps = self.warmup_steps is None, self.warmup_steps or 0
         by_epoch = self.decay == "step" and self.steps is None
         rising = all(0 < a < b for a, b in pairwise((*self.milestones, self.epochs)))
-        milestones = "epochs in rising order where schedule.decay is 'step' (and schedule.steps null), else none"
+        milestones = "epochs in ascending order if schedule.decay is 'step' (and schedule.steps null), else empty"
         warmup = f"at least 0 and less than schedule.epochs ({self.epochs})"
         _check(
             "schedule",
@@ -101,7 +101,7 @@ class ScheduleSettings:
             ("warmup_lr", self.warmup_lr >= 0, "a number of at least 0"),
             ("min_lr", self.min_lr >= 0, "a number of at least 0"),
             ("warmup_steps", warmup_steps >= 0, "null or at least 0"),
-            ("warmup_steps", self.steps is None or not in_epochs, "given where schedule.steps is"),
+            ("warmup_steps", self.steps is None or not in_epochs, "given if schedule.steps is"),
             ("warmup_epochs", not in_epochs or 0 <= self.warmup_epochs < self.epochs, warmup),
             (
                 "steps",

@@ -1,8 +1,8 @@
 """Semantic segmentation: cross entropy of UperNet, 0.4 times that of its auxiliary head, mean
 intersection over union.
 
-As in the paper's ADE20K experiments. Pixels without a label are left out of the loss and of the
-measures; padding is kept out of the attention too, through the mask of real pixels. Label maps have
+As in the paper's ADE20K experiments. Pixels without a label are excluded from the loss and the
+metrics; padding is kept out of the attention too, through the mask of real pixels. Label maps have
 the size of their image whatever the network looked at: scaled, in sliding windows, several times
 over. The mean over scales and mirroring is taken in the order of mmsegmentation: logits are brought
 to the image's size, then turned to probabilities, then averaged.
@@ -158,7 +158,7 @@ class SegmentationMetrics(Metrics):
         counts = self.confusion.compute()
         if not counts.any():
             raise UserError(
-                "the validation's label maps hold no labelled pixel, so there is no mIoU to compute"
+                "the label maps of the validation set have no labeled pixels, so mIoU cannot be computed"
             )
         scores = segmentation_scores(counts)
         ious = zip(self.data.class_names, scores.pop("iou").tolist(), strict=True)
@@ -212,8 +212,7 @@ def _forward_scaled(
     ratio: float,
     flip: bool,
 ) -> Tensor:
-    """Logits (B, classes, h, w) of the images at one scale, the right way round again where they
-    were mirrored.
+    """Logits (B, classes, h, w) of the images at one scale, flipped back if they were mirrored.
     """
     scaled = _resize(images, fitting_size((images.shape[2], images.shape[3]), scale, ratio))
     return (
@@ -224,7 +223,7 @@ def _forward_scaled(
 
 
 def _sliding_window(network: nn.Module, images: Tensor, test: SegmentationTest) -> Tensor:
-    """Logits of the images as they are, whole or as the mean of overlapping windows."""
+    """Logits of the unscaled images, computed at once or as the mean of overlapping windows."""
     height, width = images.shape[2:]
     if test.window is None or max(height, width) <= test.window:
         logits: Tensor = network(images)
@@ -236,7 +235,7 @@ def _sliding_window(network: nn.Module, images: Tensor, test: SegmentationTest) 
     for top, left in product(*([*range(0, end, stride), end] for end in ends)):
         place = (..., slice(top, top + test.window), slice(left, left + test.window))
         logits = network(images[place])
-        if not len(total):  # the first window tells how many classes there are
+        if not len(total):  # the first window shows the number of classes
             total = logits.new_zeros(len(images), logits.shape[1], height, width)
         total[place] += logits
         seen[place] += 1
@@ -324,7 +323,7 @@ def _count(name: str, image_size: tuple[int, int]) -> Cost:
 
 SEGMENT = Task(
     name="segment",
-    counted=CostSpec(_count, (512, 2048), PAPER),
+    cost=CostSpec(_count, (512, 2048), PAPER),
     data=SegmentationData,
     build=build_segmenter,
     headline={"miou": "mIoU", "accuracy": "pixel accuracy"},

@@ -1,7 +1,6 @@
 """Training as users need it: recipes, runs with their folders, and the trained models opened again.
 
-Importing this package needs the extra `train`; what opens and applies trained models alone is
-:mod:`dgt.runs`.
+Importing this package needs the extra `train`; to open and apply trained models without it, use :mod:`dgt.runs`.
 """
 
 from dgt.runs import LoadedRun, Prediction, Recipe, load_recipe, load_run, predict, shipped_recipes

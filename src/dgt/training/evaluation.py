@@ -1,4 +1,4 @@
-"""Measuring a network on validation images, in a training and after it."""
+"""Evaluate a network on validation images, during and after training."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def evaluate(
     task = TASKS[run.recipe.task]
     if predictions is not None and not task.has_results:
         raise UserError(
-            f"predictions are written of detectors alone, {run.source} is of task {task.name!r}"
+            f"predictions can only be written for detectors, but {run.source} has task {task.name!r}"
         )
     recipe = parse_recipe(run.recipe.to_dict(), overrides)
     data = build_data(recipe)
@@ -89,7 +89,7 @@ def _check_classes(run: LoadedRun, names: list[str]) -> None:
     theirs = f"{len(names)} ({', '.join(names[:5])})"
     ours = f"{len(run.class_names)} ({', '.join(run.class_names[:5])})"
     raise UserError(
-        f"the data has other classes than the model: {theirs} in the data, {ours} in {run.source}"
+        f"the classes of the data and of the model differ: {theirs} in the data, {ours} in {run.source}"
     )
 
 
@@ -100,9 +100,8 @@ def measure(
     loader: Any,
     between: Callable[[], None] | None = None,
 ) -> None:
-    """Run one validation; leaves the network in evaluation mode.
-
-    All processes measure the buffers of the first, which are exported: BatchNorm's differ where
+    """Run one validation; leaves the network in evaluation mode. All processes use the buffers of the
+    first, which are exported: BatchNorm's differ where
     each process keeps its own statistics.
 
     Args:

@@ -1,4 +1,4 @@
-"""From a recipe to a trained model: build the parts, hand them to the loop, write the result."""
+"""Train a recipe: build the components, run the training loop, write the result."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LOST = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|remote process|TCPStore|heartbeat",
     re.I,
 )
-"""What gloo, NCCL and the store say of a process that is no longer there.
+"""Error messages of gloo, NCCL and the store when another process is gone.
 
 Some of it as a plain RuntimeError.
 """
@@ -93,7 +93,7 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
     data = build_data(recipe)
     data.setup("fit")
     fabric = build_fabric(recipe.trainer, TASKS[recipe.task])
-    # from here on every process of the training is here; nothing was written before
+    # from here on all processes are running; nothing was written before
     fabric.launch()
     folder = fabric.broadcast(folder)
     first = fabric.is_global_zero
@@ -146,11 +146,11 @@ def build_state(recipe: Recipe, fabric: Fabric, data: Any, fresh: bool) -> Train
     task = TASKS[recipe.task]
     network = task.build(recipe.model, data.num_classes, recipe.data["image_size"])
     if recipe.model.init_from is not None and fresh:
-        initialize(network, recipe.model.init_from)
+        initialize(network, recipe.model.init_from, recipe.task)
     if recipe.trainer.sync_batchnorm and fabric.world_size > 1:
         if fabric.device.type != "cuda":
             raise UserError(
-                "trainer.sync_batchnorm must be false without GPUs, for which alone torch has it"
+                "trainer.sync_batchnorm must be false without GPUs: torch supports it only on GPUs"
             )
         network = convert_sync_batchnorm(network)
     if recipe.trainer.compile:
@@ -169,8 +169,7 @@ def build_state(recipe: Recipe, fabric: Fabric, data: Any, fresh: bool) -> Train
 
 @contextmanager
 def explaining(folder: Path, data: Any) -> Iterator[None]:
-    """Say what an error means in a training: NaN in the attention is divergence, a failed
-    collective a lost process.
+    """Translate errors during training: NaN in the attention is divergence, a failed collective a lost process.
 
     Args:
         folder: of the run, which lists broken images.
@@ -183,7 +182,7 @@ def explaining(folder: Path, data: Any) -> Iterator[None]:
         raise
     except NonFiniteInput as error:
         raise FloatingPointError(
-            f"the training diverged, the attention met NaN: {ADVICE}"
+            f"training diverged: NaN in the attention; {ADVICE}"
         ) from error
     except Exception as error:
         message = " ".join(str(error).split())
@@ -192,6 +191,6 @@ def explaining(folder: Path, data: Any) -> Iterator[None]:
         if world_size() == 1 or not lost:
             raise
         raise LostProcess(
-            f"process {rank()} of {world_size()} lost another one, whose own output says why it ended; started again "
+            f"process {rank()} of {world_size()} lost another process, whose output says why it ended; restarted "
             f"with `--resume auto` the run resumes from its last checkpoint ({message[:200]})"
         ) from error

@@ -1,7 +1,6 @@
-"""What a training writes while it runs, and what it shows: log, metrics, curves, status and
-progress bar.
+"""Logging during training: log, metrics, curves, status and progress bar.
 
-A full disk costs lines of the log, the metrics or the curves, not the training.
+A full disk loses lines of the log, the metrics or the curves, but does not stop the training.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Report(logging.Handler):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: object
     ) -> None:
-        """Note in the log and the status how it ended; an error is shown by whoever called."""
+        """Record in the log and the status how it ended; the caller shows errors."""
         if error is None:
             state = "finished"
         elif isinstance(error, SystemExit | KeyboardInterrupt):
@@ -81,7 +80,7 @@ class Report(logging.Handler):
         LOGGER.setLevel(level)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a sentence, a warning on stderr; add it to the log."""
+        """Print a message, warnings on stderr, and add it to the log."""
         text = record.getMessage()
         if record.levelno >= logging.WARNING:
             tqdm.write(f"dgt: warning: {text}", file=sys.stderr)
@@ -223,5 +222,5 @@ class Report(logging.Handler):
             first, self.told = what not in self.told, self.told | {what}
             if first:
                 LOGGER.warning(
-                    f"{self.folder}: {what} could not be written, training goes on: {error}"
+                    f"{self.folder}: {what} could not be written, training continues: {error}"
                 )

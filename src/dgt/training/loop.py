@@ -87,7 +87,7 @@ class Objective(nn.Module):
 
 
 class Training:
-    """One training under way, from where `state` is; `draw` makes images for TensorBoard."""
+    """A running training, starting from `state`; `draw` makes images for TensorBoard."""
 
     def __init__(
         self,
@@ -144,18 +144,18 @@ class Training:
                 signal.signal(number, handler)
 
     def stop(self, number: int, _: Any) -> None:
-        """Note that a signal asks this process to stop.
+        """Record that a signal asks this process to stop.
 
         A second Ctrl-C interrupts at once.
         """
         if number == signal.SIGINT and signal.SIGINT in self.stops:
             raise KeyboardInterrupt
         self.stops.append(signal.Signals(number))
-        hint = " (Ctrl-C again: at once)" if number == signal.SIGINT else ""
+        hint = " (Ctrl-C again to stop now)" if number == signal.SIGINT else ""
         LOGGER.warning(f"{self.stops[-1].name}: saving after this step{hint}")
 
     def train_epoch(self, epoch: int) -> None:
-        """All steps of an epoch that are still to do."""
+        """All remaining steps of an epoch."""
         self.report.begin_epoch()
         self.loader.device = self.fabric.device
         self.loader.load_state_dict({"epoch": epoch, "batch": self.progress.batch})
@@ -238,7 +238,7 @@ class Training:
         return {name: torch.stack([each[name] for each in found]).mean() for name in common}
 
     def skip(self, batches: Sequence[Batch], losses: Losses) -> None:
-        """Count a step that is not finite, and log it.
+        """Count a non-finite step, and log it.
 
         Raises:
             FloatingPointError: there are too many in a row, or a whole epoch's.
@@ -253,20 +253,20 @@ class Training:
         place = f"step {progress.step} (epoch {progress.epoch + 1}, batch {progress.batch})"
         if self.fabric.is_global_zero:
             kind = "gradient, or a running statistic," if finite_loss else "loss"
-            LOGGER.warning(f"{place} was skipped, its {kind} is not finite")
+            LOGGER.warning(f"{place} was skipped: its {kind} is not finite")
         whole_epoch = max(1, len(self.loader) // self.settings.accumulate - 1)
         if progress.skipped_in_a_row > min(self.settings.max_skipped or 0, whole_epoch):
             traced = (
                 nan_debug(self.state.objective, self.state.network, batch) for batch in batches
             )
-            first = next(filter(None, traced), "nothing in the last batch, run again")
-            many = f"{progress.skipped_in_a_row} steps in a row had a loss or gradient that is not finite"
+            first = next(filter(None, traced), "not reproduced when the last batch was run again")
+            many = f"{progress.skipped_in_a_row} steps in a row had a non-finite loss or gradient"
             raise FloatingPointError(
-                f"{many}, up to {place}, it diverged: {ADVICE}. The first not finite: {first}"
+                f"training diverged: {many}, up to {place}; {ADVICE}. First non-finite: {first}"
             )
 
     def any_process(self, decision: bool) -> bool:
-        """Whether the decision is true in any process; all processes must ask at the same place."""
+        """Whether the decision is true in any process; all processes must call this at the same point."""
         votes = torch.tensor(float(decision), device=self.fabric.device)
         return (
             bool(self.fabric.all_reduce(votes, reduce_op="sum"))
@@ -288,14 +288,14 @@ class Training:
         kept = "its state could NOT be saved" if failed else f"saved in {self.checkpoints.folder}"
         place = f"step {self.progress.step} (epoch {min(self.progress.epoch + 1, self.epochs)})"
         LOGGER.info(
-            f"stopped by {by} after {place}, {kept}; `--resume auto` resumes from the last checkpoint"
+            f"stopped by {by} after {place}, {kept}; use `--resume auto` to resume from the last checkpoint"
         )
         if failed:
             raise Preempted(1)
         raise Preempted(130 if signal.SIGINT in self.stops else 0)
 
     def save(self) -> None:
-        """Write a checkpoint of here; all processes must call it."""
+        """Write a checkpoint of the current state; all processes must call it."""
         join_broken_images(self.data.broken_images)
         self.checkpoints.save(self.state)
 
@@ -340,7 +340,7 @@ class Training:
         ).tolist()
         loss = total / count if count else math.nan
         if not math.isfinite(loss):
-            raise FloatingPointError(f"the training loss became {loss} in epoch {epoch}: {ADVICE}")
+            raise FloatingPointError(f"training diverged: the loss became {loss} in epoch {epoch}; {ADVICE}")
         return float(loss)
 
     def _keep_best(self, metrics: dict[str, float]) -> None:
@@ -383,11 +383,11 @@ class Training:
             for name, image in draw(run, images).items():
                 self.report.write_image(name, image)
         except Exception as error:  # whatever a drawing library raises
-            LOGGER.warning(f"no images were drawn: {error!r}")
+            LOGGER.warning(f"the validation images were not drawn: {error!r}")
 
 
 def join_broken_images(reports: dict[str, BrokenImages]) -> None:
-    """Put the broken images that any process met into the reports of all.
+    """Share the broken images found by any process with all processes.
 
     BrokenImagesError where they are too many.
     """

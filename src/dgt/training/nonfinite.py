@@ -1,4 +1,4 @@
-"""Steps that are not finite: detected, undone, and traced to their origin."""
+"""Non-finite steps: detect them, undo them, and trace them to their origin."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def snapshot_state(network: nn.Module) -> Callable[[], None]:
 
 
 def nan_debug(objective: nn.Module, network: nn.Module, batch: Any) -> str | None:
-    """Find what is not finite first in a step whose gradients are still there; runs its forward again.
+    """Find the first non-finite tensor of a step whose gradients are still available; repeats its forward pass.
 
     Args:
         objective: the network with its losses.

@@ -1,4 +1,4 @@
-"""What `results.json` says of a finished training."""
+"""The contents of `results.json` for a finished training."""
 
 from __future__ import annotations
 

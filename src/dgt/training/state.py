@@ -1,5 +1,4 @@
-"""The state of a training: what a checkpoint holds of it, when it is written, and how a training
-continues from it.
+"""The state of a training: the contents of checkpoints, when they are written, and how to resume from them.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 @dataclass
 class TrainingState:
-    """The complete state of a training; resumed from it, a training is identical to one that never
-    stopped, to the last bit.
+    """The complete state of a training; a training resumed from it is bit-identical to one that never
+    stopped.
     """
 
     fabric: Fabric
@@ -46,7 +45,7 @@ class TrainingState:
 
     @property
     def evaluated(self) -> nn.Module:
-        """The network that is validated and exported: the average, where there is one."""
+        """The network that is validated and exported: the average, if there is one."""
         return self.network if self.average is None else self.average.module
 
     @property
@@ -106,12 +105,12 @@ class TrainingState:
         if before != now:
             hint = "set trainer.devices and trainer.num_nodes as before"
             raise UserError(
-                f"{path} was trained by {before} processes, now there are {now}: {hint}"
+                f"{path} was trained with {before} processes, now there are {now}: {hint}"
             )
         was_sharded = isinstance(stored["optimizer"]["param_groups"][0]["params"][0], str)
         if self.sharded != was_sharded:
-            hint = "trainer.strategy must be fsdp2 where it was, and must not be where it was not"
-            raise UserError(f"{path} does not fit this run's strategy: {hint}")
+            hint = "resume fsdp2 runs with trainer.strategy fsdp2, and other runs without it"
+            raise UserError(f"{path} does not match this run's strategy: {hint}")
         self.progress = Progress(**stored["progress"])
         if self.fabric.is_global_zero:  # continues from the sum of all processes
             self.loss_sums.copy_(stored["loss_sums"])
@@ -136,8 +135,8 @@ class Checkpoints:
     """Writes checkpoints, each with `record` (recipe and class names), when they are due, and keeps
     the newest.
 
-    A failed write is logged and kept in `failure`, not raised: a full disk costs a checkpoint,
-    not the training.
+    A failed write is logged and kept in `failure`, not raised: a full disk loses a checkpoint, not
+    the training.
     """
 
     def __init__(self, folder: Path, settings: CheckpointSettings, record: dict[str, Any]) -> None:
@@ -166,7 +165,7 @@ class Checkpoints:
         self.saved_at = time.monotonic()
         if state.fabric.is_global_zero and self.failure is None:
             for old in step_checkpoints(self.folder.parent)[self.settings.keep :]:
-                with suppress(OSError):  # the next one tries again, and tells if there is no room
+                with suppress(OSError):  # the next one tries again, and reports a full disk
                     old.unlink()
 
     def write(self, state: TrainingState, path: Path) -> None:

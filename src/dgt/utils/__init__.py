@@ -1,3 +1,2 @@
-"""What every package needs and no paper describes: whole files, the process group, seeds, errors
-and the log.
+"""Shared utilities: atomic writes, the process group, seeds, errors and the log.
 """

@@ -1,5 +1,4 @@
-"""Files that are whole or not there: written beside their place under another name, flushed, then
-renamed onto it.
+"""Atomic writes: files are written next to their destination under another name, flushed, then renamed.
 
 And folders in which one process alone writes. The only module of the package that renames files
 into place.
@@ -61,7 +60,7 @@ def atomic_write(path: str | Path, content: str | bytes | memoryview) -> None:
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Write plain values as indented JSON, whole or not at all."""
+    """Write plain values as indented JSON, atomically."""
     atomic_write(path, json_text(value, indent=2) + "\n")
 
 
@@ -88,7 +87,7 @@ def exclusive_lock(folder: Path) -> Iterator[None]:
 
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
-            raise FileExistsError(f"another process is at work in {folder}") from error
+            raise FileExistsError(f"another process is using {folder}") from error
         except (ImportError, OSError):
             pass
         yield

@@ -12,7 +12,7 @@ EXTRAS = {
     "torchmetrics": "train",
     "tensorboard": "train",
     "tqdm": "train",
-    "transformers": "train",
+    "transformers": "transformers",
     "datasets": "train",
     "faster_coco_eval": "train",
     "matplotlib": "explore",
@@ -44,7 +44,7 @@ def explain_missing(error: ModuleNotFoundError, what: str) -> str | None:
     library = (error.name or "").partition(".")[0]
     if library not in EXTRAS:
         return None
-    return f"{what} needs {library}, not installed here: {install_command(EXTRAS[library])}"
+    return f"{what} needs {library}, which is not installed: {install_command(EXTRAS[library])}"
 
 
 def require(what: str, libraries: Sequence[str], extra: str) -> None:
@@ -60,6 +60,7 @@ def require(what: str, libraries: Sequence[str], extra: str) -> None:
     """
     missing = [name for name in libraries if importlib.util.find_spec(name) is None]
     if missing:
+        verb = "is" if len(missing) == 1 else "are"
         raise UserError(
-            f"{what} needs {', '.join(missing)}, not installed here: {install_command(extra)}"
+            f"{what} needs {', '.join(missing)}, which {verb} not installed: {install_command(extra)}"
         )

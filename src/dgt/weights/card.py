@@ -31,12 +31,12 @@ def check_card(path: Path, metrics: Sequence[str]) -> None:
     missing = [section for section in SECTIONS if not sections.get(section)]
     if missing:
         raise UserError(
-            f"the card {path} is not complete: it lacks {', '.join(map(repr, missing))}"
+            f"the card {path} is incomplete: it lacks {', '.join(map(repr, missing))}"
         )
     rows = re.findall(
         r"^\|[^|]+\| +[\d.]+ % \| +[\d.]+ to [\d.]+ % +\|", sections["Metrics"], flags=re.M
     )
     if not metrics or len(rows) < len(metrics):
         raise UserError(
-            f"the card {path} gives {len(rows)} metrics with an interval, {len(metrics)} were measured"
+            f"the card {path} lists {len(rows)} metrics with an interval, but {len(metrics)} were measured"
         )

@@ -60,7 +60,7 @@ def check_sums(folder: Path, names: Sequence[str] | None = None) -> list[str]:
     """
     if not (folder / SUMS).is_file():
         raise UserError(
-            f"{str(folder)!r} is no folder of weights: it has no {SUMS}, "
+            f"{str(folder)!r} is not a weights folder: it has no {SUMS}, "
             "which `tools/weights.py` writes"
         )
     lines = (folder / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()
@@ -73,7 +73,7 @@ def check_sums(folder: Path, names: Sequence[str] | None = None) -> list[str]:
             raise UserError(f"{folder / name} is missing")
         if (found := _digest(folder / name)) != sums[name]:
             told = f"SHA-256 {sums[name][:12]}... expected, {found[:12]}... found"
-            raise UserError(f"{folder / name} is not the file that {SUMS} lists: {told}")
+            raise UserError(f"{folder / name} does not match its checksum in {SUMS}: {told}")
     return names
 
 
@@ -124,12 +124,12 @@ def find_weights(name: str) -> Path:
     if name not in found:
         chosen = os.environ.get(VARIABLE)
         hint = (
-            f"{chosen!r}, which {VARIABLE} names, has none"
+            f"{chosen!r}, set by {VARIABLE}, has none"
             if chosen
-            else f"{VARIABLE} can name a folder with them"
+            else f"set {VARIABLE} to a folder with weights"
         )
         raise UserError(
-            f"there are no weights {name!r} here ({hint}); there are {', '.join(found)}"
+            f"no weights {name!r} were found ({hint}); available are {', '.join(found)}"
         )
     check_sums(found[name], MODEL)
     return found[name]
@@ -168,11 +168,11 @@ def default_models(runs: str | Path = "runs") -> Iterator[tuple[Path, str]]:
         Path(runs).glob(f"*/model/{MODEL[0]}"), key=lambda path: path.stat().st_mtime, reverse=True
     )
     for run in (model.parents[1] for model in models):
-        yield run, f"no model given: taking the newest run that fits, {run}"
+        yield run, f"no model given: using the newest suitable run, {run}"
     yield (
         SHIPPED,
-        f"no model given and no run in {runs}/ that fits: taking {SHIPPED.name}, "
-        "trained on drawn scenes",
+        f"no model given and no suitable run in {runs}/: using {SHIPPED.name}, "
+        "trained on generated scenes",
     )
 
 

@@ -158,7 +158,7 @@ def test_training_wants_targets_with_boxes_that_have_area() -> None:
         model([torch.rand(3, 64, 64)])
     flat = target((8, 8, 20, 20), (30, 8, 30, 20))
     with pytest.raises(
-        ValueError, match=r"boxes must have width and height, got \[30\.0, 8\.0, 30\.0, 20\.0\] in targets\[1\]"
+        ValueError, match=r"must have positive width and height, got \[30\.0, 8\.0, 30\.0, 20\.0\] in targets\[1\]"
     ):
         model([torch.rand(3, 64, 96)] * 2, [target((8, 8, 20, 20)), flat])
 
@@ -166,7 +166,7 @@ def test_training_wants_targets_with_boxes_that_have_area() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "sentence"),
     [
-        ({"num_classes": 1}, ValueError, "num_classes must be at least 2, background among them, got 1"),
+        ({"num_classes": 1}, ValueError, "num_classes must be at least 2, including background, got 1"),
         ({"image_size": 16}, ValueError, "image_size must be at least 32, got 16"),
         ({"fpn_channels": 0}, ValueError, "fpn_channels must be an integer of at least 1, got 0"),
         ({"box_channels": "x"}, ValueError, "box_channels must be an integer of at least 1, got 'x'"),
@@ -175,7 +175,7 @@ def test_training_wants_targets_with_boxes_that_have_area() -> None:
         ({"anchor_sizes": (8, 16, 32, 64, None)}, ValueError, "anchor_sizes must be 5 numbers of at least 1, got"),
         ({"anchor_sizes": (8, 16)}, ValueError, "anchor_sizes must be 5 numbers of at least 1, got"),
         ({"options": {"box_treshold": 1}}, TypeError, "keyword arguments of torchvision's MaskRCNN, got box_treshold"),
-        ({"backbone": "dgt_huge"}, ValueError, "backbone must be a model that timm knows, got 'dgt_huge'"),
+        ({"backbone": "dgt_huge"}, ValueError, "backbone must be a registered timm model, got 'dgt_huge'"),
     ],
 )
 def test_bad_settings_are_named(change: dict[str, Any], error: type[Exception], sentence: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 
 import pytest
@@ -12,7 +13,6 @@ from torch import nn
 import dgt
 from dgt.app.info import model_rows
 from dgt.models.heads.backbone import build_backbone
-from dgt.models.heads.uper_head import AuxiliaryHead, PyramidHead
 from dgt.models.inspect import group_records
 
 
@@ -45,20 +45,35 @@ def test_parameters_and_flops_are_the_papers(name: str, params: float, flops: fl
     assert [stage["name"] for stage in row["stages"]] == ["backbone", "decode_head", "auxiliary_head"]
 
 
-def test_heads_are_those_of_transformers() -> None:
-    """The same names and shapes of weights, and the same outputs with them."""
-    configuration = pytest.importorskip("transformers.models.upernet.configuration_upernet")
-    theirs = pytest.importorskip("transformers.models.upernet.modeling_upernet")
-    config = configuration.UperNetConfig(hidden_size=16, auxiliary_channels=8, num_labels=5)
-    widths = (12, 20, 28, 36)
-    maps = [torch.randn(2, width, 24 >> place, 17 >> place) for place, width in enumerate(widths)]
-    for head, expected in (
-        (PyramidHead(widths, 16, 5), theirs.UperNetHead(config, widths)),
-        (AuxiliaryHead(widths, 8, 5), theirs.UperNetFCNHead(config, widths)),
-    ):
-        head.load_state_dict(expected.state_dict())
-        assert list(head.state_dict()) == list(expected.state_dict())
-        torch.testing.assert_close(head(maps), expected(maps))
+def test_seeds_give_the_weights_and_outputs_they_always_gave() -> None:
+    """Numbers of a version that had heads of its own; names of weights are those of checkpoints."""
+    torch.manual_seed(3)
+    model = dgt.models.UperNet(build_backbone("test_resnet", None, 8), 5, channels=16, auxiliary_channels=8)
+    assert torch.rand(1).item() == pytest.approx(0.6542093753814697, abs=1e-7)  # as many draws
+    state = model.state_dict()
+    names = hashlib.sha256("\n".join(state).encode()).hexdigest()
+    assert names == "70cc9ce9c74b9be9e99cf730ec6c0dc319d17ed66bec6279cb40a864f14bfa51"
+    sums = {
+        "decode_head.classifier.weight": 0.598,
+        "decode_head.psp_modules.3.1.conv.weight": 434.3901,
+        "decode_head.bottleneck.conv.weight": 2152.1778,
+        "decode_head.lateral_convs.1.conv.weight": 220.4766,
+        "decode_head.fpn_convs.0.conv.weight": 213.9198,
+        "decode_head.fpn_bottleneck.conv.weight": 870.3917,
+        "auxiliary_head.convs.0.conv.weight": 1853.9187,
+    }
+    for name, expected in sums.items():
+        assert float(state[name].double().abs().sum()) == pytest.approx(expected, abs=1e-4)
+    images = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        logits = model.eval()(images)
+        both = model.train().forward_both(images)
+    # Sums of up to a thousand products in float32, in another order
+    near = {"rel": 1e-4, "abs": 1e-6}
+    assert logits[1, 2, 10, 20].item() == pytest.approx(-0.10374560207128525, **near)
+    assert logits[0, 4, 63, 0].item() == pytest.approx(-0.03271637111902237, **near)
+    assert float(both.main.square().mean().sqrt()) == pytest.approx(0.02387545251317314, **near)
+    assert float(both.auxiliary.square().mean().sqrt()) == pytest.approx(0.017233043852063507, **near)
 
 
 def test_a_dgt_chooses_the_papers_number_of_keys_unless_told() -> None:
@@ -172,7 +187,7 @@ def test_compiling_reaches_the_way_that_training_takes(monkeypatch: pytest.Monke
         ({"num_classes": 256}, ValueError, "num_classes must lie in 1 to 255, got 256"),
         ({"channels": 0}, ValueError, "channels must be an integer of at least 1, got 0"),
         ({"auxiliary_channels": "8"}, ValueError, "auxiliary_channels must be an integer of at least 1, got '8'"),
-        ({"backbone": "dgt_huge"}, ValueError, "backbone must be a model that timm knows, got 'dgt_huge'"),
+        ({"backbone": "dgt_huge"}, ValueError, "backbone must be a registered timm model, got 'dgt_huge'"),
         ({"backbone": "deit_tiny_patch16_224"}, ValueError, "backbone must have maps at strides"),
         ({"backbone": timm.create_model("test_resnet")}, TypeError, "backbone must be the name of a timm model"),
     ],

@@ -87,7 +87,7 @@ def assert_refused(reason: str) -> None:
     assert told in message
     status = dgt.native.status()
     assert (status.available, status.lanes, status.reason) == (False, None, told)
-    assert native_line() == f"native CPU kernels: none, {told}"
+    assert native_line() == f"native CPU kernels: none ({told})"
 
 
 def test_the_library_is_loaded_once_and_described(built: None) -> None:
@@ -109,7 +109,7 @@ def test_the_library_is_loaded_once_and_described(built: None) -> None:
 
 
 def test_a_library_that_was_not_built_is_named(folder: Path) -> None:
-    assert_refused(rf"{file_in(folder).name} was not built, install dgt again with a C\+\+ compiler")
+    assert_refused(rf"{file_in(folder).name} was not built; reinstall dgt with a C\+\+ compiler")
 
 
 def test_a_file_that_is_no_library_is_refused(folder: Path) -> None:
@@ -130,19 +130,19 @@ def test_a_file_that_is_cut_short_is_not_loaded(folder: Path) -> None:
     """The system's loader would end the process with a bus error."""
     content = Path(_ctypes.__file__).read_bytes()
     file_in(folder).write_bytes(content[: len(content) // 4])
-    assert_refused("is cut short, install dgt again")
+    assert_refused("is truncated; reinstall dgt")
 
 
 def test_a_library_of_something_else_is_refused(folder: Path) -> None:
     shutil.copy(_ctypes.__file__, file_in(folder))
-    assert_refused("is not a library of dgt, install dgt again")
+    assert_refused("is not a dgt library; reinstall dgt")
 
 
 def test_a_library_of_another_version_is_refused(built: None, monkeypatch: pytest.MonkeyPatch) -> None:
     version = library.ABI_VERSION
     monkeypatch.setattr(library, "ABI_VERSION", version + 1)
     forget()
-    assert_refused(rf"is of another version of dgt \(interface {version}, expected {version + 1}\)")
+    assert_refused(rf"is from another version of dgt \(interface {version}, expected {version + 1}\)")
 
 
 @pytest.mark.parametrize("name", library.X86_LEVELS)

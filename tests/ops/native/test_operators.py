@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dgt.ops import reference
+from dgt.ops.calls import AttentionCall
 from dgt.ops.native import library, operators
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="the native kernels are not built here")
@@ -38,14 +39,14 @@ def make_case(
 
 
 def attend(case: Case, mask: Tensor | None = None, prefix: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    found = operators.attention(*case, mask, prefix, remainder=False)
+    found = operators.attention(*case[:4], AttentionCall(case.top_k, case.scale, mask, prefix))
     assert found is not None
     return found
 
 
 def gradients(case: Case) -> tuple[Tensor, ...]:
     inputs = [tensor.detach().requires_grad_() for tensor in case[:3]]
-    output, _, _ = operators.attention(*inputs, *case[3:], None, 0, remainder=False)
+    output, _, _ = operators.attention(*inputs, case.centroids, AttentionCall(case.top_k, case.scale))
     weights = torch.linspace(-1, 1, output.numel()).view(output.shape)
     return torch.autograd.grad(output, inputs, weights)
 
@@ -108,7 +109,7 @@ def test_half_precision_errs_no_more_than_pytorch(shape, dtype):
     case = make_case(**shape)
     halves = [tensor.to(dtype).requires_grad_() for tensor in case[:3]]
     exact = [tensor.detach().double().requires_grad_() for tensor in halves]
-    output, group_ids, key_ids = operators.attention(*halves, *case[3:], None, 0, remainder=False)
+    output, group_ids, key_ids = operators.attention(*halves, case.centroids, AttentionCall(case.top_k, case.scale))
     expected = reference.attend(*exact, group_ids, key_ids, case.scale)
     own_error = (output.double() - expected).abs().max()
     dense = F.scaled_dot_product_attention(*halves, scale=case.scale)
@@ -129,7 +130,7 @@ def test_half_precision_errs_no_more_than_pytorch(shape, dtype):
 def test_nan_is_found(place, tokens):
     case = make_case(images=1, heads=2, tokens=tokens)
     getattr(case, place)[0, 1, tokens // 2, 3] = torch.nan
-    with pytest.raises(ValueError, match=f"{place} must be free of NaN"):
+    with pytest.raises(ValueError, match=f"{place} must not contain NaN"):
         attend(case)
 
 
@@ -242,7 +243,8 @@ def test_compiles_whole_and_exports():
     case = make_case()
 
     def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return operators.attention_output(query, key, value, *case[3:], None)
+        call = AttentionCall(case.top_k, case.scale)
+        return operators.attention_output(query, key, value, case.centroids, call)
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
     torch.testing.assert_close(compiled(*case[:3]), function(*case[:3]))

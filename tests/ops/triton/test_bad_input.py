@@ -51,7 +51,7 @@ def test_a_gpu_that_is_too_old(make_case: Any, monkeypatch: pytest.MonkeyPatch) 
         dtype, shape, is_cuda, device = torch.float32, (1, 1, 8, 8), True, torch.device("cuda", 0)
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-    with pytest.raises(ValueError, match=r'capability 8\.0 or later, query is on one of 7\.5; use backend="torch"'):
+    with pytest.raises(ValueError, match=r'8\.0 or later, but query is on one with 7\.5; use backend="torch"'):
         launch.check_runnable("query", Old())  # type: ignore[arg-type]
 
 
@@ -76,7 +76,7 @@ def test_second_derivatives(make_case: Any) -> None:
     case = make_case(1, 1, 8, 8, 2, 3)
     output = dgt.dynamic_group_attention(*case[:5], backend="triton").output
     (grad,) = torch.autograd.grad(output.square().sum(), case.query, create_graph=True)
-    with pytest.raises(NotImplementedError, match='differentiable once; use backend="reference"'):
+    with pytest.raises(NotImplementedError, match='differentiable only once; use backend="reference"'):
         torch.autograd.grad(grad.square().sum(), case.query)
 
 
@@ -129,7 +129,7 @@ def test_a_kernel_that_does_not_compile(make_case: Any, recwarn: pytest.Warnings
         found = dgt.dynamic_group_attention(*case[:5])
         assert torch.equal(found.output, plain.output)
     (warning,) = recwarn
-    assert 'backend="auto" is "torch" from here on' in str(warning.message)
+    assert 'backend="auto" uses "torch" from now on' in str(warning.message)
     refused(case, RuntimeError, 'kernel pick_all failed: RuntimeError: Failed to find C compiler; use backend="torch"')
 
 
@@ -153,7 +153,7 @@ def test_a_kernel_of_the_backward_pass_that_does_not_compile(
     for ours, theirs in zip(*gradients.values(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     (warning,) = recwarn
-    assert 'is "torch" from here on' in str(warning.message)
+    assert 'uses "torch" from now on' in str(warning.message)
     output = dgt.dynamic_group_attention(*case[:5], backend="triton").output
     with pytest.raises(RuntimeError, match=r"the Triton kernel query_gradient\w* failed"):
         output.sum().backward()

@@ -48,8 +48,9 @@ def test_equals_the_reference(
     case = make_case(*shape, masked=masked, dtype=dtype)
     tensors = plain(case)
     rest = (case.centroids, case.top_k, scale, case.key_mask)
-    found = dgt.dynamic_group_attention(*tensors, *rest, "triton", prefix, remainder=True)
-    wide = dgt.dynamic_group_attention(*(t.double() for t in tensors), *rest, "reference", prefix, remainder=True)
+    more = {"num_prefix_tokens": prefix, "remainder": True}
+    found = dgt.dynamic_group_attention(*tensors, *rest, "triton", **more)
+    wide = dgt.dynamic_group_attention(*(t.double() for t in tensors), *rest, "reference", **more)
     check(found.output, wide.output)
     assert torch.equal(found.group_ids, wide.group_ids)
     assert torch.equal(found.key_ids, wide.key_ids)
@@ -114,7 +115,7 @@ def test_gradients_are_of_the_plain_path(make_case: Any, monkeypatch: pytest.Mon
     bias = torch.zeros(1, 1, 30, device=case.query.device, requires_grad=True)
     with pytest.raises(ValueError, match="for gradients of attention with key_bias"):
         dgt.attend(*plain(case), *case.ids(), backend="triton", key_bias=bias)
-    with pytest.raises(NotImplementedError, match='no gradients of a remainder or key_bias; use backend="torch"'):
+    with pytest.raises(NotImplementedError, match='no gradients with remainder or key_bias; use backend="torch"'):
         kernels.attention(*case[:5], 0.3, None, True)[0].sum().backward()
     monkeypatch.setattr(backends, "resolve_backend", lambda name, _: "triton" if name == "auto" else name)
 

@@ -99,7 +99,7 @@ function tell() {
     const row = Math.floor(at.token / view.columns) + 1, column = at.token % view.columns + 1;
     $("readout").innerHTML =
       `Token ${row}, ${column}: <b>group ${group}</b> of ${many(view.members[group].length, "query")}, ` +
-      `its ${many(view.k, "key")} hold${view.k === 1 ? "s" : ""} <b>${percent(view.mass[at.token])}</b> of this query’s global attention`;
+      `its ${many(view.k, "key")} cover${view.k === 1 ? "s" : ""} <b>${percent(view.mass[at.token])}</b> of this query’s global attention`;
   } else {
     $("readout").innerHTML = `<b>${view.members.filter((tokens) => tokens.length).length} groups</b> of ${view.tokens} queries; point at one`;
   }
@@ -153,7 +153,7 @@ function paintPins() {
       card.painters = [...card.querySelectorAll("canvas")].map((canvas) => new Painter(canvas));
     }
     card.querySelector("b").textContent = `${"AB"[pin]} · group ${group}`;
-    card.querySelector("span").textContent = `${percent(view.mass[token])} held`;
+    card.querySelector("span").textContent = `${percent(view.mass[token])} covered`;
     const [queries, keys] = card.querySelectorAll("figcaption");
     queries.textContent = many(view.members[group].length, "query");
     keys.textContent = many(view.k, "key");
@@ -229,7 +229,7 @@ function load({ image, size }) {
   return new Promise((resolve, reject) => {
     const shot = new Image();
     shot.onload = () => resolve(shot);
-    shot.onerror = () => reject(new Error("That image is not here (any more): drop it again, or choose another."));
+    shot.onerror = () => reject(new Error("That image is no longer available: drop it again, or choose another."));
     shot.src = imageUrl(image, size, 1024);
   });
 }
@@ -388,7 +388,7 @@ function restore() {
   state.image = wanted ?? now.images[0].id;
   if (wanted && !now.images.some((image) => image.id === wanted)) {
     state.image = now.images[0].id;
-    toast("The image of this link is not here any more");
+    toast("The image of this link is no longer available");
   }
   state.size = sizes.includes(Number(parts.get("s"))) ? Number(parts.get("s")) : size;
   state.block = whole("b", 0, blocks.length - 1, 0);
@@ -416,7 +416,7 @@ async function link() {
     await navigator.clipboard.writeText(location.href);
     toast("Link copied");
   } catch {
-    toast("The address bar has the link");
+    toast("The link is in the address bar");
   }
 }
 
@@ -424,7 +424,7 @@ function caption() {
   const { view, model } = now;
   const block = model.blocks[state.block];
   const at = focus();
-  const held = at ? `, group ${view.groupIds[at.token]} holds ${percent(view.mass[at.token])} of global attention` : "";
+  const held = at ? `, group ${view.groupIds[at.token]} covers ${percent(view.mass[at.token])} of global attention` : "";
   return `${model.name}, stage ${block.stage}, block ${block.place}, head ${state.head + 1}, ${view.k} of ${view.tokens} keys${held}`;
 }
 

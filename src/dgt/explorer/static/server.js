@@ -25,10 +25,10 @@ async function ask(path, options) {
   try {
     response = await fetch(path, options);
   } catch {
-    throw new Error("The server does not answer: is `dgt explore` still running?");
+    throw new Error("The server does not respond: is `dgt explore` still running?");
   }
   const answer = await response.json().catch(() => ({}));
-  if (!response.ok) throw new Error(answer.error || `The server refused (${response.status}).`);
+  if (!response.ok) throw new Error(answer.error || `The server rejected the request (${response.status}).`);
   return answer;
 }
 

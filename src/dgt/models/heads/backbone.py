@@ -109,7 +109,7 @@ def build_backbone(
     if isinstance(backbone, FeatureBackbone):
         if arguments:
             raise TypeError(
-                f"arguments belong to the name of a model, got {arguments} with a finished backbone"
+                f"arguments must be empty unless backbone is a model name, got {arguments}"
             )
         return backbone
     if not isinstance(backbone, str):
@@ -119,7 +119,7 @@ def build_backbone(
         )
     if not timm.is_model(backbone):
         raise UserError(
-            f"backbone must be a model that timm knows, got {backbone!r}; "
+            f"backbone must be a registered timm model, got {backbone!r}; "
             "timm.list_models() lists them"
         )
     built = _create(backbone, image_size, arguments)

@@ -232,7 +232,7 @@ def _check_settings(num_classes: int, image_size: int, sizes: HeadSizes) -> None
     """Raise UserError for a number out of range."""
     if num_classes < 2:
         raise UserError(
-            f"num_classes must be at least 2, background among them, got {num_classes!r}"
+            f"num_classes must be at least 2, including background, got {num_classes!r}"
         )
     if image_size < 32:
         raise UserError(f"image_size must be at least 32, got {image_size!r}")
@@ -261,7 +261,7 @@ def _check_sizes(sizes: Sequence[tuple[int, int]], shorter: int, longer: int) ->
         if int(min(size) * scale) < 1:
             came = f"{size[0]} x {size[1]} (height x width) in images[{place}]"
             raise UserError(
-                "images must have a pixel left once their longer side is resized to "
+                "images must keep at least one pixel when their longer side is resized to "
                 f"{longer}, got {came}"
             )
 
@@ -273,4 +273,4 @@ def _check_boxes(targets: Sequence[Target]) -> None:
         empty = (boxes[:, 2:] <= boxes[:, :2]).any(dim=1)
         if empty.any():
             came = f"{boxes[empty][0].tolist()} in targets[{place}]"
-            raise UserError(f"boxes must have width and height, got {came}")
+            raise UserError(f"boxes must have positive width and height, got {came}")

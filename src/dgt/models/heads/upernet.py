@@ -1,8 +1,8 @@
 """UperNet for semantic segmentation (section 4.2), over any hierarchical backbone.
 
-The head is mmsegmentation's, parameter for parameter: pyramid pooling at scales 1, 2, 3 and 6 over
-the last map, a feature pyramid over all four, and an auxiliary fully convolutional head on the
-third map for training. In evaluation a ``mask`` of real pixels makes every image of a
+The heads are those of transformers, which are mmsegmentation's, parameter for parameter: pyramid
+pooling at scales 1, 2, 3 and 6 over the last map, a feature pyramid over all four, and an auxiliary
+fully convolutional head on the third map for training. In evaluation a ``mask`` of real pixels makes every image of a
 padded batch give what it gives alone: DGT leaves padding out, and the head, whose pooling and
 interpolation know nothing of padding, runs on each image's own part of the maps. Training pads in
 the same way but keeps the batch whole, for BatchNorm's statistics.
@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dgt.models.heads.backbone import FeatureBackbone, build_backbone
-from dgt.models.heads.uper_head import AuxiliaryHead, PyramidHead
 from dgt.models.padding import check_images, real_sizes
 from dgt.utils.errors import UserError
+from dgt.utils.extras import require
 
 TOP_K = 512  # the paper's k for segmentation
 
@@ -38,7 +38,8 @@ class UperNet(nn.Module):
         auxiliary_channels: width of the auxiliary head.
 
     Raises:
-        UserError: a number out of its range.
+        UserError: a number out of its range; or transformers, which has the heads, is not
+            installed: the extra `transformers`.
 
     Example:
         >>> backbone = build_backbone("dgt_nano", None, 16)
@@ -59,15 +60,24 @@ class UperNet(nn.Module):
         auxiliary_channels: int = 256,
     ) -> None:
         super().__init__()
+        require("UperNet", ("transformers",), "transformers")
+        from transformers.models.upernet.configuration_upernet import UperNetConfig
+        from transformers.models.upernet.modeling_upernet import UperNetFCNHead, UperNetHead
+
         if not 1 <= num_classes <= 255:
             raise UserError(f"num_classes must lie in 1 to 255, got {num_classes}")
         for name, value in (("channels", channels), ("auxiliary_channels", auxiliary_channels)):
             if not isinstance(value, int) or value < 1:
                 raise UserError(f"{name} must be an integer of at least 1, got {value!r}")
+        config = UperNetConfig(  # type: ignore[call-arg]
+            hidden_size=channels,
+            auxiliary_channels=auxiliary_channels,
+            num_labels=num_classes,
+        )
         self.num_classes = num_classes
         self.backbone = backbone
-        self.decode_head = PyramidHead(backbone.channels, channels, num_classes)
-        self.auxiliary_head = AuxiliaryHead(backbone.channels, auxiliary_channels, num_classes)
+        self.decode_head = UperNetHead(config, in_channels=backbone.channels)
+        self.auxiliary_head = UperNetFCNHead(config, in_channels=backbone.channels)
         self._init_heads()
 
     def _init_heads(self) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from dgt.ops import flops
+from dgt.ops.calls import ClusteredCall
 from dgt.ops.checks import needs_gradients
 from dgt.ops.lloyd import EVERY, STEPS, sample_distance, spread_out
 from dgt.ops.native.interface import (
@@ -33,32 +34,12 @@ def cluster_tokens(
 
 
 def clustered_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    num_groups: int,
-    top_k: int,
-    num_residual_keys: int,
-    num_prefix_tokens: int,
-    scale: float,
-    key_mask: Tensor | None,
-    share_key_clusters: bool,
+    query: Tensor, key: Tensor, value: Tensor, call: ClusteredCall
 ) -> Tensor | None:
     """All steps of :func:`dgt.clustered_attention` in one; None where gradients are asked for."""
     if needs_gradients(query, key, value):
         return None
-    output: Tensor = torch.ops.dgt.native_clustered_attention(
-        query,
-        key,
-        value,
-        num_groups,
-        top_k,
-        num_residual_keys,
-        num_prefix_tokens,
-        scale,
-        key_mask,
-        share_key_clusters,
-    )
+    output: Tensor = torch.ops.dgt.native_clustered_attention(query, key, value, *call)
     return output
 
 
@@ -136,7 +117,7 @@ def _new_clusters(like: Tensor, num_clusters: int) -> tuple[Tensor, Tensor]:
 
 
 def _set_clusters(problem: Problem, name: str, count: int, mask: Tensor | None) -> Tensor:
-    """Let the kernel cluster queries or keys behind the prefix; returns what must stay alive until it has."""
+    """Let the kernel cluster queries or keys after the prefix; returns what must stay alive until it has."""
     prefix = problem.prefix
     behind = (problem.queries if name == "query_clusters" else problem.keys) - prefix
     order = _order(behind, None if mask is None else mask[:, prefix:])

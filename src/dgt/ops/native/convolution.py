@@ -1,6 +1,7 @@
-"""Linear layers and convolutions on the native kernels, for what predicts: they have no gradients.
+"""Linear layers and convolutions on the native kernels, for what predicts.
 
-Maps are (B, H, W, C), float32. :func:`dgt.layers.native.predicts_natively` tells where they can be used.
+Depthwise convolutions have gradients, the others have none. Maps are (B, H, W, C), float32.
+:func:`dgt.layers.native.predicts_natively` and ``runs_natively`` tell where they can be used.
 """
 
 from collections.abc import Sequence
@@ -84,7 +85,7 @@ def convolution(
 
 
 def depthwise_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, residual: bool) -> Tensor:
-    """Convolve every channel with its own 3x3 kernel, with zeros around the map.
+    """Convolve every channel with its own 3x3 kernel, with zeros around the map; with gradients.
 
     Args:
         x: (B, H, W, C).
@@ -106,6 +107,10 @@ LIBRARY.define(
 )
 LIBRARY.define(
     "native_depthwise_convolution(Tensor x, Tensor weight, Tensor? bias, bool residual) -> Tensor"
+)
+LIBRARY.define(
+    "native_depthwise_backward(Tensor grad, Tensor x, Tensor weight, bool residual, bool wants_input, "
+    "bool wants_weight) -> (Tensor, Tensor, Tensor)"
 )
 
 
@@ -168,15 +173,62 @@ def _depthwise(x: Tensor, weight: Tensor, bias: Tensor | None, residual: bool) -
     x = x.contiguous()
     weight = weight.contiguous()
     output = torch.empty_like(x)
+    problem = _describe_depthwise(x, weight, residual)
+    problem.bias = pointer(bias)
+    problem.output = output.data_ptr()
+    run("dgt_depthwise_convolution", problem)
+    return output
+
+
+def _depthwise_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    residual: bool,
+    wants_input: bool,
+    wants_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of input, weight and bias; undefined where not wanted."""
+    x = x.contiguous()
+    weight = weight.contiguous()
+    grad = grad.contiguous()
+    grads = _new_depthwise_gradients(grad, x, weight)
+    in_x, in_weight, in_bias = grads
+    problem = _describe_depthwise(x, weight, residual)
+    problem.grad_output = grad.data_ptr()
+    problem.grad_input = in_x.data_ptr() if wants_input else None
+    problem.grad_weight = in_weight.data_ptr() if wants_weight else None
+    problem.grad_bias = in_bias.data_ptr()
+    run("dgt_depthwise_backward", problem)
+    return grads
+
+
+def _describe_depthwise(x: Tensor, weight: Tensor, residual: bool) -> DepthwiseProblem:
     problem = DepthwiseProblem()
     problem.images, problem.height, problem.width, problem.channels = x.shape
     problem.with_input = residual
     problem.input = x.data_ptr()
     problem.weight = weight.data_ptr()
-    problem.bias = pointer(bias)
-    problem.output = output.data_ptr()
-    run("dgt_depthwise_convolution", problem)
-    return output
+    return problem
+
+
+def _save_depthwise(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, _, ctx.residual = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _depthwise_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
+    in_x, in_weight, in_bias = torch.ops.dgt.native_depthwise_backward(
+        grad, x, weight, ctx.residual, wants_x, wants_weight or wants_bias
+    )
+    return (
+        in_x if wants_x else None,
+        in_weight if wants_weight else None,
+        in_bias if wants_bias else None,
+        None,
+    )
 
 
 def batch_norm(norm: Sequence[Tensor], epsilon: float) -> BatchNorm:
@@ -209,9 +261,32 @@ def _new_map(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
+def refuse_second_gradients(ctx: Any, *_: Any) -> None:
+    """Stand for the gradients of an operator that computes gradients.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(
+        "the native layers have no gradients of gradients; set DGT_NATIVE_ISA=none to train with PyTorch's operators"
+    )
+
+
+def _new_depthwise_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(weight.shape), x.new_empty(x.shape[-1:])
+
+
 LIBRARY.impl("native_linear", _linear, "CPU")
 LIBRARY.impl("native_convolution", _convolution, "CPU")
 LIBRARY.impl("native_depthwise_convolution", _depthwise, "CPU")
+LIBRARY.impl("native_depthwise_backward", _depthwise_backward, "CPU")
+torch.library.register_fake("dgt::native_depthwise_backward", _new_depthwise_gradients)
+torch.library.register_autograd(
+    "dgt::native_depthwise_convolution", _depthwise_gradients, setup_context=_save_depthwise
+)
+torch.library.register_autograd("dgt::native_depthwise_backward", refuse_second_gradients)
 torch.library.register_fake("dgt::native_linear", _new_linear)
 torch.library.register_fake("dgt::native_convolution", _new_convolved)
 torch.library.register_fake("dgt::native_depthwise_convolution", _new_map)
@@ -230,6 +305,10 @@ def _depthwise_flops(x: Any, *_: Any, **__: Any) -> int:
     return 2 * 9 * _tokens(x) * int(x[-1])
 
 
+def _depthwise_backward_flops(grad: Any, *_: Any, **__: Any) -> int:
+    return 2 * _depthwise_flops(grad)
+
+
 def _tokens(shape: Any) -> int:
     count = 1
     for size in shape[:-1]:
@@ -240,3 +319,4 @@ def _tokens(shape: Any) -> int:
 register_flop_formula(torch.ops.dgt.native_linear)(_linear_flops)
 register_flop_formula(torch.ops.dgt.native_convolution)(_convolution_flops)
 register_flop_formula(torch.ops.dgt.native_depthwise_convolution)(_depthwise_flops)
+register_flop_formula(torch.ops.dgt.native_depthwise_backward)(_depthwise_backward_flops)

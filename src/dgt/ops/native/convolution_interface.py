@@ -78,6 +78,10 @@ class DepthwiseProblem(ctypes.Structure):
         ("weight", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("output", ctypes.c_void_p),
+        ("grad_output", ctypes.c_void_p),
+        ("grad_input", ctypes.c_void_p),
+        ("grad_weight", ctypes.c_void_p),
+        ("grad_bias", ctypes.c_void_p),
         ("threads", ctypes.c_int64),
         ("parallel_for", ctypes.c_void_p),
     ]
@@ -110,6 +114,58 @@ class FeedForwardProblem(ctypes.Structure):
     ]
 
 
+class TrainingNorm(ctypes.Structure):
+    """``dgt_training_norm``."""
+
+    _fields_ = [
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("epsilon", ctypes.c_double),
+        ("mean", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("variance", ctypes.c_void_p),
+        ("grad_weight", ctypes.c_void_p),
+        ("grad_bias", ctypes.c_void_p),
+    ]
+
+
+class TrainingProblem(ctypes.Structure):
+    """``dgt_training_problem``."""
+
+    _fields_ = [
+        ("images", ctypes.c_int64),
+        ("height", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("channels", ctypes.c_int64),
+        ("hidden", ctypes.c_int64),
+        ("input", ctypes.c_void_p),
+        ("mask", ctypes.c_void_p),
+        ("expand_weight", ctypes.c_void_p),
+        ("expand_bias", ctypes.c_void_p),
+        ("norm1", TrainingNorm),
+        ("depthwise_weight", ctypes.c_void_p),
+        ("depthwise_bias", ctypes.c_void_p),
+        ("norm2", TrainingNorm),
+        ("project_weight", ctypes.c_void_p),
+        ("project_bias", ctypes.c_void_p),
+        ("norm3", TrainingNorm),
+        ("expanded", ctypes.c_void_p),
+        ("convolved", ctypes.c_void_p),
+        ("projected", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("grad_output", ctypes.c_void_p),
+        ("grad_input", ctypes.c_void_p),
+        ("grad_expand_weight", ctypes.c_void_p),
+        ("grad_expand_bias", ctypes.c_void_p),
+        ("grad_depthwise_weight", ctypes.c_void_p),
+        ("grad_depthwise_bias", ctypes.c_void_p),
+        ("grad_project_weight", ctypes.c_void_p),
+        ("grad_project_bias", ctypes.c_void_p),
+        ("threads", ctypes.c_int64),
+        ("parallel_for", ctypes.c_void_p),
+    ]
+
+
 def run(name: str, problem: Any) -> None:
     """Call a kernel on PyTorch's threads.
 
@@ -120,7 +176,7 @@ def run(name: str, problem: Any) -> None:
     problem.parallel_for = library.parallel_for()
     loaded: Any = library.load()
     if getattr(loaded, name)(ctypes.byref(problem)) == NO_MEMORY:
-        raise MemoryError(f"no memory for what {name} keeps while it runs")
+        raise MemoryError(f"out of memory for the workspace of {name}")
 
 
 def new_prepared(name: str, problem: Any) -> Tensor:

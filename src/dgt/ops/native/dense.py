@@ -74,9 +74,9 @@ def _dense_backward(
     problem.output = tokens(output)
     problem.logsumexp = logsumexp.data_ptr()
     problem.grad_output = tokens(grad)
-    problem.grad_query = grad_query.data_ptr()
-    problem.grad_key = grad_key.data_ptr()
-    problem.grad_value = grad_value.data_ptr()
+    problem.grad_query = tokens(grad_query)
+    problem.grad_key = tokens(grad_key)
+    problem.grad_value = tokens(grad_value)
     run("dgt_dense_backward", problem)
     return grad_query, grad_key, grad_value
 

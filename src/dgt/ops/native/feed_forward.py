@@ -78,38 +78,13 @@ LIBRARY.define(
 )
 
 
-def _feed_forward(
-    x: Tensor,
-    expand_weight: Tensor,
-    expand_bias: Tensor | None,
-    norm1: list[Tensor],
-    depthwise_weight: Tensor,
-    depthwise_bias: Tensor | None,
-    norm2: list[Tensor],
-    project_weight: Tensor,
-    project_bias: Tensor | None,
-    norm3: list[Tensor],
-    epsilons: list[float],
-    mask: Tensor | None,
-    prepared: Tensor | None,
-) -> Tensor:
+def _feed_forward(x: Tensor, *arguments: Any) -> Tensor:
+    """The operator on CPUs; its arguments come in the order of its definition above."""
+    *parameters, mask, prepared = arguments
+    weights = _contiguous(Weights(*parameters))
     x = x.contiguous()
     mask = as_mask(mask)
     output = torch.empty_like(x)
-    weights = _contiguous(
-        Weights(
-            expand_weight,
-            expand_bias,
-            norm1,
-            depthwise_weight,
-            depthwise_bias,
-            norm2,
-            project_weight,
-            project_bias,
-            norm3,
-            epsilons,
-        )
-    )
     problem = _describe(weights)
     problem.images, problem.height, problem.width, _ = x.shape
     problem.input = x.data_ptr()

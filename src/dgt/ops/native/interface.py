@@ -77,9 +77,9 @@ class Problem(ctypes.Structure):
         ("group_counts", ctypes.c_void_p),
         ("grad_output", Tokens),
         ("grad_logsumexp", ctypes.c_void_p),
-        ("grad_query", ctypes.c_void_p),
-        ("grad_key", ctypes.c_void_p),
-        ("grad_value", ctypes.c_void_p),
+        ("grad_query", Tokens),
+        ("grad_key", Tokens),
+        ("grad_value", Tokens),
         ("grad_key_bias", ctypes.c_void_p),
         ("threads", ctypes.c_int64),
         ("parallel_for", ctypes.c_void_p),
@@ -148,4 +148,4 @@ def run(name: str, problem: Problem) -> None:
     if status == NAN_IN_KEY:
         raise nan_in("key")
     if status == NO_MEMORY:
-        raise MemoryError(f"no memory for attention of {problem.queries} queries and {problem.keys} keys")
+        raise MemoryError(f"out of memory for attention with {problem.queries} queries and {problem.keys} keys")

@@ -22,7 +22,7 @@ import torch
 
 from dgt.utils.errors import UserError
 
-ABI_VERSION = 4  # of the C interface, as DGT_ABI_VERSION there: an old build is never called
+ABI_VERSION = 5  # of the C interface, as DGT_ABI_VERSION there: an old build is never called
 X86_LEVELS = ("x86-64-v2", "x86-64-v3", "x86-64-v4")  # each holds those before it
 BASELINE = "baseline"  # the one level of every other processor
 NONE = "none"
@@ -145,8 +145,7 @@ def _load_or_warn() -> ctypes.CDLL | None:
     loaded = _loaded()
     if loaded.library is None and level() != NONE:
         warnings.warn(
-            f"no native CPU kernels: {loaded.reason}; "
-            "PyTorch's operations are used instead, which are slower",
+            f"no native CPU kernels: {loaded.reason} (slower PyTorch operations are used instead)",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -160,12 +159,12 @@ def _loaded() -> _Loaded:
         return _refused(f"the environment variable {VARIABLE} is 'none'")
     has = processor_level()
     if not has_level(name):
-        return _refused(f"{VARIABLE} asks for {name}, which this processor lacks: PyTorch found {has}")
+        return _refused(f"{VARIABLE} requests {name}, which this processor lacks: PyTorch found {has}")
     file = _file(name)
     if not file.is_file():
-        return _refused(f"{file.name} was not built, install dgt again with a C++ compiler such as g++")
+        return _refused(f"{file.name} was not built; reinstall dgt with a C++ compiler such as g++")
     if not _is_whole(file):
-        return _refused(f"{file} is cut short, install dgt again")
+        return _refused(f"{file} is truncated; reinstall dgt")
     try:
         library = ctypes.CDLL(str(file))
     except OSError as error:
@@ -179,11 +178,11 @@ def _checked(library: ctypes.CDLL, file: Path) -> _Loaded:
         found = library.dgt_abi_version()
         library.dgt_lanes.restype = ctypes.c_int
     except AttributeError:
-        return _refused(f"{file} is not a library of dgt, install dgt again")
+        return _refused(f"{file} is not a dgt library; reinstall dgt")
     if found != ABI_VERSION:
         return _refused(
-            f"{file} is of another version of dgt (interface {found}, expected {ABI_VERSION}), "
-            "install dgt again"
+            f"{file} is from another version of dgt (interface {found}, expected {ABI_VERSION}); "
+                "reinstall dgt"
         )
     return _Loaded(library, None)
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from dgt.ops import flops
+from dgt.ops.calls import AttentionCall
+from dgt.ops.checks import needs_gradients
 from dgt.ops.native.clustered import cluster_tokens, clustered_attention
 from dgt.ops.native.gradients import differentiate_attend, differentiate_attention
 from dgt.ops.native.interface import (
@@ -163,7 +165,8 @@ def _attention(
     group_ids = query.new_empty((batch, heads, queries), dtype=torch.int64)
     key_ids = query.new_empty((batch, heads, centroids.shape[1], length), dtype=torch.int64)
     results = _Results(output, logsumexp, group_ids, key_ids)
-    _run_attention(query, key, value, centroids, top_k, scale, key_mask, num_prefix_tokens, results)
+    call = AttentionCall(top_k, scale, key_mask, num_prefix_tokens)
+    _run_attention(query, key, value, centroids, call, results)
     return output, logsumexp, group_ids, key_ids
 
 
@@ -202,7 +205,8 @@ def _attention_output(
     """The output alone, without gradients: ids of few tokens weigh more than the tokens."""
     output = new_tokens(query)
     results = _Results(output, None, None, None)
-    _run_attention(query, key, value, centroids, top_k, scale, key_mask, num_prefix_tokens, results)
+    call = AttentionCall(top_k, scale, key_mask, num_prefix_tokens)
+    _run_attention(query, key, value, centroids, call, results)
     return output
 
 
@@ -225,20 +229,18 @@ def _run_attention(
     key: Tensor,
     value: Tensor,
     centroids: Tensor,
-    top_k: int,
-    scale: float,
-    key_mask: Tensor | None,
-    num_prefix_tokens: int,
+    call: AttentionCall,
     results: _Results,
 ) -> None:
     query, key, value = (with_channels_together(tensor) for tensor in (query, key, value))
     centroids = as_centroids(centroids)
-    mask = as_mask(key_mask)
+    mask = as_mask(call.key_mask)
     queries, keys = query.shape[2], key.shape[2]
-    problem = describe(query, key, value, scale)
+    prefix = call.num_prefix_tokens
+    problem = describe(query, key, value, call.scale)
     problem.groups = centroids.shape[1]
-    problem.list_length = num_prefix_tokens + min(top_k, keys - num_prefix_tokens)
-    problem.prefix = num_prefix_tokens
+    problem.list_length = prefix + min(call.top_k, keys - prefix)
+    problem.prefix = prefix
     problem.centroids = centroids.data_ptr()
     problem.query_mask = pointer(mask if queries == keys else None)
     problem.key_mask = pointer(mask)
@@ -299,40 +301,33 @@ def group_statistics(query: Tensor, group_ids: Tensor, num_groups: int) -> tuple
 
 
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    centroids: Tensor,
-    top_k: int,
-    scale: float,
-    key_mask: Tensor | None,
-    num_prefix_tokens: int,
-    remainder: bool,
+    query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, call: AttentionCall
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """The three steps in one: output, group ids and key ids, as :func:`dgt.dynamic_group_attention` returns them.
 
     None with a remainder, for which the three steps have to be taken one by one.
     """
-    if remainder:
+    if call.residual.num_keys:
         return None
     output, _, group_ids, key_ids = torch.ops.dgt.native_attention(
-        query, key, value, centroids.detach(), top_k, scale, key_mask, num_prefix_tokens
+        query,
+        key,
+        value,
+        centroids.detach(),
+        call.top_k,
+        call.scale,
+        call.key_mask,
+        call.num_prefix_tokens,
     )
     return output, group_ids, key_ids
 
 
 def attention_output(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    centroids: Tensor,
-    top_k: int,
-    scale: float,
-    key_mask: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, call: AttentionCall
 ) -> Tensor:
     """The output alone: without gradients no ids and no sums are written."""
-    arguments = (query, key, value, centroids.detach(), top_k, scale, key_mask, 0)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)):
+    arguments = (query, key, value, centroids.detach(), call.top_k, call.scale, call.key_mask, 0)
+    if needs_gradients(query, key, value):
         differentiable: Tensor = torch.ops.dgt.native_attention(*arguments)[0]
         return differentiable
     output: Tensor = torch.ops.dgt.native_attention_output(*arguments)

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from dgt.ops.calls import AttentionCall
 from dgt.ops.checks import check_no_nan
 from dgt.ops.lloyd import cluster_tokens
 from dgt.ops.prefix import join_prefix, prepend_prefix
@@ -82,26 +83,29 @@ def group_statistics(query: Tensor, group_ids: Tensor, num_groups: int) -> tuple
 
 
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    centroids: Tensor,
-    top_k: int,
-    scale: float,
-    key_mask: Tensor | None,
-    num_prefix_tokens: int,
-    remainder: bool,
+    query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, call: AttentionCall
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """The three steps in one operator, or None where it does not take the call.
 
-    That is where queries and keys are of different tokens, or a prefix may be padding.
+    That is where queries and keys are of different tokens, where a prefix may be padding, or with
+    residual keys for clusters of keys.
     """
-    if query.shape != key.shape or (num_prefix_tokens > 0 and key_mask is not None):
+    prefix, key_mask, residual = call.num_prefix_tokens, call.key_mask, call.residual
+    if query.shape != key.shape or (prefix > 0 and key_mask is not None):
+        return None
+    if residual.cluster_ids is not None:
         return None
     check_no_nan("query", query)
-    patches = query[:, :, num_prefix_tokens:]
-    arguments = (patches, key, value, centroids.detach(), top_k, float(scale), key_mask, remainder)
-    output, _, group_ids, key_ids, *_ = torch.ops.dgt.triton_attention(*arguments)
-    if num_prefix_tokens:
-        output, group_ids = join_prefix(output, group_ids, query, key, value, scale, key_mask)
-    return output, group_ids, prepend_prefix(key_ids, num_prefix_tokens, key_mask)
+    output, _, group_ids, key_ids, *_ = torch.ops.dgt.triton_attention(
+        query[:, :, prefix:],
+        key,
+        value,
+        centroids.detach(),
+        call.top_k,
+        float(call.scale),
+        key_mask,
+        residual.num_keys > 0,
+    )
+    if prefix:
+        output, group_ids = join_prefix(output, group_ids, query, key, value, call.scale, key_mask)
+    return output, group_ids, prepend_prefix(key_ids, prefix, key_mask)

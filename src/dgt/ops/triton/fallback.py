@@ -31,7 +31,7 @@ def give_up(error: Exception) -> None:
     if not failures:
         failures.append(error)
         warnings.warn(
-            f'{error}; backend="auto" is "torch" from here on', RuntimeWarning, stacklevel=3
+            f'{error}; backend="auto" uses "torch" from now on', RuntimeWarning, stacklevel=3
         )
 
 
@@ -82,7 +82,7 @@ def _find_verdict(device: torch.device, dtype: torch.dtype) -> bool:
     if reason:
         told = f"the Triton kernels do not work on {device} in {dtype} ({reason})"
         warnings.warn(
-            f'{told}; backend="auto" takes "torch" there', RuntimeWarning, stacklevel=4
+            f'{told}; backend="auto" uses "torch" there', RuntimeWarning, stacklevel=4
         )
     return not reason
 

@@ -117,7 +117,7 @@ def check_runnable(name: str, tensor: Tensor) -> None:
         major, minor = torch.cuda.get_device_capability(tensor.device)
         if (major, minor) < OLDEST:
             needed = 'backend="triton" needs a GPU of compute capability 8.0 or later'
-            raise ValueError(f"{needed}, {name} is on one of {major}.{minor}; {way}")
+            raise ValueError(f"{needed}, but {name} is on one with {major}.{minor}; {way}")
     elif tensor.device.type == "cpu" and not interpreting():
         raise ValueError(
             f"{name} must be on a CUDA device {ours}, got a CPU tensor; {way}, "

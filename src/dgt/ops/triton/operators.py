@@ -198,7 +198,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     if ctx.forward_only:
         raise NotImplementedError(
-            'backend="triton" has no gradients of a remainder or key_bias; use backend="torch"'
+            'backend="triton" has no gradients with remainder or key_bias; use backend="torch"'
         )
     try:
         grads: Grads = torch.ops.dgt.triton_attend_backward(grad, *ctx.saved_tensors, ctx.scale)
@@ -229,7 +229,7 @@ def _plain_gradients(grad: Tensor, ctx: Any) -> Grads:
 
 def _refuse_backward(ctx: Any, *grads: Any) -> None:
     raise NotImplementedError(
-        'backend="triton" is differentiable once; use backend="reference" for second derivatives'
+        'backend="triton" is differentiable only once; use backend="reference" for second derivatives'
     )
 
 

@@ -21,6 +21,9 @@ constexpr int64_t key_block(int64_t channels) {
     return max<int64_t>(32, round_up(min<int64_t>(128, 4096 / channels), 16));
 }
 
+constexpr int64_t KEYS_AT_HAND = 320;      // of a head, in the first cache; more are brought there
+constexpr int64_t QUERIES_OF_COPIES = 32;  // for more, values are copied side by side
+
 // Queries of a part at most: their rows fit the second cache, and a head of many queries has parts for 16 threads.
 constexpr int64_t part_size(const dgt_problem& x) {
     int64_t most = max<int64_t>(64, min<int64_t>(1024, 32768 / x.channels));
@@ -36,6 +39,9 @@ struct Head {
     Rows value;
     Rows output;
     Rows grad_output;
+    Rows grad_query;
+    Rows grad_key;
+    Rows grad_value;
     const float* centroids;
     const uint8_t* query_mask;
     const uint8_t* key_mask;
@@ -59,6 +65,9 @@ inline Head head_of(const dgt_problem& x, int64_t index) {
     h.value = rows_of(x.value, x.type, image, key_head);
     h.output = rows_of(x.output, x.type, image, head);
     h.grad_output = rows_of(x.grad_output, x.type, image, head);
+    h.grad_query = rows_of(x.grad_query, DGT_FLOAT32, image, head);
+    h.grad_key = rows_of(x.grad_key, DGT_FLOAT32, image, head);
+    h.grad_value = rows_of(x.grad_value, DGT_FLOAT32, image, head);
     h.centroids = x.centroids + image * x.centroids_image_stride + head * x.groups * x.channels;
     h.query_mask = x.query_mask ? x.query_mask + image * x.queries : nullptr;
     h.key_mask = x.key_mask ? x.key_mask + image * x.keys : nullptr;
@@ -87,12 +96,26 @@ struct KeyList {
     bool is_whole() const { return !ids && !mask; }
 };
 
+// Lists of groups as marks: which keys every query sees, a bit a key.
+struct SeenKeys {
+    const int32_t* groups = nullptr;  // of every query; -1: it sees all keys
+    const Bits* bits = nullptr;       // (G + 1, vectors), all keys behind the groups; null: all queries see all keys
+    int64_t all_row = 0;              // G
+    int64_t vectors = 0;
+
+    const Bits* of(int64_t query) const {
+        int64_t row = groups[query] < 0 ? all_row : groups[query];
+        return bits + row * vectors;
+    }
+};
+
 // Queries that attend to one list of keys.
 struct Part {
     const int32_t* order;  // query numbers; null: first, first + 1 and so on
     int64_t first;
     int64_t count;
     KeyList keys;
+    SeenKeys seen = {};  // of gradients: all keys are in the list
 
     int64_t query(int64_t row) const { return order ? order[first + row] : first + row; }
 };
@@ -150,7 +173,7 @@ private:
             count = take_keys(list, cursor, key_block(x.channels), ids);
         }
         if (count == 0) return false;
-        if (!whole && x.keys > 2048)
+        if (!whole && x.keys > KEYS_AT_HAND)
             for (int64_t j = 0; j < count; ++j) prefetch(h.value, ids[j], x.channels, false);
         pack(h.key, whole ? nullptr : ids, first, count, x.channels, rows, panels);
         load_values(x, h, whole, first, queries);
@@ -186,11 +209,11 @@ private:
             for (int64_t i = 0; i < 2 * width; i += 16) __builtin_prefetch(pairs.rows[j] + i, 0, 2);
     }
 
-    // Values side by side, which is worth it for many queries, and needed where they are converted or padded.
+    // Values side by side, which pays for many queries, and is needed where they are converted or padded.
     void load_values(const dgt_problem& x, const Head& h, bool whole, int64_t first, int64_t queries) {
         int64_t width = round_up(x.channels, W);
         has_bias_ = h.key_bias != nullptr;
-        if (x.channels % W || x.type != DGT_FLOAT32 || queries > MOST_ROWS) {
+        if (x.channels % W || x.type != DGT_FLOAT32 || queries > QUERIES_OF_COPIES) {
             for (int64_t j = 0; j < count; ++j)
                 copy_row(h.value, whole ? first + j : ids[j], x.channels, 1.0f, copies + j * width);
             values = {copies, nullptr, width};

@@ -110,11 +110,14 @@ inline void weights_of(const dgt_problem& x, const Head& h, const Part& part, in
         if (x.mask_type != DGT_NO_MASK) add_mask(x, h, part.query(first + r), first_key, keys, weights);
         Floats sum = all(b.logsumexps[first + r]);
         Floats delta = all(b.deltas[first + r]);
+        const Bits* seen = part.seen.bits ? part.seen.of(part.query(first + r)) + first_key / W : nullptr;
         for (int64_t i = 0; i < vectors; ++i) {
             Floats weight = power_of_two(load(weights + i * W) - sum);
-            if (i == vectors - 1) weight = choose(last, weight, Floats{});
-            store(weights + i * W, weight);
-            store(grads + i * W, weight * (load(grads + i * W) - delta));
+            Floats grad = weight * (load(grads + i * W) - delta);
+            Bits there = i == vectors - 1 ? last : ALL_LANES;
+            if (seen) there &= seen[i];
+            store(weights + i * W, choose(there, weight, Floats{}));
+            store(grads + i * W, choose(there, grad, Floats{}));
         }
     }
 }
@@ -175,11 +178,8 @@ inline void backward_part(const dgt_problem& x, const Head& h, const Part& part,
         first_key = cursor;
     }
     slot.count = done;
-    float* grad_query = x.grad_query + h.index * x.queries * x.channels;
     for (int64_t r = 0; r < part.count; ++r)
-        for (int64_t d = 0; d < x.channels; d += W)
-            store_lanes(grad_query + part.query(r) * x.channels + d,
-                        load(b.grad_queries + r * width + d) * (float)x.scale, first_lanes(x.channels - d));
+        write_back_row(h.grad_query, part.query(r), x.channels, (float)x.scale, b.grad_queries + r * width);
 }
 
 inline void backward_slot(const dgt_problem& x, const Head& h, const Part* parts, Slot& slot, int64_t length,
@@ -195,16 +195,14 @@ inline void backward_slot(const dgt_problem& x, const Head& h, const Part* parts
 // Add a slot to the gradients of the keys from begin to end.
 inline void add_slot(const dgt_problem& x, const Head& h, const Slot& slot, int64_t begin, int64_t end) {
     int64_t width = round_up(x.channels, W);
-    float* grad_key = x.grad_key + h.index * x.keys * x.channels;
-    float* grad_value = x.grad_value + h.index * x.keys * x.channels;
     float* grad_bias = x.grad_key_bias ? x.grad_key_bias + h.index * x.keys : nullptr;
     for (int64_t j = 0; j < slot.count; ++j) {
         int64_t id = slot.ids[j];
         if (id < begin || id >= end) continue;
         for (int64_t d = 0; d < x.channels; d += W) {
             Bits there = first_lanes(x.channels - d);
-            float* to_key = grad_key + id * x.channels + d;
-            float* to_value = grad_value + id * x.channels + d;
+            float* to_key = (float*)h.grad_key.at(id) + d;
+            float* to_value = (float*)h.grad_value.at(id) + d;
             Floats key = load(slot.keys + j * width + d) * LN_2;  // queries were scaled to units of log 2
             store_lanes(to_key, load_lanes(to_key, there) + key, there);
             store_lanes(to_value, load_lanes(to_value, there) + load(slot.values + j * width + d), there);
@@ -215,11 +213,11 @@ inline void add_slot(const dgt_problem& x, const Head& h, const Slot& slot, int6
 
 // Zero the gradients of one head.
 inline void clear_gradients(const dgt_problem& x, const Head& h) {
-    size_t queries = (size_t)(x.queries * x.channels) * sizeof(float);
-    size_t keys = (size_t)(x.keys * x.channels) * sizeof(float);
-    memset(x.grad_query + h.index * x.queries * x.channels, 0, queries);
-    memset(x.grad_key + h.index * x.keys * x.channels, 0, keys);
-    memset(x.grad_value + h.index * x.keys * x.channels, 0, keys);
+    for (int64_t i = 0; i < x.queries; ++i) write_zeros(h.grad_query, i, x.channels);
+    for (int64_t j = 0; j < x.keys; ++j) {
+        write_zeros(h.grad_key, j, x.channels);
+        write_zeros(h.grad_value, j, x.channels);
+    }
     if (x.grad_key_bias) memset(x.grad_key_bias + h.index * x.keys, 0, (size_t)x.keys * sizeof(float));
 }
 

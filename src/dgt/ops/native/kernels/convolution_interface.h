@@ -57,11 +57,15 @@ struct dgt_depthwise_problem {
     int64_t height;
     int64_t width;
     int64_t channels;
-    int64_t with_input;   // whether the input is added: a residual
-    const float* input;   // (B, H, W, C)
-    const float* weight;  // (C, 3, 3)
-    const float* bias;    // (C), or null
-    float* output;        // (B, H, W, C)
+    int64_t with_input;        // whether the input is added: a residual
+    const float* input;        // (B, H, W, C)
+    const float* weight;       // (C, 3, 3)
+    const float* bias;         // (C), or null
+    float* output;             // (B, H, W, C), of the forward pass alone
+    const float* grad_output;  // (B, H, W, C); from here on of the backward pass
+    float* grad_input;         // (B, H, W, C), or null: not wanted
+    float* grad_weight;        // (C, 3, 3), or null: neither this nor the bias's is wanted
+    float* grad_bias;          // (C)
     int64_t threads;
     dgt_parallel_for parallel_for;
 };
@@ -91,10 +95,60 @@ struct dgt_feed_forward_problem {
     dgt_parallel_for parallel_for;
 };
 
+// BatchNorm by the statistics of the batch.
+struct dgt_training_norm {
+    const float* weight;
+    const float* bias;
+    double epsilon;
+    float* mean;         // forward writes and backward reads
+    float* scale;        // 1 / standard deviation, the same
+    float* variance;     // the biased one, of the forward pass alone
+    float* grad_weight;  // backward writes
+    float* grad_bias;
+};
+
+// The same network in training, forward and backward. Hidden maps are kept as slices of W = dgt_lanes() channels:
+// (R C / W rounded up, B H W, W).
+struct dgt_training_problem {
+    int64_t images;
+    int64_t height;
+    int64_t width;
+    int64_t channels;
+    int64_t hidden;
+    const float* input;             // (B, H, W, C)
+    const uint8_t* mask;            // (B, H, W), 1 where a token is real, or null: all are
+    const float* expand_weight;     // (R C, C)
+    const float* expand_bias;       // (R C), or null, as all biases
+    dgt_training_norm norm1;        // R C
+    const float* depthwise_weight;  // (R C, 3, 3)
+    const float* depthwise_bias;    // (R C)
+    dgt_training_norm norm2;        // R C
+    const float* project_weight;    // (C, R C)
+    const float* project_bias;      // (C)
+    dgt_training_norm norm3;        // C
+    float* expanded;                // forward writes and backward reads: slices, before GELU
+    float* convolved;               // slices, with the residual, before GELU
+    float* projected;               // (B, H, W, C), before BatchNorm
+    float* output;                  // (B, H, W, C), of the forward pass alone
+    const float* grad_output;       // (B, H, W, C); from here on of the backward pass
+    float* grad_input;              // (B, H, W, C), or null: not wanted
+    float* grad_expand_weight;      // (R C, C), or null: not wanted
+    float* grad_expand_bias;        // (R C)
+    float* grad_depthwise_weight;   // (R C, 3, 3)
+    float* grad_depthwise_bias;     // (R C)
+    float* grad_project_weight;     // (C, R C)
+    float* grad_project_bias;       // (C)
+    int64_t threads;
+    dgt_parallel_for parallel_for;
+};
+
 // Each returns a dgt_status.
+DGT_EXPORT int dgt_feed_forward_training(const dgt_training_problem* problem);
+DGT_EXPORT int dgt_feed_forward_backward(const dgt_training_problem* problem);
 DGT_EXPORT int dgt_linear(const dgt_linear_problem* problem);
 DGT_EXPORT int dgt_convolution(const dgt_convolution_problem* problem);
 DGT_EXPORT int dgt_depthwise_convolution(const dgt_depthwise_problem* problem);
+DGT_EXPORT int dgt_depthwise_backward(const dgt_depthwise_problem* problem);
 DGT_EXPORT int dgt_feed_forward(const dgt_feed_forward_problem* problem);
 
 // Weights as the kernels read them, for many calls: `prepared` is aligned to 64 bytes and has as many as these return.

@@ -6,6 +6,7 @@
 //   attention.h   softmax attention of queries over a list of keys      (Eq. 2)
 //   few_keys.h    the same where keys are few
 //   backward.h    its gradients
+//   marks.h       the same where keys are few
 //   clustered.h   groups and clusters found in the tokens, with residual keys
 //   products.h    the two products that all of it is made of
 //
@@ -18,6 +19,7 @@
 #include "few_keys.h"
 #include "grouping.h"
 #include "interface.h"
+#include "marks.h"
 #include "memory.h"
 #include "parallel.h"
 #include "parts.h"
@@ -62,10 +64,10 @@ void cut(const dgt_problem& x, const Head& h, const Steps& steps, const Parts& p
 
 // Group queries begin..end of a head; the prefix is of no group.
 void group(const dgt_problem& x, const Head& h, int64_t begin, int64_t end, int32_t* groups,
-           const GroupBuffers& buffers, Status& status) {
+           const GroupBuffers& buffers, const Rows* prefetched, Status& status) {
     for (int64_t i = begin; i < min(x.prefix, end); ++i) groups[i] = -1;
     if (!group_queries(h.query, max(begin, x.prefix), end, h.query_mask, h.centroids, x.groups, x.channels, groups,
-                       buffers))
+                       buffers, prefetched))
         status.raise(DGT_NAN_IN_QUERY);
     write_ids(groups + begin, end - begin, h.group_ids ? h.group_ids + begin : nullptr);
 }
@@ -105,7 +107,7 @@ struct HeadBuffers {
 };
 
 void do_head(const dgt_problem& x, const Head& h, const Steps& steps, HeadBuffers& b, Status& status) {
-    if (steps.group) group(x, h, 0, x.queries, b.parts.groups, b.group, status);
+    if (steps.group) group(x, h, 0, x.queries, b.parts.groups, b.group, steps.attend ? &h.output : nullptr, status);
     if (steps.select) {
         const Rows* prefetched = steps.attend ? &h.value : nullptr;
         bool good = collect_candidates(h.key, x.prefix, x.keys, h.key_mask, h.centroids, x.groups, x.channels,
@@ -222,7 +224,7 @@ void group_and_collect(const dgt_problem& x, const Steps& steps, const SharedBuf
         if (selects && steps.select) collect_piece(x, h, piece, shared, own.select, status);
         if (!selects && steps.group)
             group(x, h, x.queries * piece / pieces, x.queries * (piece + 1) / pieces, shared.parts[h.index]->groups,
-                  own.group, status);
+                  own.group, nullptr, status);
     });
 }
 
@@ -308,10 +310,11 @@ int run_dense(const dgt_problem& x) {
 // The parts of a head, and the slots that they add up in.
 struct SlotTable {
     Parts parts;
+    MarkTable marks;
     Slot* slots;
     int64_t* count;
 
-    SlotTable(Arena& arena, const dgt_problem& x) : parts(arena, x) {
+    SlotTable(Arena& arena, const dgt_problem& x) : parts(arena, x), marks(arena, x) {
         slots = arena.take<Slot>(Parts::most(x));
         count = arena.take<int64_t>(1);
     }
@@ -320,7 +323,7 @@ struct SlotTable {
         return x.groups ? min(Parts::most(x), x.groups + MOST_GROUP_SLOTS) : 0;
     }
     static int64_t most_whole_slots(const dgt_problem& x) {
-        int64_t queries = x.groups ? x.prefix : x.queries;
+        int64_t queries = x.groups && !pays_to_mark(x) ? x.prefix : x.queries;
         return min(MOST_WHOLE_SLOTS, divide_up(queries, part_size(x)));
     }
 };
@@ -330,7 +333,8 @@ void cut_into_slots(const dgt_problem& x, const Head& h, SlotTable& table) {
     if (x.groups) {
         read_ids(h.group_ids, x.queries, table.parts.groups);
         read_ids(h.key_ids, x.groups * x.list_length, table.parts.lists);
-        cut_by_group(x, h, table.parts);
+        if (pays_to_mark(x) && table.marks.read(x, table.parts.lists)) cut_under_marks(x, h, table.marks, table.parts);
+        else cut_by_group(x, h, table.parts);
     } else {
         cut_densely(x, h, table.parts);
     }

@@ -60,23 +60,39 @@ struct Marks {
 
     // False for a list that does not ascend: the scores that are moved together do.
     bool read(const dgt_problem& x, const Head& h, const KeyList& list) {
-        int64_t vectors = divide_up(x.keys, W);
-        int64_t stride = FewKeys::copies_values(x) ? round_up(x.channels, W) : h.value.stride / 4;
-        memset(bytes, 0, sizeof bytes);
-        count = 0;
-        int64_t before = -1;
-        bool ascends = true;
-        for (int64_t j = 0; j < list.length; ++j) {
-            int64_t id = list.ids ? list.ids[j] : j;
-            if (id < 0 || (list.mask && !list.mask[id])) continue;
-            ascends &= id > before;
-            before = id;
-            bytes[id] = 1;
-            offsets[count++] = id * stride;
+        const int32_t* there = list.ids;
+        count = list.length;
+        if (!is_full_and_ascends(list)) {
+            int64_t cursor = 0;
+            count = take_keys(list, cursor, FEW_KEYS, ids);
+            if (!ascends(ids, count)) return false;
+            there = ids;
         }
-        for (int64_t i = 0; i < vectors; ++i) bits[i] = bits_of_mask(bytes, i * W, W);
-        return ascends;
+        int64_t stride = FewKeys::copies_values(x) ? round_up(x.channels, W) : h.value.stride / 4;
+        for (int64_t j = 0; j < count; ++j) offsets[j] = there[j] * stride;
+        memset(bytes, 0, sizeof bytes);
+        for (int64_t j = 0; j < count; ++j) bytes[there[j]] = 1;
+        for (int64_t i = 0; i < divide_up(x.keys, W); ++i) bits[i] = bits_of_mask(bytes, i * W, W);
+        return true;
     }
+
+private:
+    static bool ascends(const int32_t* ids, int64_t count) {
+        Ints falls{};
+        int64_t j = 1;
+        for (; j + W <= count; j += W) falls |= (Ints)(load(ids + j) <= load(ids + j - 1));
+        bool good = bits_of(falls) == 0;
+        for (; j < count; ++j) good &= ids[j] > ids[j - 1];
+        return good;
+    }
+
+    // As all lists are where no token is hidden.
+    static bool is_full_and_ascends(const KeyList& list) {
+        bool full = list.ids && !list.mask && list.length > 0 && list.ids[0] >= 0;
+        return full && ascends(list.ids, list.length);
+    }
+
+    int32_t ids[FEW_KEYS];
 };
 
 struct FewBuffers {

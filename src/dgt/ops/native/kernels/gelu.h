@@ -10,8 +10,11 @@
 namespace dgt {
 
 constexpr float MOST_GELU = 5.6f;
+constexpr float HALF_LOG2_E = 0.72134752f;
+constexpr float DENSITY_AT_ZERO = 0.39894228f;  // 1 / sqrt(2 pi)
 
-DGT_INLINE Floats gelu(Floats x) {
+// The distribution at x, less 1/2.
+DGT_INLINE Floats normal_distribution(Floats x) {
     Floats y = smaller(all(MOST_GELU), larger(all(-MOST_GELU), x));  // NaN stays NaN
     Floats square = y * y;
     Floats above = all(2.214529059e-08f);
@@ -26,8 +29,22 @@ DGT_INLINE Floats gelu(Floats x) {
     below = below * square + 2.894010812e-02f;
     below = below * square + 2.528339226e-01f;
     below = below * square + 1.0f;
-    Floats share = smaller(all(0.5f), larger(all(-0.5f), y * above / below));
-    return x * share + x * 0.5f;
+    return smaller(all(0.5f), larger(all(-0.5f), y * above / below));
 }
+
+DGT_INLINE Floats gelu(Floats x) { return x * normal_distribution(x) + x * 0.5f; }
+
+// GELU, and its derivative: the distribution, and x times its density.
+struct Gelu {
+    Floats value;
+    Floats slope;
+
+    explicit Gelu(Floats x) {
+        Floats share = normal_distribution(x);
+        Floats density = power_of_two(x * x * -HALF_LOG2_E) * DENSITY_AT_ZERO;
+        value = x * share + x * 0.5f;
+        slope = share + 0.5f + x * density;
+    }
+};
 
 }  // namespace dgt

@@ -23,14 +23,18 @@ struct GroupBuffers {
 };
 
 // group_ids[i] = argmax_g <query[i], centroids[g]>, the lowest of equal ones, for i from begin to end; -1 where the
-// mask hides a query. False where a score of a real query is NaN.
+// mask hides a query; `prefetched`, if not null, holds rows that will be written in another order soon. False where a
+// score of a real query is NaN.
 inline bool group_queries(const Rows& query, int64_t begin, int64_t end, const uint8_t* mask, const float* centroids,
-                          int64_t groups, int64_t channels, int32_t* group_ids, const GroupBuffers& buffers) {
+                          int64_t groups, int64_t channels, int32_t* group_ids, const GroupBuffers& buffers,
+                          const Rows* prefetched) {
     bool found_nan = false;
     for (int64_t start = begin; start < end; start += CHUNK) {
         int64_t count = min(CHUNK, end - start);
         int64_t vectors = divide_up(count, W);
         pack(query, nullptr, start, count, channels, buffers.rows, buffers.panels);
+        prefetch_rows(query, start + count, min(start + count + CHUNK, end), channels);
+        if (prefetched) prefetch_rows(*prefetched, start, start + count, channels);
         for (int64_t g = 0; g < groups; g += MOST_ROWS) {
             int rows = (int)min<int64_t>(MOST_ROWS, groups - g);
             row_scores(centroids + g * channels, channels, rows, buffers.panels, vectors, channels, nullptr,

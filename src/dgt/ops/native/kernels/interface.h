@@ -7,7 +7,7 @@
 
 #include <stdint.h>
 
-#define DGT_ABI_VERSION 4
+#define DGT_ABI_VERSION 5
 
 #if defined(_WIN32)
 #define DGT_EXPORT extern "C" __declspec(dllexport)
@@ -93,13 +93,13 @@ struct dgt_problem {
     float* group_sums;    // (B, H, G, D): sums of the normalized queries of every group
     float* group_counts;  // (B, H, G)
 
-    // Gradients; those that are written are float32 and contiguous.
+    // Gradients; those that are written are float32.
     dgt_tokens grad_output;       // (B, H, L, D)
     const float* grad_logsumexp;  // (B, H, L), or null
-    float* grad_query;            // (B, H, L, D)
-    float* grad_key;              // (B, H, S, D): of every head of queries
-    float* grad_value;            // (B, H, S, D)
-    float* grad_key_bias;         // (B, H, S), or null
+    dgt_tokens grad_query;        // (B, H, L, D)
+    dgt_tokens grad_key;          // (B, H, S, D): of every head of queries
+    dgt_tokens grad_value;        // (B, H, S, D)
+    float* grad_key_bias;         // (B, H, S), contiguous, or null
 
     // Threads.
     int64_t threads;                // to use at most

@@ -58,6 +58,7 @@ DGT_INLINE Bits is_not_at_most(Floats a, Floats b) { return _mm512_cmp_ps_mask(a
 DGT_INLINE Bits is_at_least(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
 DGT_INLINE Bits is_equal(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
 DGT_INLINE Bits is_nan(Floats a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q); }
+DGT_INLINE Bits bits_of(Ints truth) { return (Bits)_mm512_movepi32_mask((__m512i)truth); }
 DGT_INLINE Floats choose(Bits bits, Floats a, Floats b) { return _mm512_mask_mov_ps(b, bits, a); }
 DGT_INLINE Ints choose(Bits bits, Ints a, Ints b) { return (Ints)_mm512_mask_mov_epi32((__m512i)b, bits, (__m512i)a); }
 // Compression by a register and a whole store: the form that stores a part is slow on Zen 4.

@@ -22,6 +22,7 @@ struct Panels {
 
     Panels(Arena& arena, int64_t inputs, int64_t outputs)
         : at(arena.take<float>(round_up(outputs, W) * inputs)), inputs(inputs), outputs(outputs) {}
+    Panels(float* at, int64_t inputs, int64_t outputs) : at(at), inputs(inputs), outputs(outputs) {}
 
     int64_t count() const { return divide_up(outputs, W); }
     int64_t groups() const { return divide_up(count(), LINEAR_VECTORS); }
@@ -34,6 +35,13 @@ struct Panels {
         for (int64_t first = 0; first < inputs; first += W) {
             transpose(rows, first, min<int64_t>(W, inputs - first), to + first * W);
         }
+    }
+
+    // Write one panel from (inputs, outputs) weights, which are those of a layer in its backward pass.
+    void pack_turned(const float* weight, int64_t panel) const {
+        float* to = at + panel * inputs * W;
+        Bits lanes = first_lanes(outputs - panel * W);
+        for (int64_t i = 0; i < inputs; ++i) store(to + i * W, load_lanes(weight + i * outputs + panel * W, lanes));
     }
 
     // Write one panel from (outputs, channels, taps) weights, whose inputs become (taps, channels).
@@ -100,6 +108,11 @@ DGT_INLINE void multiply(const float* x, int64_t stride, int64_t first, int64_t 
 DGT_INLINE void store_channels(float* row, int64_t channel, int64_t width, Floats x) {
     if (channel + W <= width) store(row + channel, x);
     else store_lanes(row + channel, x, first_lanes(width - channel));
+}
+
+// Read such a vector; the lanes beyond are zero.
+DGT_INLINE Floats load_channels(const float* row, int64_t channel, int64_t width) {
+    return channel + W <= width ? load(row + channel) : load_lanes(row + channel, first_lanes(width - channel));
 }
 
 // A parameter of every channel, filled up to whole vectors.

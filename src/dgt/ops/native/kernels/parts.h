@@ -38,7 +38,8 @@ inline void read_ids(const int64_t* from, int64_t count, int32_t* to) {
 }
 
 inline void write_ids(const int32_t* from, int64_t count, int64_t* to) {
-    for (int64_t i = 0; to && i < count; ++i) to[i] = from[i];
+    if (!to) return;
+    for (int64_t i = 0; i < count; ++i) to[i] = from[i];
 }
 
 // Cut `count` queries with one list into even parts.
@@ -47,7 +48,7 @@ inline void add_parts(const Parts& to, const int32_t* order, int64_t first, int6
     for (int64_t i = 0; i < pieces; ++i) {
         int64_t begin = count * i / pieces;
         int64_t end = count * (i + 1) / pieces;
-        to.parts[(*to.count)++] = {order, first + begin, end - begin, keys};
+        to.parts[(*to.count)++] = {order, first + begin, end - begin, keys, {}};
     }
 }
 

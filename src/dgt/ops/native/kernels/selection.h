@@ -91,6 +91,55 @@ struct Inverses {
 };
 static const Inverses INVERSES;
 
+// The least and the largest of some scores, and how they are spread between.
+struct Spread {
+    float least;
+    float most;
+    float mean;
+    float deviation;
+    bool has_nan;
+};
+
+// Of the scores that stand in so many vectors; those behind `count` equal the first.
+DGT_INLINE Spread spread_of(const float* scores, int64_t vectors, int64_t count) {
+    Floats first = all(scores[0]);
+    Floats least = all(INFINITE);
+    Floats most = all(-INFINITE);
+    Floats sum{};
+    Floats squares{};
+    Bits nan = 0;
+    for (int64_t i = 0; i < vectors; ++i) {
+        Floats score = load(scores + i * W);
+        Floats offset = score - first;
+        least = smaller(least, score);
+        most = larger(most, score);
+        sum += offset;
+        squares += offset * offset;
+        nan |= is_nan(score);
+    }
+    float one = count < Inverses::SIZE ? INVERSES.one[count] : 1.0f / (float)count;
+    float offset = sum_of_lanes(sum) * one;
+    float variance = sum_of_lanes(squares) * one - offset * offset;
+    return {smallest_lane(least), largest_lane(most), scores[0] + offset, __builtin_sqrtf(variance), nan != 0};
+}
+
+// Where the n-th largest is if scores are normally distributed, with a margin of a standard deviation or so to both
+// sides. The normal distribution is close to the logistic one, whose quantiles are logarithms.
+DGT_INLINE void guess_bounds(const Spread& spread, int64_t count, int64_t n, float* bounds) {
+    constexpr float LOGISTIC = 0.5875f;
+    float reaching = (float)n;
+    float rest = (float)(count - n);
+    float quantile = LOGISTIC * __builtin_logf(rest / reaching);
+    float margin = 0.9f * LOGISTIC * __builtin_sqrtf((float)count / (reaching * rest));
+    for (int i = 0; i < 3; ++i) bounds[i] = spread.mean + spread.deviation * (quantile + (float)(i - 1) * margin);
+}
+
+// Whether bounds ascend inside a bracket.
+DGT_INLINE bool fit(const float* bounds, const Bracket& bracket) {
+    bool ascending = bounds[0] > bracket.low && bounds[0] < bounds[1] && bounds[1] < bounds[2];
+    return ascending && bounds[2] < bracket.high;
+}
+
 // Three bounds inside a bracket: first the quarters; then where the k-th largest is if scores are spread evenly, with a
 // margin of a standard deviation or so to both sides. Where few floats are left between, or infinite ones: by rank.
 DGT_INLINE void choose_bounds(const Bracket& bracket, int64_t top_k, int turn, float* bounds) {
@@ -106,18 +155,18 @@ DGT_INLINE void choose_bounds(const Bracket& bracket, int64_t top_k, int turn, f
         margin = min(0.75f * root, 0.6f * min(middle, 1 - middle));
     }
     for (int i = 0; i < 3; ++i) bounds[i] = bracket.low + width * (middle + (float)(i - 1) * margin);
-    bool ascending = bounds[0] > bracket.low && bounds[0] < bounds[1] && bounds[1] < bounds[2];
-    if (turn <= 12 && ascending && bounds[2] < bracket.high) return;
+    if (turn <= 12 && fit(bounds, bracket)) return;
     int64_t first = rank_of(bracket.low);
     int64_t ranks = rank_of(bracket.high) - first;
     for (int i = 0; i < 3; ++i) bounds[i] = float_of_rank((int32_t)(first + max<int64_t>(1, ranks * (i + 1) / 4)));
 }
 
-// The scores from `low` to below `high`, which are W at most, moved together: the n-th largest of them, and how many
-// are larger than that.
+// The scores from `low` to below `high`, which are W at most, moved together: the n-th largest of them, how many are
+// larger than that, and how many reach it.
 struct Place {
     float score;
     int64_t larger;
+    int64_t reaching;
 };
 
 DGT_INLINE Place find_place(const float* scores, int64_t vectors, const Bracket& bracket, int64_t n) {
@@ -137,9 +186,10 @@ DGT_INLINE Place find_place(const float* scores, int64_t vectors, const Bracket&
         larger_than -= (Ints)(other > score);
         at_least -= (Ints)(other >= score);
     }
-    for (int64_t i = 0; i < count; ++i)
-        if (larger_than[i] < n && at_least[i] >= n) return {inside[i], larger_than[i]};
-    return {bracket.low, count};  // not reached
+    int32_t wanted = (int32_t)n;
+    Bits found = bits_of((larger_than < wanted) & (at_least >= wanted));
+    int lane = __builtin_ctz(found);  // count is n at least, so there is one
+    return {score[lane], larger_than[lane], at_least[lane]};
 }
 
 // Keep what reaches a bound; `with_scores` if they are looked at again.
@@ -181,27 +231,20 @@ inline bool keep_largest(Candidates& found, int64_t top_k, int64_t slack) {
     int64_t count = found.count;
     int64_t vectors = divide_up(count, W);
     for (int64_t i = count; i < vectors * W; ++i) found.scores[i] = found.scores[0];
-    Floats least = all(INFINITE);
-    Floats most = all(-INFINITE);
-    Bits nan = 0;
-    for (int64_t i = 0; i < vectors; ++i) {
-        Floats score = load(found.scores + i * W);
-        least = smaller(least, score);
-        most = larger(most, score);
-        nan |= is_nan(score);
-    }
-    if (nan) {
+    Spread spread = spread_of(found.scores, vectors, count);
+    if (spread.has_nan) {
         found.count = 0;
         return false;
     }
     if (count <= top_k) return true;
     for (int64_t i = count; i < vectors * W; ++i) found.scores[i] = -INFINITE;
 
-    Bracket bracket = {smallest_lane(least), float_of_rank(rank_of(largest_lane(most)) + 1), count, 0};
+    Bracket bracket = {spread.least, float_of_rank(rank_of(spread.most) + 1), count, 0};
     for (int turn = 0; bracket.reaching_low - bracket.reaching_high > W; ++turn) {
         if ((int64_t)rank_of(bracket.high) - rank_of(bracket.low) <= 1) break;  // all scores between are equal
         float bounds[3];
-        choose_bounds(bracket, top_k, turn, bounds);
+        if (turn == 0) guess_bounds(spread, count, min(top_k + slack / 2, count - 1), bounds);
+        if (turn > 0 || !fit(bounds, bracket)) choose_bounds(bracket, top_k, turn, bounds);
         Counts counts = count_reaching(found.scores, vectors, bounds);
         float bound = 0.0f;
         bool good = false;
@@ -223,9 +266,10 @@ inline bool keep_largest(Candidates& found, int64_t top_k, int64_t slack) {
         }
     }
     int64_t between = bracket.reaching_low - bracket.reaching_high;
-    Place place = {bracket.low, 0};
+    Place place = {bracket.low, 0, between};
     if (between <= W) place = find_place(found.scores, vectors, bracket, top_k - bracket.reaching_high);
-    keep_above_and_first(found, vectors, place.score, top_k - bracket.reaching_high - place.larger);
+    if (bracket.reaching_high + place.reaching == top_k) keep_reaching(found, vectors, place.score, slack > 0);
+    else keep_above_and_first(found, vectors, place.score, top_k - bracket.reaching_high - place.larger);
     return true;
 }
 
@@ -265,8 +309,8 @@ inline bool collect_candidates(const Rows& key, int64_t begin, int64_t end, cons
         int64_t count = min(CHUNK, end - start);
         int64_t vectors = divide_up(count, W);
         pack(key, nullptr, start, count, channels, buffers.rows, buffers.panels);
-        if (prefetched)
-            for (int64_t i = start; i < start + count; ++i) prefetch(*prefetched, i, channels, true);
+        prefetch_rows(key, start + count, min(start + count + CHUNK, end), channels);
+        if (prefetched) prefetch_rows(*prefetched, start, start + count, channels);
         Bits real[CHUNK / W];
         for (int64_t v = 0; v < vectors; ++v) real[v] = bits_of_mask(mask, start + v * W, count - v * W);
         for (int64_t g = 0; g < groups; g += MOST_ROWS) {

@@ -147,6 +147,11 @@ DGT_INLINE void prefetch(const Rows& rows, int64_t token, int64_t channels, bool
     }
 }
 
+// Bring tokens into the second cache.
+inline void prefetch_rows(const Rows& rows, int64_t begin, int64_t end, int64_t channels) {
+    for (int64_t i = begin; i < end; ++i) prefetch(rows, i, channels, true);
+}
+
 // Bring a token near that will be written.
 DGT_INLINE void prefetch_to_write(const Rows& rows, int64_t token, int64_t channels) {
     char* row = rows.at(token);

@@ -1,0 +1,300 @@
+"""Whether `report.error_bound` holds: many draws of inputs that `dgt.accelerate` confirms a choice
+by, and as many photographs that it had not seen.
+
+    python benchmarks/error_bound_campaign.py --weights dinov2_small.safetensors \
+        --photographs coco=COCO imagenette=IMAGENETTE wallpapers=WALLPAPERS \
+        --out error_bound_campaign.json
+    python benchmarks/error_bound_campaign.py --camvid camvid_vit.pt \
+        --photographs camvid=CAMVID/images/val --out error_bound_campaign.json
+
+The weights of DINOv2-S are those of `accelerate_dinov2.py`, those of the segmenter
+`accelerate_camvid.py` trains. A campaign has several cases, each a model, a size, and a set of
+photographs, from which a pool is taken evenly. A draw takes inputs and as many others from the
+pool, and a target error.
+
+Draws share what does not depend on them. Errors of settings and how far they reach are measured
+once a case, on four photographs outside of the pool. The number of products stands for the time:
+draws do not depend on the machine, and small images, which are cheap, are done in groups as large
+ones are. Fewer settings and a coarser price than usual let draws come to the same choices, whose
+outputs are computed once a photograph. What chooses, runs and confirms is `dgt.accelerate` itself.
+
+Draws of a case share its pool, so they are not independent of each other. A draw in which no groups
+were within the error has a row, and says nothing of the bound. Rows are in the file as they are
+done and are not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import json
+import random
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.utils.benchmark
+from accelerate_camvid import open_model as open_segmenter
+from accelerate_dinov2 import open_model, read_photograph
+from PIL import Image
+from torch import Tensor, nn
+
+import dgt
+from dgt.acceleration import LayerReport, choose, grouped, measure, pipeline
+from dgt.acceleration.capture import Capture, capture
+from dgt.acceleration.confirm import Timed, most_runs, probe_reach
+from dgt.acceleration.grouped import grouped_calls
+from dgt.acceleration.progress import Progress
+from dgt.acceleration.settings import GROUP_COST
+from dgt.acceleration.statistics import relative_error, squares_between
+from dgt.acceleration.task import Task, read_task
+from dgt.bench.measures import machine
+from dgt.swap import Call, sdpa, uninstall_answers
+from dgt.utils.atomic_write import write_json
+
+SIZES = {"coco": (196, 224, 280), "imagenette": (224,), "wallpapers": (196, 336)}  # in pixels
+COUNTS = (4, 6, 8, 12)  # of inputs
+ERRORS = (0.1, 0.2, 0.3)
+SHARES = (0.05, 0.1, 0.2, 0.4)  # of pairs
+BISECTIONS = 6  # of the price
+POOL = 28  # photographs of a case
+APART = 4  # photographs outside of it that settings are measured on
+PAIRS = 1e9  # of a query and a key in a second, by the clock
+REST = 1e-5  # seconds of a model without its attention, by the clock
+CAMVID = "camvid segmenter"
+DINO = "DINOv2-S"
+
+
+class Clock:
+    """Seconds that pass only by what is known to take them, and a little whenever they are read."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1e-9
+        return self.now
+
+
+def pairs_of(row: LayerReport, call: Call) -> float:
+    """What a call costs as a row says, in pairs of a query and a key."""
+    tokens, keys = call.query.shape[2], call.key.shape[2]
+    if row.choice == "exact":
+        return tokens * keys
+    listed = row.keys + 2 * row.residual_keys / (2 if row.shared_clusters else 1)
+    return GROUP_COST * row.groups * keys + tokens * (row.prefix + listed)
+
+
+@contextlib.contextmanager
+def counted_products(clock: Clock) -> Iterator[None]:
+    """While it is entered, time is what products take."""
+    read = sdpa.read_call
+    answer = grouped.answer_call
+
+    def read_counted(*arguments: Any, **options: Any) -> Call:
+        call = read(*arguments, **options)
+
+        def run() -> Any:
+            clock.now += call.query.shape[2] * call.key.shape[2] / PAIRS
+            return call.run()
+
+        return call._replace(run=run)
+
+    def answer_counted(call: Call, row: LayerReport) -> Tensor:
+        clock.now += pairs_of(row, call) / PAIRS
+        return answer(call, row)
+
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(patch.object(torch.utils.benchmark, "timer", clock))
+        for module in (sdpa, measure):
+            patches.enter_context(patch.object(module, "read_call", read_counted))
+        for module in (grouped, measure):
+            patches.enter_context(patch.object(module, "answer_call", answer_counted))
+        patches.enter_context(patch.object(measure, "LONG", 0.0))  # nothing is timed twice
+        patches.enter_context(patch.object(measure, "SHARES", SHARES))
+        yield
+
+
+class Case(NamedTuple):
+    """A model, a size, and photographs."""
+
+    model: str
+    size: int
+    photographs: str
+
+
+def files_of(folder: Path) -> list[Path]:
+    """So many photographs as a case needs, from all over a folder."""
+    endings = (".jpg", ".jpeg", ".png")
+    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in endings)
+    count = POOL + APART
+    if len(files) < count:
+        raise SystemExit(f"{folder} must hold {count} images, it has {len(files)}")
+    return [files[at * len(files) // count] for at in range(count)]
+
+
+def read_whole(path: Path) -> Tensor:
+    """(1, 3, H, W), about normal, as the segmenter was trained on."""
+    with Image.open(path) as image:
+        pixels = np.asarray(image.convert("RGB"))
+    return (torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None].float() / 255 - 0.45) / 0.25
+
+
+class Pool:
+    """A case's model and photographs, and the outputs that were computed so far.
+
+    Args:
+        case: which it is.
+        model: opened for it.
+        folder: of its photographs.
+    """
+
+    def __init__(self, case: Case, model: nn.Module, folder: Path) -> None:
+        self.case = case
+        self.model = model
+        read = read_whole if case.model == CAMVID else partial(read_photograph, size=case.size)
+        images = [read(path) for path in files_of(folder)]
+        self.apart = images[:: len(images) // APART][:APART]
+        chosen = {id(image) for image in self.apart}
+        self.images = [image for image in images if id(image) not in chosen][:POOL]
+        self.clock = Clock()
+        self.outputs: dict[tuple[str, int], Tensor] = {}
+        with counted_products(self.clock):
+            self.found = self.measure()
+
+    def run(self, model: Any, item: Tensor) -> Tensor:
+        """The output whose error counts."""
+        self.clock.now += REST
+        output: Tensor = model(item) if self.case.model == CAMVID else model.forward_features(item)
+        return output
+
+    def measure(self) -> Capture:
+        """Errors of settings, and how far they reach, on the photographs that are apart."""
+        task = read_task(self.model, torch.cat(self.apart), 0.1, self.run, None, None)
+        progress = Progress(most_runs(len(task.items)))
+        found = capture(task, progress)
+        probe_reach(task, found, progress)
+        return found
+
+    def run_once(self, model: Any, item: Tensor) -> Tensor:
+        """The output of the model as it is now for a photograph of the pool, computed once."""
+        place = next(at for at, image in enumerate(self.images) if image.equal(item))
+        answers = grouped_calls(model)
+        is_own = all(answer.exact for answer in answers.values())
+        choice = "own" if is_own else "; ".join(map(str, answers.values()))
+        key = (choice, place)
+        if key not in self.outputs:
+            self.outputs[key] = self.run(model, item)
+        return self.outputs[key]
+
+    def capture(self, task: Task, _: Progress) -> Capture:
+        """What is known of the case, with the outputs for the inputs of a draw."""
+        found = copy.copy(self.found)
+        found.sites = [copy.copy(site) for site in self.found.sites]
+        found.outputs = [[self.run_once(self.model, item)] for item in task.items]
+        found.paddings = [{} for _ in task.items]
+        return found
+
+
+def always_faster(*_: Any) -> tuple[Timed, Timed]:
+    """A model that is twice as fast."""
+    return Timed(2.0, {("", 0): 1.0}), Timed(1.0, {("", 0): 0.5})
+
+
+@torch.no_grad()
+def measure_draw(pool: Pool, number: int) -> dict[str, Any]:
+    """A row: what the report promises, and the error on as many photographs it had not seen."""
+    chance = random.Random(f"{pool.case} {number}")
+    count = chance.choice(COUNTS)
+    error = chance.choice(ERRORS)
+    images = chance.sample(pool.images, 2 * count)
+    model = pool.model
+    with (
+        patch.object(choose, "BISECTIONS", BISECTIONS),
+        patch.object(pipeline, "capture", pool.capture),
+        patch.object(pipeline, "probe_reach", lambda *_: None),
+        patch.object(pipeline, "time_choice", always_faster),
+    ):
+        inputs = torch.cat(images[:count])
+        report = dgt.accelerate(model, inputs, error, forward=pool.run_once)
+    squares = []
+    for image in images[count:]:
+        after = pool.run_once(model, image)
+        with dgt.exact_attention(model):
+            squares.append(squares_between([after], [pool.run_once(model, image)]))
+    uninstall_answers(model)
+    return {
+        **pool.case._asdict(),
+        "number": number,
+        "inputs": count,
+        "asked_error": error,
+        "layers_in_groups": sum(layer.choice == "groups" for layer in report.layers),
+        "layers": len(report.layers),
+        "predicted": report.predicted_error,
+        "held_out": report.measured_error,
+        "bound": report.error_bound,
+        "unseen_error": relative_error(torch.stack(squares)),
+    }
+
+
+def cases_of(options: argparse.Namespace) -> dict[Case, Path]:
+    """The cases of a campaign, and the folders of their photographs."""
+    cases = {}
+    for pair in options.photographs:
+        name, _, folder = pair.partition("=")
+        if options.camvid is not None:
+            cases[Case(CAMVID, 0, name)] = Path(folder)
+            continue
+        for size in options.sizes or SIZES.get(name, (224,)):
+            cases[Case(DINO, size, name)] = Path(folder)
+    return cases
+
+
+def main() -> None:
+    """Draw in every case until so many draws tell something of the bound."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--weights", type=Path, help="of DINOv2-S")
+    source.add_argument("--camvid", type=Path, help="weights of the segmenter")
+    parser.add_argument("--photographs", nargs="+", required=True, metavar="NAME=FOLDER")
+    parser.add_argument("--sizes", type=int, nargs="+", help="in place of those of the set")
+    parser.add_argument("--draws", type=int, default=50, help="of every case, that tell something")
+    parser.add_argument("--most", type=int, default=75, help="draws of a case in all")
+    parser.add_argument("--out", type=Path, default=Path("error_bound_campaign.json"))
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    rows: list[dict[str, Any]] = []
+    if options.out.exists():
+        rows = json.loads(options.out.read_text(encoding="utf-8"))["rows"]
+    for case, folder in cases_of(options).items():
+        own = [row for row in rows if all(row[name] == of for name, of in case._asdict().items())]
+        done = {row["number"] for row in own}
+        telling = sum(row["layers_in_groups"] > 0 for row in own)
+        if telling >= options.draws or len(done) >= options.most:
+            continue
+        model = (
+            open_segmenter(options.camvid)
+            if options.camvid
+            else open_model(options.weights, case.size)
+        )
+        with torch.no_grad():
+            pool = Pool(case, model, folder)
+        for number in range(options.most):
+            if number in done or telling >= options.draws:
+                continue
+            rows.append(measure_draw(pool, number))
+            telling += rows[-1]["layers_in_groups"] > 0
+            print(json.dumps(rows[-1]), len(pool.outputs), flush=True)
+            write_json(options.out, {**machine(), "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

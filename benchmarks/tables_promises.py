@@ -1,0 +1,162 @@
+"""Tables of what `dgt.accelerate` promises: that nothing is slower, that the error's bound holds;
+and of very long attention.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from typing import Any
+
+from tables_shared import Cells, number_of_text, read, table
+
+from dgt.utils.records import number
+
+WORDS = {"dense": "PyTorch's", "exact": "native dense", "groups": "groups"}
+LAYERS = {
+    "photograph": "a photograph of 24.5 megapixels",
+    "frames": "1,000 frames, 5 special tokens each",
+}
+
+
+@table
+def never_slower_shapes() -> Cells:
+    """What was chosen for sampled shapes, and its time beside PyTorch's."""
+    rows = []
+    found = read("accelerate_never_slower")["rows"]["shapes"]
+    for choice, words in WORDS.items():
+        own = [row for row in found if row["choice"] == choice]
+        timed = sorted(row["ratio"] for row in own if "ms" in row)
+        cells = ["-"] * 3
+        if timed:
+            middle = statistics.median(timed)
+            cells = [number(ratio, 2) for ratio in (timed[0], middle, timed[-1])]
+        batches = sum(row["most_batch"] is not None for row in own)
+        rows.append([words, str(len(own)), str(batches), *cells])
+    heads = [
+        "chosen",
+        "shapes",
+        "of these, for single inputs",
+        "times SDPA's time: best",
+        "median",
+        "worst",
+    ]
+    return [heads, *rows]
+
+
+@table
+def never_slower_models() -> Cells:
+    """Whole models, accelerated one image at a time, by the size of a batch."""
+    rows = []
+    for row in read("accelerate_never_slower")["rows"]["models"]:
+        counts = [f"{row['choices'].count(name)} {words}" for name, words in WORDS.items()]
+        rows.append(
+            [
+                row["model"],
+                f"{100 * row['asked_error']:g} %",
+                ", ".join(count for count in counts if not count.startswith("0 ")),
+                str(row["batch"]),
+                number(row["ms_before"], 0),
+                number(row["ms_after"], 0),
+                number(row["ratio"], 2),
+            ]
+        )
+    heads = ["model", "error asked", "layers", "batch", "ms before", "ms after", "times its time"]
+    return [heads, *rows]
+
+
+def telling(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The draws that tell something of the bound: those with groups."""
+    return [row for row in rows if row["layers_in_groups"]]
+
+
+def looseness(rows: list[dict[str, Any]]) -> list[float]:
+    """The bound over the error found, draw by draw, sorted."""
+    return sorted(row["bound"] / row["unseen_error"] for row in rows)
+
+
+@table
+def error_bounds() -> Cells:
+    """How often the bound held, case by case and by the number of inputs, and how loose it was."""
+    cases: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    draws = telling(read("error_bound_campaign")["rows"])
+    for row in draws:
+        size = f", {row['size']} px" if row["size"] else ""
+        cases[f"{row['model']}{size}, {row['photographs']}"].append(row)
+    for count in sorted({row["inputs"] for row in draws}):
+        cases[f"{count} inputs"] = [row for row in draws if row["inputs"] == count]
+    cases["all"] = draws
+    rows = []
+    for name, own in cases.items():
+        ratios = looseness(own)
+        held = sum(row["unseen_error"] <= row["bound"] for row in own)
+        within = sum(row["unseen_error"] <= row["asked_error"] for row in own)
+        tenth = ratios[len(ratios) // 10]
+        top = ratios[-1 - len(ratios) // 10]
+        middle = statistics.median(ratios)
+        cells = [str(len(own)), str(held), str(within), number(middle, 2)]
+        rows.append([name, *cells, f"{tenth:.2f} to {top:.2f}"])
+    heads = [
+        "draws of",
+        "draws",
+        "within the bound",
+        "within the error asked",
+        "bound over error: median",
+    ]
+    return [[*heads, "eight in ten"], *rows]
+
+
+@number_of_text
+def draws_within_the_bound() -> str:
+    """How many draws' errors were within the bound."""
+    draws = telling(read("error_bound_campaign")["rows"])
+    held = sum(row["unseen_error"] <= row["bound"] for row in draws)
+    return f"{held} of {len(draws)}"
+
+
+@number_of_text
+def looseness_of_the_bound() -> str:
+    """The median of the bound over the error."""
+    return number(statistics.median(looseness(telling(read("error_bound_campaign")["rows"]))), 2)
+
+
+@table
+def large_layers() -> Cells:
+    """Clustered attention of very long sequences, beside dense attention's count and its
+    extrapolated time.
+    """
+    rows = []
+    for part, words in LAYERS.items():
+        own = [row for row in read("clustered_large")["rows"] if row["part"] == part]
+        heads = sum(row["heads"] for row in own)
+        seconds = sum(row["cpu_s"] for row in own)
+        dense = sum(row["dense_extrapolated_cpu_s"] for row in own)
+        first = own[0]
+        share = sum(row["products"] for row in own) / sum(row["dense_products"] for row in own)
+        rows.append(
+            [
+                words,
+                f"{first['tokens']:,}",
+                f"{heads} x {first['channels']}",
+                f"{first['groups']} x {first['keys']} + {first['residual_keys']}",
+                number(seconds / 60, 1),
+                number(dense / 60, 1),
+                number(seconds / dense, 3),
+                number(share, 4),
+                number(max(row["extra_mib"] for row in own), 0),
+                f"{100 * statistics.fmean(row['error_of_sampled'] for row in own):.1f} %",
+            ]
+        )
+    heads_of_table = [
+        "layer",
+        "tokens",
+        "heads measured x channels",
+        "groups x keys + residual",
+        "minutes of one core",
+        "dense, extrapolated",
+        "times dense's time",
+        "of its products",
+        "MiB more, output included",
+        "error",
+    ]
+    return [heads_of_table, *rows]

@@ -1,0 +1,70 @@
+// Lists of keys as marks, a bit a key, for gradients where keys are few: no gathering.
+//
+// To gather a group's keys, and to add up their gradients, costs more than the products where a group has a handful of
+// queries. So all queries meet all keys, and a weight is zero where the list of the query's group lacks the key.
+#pragma once
+
+#include "attention.h"
+#include "parts.h"
+
+namespace dgt {
+
+constexpr int64_t COST_OF_LISTED_KEY = 8;  // to gather a key of a list, in pairs of a query and a key
+
+// Whether pairs that no list holds cost less than gathering. Hidden tokens may hold anything, so none may be met.
+inline bool pays_to_mark(const dgt_problem& x) {
+    int64_t unlisted_pairs = x.queries * (x.keys - x.list_length);
+    return x.groups && !x.key_mask && unlisted_pairs <= COST_OF_LISTED_KEY * x.groups * x.list_length;
+}
+
+// The lists of a head as marks.
+struct MarkTable {
+    Bits* bits;      // (G + 1, vectors): of every group, and of all keys
+    uint8_t* bytes;  // of one list
+    int64_t vectors;
+
+    MarkTable(Arena& arena, const dgt_problem& x) {
+        vectors = pays_to_mark(x) ? divide_up(x.keys, W) : 0;
+        bits = arena.take<Bits>((x.groups + 1) * vectors);
+        bytes = arena.take<uint8_t>(vectors * W);
+    }
+
+    // False where a list does not ascend: it may hold a key twice.
+    bool read(const dgt_problem& x, const int32_t* lists) const {
+        for (int64_t g = 0; g < x.groups; ++g)
+            if (!read_list(lists + g * x.list_length, x.list_length, bits + g * vectors)) return false;
+        for (int64_t v = 0; v < vectors; ++v) bits[x.groups * vectors + v] = first_lanes(x.keys - v * W);
+        return true;
+    }
+
+    SeenKeys seen_by(const int32_t* groups, int64_t group_count) const { return {groups, bits, group_count, vectors}; }
+
+private:
+    bool read_list(const int32_t* list, int64_t length, Bits* marks) const {
+        memset(bytes, 0, (size_t)(vectors * W));
+        bool ascends = true;
+        int32_t before = -1;
+        for (int64_t j = 0; j < length; ++j) {
+            if (list[j] < 0) continue;
+            ascends &= list[j] > before;
+            before = list[j];
+            bytes[before] = 1;
+        }
+        for (int64_t v = 0; v < vectors; ++v) marks[v] = bits_of_mask(bytes, v * W, W);
+        return ascends;
+    }
+};
+
+// Parts of attention under marks: all real queries, and the prefix, meet all keys.
+inline void cut_under_marks(const dgt_problem& x, const Head& h, const MarkTable& marks, const Parts& to) {
+    *to.count = 0;
+    int64_t count = 0;
+    for (int64_t i = 0; i < x.queries; ++i) {
+        bool in_prefix = i < x.prefix && is_real(h, i);
+        if (to.groups[i] >= 0 || in_prefix) to.order[count++] = (int32_t)i;
+    }
+    add_parts(to, to.order, 0, count, {nullptr, x.keys, nullptr}, part_size(x));
+    for (int64_t i = 0; i < *to.count; ++i) to.parts[i].seen = marks.seen_by(to.groups, x.groups);
+}
+
+}  // namespace dgt
