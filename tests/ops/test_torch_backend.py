@@ -21,6 +21,14 @@ pytestmark = pytest.mark.skipif(
     not torch_attention.HAS_VARLEN, reason="this version of PyTorch has no flash attention of variable lengths"
 )
 TOKENS = 4096
+
+
+def attended(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """The operator with 32 groups and 98 keys."""
+    centroids = torch.empty(query.shape[1], 32, query.shape[3], device=query.device)
+    return dgt.dynamic_group_attention(query, key, value, centroids, 98, backend="torch", **options).output
+
+
 CALLS: dict[str, Callable[..., Tensor]] = {
     "clusters": lambda q, k, v: dgt.clustered_attention(
         q, k, v, num_groups=32, top_k=98, num_residual_keys=64, num_prefix_tokens=5, backend="torch"
@@ -30,14 +38,8 @@ CALLS: dict[str, Callable[..., Tensor]] = {
     ),
     "remainder": lambda q, k, v: attended(q, k, v, remainder=True, num_prefix_tokens=5),
     "residual keys": lambda q, k, v: attended(q, k, v, remainder=64),
-    "plain": lambda q, k, v: attended(q, k, v),
+    "plain": attended,
 }
-
-
-def attended(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """The operator with 32 groups and 98 keys."""
-    centroids = torch.empty(query.shape[1], 32, query.shape[3], device=query.device)
-    return dgt.dynamic_group_attention(query, key, value, centroids, 98, backend="torch", **options).output
 
 
 class LargestTensor(TorchDispatchMode):
