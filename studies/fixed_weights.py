@@ -193,7 +193,7 @@ def shares_right(draws: Sequence[str]) -> list[float]:
     return [sum(map(int, image)) / len(draws) for image in zip(*draws, strict=True)]
 
 
-def ahead(row: dict[str, Any], beside: dict[str, Any]) -> tuple[float, float]:
+def ahead(row: dict[str, Any], beside: dict[str, Any]) -> tuple[float, float | None]:
     """How much larger the share of right images is in one row than in another.
 
     Args:
@@ -201,7 +201,7 @@ def ahead(row: dict[str, Any], beside: dict[str, Any]) -> tuple[float, float]:
         beside: another one, of the same images in the same order.
 
     Returns:
-        The mean over images, and half of its 95 % interval, of the paired difference.
+        The mean over images, and half of its 95 % interval, of the paired difference; None for one image.
     """
     pairs = zip(shares_right(row["right"]), shares_right(beside["right"]), strict=True)
     return interval([own - other for own, other in pairs])
@@ -268,7 +268,7 @@ def _ahead_of_random(rows: dict[tuple[str, int], dict[str, Any]], counts: Sequen
         cells = [selector]
         for top_k in counts:
             mean, half = ahead(rows[selector, top_k], rows[BESIDE, top_k])
-            cells.append(f"{100 * mean:+.1f} ± {100 * half:.1f}")
+            cells.append(f"{'+' if mean >= 0 else ''}{number(mean, 1, 100, half)}")
         table.append(cells)
     heads = [f"points of right images ahead of {BESIDE!r}, in pairs", *(f"k {k}" for k in counts)]
     return markdown_table(heads, table)

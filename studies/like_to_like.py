@@ -133,7 +133,7 @@ def _labelled(recipe: Any, keys: Sequence[str], images: int) -> Labelled:
 
 
 def _scaled(
-    batches: Iterable[tuple[Tensor, Tensor]], scale: tuple[int, ...]
+    batches: Iterable[tuple[Tensor, Tensor]], scale: tuple[int, int]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The images of batches, one by one, scaled to fit, with their label maps."""
     for batch, maps in batches:

@@ -13,7 +13,7 @@ Cost: three products of (G, L, D) a head.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -132,8 +132,7 @@ def run_part(
     """
     if alone or not torch.is_grad_enabled():
         return step(*arguments)
-    found = checkpoint(step, *arguments, use_reentrant=False, preserve_rng_state=False)
-    return cast(tuple[Tensor, Tensor, Tensor, Tensor], found)
+    return checkpoint(step, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def sum_groups(tokens: Tensor, group_ids: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:

@@ -160,7 +160,11 @@ def _new_gradients(grad: Tensor, x: Tensor, *arguments: Any) -> tuple[Tensor, ..
 
 def _contiguous(parameters: Parameters) -> Parameters:
     """The parameters, with weights laid out as (outputs, inputs, places)."""
-    return Parameters(*(None if tensor is None else tensor.contiguous() for tensor in parameters))
+    contiguous: dict[str, Any] = {
+        name: None if tensor is None else tensor.contiguous()
+        for name, tensor in parameters._asdict().items()
+    }
+    return Parameters(**contiguous)
 
 
 def _describe(
