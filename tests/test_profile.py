@@ -56,7 +56,7 @@ def test_the_sentence_follows_from_the_rows(ratios: tuple[float, float], sentenc
     assert profile.advice(rows(auto=ratios)) == sentence
 
 
-STAGES = {  # tokens, and milliseconds on an H100: those of flash attention and of the kernels are the model's
+STAGES = {  # tokens, and made-up milliseconds of the order that the model predicts for an H100
     "L196": (196, {profile.GLOBAL: 0.035, "auto": 0.131, "triton": 0.131, "torch": 0.110}),
     "L3136": (3136, {profile.GLOBAL: 1.2, "auto": 0.342, "triton": 0.342, "torch": 2.3}),
 }
