@@ -30,6 +30,13 @@ PUBLIC_UNDERSCORES |= {"_version"}  # of tensors: how often they were written to
 EXCEPTIONS: dict[str, set[str]] = {
     "cycles": set(),
     "private names": {
+        # whether a hook waits for a module's call, or torch.func follows it, has no public name
+        "layers: _forward_hooks",
+        "layers: _forward_pre_hooks",
+        "layers: _backward_hooks",
+        "layers: _backward_pre_hooks",
+        "layers: _C",
+        "layers: _are_functorch_transforms_active",
         "models: _native_batch_norm_legit_no_training",  # an operator to count
         "models: timm.models._features.feature_take_indices",  # what timm's own models import
         "ops: torch._subclasses.fake_tensor.FakeTensor",

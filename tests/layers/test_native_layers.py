@@ -168,3 +168,25 @@ def test_the_form_of_a_block_leaves_its_input_as_it_is() -> None:
     weights = block.ffn.project.weight.requires_grad_()
     block(x).sum().backward()  # with gradients nothing is overwritten
     assert weights.grad is not None
+
+
+def test_hooks_are_called_and_replaced_parts_heeded_in_prediction() -> None:
+    """The kernels read weights only: who watches or replaces a part gets PyTorch's path."""
+    x = torch.randn(2, 4, 4, 8)
+    image = torch.randn(1, 3, 8, 8)
+    with torch.no_grad():
+        for name in ("expand", "norm1", "depthwise", "norm3", "act"):
+            network = InvertedResidualFFN(8).eval()
+            assert network.runs_natively(x)
+            calls = []
+            getattr(network, name).register_forward_hook(lambda *_, calls=calls: calls.append(1))
+            network(x)
+            assert calls, name
+        network = InvertedResidualFFN(8).eval()
+        plain = network(x)
+        network.act = nn.ReLU()
+        assert not torch.allclose(network(x), plain)
+        stem = ConvStem(3, 8).eval()
+        plain = stem(image)
+        stem.act = nn.ReLU()
+        assert not torch.allclose(stem(image), plain)

@@ -76,7 +76,7 @@ def time_beside_dense(source: Source, opened: Runner) -> Speed:
         opened: runs the file.
     """
     if source.fixed is None:
-        raise ValueError("source must have fixed sizes, got none")
+        raise UserError("source must have fixed sizes, got none")
     batch, height, width = source.fixed
     images = torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(0))
     if not source.extended:

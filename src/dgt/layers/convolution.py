@@ -176,7 +176,13 @@ class ConvStem(nn.Module):
 
     @torch.jit.ignore
     def runs_natively(self, x: Tensor) -> bool:
-        """Tell whether the native kernel takes the (B, C, H, W) image: in evaluation."""
+        """Tell whether the native kernel takes the (B, C, H, W) image: in evaluation, with the
+        parts that were built.
+        """
+        if type(self.act) is not nn.GELU or any(type(conv) is not nn.Conv2d for conv in self.convs):
+            return False
+        if not are_ordinary(*self.convs, *self.norms, self.act):
+            return False
         return are_evaluated(self.norms) and predicts_natively(x, *self.convs.parameters())
 
     @torch.jit.ignore
@@ -303,10 +309,24 @@ class InvertedResidualFFN(nn.Module):
         """Tell whether the native kernel takes (B, H, W, C): in evaluation, without dropout."""
         if not are_evaluated((self.norm1, self.norm2, self.norm3)) or self.drop.training:
             return False
+        if not self.is_as_built():
+            return False
         convs = (self.expand, self.depthwise, self.project)
         return predicts_natively(
             x, *(parameter for conv in convs for parameter in conv.parameters())
         )
+
+    @torch.jit.ignore
+    def is_as_built(self) -> bool:
+        """Tell whether no hook waits for a part's call, and nobody has put another part in its
+        place.
+        """
+        convs = (self.expand, self.depthwise, self.project)
+        if not are_ordinary(self.norm1, self.norm2, self.norm3, *convs, self.act):
+            return False
+        if [type(conv) for conv in convs] != [PixelConv2d, nn.Conv2d, PixelConv2d]:
+            return False
+        return type(self.act) is nn.GELU and self.act.approximate == "none"
 
     @torch.jit.ignore
     def run_natively(self, x: Tensor, mask: Tensor | None) -> Tensor:
@@ -316,13 +336,9 @@ class InvertedResidualFFN(nn.Module):
     @torch.jit.ignore
     def trains_natively(self, x: Tensor) -> bool:
         """Tell whether the native kernel takes (B, H, W, C) in training, with its gradients."""
-        norms = (self.norm1, self.norm2, self.norm3)
-        convs = (self.expand, self.depthwise, self.project)
-        if not take_batch_statistics(norms) or not are_ordinary(*norms, *convs, self.act):
+        if not take_batch_statistics((self.norm1, self.norm2, self.norm3)):
             return False
-        if [type(conv) for conv in convs] != [PixelConv2d, nn.Conv2d, PixelConv2d]:
-            return False  # something has put its own in their place
-        if type(self.act) is not nn.GELU or self.act.approximate != "none":
+        if not self.is_as_built():
             return False
         if x[..., 0].numel() < 2:  # the statistics of one token are an error, which PyTorch raises
             return False
