@@ -185,7 +185,7 @@ def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path:
     (tmp_path / "file").write_text("notes")
     for place in (tmp_path / "file", tmp_path / "file" / "below"):
         for command in (TRAIN, ["demo"]):
-            assert f"out must be a folder, {tmp_path / 'file'} is a file" in fails(
+            assert f"out must be a folder, but {tmp_path / 'file'} is a file" in fails(
                 capsys, *command, "--out", str(place)
             )
     few = fails(capsys, *TRAIN, "--data.batch_size=128", f"--out={tmp_path / 'few'}")

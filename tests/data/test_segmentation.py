@@ -232,7 +232,7 @@ class TestWrongFiles:
         for place in ("images", "labels"):
             (folder / place / "empty").mkdir()
         self.fails(folder, r"no images in .*images/empty", val_split="empty")
-        with pytest.raises(FileNotFoundError, match=r"images has no folder 'test'; it has: train, val"):
+        with pytest.raises(FileNotFoundError, match=r"images has no folder 'test'; it has: empty, train, val"):
             open_data(folder, val_split="test")
         with pytest.raises(FileNotFoundError, match=r"root: expected the folders images and one of .*, found none"):
             open_data(tmp_path / "nowhere")

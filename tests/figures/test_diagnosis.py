@@ -44,7 +44,7 @@ def test_the_figure_has_a_mark_for_every_choice() -> None:
     assert marks["selected by the group"] == [[0.4, 0], [0.4, 1]]
     assert marks["window around the query"] == [[0.2, 0]]
     assert len(marks) == 6
-    assert [text.get_text() for text in masses.texts] == ["k = 8 takes all 8 tokens"]
+    assert [text.get_text() for text in masses.texts] == ["k = 8 covers all 8 tokens"]
     assert [bar.get_width() for bar in balance.patches] == [11.5 / 16] * 3
     assert len(figure_diagnosis([ALL]).axes[0].collections) == 0
     with pytest.raises(ValueError, match="at least one BlockDiagnosis"):

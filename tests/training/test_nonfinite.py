@@ -113,7 +113,7 @@ def test_too_many_in_a_row_stop_the_training_and_name_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: tuple[int, ...], most: int
 ) -> None:
     spoil, last = Spoil(steps, lambda images: images.mul_(1e30)), steps[-1] + 1
-    told = rf"{len(steps)} steps in a row .* up to step {last} \(epoch 1, batch {last}\), .* First non-finite: the "
+    told = rf"{len(steps)} steps in a row .* up to step {last} \(epoch 1, batch {last}\); .* First non-finite: the "
     with pytest.raises(FloatingPointError, match=told + "(output of|buffer) net"):
         train(tmp_path / "run", *FEW, f"--trainer.max_skipped={most}", poke=[spoil], monkeypatch=monkeypatch)
 

@@ -158,7 +158,7 @@ def test_a_mistake_on_the_command_line_is_one_sentence(overrides: list[str], sen
         ({"optimizer": {"betas": [0.9]}}, 'recipe: key "optimizer.betas": Expected a tuple with 2 elements'),
         ({"task": "detekt"}, "task must be one of classify, segment, detect, got 'detekt'"),
         ({"data": {"seed": 3}}, "unknown recipe key 'data.seed'"),
-        ({"seed": None}, 'recipe: key "seed": Expected a int. Got value: None'),
+        ({"seed": None}, 'seed must be an integer, got None'),
         ({"optimizer": {"betas": None}}, 'recipe: key "optimizer.betas": Expected a tuple. Got value: None'),
         ({"trainer": {"accumulate": None}}, 'recipe: key "trainer.accumulate": Not of type PositiveInt'),
     ],

@@ -155,7 +155,7 @@ def test_an_incomplete_card_is_told(copy: Path) -> None:
     card = (copy / "README.md").read_text()
     rows = [line for line in card.splitlines() if not line.startswith("| top-5")]
     for text, message in (
-        ("\n".join(rows), "gives 1 metrics with an interval, 2 were measured"),
+        ("\n".join(rows), "lists 1 metrics with an interval, but 2 were measured"),
         (card.partition("## Not good for")[0], "is incomplete: it lacks 'Not good for'"),
         ("", "it lacks 'Use', 'Data', 'Licence', 'Training', 'Metrics', 'Not good for'"),
     ):
@@ -257,7 +257,7 @@ def test_the_command_lists_checks_and_publishes(
     for run, words, message in (
         (tool, ["make", str(copy)], "Missing option '--out'"),
         (main, ["weights", "check"], "Missing argument 'FOLDER'"),
-        (tool, ["publish", "nowhere", "--repo", "a/b"], "there is no folder 'nowhere'"),
+        (tool, ["publish", "nowhere", "--repo", "a/b"], "folder 'nowhere' does not exist"),
         (main, ["weights", "list", "--data.root", "x"], "No such option '--data.root'"),
         (tool, ["publish", str(copy), "--repo", "dgt"], "repo must be USER/NAME, got 'dgt'"),
         (tool, ["publish", str(copy), "--repo", "a b/c"], "repo must be USER/NAME"),

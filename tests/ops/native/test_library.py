@@ -179,7 +179,7 @@ def test_a_level_that_the_processor_lacks_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     monkeypatch.setenv("DGT_NATIVE_ISA", "x86-64-v4")
-    assert_refused("DGT_NATIVE_ISA asks for x86-64-v4, which this processor lacks: PyTorch found x86-64-v3")
+    assert_refused("DGT_NATIVE_ISA requests x86-64-v4, which this processor lacks: PyTorch found x86-64-v3")
 
 
 def test_none_switches_the_library_off_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,12 +113,7 @@ def attend_tiles(
     for LAST in tl.static_range(2):  # the last block is masked, and apart
         begin, end = full * LAST, full + (count - full) * LAST
         for start in tl.range(begin, end, N, num_stages=1 if LAST else None):
-            place = start + tl.arange(0, N)
-            ids = tl.load(listed + place)
-            # A key of another group may hold what no weight of zero makes good. Lists that come with
-            # biases have no such places.
-            if LAST and biases is None:
-                ids = tl.where(place < count, ids, tl.load(listed))
+            ids = tl.load(listed + start + tl.arange(0, N))
             score = multiply(q, tl.trans(load_listed(key_rows, ids, kl, D, DP)))
             if biases is not None:
                 score += tl.load(biases + ids)[None, :]
@@ -126,6 +121,8 @@ def attend_tiles(
                 score = tl.where((start + tl.arange(0, N) < count)[None, :], score, float("-inf"))
             weight, shrink, top, total = running_softmax(score, scale, top, total)
             v = load_listed(value_rows, ids, vl, D, DP)
+            if LAST:  # behind the list: a weight of zero times infinity would be NaN
+                v = tl.where((start + tl.arange(0, N) < count)[:, None], v, 0.0).to(v.dtype)
             result = result * shrink[:, None] + multiply(weight.to(v.dtype), v)
     result, logs = finish_softmax(result, top, total)
     store_rows(head_base(output, head, heads, ob, oh), rows, ol, present, result, D, DP)
