@@ -54,8 +54,14 @@ struct BatchNormed {
     Doubles grad_bias;
 
     BatchNormed(const Doubles& x, const Floats& weight, const Floats& bias)
-        : channels((int64_t)weight.size()), weight(weight), mean(channels), variance(channels), standard(x.size()),
-          output(x.size()), grad_weight(channels), grad_bias(channels) {
+        : channels((int64_t)weight.size()),
+          weight(weight),
+          mean(channels),
+          variance(channels),
+          standard(x.size()),
+          output(x.size()),
+          grad_weight(channels),
+          grad_bias(channels) {
         for (size_t i = 0; i < x.size(); ++i) mean[i % channels] += x[i] / count();
         for (size_t i = 0; i < x.size(); ++i) {
             const double apart = x[i] - mean[i % channels];
@@ -136,7 +142,7 @@ struct NormResults {
         : mean(channels), scale(channels), variance(channels), grad_weight(channels), grad_bias(channels) {}
 
     dgt_training_norm described(const Norm& norm) {
-        return {norm.weight.data(), norm.bias.data(),  1e-5, mean.data(), scale.data(), variance.data(),
+        return {norm.weight.data(), norm.bias.data(), 1e-5, mean.data(), scale.data(), variance.data(),
                 grad_weight.data(), grad_bias.data()};
     }
 };
@@ -149,12 +155,20 @@ struct TrainingResults {
     NormResults norm1, norm2, norm3;
 
     explicit TrainingResults(const LayerCase& c)
-        : expanded(in_slices(c), NAN), convolved(in_slices(c), NAN), projected(c.places() * c.channels, NAN),
-          output(c.places() * c.channels, NAN), grad_input(c.places() * c.channels, NAN),
-          grad_expand_weight(c.outputs * c.channels, NAN), grad_expand_bias(c.outputs, NAN),
-          grad_depthwise_weight(c.outputs * 9, NAN), grad_depthwise_bias(c.outputs, NAN),
-          grad_project_weight(c.outputs * c.channels, NAN), grad_project_bias(c.channels, NAN), norm1(c.outputs),
-          norm2(c.outputs), norm3(c.channels) {}
+        : expanded(in_slices(c), NAN),
+          convolved(in_slices(c), NAN),
+          projected(c.places() * c.channels, NAN),
+          output(c.places() * c.channels, NAN),
+          grad_input(c.places() * c.channels, NAN),
+          grad_expand_weight(c.outputs * c.channels, NAN),
+          grad_expand_bias(c.outputs, NAN),
+          grad_depthwise_weight(c.outputs * 9, NAN),
+          grad_depthwise_bias(c.outputs, NAN),
+          grad_project_weight(c.outputs * c.channels, NAN),
+          grad_project_bias(c.channels, NAN),
+          norm1(c.outputs),
+          norm2(c.outputs),
+          norm3(c.channels) {}
 
     static int64_t in_slices(const LayerCase& c) {
         const int64_t lanes = dgt_lanes();
@@ -163,10 +177,26 @@ struct TrainingResults {
 
     // Everything that does not depend on how wide vectors are.
     std::vector<Floats> all() const {
-        return {output, grad_input, grad_expand_weight, grad_expand_bias, grad_depthwise_weight, grad_depthwise_bias,
-                grad_project_weight, grad_project_bias, norm1.mean, norm1.variance, norm1.grad_weight, norm1.grad_bias,
-                norm2.mean, norm2.variance, norm2.grad_weight, norm2.grad_bias, norm3.mean, norm3.variance,
-                norm3.grad_weight, norm3.grad_bias};
+        return {output,
+                grad_input,
+                grad_expand_weight,
+                grad_expand_bias,
+                grad_depthwise_weight,
+                grad_depthwise_bias,
+                grad_project_weight,
+                grad_project_bias,
+                norm1.mean,
+                norm1.variance,
+                norm1.grad_weight,
+                norm1.grad_bias,
+                norm2.mean,
+                norm2.variance,
+                norm2.grad_weight,
+                norm2.grad_bias,
+                norm3.mean,
+                norm3.variance,
+                norm3.grad_weight,
+                norm3.grad_bias};
     }
 };
 
@@ -233,9 +263,10 @@ inline std::vector<Doubles> train_naively(const LayerCase& c, const Floats& x, c
     const Doubles in_mixed = product_of(sum_of(in_convolved, depthwise.input), is_real);
     const Doubles in_expanded = product_of(norm1.backward(in_mixed), map_of(expanded, gelu_slope_of));
     const LayerGradients expand = multiply_backward(in_expanded, as_doubles(x), c.channels, network.expand_weight);
-    return {norm3.output, expand.input, expand.weight, expand.bias, depthwise.weight, depthwise.bias, project.weight,
-            project.bias, norm1.mean, norm1.variance, norm1.grad_weight, norm1.grad_bias, norm2.mean, norm2.variance,
-            norm2.grad_weight, norm2.grad_bias, norm3.mean, norm3.variance, norm3.grad_weight, norm3.grad_bias};
+    return {norm3.output,      expand.input,    expand.weight,  expand.bias,       depthwise.weight,
+            depthwise.bias,    project.weight,  project.bias,   norm1.mean,        norm1.variance,
+            norm1.grad_weight, norm1.grad_bias, norm2.mean,     norm2.variance,    norm2.grad_weight,
+            norm2.grad_bias,   norm3.mean,      norm3.variance, norm3.grad_weight, norm3.grad_bias};
 }
 
 inline void check_training(const LayerCase& c, std::mt19937& random, const Expect& expect) {
@@ -280,9 +311,9 @@ inline void check_depthwise_gradients(const LayerCase& c, std::mt19937& random, 
     dgt_depthwise_backward(&problem);
     LayerGradients expected = depthwise_backward(as_doubles(grad), as_doubles(x), c, weight);
     expected.input = sum_of(expected.input, as_doubles(grad));
-    const double worst = std::max({error_beside_largest(grad_input, expected.input),
-                                   error_beside_largest(grad_weight, expected.weight),
-                                   error_beside_largest(grad_bias, expected.bias)});
+    const double worst =
+        std::max({error_beside_largest(grad_input, expected.input), error_beside_largest(grad_weight, expected.weight),
+                  error_beside_largest(grad_bias, expected.bias)});
     expect(worst <= LAYER_GRADIENT_TOLERANCE, "gradients of a depthwise convolution", name_of(c));
 }
 

@@ -1,8 +1,8 @@
 // Hidden maps in training: slices of W channels, (channels / W, places, W).
 //
-// A slice is all that BatchNorm and a depthwise convolution see of a batch. One thread passes over it, so the statistics
-// of the batch are known while the slice is still near, and no sum depends on the number of threads. To a product that
-// sums over places a slice is a panel.
+// A slice is all that BatchNorm and a depthwise convolution see of a batch. One thread passes over it, so the
+// statistics of the batch are known while the slice is still near, and no sum depends on the number of threads. To a
+// product that sums over places a slice is a panel.
 #pragma once
 
 #include "convolution_interface.h"

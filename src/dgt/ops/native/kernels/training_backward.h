@@ -1,8 +1,8 @@
 // The inverted residual feed-forward network in training, backward.
 //
-// What the forward pass kept is each BatchNorm's input before its GELU; everything between is computed again where it is
-// needed. The sums over the batch that the second BatchNorm's gradient needs are those of products of the projection's
-// weights and their gradients, which come first:
+// What the forward pass kept is each BatchNorm's input before its GELU; everything between is computed again where it
+// is needed. The sums over the batch that the second BatchNorm's gradient needs are those of products of the
+// projection's weights and their gradients, which come first:
 //     sum over tokens of dz[c]        = sum over outputs o of W[o, c] (sum over tokens of dp[o])
 //     sum over tokens of dz[c] h[c]   = sum over outputs o of W[o, c] (sum over tokens of dp[o] h[c])
 // with the projection p = W z + b, its input z = weight h + bias, and h standardized. So dz itself goes through the
@@ -22,22 +22,22 @@ struct TrainingBackward {
     int64_t slices;  // of hidden channels
     Slices expanded;
     Slices convolved;
-    Slices grads;  // of what was convolved, then of what was expanded
+    Slices grads;    // of what was convolved, then of what was expanded
     Panels project;  // both turned
     Panels expand;
-    Taps taps;               // in reverse order
-    TokenBlocks blocks;      // tokens whose gradient passes the projection
+    Taps taps;                  // in reverse order
+    TokenBlocks blocks;         // tokens whose gradient passes the projection
     TokenBlocks hidden_blocks;  // tokens whose gradient passes the expansion
-    int64_t row;             // from a token of such a block to the next
-    int64_t turned;          // from a row of turned tokens to the next
+    int64_t row;                // from a token of such a block to the next
+    int64_t turned;             // from a row of turned tokens to the next
     float* no_bias;
-    float* grad_projected;   // (tokens, C)
-    float* turned_projected; // (C, turned): the same
-    float* turned_input;     // (C, turned)
-    float* weight_sums;      // (C, slices W): gradients of weights
-    float* rows;             // (threads, block, row)
-    float* panel;            // (threads, vectors, tokens, W)
-    float* lines;            // (threads, three rings and a line)
+    float* grad_projected;    // (tokens, C)
+    float* turned_projected;  // (C, turned): the same
+    float* turned_input;      // (C, turned)
+    float* weight_sums;       // (C, slices W): gradients of weights
+    float* rows;              // (threads, block, row)
+    float* panel;             // (threads, vectors, tokens, W)
+    float* lines;             // (threads, three rings and a line)
 
     TrainingBackward(Arena& arena, const dgt_training_problem& x)
         : x(x),
@@ -213,8 +213,8 @@ struct TrainingBackward {
                 }
             }
         };
-        multiply(grad_projected, x.channels, blocks.first(block), blocks.length(block), project,
-                 piece / blocks.count(), no_bias, finish);
+        multiply(grad_projected, x.channels, blocks.first(block), blocks.length(block), project, piece / blocks.count(),
+                 no_bias, finish);
     }
 
     // Gradients of W channels of the depthwise convolution and of the BatchNorm before it; `grads` become those of what
