@@ -340,9 +340,11 @@ class InvertedResidualFFN(nn.Module):
             return False
         if not self.is_as_built():
             return False
-        if x[..., 0].numel() < 2:  # the statistics of one token are an error, which PyTorch raises
+        if not runs_natively(x, *self.parameters()):
             return False
-        return runs_natively(x, *self.parameters())
+        # The statistics of one token are an error, which PyTorch raises. Only now is it known that
+        # the tensor is one, and not what stands for it while a model is traced.
+        return x[..., 0].numel() >= 2
 
     @torch.jit.ignore
     def train_natively(self, x: Tensor, mask: Tensor | None) -> Tensor:

@@ -29,10 +29,13 @@ def predicts_natively(x: Tensor, *parameters: Tensor | None) -> bool:
 
     They do where :func:`runs_natively` returns True and no gradients are needed.
     """
-    tensors = [tensor for tensor in (x, *parameters) if tensor is not None]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    if not runs_natively(x, *parameters):  # first: what stands for x in a trace has no such fields
         return False
-    return runs_natively(x, *parameters)
+    if not torch.is_grad_enabled():
+        return True
+    return not any(
+        tensor.requires_grad for tensor in (x, *parameters) if tensor is not None
+    )
 
 
 def runs_natively(x: Tensor, *parameters: Tensor | None) -> bool:
