@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import timm
+import torch
 from torch import Tensor
 
 import dgt  # noqa: F401  (registers our models with timm)
@@ -103,6 +104,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             raise pytest.UsageError(f"timm's {test} does not run on {lacking}")
     config.hook.pytest_deselected(items=dropped)
     items[:] = kept
+
+
+def pytest_runtest_setup() -> None:
+    """Give every test the same random numbers in every run.
+
+    A traced model sums in another order than one on the native kernels. With random weights a query between two groups
+    may then change its group, which moves the output by more than timm's tolerance, in about one test of a hundred.
+    """
+    torch.manual_seed(0)
 
 
 def pytest_report_header() -> str:
