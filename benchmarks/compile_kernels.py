@@ -49,10 +49,9 @@ SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 2
 CHANNELS = {"vision": 64, "wide": 128}
 PREFIX = 5
 GROUPS = 48
-# At most so many registers a thread, bytes of shared memory, and instructions of an innermost loop;
-# at least so many
-# programs at once on a multiprocessor of sm_90. Raise one only for a kernel that the cycle model
-# finds faster, or for what the last block needs to be right.
+# The most registers per thread, bytes of shared memory, and instructions in an innermost loop, and
+# the fewest programs that run at once on a multiprocessor of sm_90. Raise a budget only for a kernel
+# that the cycle model finds faster, or for what the last block needs to be right.
 BUDGETS = {
     "score_tokens": (240, 49152, 1000, 2), "bound_and_place": (96, 8192, 480, 4),
     "mark_candidates": (128, 49152, 400, 3),

@@ -120,6 +120,14 @@ def looseness_of_the_bound() -> str:
     return number(statistics.median(looseness(telling(read("error_bound_campaign")["rows"]))), 2)
 
 
+@number_of_text
+def clearest_failure(key: str) -> str:
+    """The draw whose error exceeded its bound most: its `unseen_error` or its `bound`."""
+    draws = telling(read("error_bound_campaign")["rows"])
+    worst = max(draws, key=lambda row: row["unseen_error"] / row["bound"])
+    return number(worst[key], 2)
+
+
 @table
 def large_layers() -> Cells:
     """Clustered attention of very long sequences, beside dense attention's count and its
@@ -163,6 +171,6 @@ def large_layers() -> Cells:
 
 
 def memory_of(rows: list[dict[str, Any]]) -> str:
-    """The most memory that a call took; a dash where memory freed before hid it."""
-    most = max(rows, key=lambda row: row["extra_mib"])
-    return number(most["extra_mib"], 0) if most["extra_mib"] > most["output_mib"] else "-"
+    """The most memory that a call took; a dash where it was not measured."""
+    measured = [row["extra_mib"] for row in rows if row["extra_mib"] is not None]
+    return number(max(measured), 0) if measured else "-"

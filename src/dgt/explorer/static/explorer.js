@@ -153,7 +153,7 @@ function paintPins() {
       card.painters = [...card.querySelectorAll("canvas")].map((canvas) => new Painter(canvas));
     }
     card.querySelector("b").textContent = `${"AB"[pin]} · group ${group}`;
-    card.querySelector("span").textContent = `${percent(view.mass[token])} kept`;
+    card.querySelector("span").textContent = `${percent(view.mass[token])} covered`;
     const [queries, keys] = card.querySelectorAll("figcaption");
     queries.textContent = many(view.members[group].length, "query");
     keys.textContent = many(view.k, "key");
