@@ -11,18 +11,22 @@ does; the windows are cut beforehand), the steps launched one by one, and the pr
 paper's appendix with P in memory. Every case is first checked: its groups and keys against scores
 in float64, its output against dense attention under a mask. A row is on disk as soon as it is
 measured, and says what failed in it. The floor is the larger of the fewest bytes over the memory's
-rate and the operations over the matrix units' rate, both measured at the start. `first` is for the
-first minutes on a new machine: times of the operator and of flash attention, and every kernel's
-time beside the model's prediction. `profile` lists every kernel of forward and backward with its
-time; kernels are counted once. `accelerated` is forward of what `dgt.accelerate` puts into a vision
-transformer: D 64, a prefix of 5 tokens, a remainder, beside SDPA. No case is begun after
-``--seconds`` (exit status 3); the same call again goes on where it stopped.
+rate and the operations over the matrix units' rate, both measured at the start.
+
+`first` is for the first minutes on a new machine: times of the operator, of flash attention and of
+the backend `torch`, and every kernel's time beside the model's prediction; what the check finds
+wrong is told beside the times, not instead of them. `profile` lists every kernel of forward and
+backward with its time; kernels are counted once. `accelerated` is forward of what `dgt.accelerate`
+puts into a vision transformer: D 64, a prefix of 5 tokens, a remainder, beside SDPA.
+
+No case is begun after ``--seconds`` (exit status 3); the same call again goes on where it stopped.
+A case that hangs ends the process, and one that breaks the device does: with ``--again`` the next
+process leaves it out.
 """
 
 import argparse
 import functools
 import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -39,12 +43,13 @@ from torch.profiler import ProfilerActivity, profile
 from triton.testing import do_bench
 
 import dgt
-from dgt.ops.backends import BACKENDS
 from dgt.ops.triton import operators as kernels
 
 CASES = ((128, 2, 3136, 98), (128, 8, 196, 98), (32, 2, 16384, 512), (8, 2, 64000, 500), (128, 4, 784, 98),
          (32, 2, 16384, 513))  # fmt: skip
 ACCELERATED, PREFIX = ((8, 6, 4096, 98), (8, 6, 16384, 98)), 5
+ROW_SECONDS = {"first": 100}  # of a case, with compiling its kernels, at most
+OTHER_ROW_SECONDS = 200
 # times as fast as flash attention over all keys
 TARGETS = {3136: 5.0, 16384: 8.0, 64000: 25.0, 196: 1 / 1.5}
 CHANNELS, GROUPS, WINDOW = 32, 48, 49
@@ -67,37 +72,30 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=540, help="begin no case after so many (default: 540)"
     )
+    parser.add_argument(
+        "--again", action="store_true", help="a process of this call failed: go on behind that"
+    )
     parser.add_argument("--dry-run", action="store_true", help="only list what would be measured")
     options = parser.parse_args()
-    started, failed = time.monotonic(), False
     planned = list(plan(options.part, options.cases, options.inputs.split(",")))
     if options.dry_run:
         print(*(f"{options.part}: {name_of(case)}, {inputs}" for case, inputs in planned), sep="\n")
         return
     torch.manual_seed(0)
-    rows, measured = Rows(options.out, options.part), device_rates()
+    rows, measured = Rows(options.out, options.part, options.again), device_rates()
     rows.document["machine"] |= {
         "bytes_per_second": measured[0],
         "operations_per_second": measured[1],
     }
-    for case, inputs in planned:
-        named = {"case": name_of(case), "inputs": inputs}
-        if rows.has(**named):
-            continue
-        if time.monotonic() - started > options.seconds:
-            print("out of time: call again to go on")
-            sys.exit(3)
-        step = (
-            accelerated
-            if options.part == "accelerated"
-            else partial(alone, part=options.part, measured=measured)
-        )
-        row = named | attempt(
-            "case", lambda step=step, case=case, inputs=inputs: step(case, inputs)
-        )
-        failed |= any(name.endswith("_error") for name in row)
-        rows.add(row)
-    sys.exit(int(failed))
+    step = partial(alone, part=options.part, measured=measured)
+    if options.part == "accelerated":
+        step = accelerated
+    steps = (
+        ({"case": name_of(case), "inputs": inputs}, partial(step, case, inputs))
+        for case, inputs in planned
+    )
+    row_seconds = ROW_SECONDS.get(options.part, OTHER_ROW_SECONDS)
+    sys.exit(rows.measure(steps, options.seconds, row_seconds))
 
 
 def name_of(case: Case) -> str:
@@ -141,19 +139,27 @@ def alone(case: Case, inputs: str, part: str, measured: tuple[float, float]) -> 
     )
     attend = candidates(case, centroids)
     names = list(attend)
-    check(*(tensor[:1] for tensor in tensors), centroids, top_k)
     backward = part == "backward"
     model = predicted(tokens, top_k, inputs, "backward" if backward else "forward")
     row: dict[str, Any] = {"model_us": model}
+    checked = partial(check, *(tensor[:1] for tensor in tensors), centroids, top_k)
+    if part == "first":
+        row |= attempt("check", checked)
+    else:
+        checked()
     if part in ("profile", "first"):
-        row["kernels_us"] = kernel_times(attend["triton"], *tensors, backward=part == "profile")
+        found = partial(kernel_times, attend["triton"], *tensors, backward=part == "profile")
+        row |= attempt("kernels", found)
     if part == "profile":
         return row
     if part == "first":
-        attend = {name: attend[name] for name in attend if name in ("triton", "flash")}
+        attend = {name: attend[name] for name in ("triton", "flash", "torch")}
     for name, function in attend.items():
         given = [windowed(tensor) for tensor in tensors] if name == "windows" else tensors
-        row |= attempt(name, partial(timings, name, function, backward, *given))
+        # No capture of a block mask that every call makes anew, and in the first minutes none that
+        # may fail and cost a process.
+        graph = name != "flex" and (part, name) != ("first", "torch")
+        row |= attempt(name, partial(timings, name, function, backward, graph, *given))
         del given
     floor = floor_ms(case, *measured, backward)
     row |= {"floor_ms": floor, "target": TARGETS.get(tokens), **shares_of_floor(row, floor)}
@@ -227,18 +233,18 @@ def candidates(case: Case, centroids: Tensor) -> dict[str, Attend]:
         ),
         "sdpa": F.scaled_dot_product_attention,
         "flash": flash,
-        "flex": partial(flex_over_gathered, centroids, top_k),
         "windows": F.scaled_dot_product_attention,
         "steps": lambda q, k, v: dgt.attend(
             q, k, v, *ids_of(q, k, centroids, top_k), backend="triton"
         ),
     }
-    if "torch" in BACKENDS:
-        found["torch"] = lambda q, k, v: (
-            dgt.dynamic_group_attention(q, k, v, centroids, top_k, backend="torch").output
-        )
     if batch * heads * tokens * top_k * 2 < 16e9:  # P must fit
         found["forms"] = lambda q, k, v: forms(q, k, v, *ids_of(q, k, centroids, top_k))
+    # Last what may end a capture in an error, behind which PyTorch may capture nothing more.
+    found["flex"] = partial(flex_over_gathered, centroids, top_k)
+    found["torch"] = lambda q, k, v: (
+        dgt.dynamic_group_attention(q, k, v, centroids, top_k, backend="torch").output
+    )
     return found
 
 
@@ -301,9 +307,13 @@ def windowed(tensor: Tensor) -> Tensor:
     return tensor[:, :, :whole].unflatten(2, (-1, WINDOW)).flatten(0, 2)[:, None].contiguous()
 
 
-def check(query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, top_k: int) -> None:
+def check(
+    query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, top_k: int
+) -> dict[str, Any]:
     """Compare the ids of one image with scores in float64, and 512 of its queries with dense
     attention in float32.
+
+    The error, as a share of the output; RuntimeError where anything is wrong.
     """
     result = dgt.dynamic_group_attention(query, key, value, centroids, top_k, backend="triton")
     group_ids, key_ids = result.group_ids, result.key_ids
@@ -334,19 +344,22 @@ def check(query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, top_k: i
     ).square().mean().sqrt() / exact.square().mean().sqrt()
     if not ratio <= 0.005:
         raise RuntimeError(f"wrong result before timing: error {ratio:.2e} of its size")
+    return {"difference": float(ratio)}
 
 
-def timings(name: str, attend: Attend, backward: bool, *tensors: Tensor) -> dict[str, Any]:
+def timings(
+    name: str, attend: Attend, backward: bool, graph: bool, *tensors: Tensor
+) -> dict[str, Any]:
     """Median milliseconds of forward, or of forward with backward and its peak of memory."""
     if not backward:
         with torch.no_grad():
-            return times(name, lambda: attend(*tensors))
+            return times(name, lambda: attend(*tensors), graph)
     leaves = [t.detach().requires_grad_() for t in tensors]
     grad = torch.randn_like(attend(*leaves))
     torch.cuda.reset_peak_memory_stats()
     torch.autograd.grad(attend(*leaves), leaves, grad)
     row = {f"{name}_peak_bytes": torch.cuda.max_memory_allocated()}
-    return row | times(name, lambda: torch.autograd.grad(attend(*leaves), leaves, grad))
+    return row | times(name, lambda: torch.autograd.grad(attend(*leaves), leaves, grad), graph)
 
 
 def floor_ms(case: Case, bandwidth: float, rate: float, backward: bool) -> float:
@@ -363,7 +376,7 @@ def floor_ms(case: Case, bandwidth: float, rate: float, backward: bool) -> float
     return 1e3 * seconds
 
 
-def kernel_times(attend: Attend, *tensors: Tensor, backward: bool) -> dict[str, float]:
+def kernel_times(attend: Attend, *tensors: Tensor, backward: bool) -> dict[str, Any]:
     """Microseconds of every kernel in one forward pass, or forward and backward, the largest first."""
     leaves = [t.detach().requires_grad_(backward) for t in tensors]
     grad = torch.randn_like(attend(*leaves))
@@ -377,11 +390,8 @@ def kernel_times(attend: Attend, *tensors: Tensor, backward: bool) -> dict[str, 
     if not on_device:
         raise RuntimeError("the profiler saw no kernel")
     found = {event.key: event.self_device_time_total / 5 for event in on_device}
-    return {
-        name: time
-        for name, time in sorted(found.items(), key=lambda item: -item[1])[:25]
-        if time > 0
-    }
+    largest = sorted(found.items(), key=lambda item: -item[1])[:25]
+    return {"kernels_us": {name: time for name, time in largest if time > 0}}
 
 
 if __name__ == "__main__":

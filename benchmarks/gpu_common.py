@@ -7,11 +7,13 @@ package of training or serving can cost a result.
 
 import contextlib
 import datetime
+import faulthandler
 import json
 import platform
 import shlex
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from triton.testing import do_bench, do_bench_cudagraph
 
 import dgt
 from dgt.data.scenes import draw_scene
+from dgt.ops.triton.self_check import kernels_digest
 from dgt.utils.atomic_write import write_json
 
 PIXELS = {
@@ -47,23 +50,35 @@ def machine() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "triton": triton.__version__,
+        "kernels": kernels_digest(),
         "python": platform.python_version(),
         "command": shlex.join(sys.argv),
     }
 
 
-SAME = ("device", "torch", "triton", "cuda")  # what must not differ between the rows of a file
+# What must not differ between the rows of a file.
+SAME = ("device", "torch", "triton", "cuda", "kernels")
+OUT_OF_TIME = 3  # exit status of a part that goes on where it stopped when it is called again
+
+Named = dict[str, Any]
 
 
 class Rows:
     """A JSON file of measured rows, whole after every row.
 
-    An earlier file of the same part on the same device and versions is gone on with; another is
-    replaced.
+    An earlier file of the same part on the same device, versions and kernels is gone on with;
+    another is replaced. While a row is measured, the file names it as ``begun``: where that is
+    still there, the process ended with the row, and a new one has to go on.
+
+    Args:
+        path: the file.
+        part: what all its rows are part of.
+        again: whether a process of this very call was there before. What failed in it stays, and is
+            not tried again; failures of an earlier call are.
     """
 
-    def __init__(self, path: Path, part: str) -> None:
-        self.path, self.part = path, part
+    def __init__(self, path: Path, part: str, again: bool = False) -> None:
+        self.path, self.part, self.again = path, part, again
         self.document: dict[str, Any] = {"machine": machine(), "rows": []}
         with contextlib.suppress(OSError, ValueError):
             earlier = json.loads(path.read_text(encoding="utf-8"))
@@ -71,32 +86,107 @@ class Rows:
                 earlier["machine"].get(name) == self.document["machine"][name] for name in SAME
             )
             if alike and all(row["part"] == part for row in earlier["rows"]):
-                self.document["rows"] = earlier["rows"]
+                self.go_on(earlier)
+
+    def go_on(self, earlier: dict[str, Any]) -> None:
+        """Take over the rows of an earlier process."""
+        kept = [row for row in earlier["rows"] if self.again or not has_failed(row)]
+        self.document["rows"] = kept
+        begun = earlier.get("begun")
+        if not self.again or begun is None:
+            return
+        if self.has(**begun):
+            write_json(self.path, self.document)
+        else:
+            error = "the process ended, or was ended, while this was measured"
+            self.add(begun | {"row_error": error})
 
     def has(self, **named: Any) -> bool:
-        """Tell whether there is a row with these values and without an error."""
+        """Tell whether there is a row with these values."""
         return any(
             all(row.get(name) == value for name, value in named.items())
-            and not any(name.endswith("_error") for name in row)
             for row in self.document["rows"]
         )
+
+    def begin(self, named: Named) -> None:
+        """Keep on disk which row is measured from here on."""
+        self.document["begun"] = named
+        write_json(self.path, self.document)
 
     def add(self, row: dict[str, Any]) -> None:
         """Keep a row on disk, then print it."""
         self.document["rows"].append({"part": self.part, **row})
+        if not is_broken(row):
+            self.document.pop("begun", None)
         write_json(self.path, self.document)
         print(
             *(f"{name}={value}" for name, value in row.items() if not isinstance(value, dict)),
             flush=True,
         )
 
+    def measure(
+        self,
+        planned: Iterable[tuple[Named, Callable[[], dict[str, Any]]]],
+        seconds: float,
+        row_seconds: float,
+    ) -> int:
+        """Measure the planned rows that are not there yet.
+
+        Args:
+            planned: what a row is named by, and how to measure it.
+            seconds: no row is begun after so many.
+            row_seconds: the process ends, with a trace of where it was, if a row takes longer.
+
+        Returns:
+            The exit status: 1 where something failed, 3 where time ran out before all was begun.
+        """
+        started = time.monotonic()
+        for named, step in planned:
+            if self.has(**named):
+                continue
+            if time.monotonic() - started > seconds:
+                print("out of time: call again to go on")
+                return OUT_OF_TIME
+            self.begin(named)
+            # Not by Python, which waits for a kernel that never ends.
+            faulthandler.dump_traceback_later(row_seconds, exit=True)
+            row = named | attempt("row", step)
+            faulthandler.cancel_dump_traceback_later()
+            self.add(row)
+            if is_broken(row):
+                print("the device takes nothing more from this process: another one has to go on")
+                return 1
+        return int(any(map(has_failed, self.document["rows"])))
+
+
+def has_failed(row: dict[str, Any]) -> bool:
+    """Tell whether anything in a row is an error."""
+    return any(name.endswith("_error") for name in row)
+
+
+def is_broken(row: dict[str, Any]) -> bool:
+    """Tell whether nothing after this row can be measured in the same process.
+
+    After an illegal access a device refuses all that a process asks for; after a capture that
+    failed PyTorch may refuse all others.
+    """
+    if any(name.endswith("_graph_error") for name in row):
+        return True
+    if not has_failed(row) or not torch.cuda.is_available():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
 
 def times(name: str, step: Callable[[], object], graph: bool = True) -> dict[str, Any]:
     """Median milliseconds of a step: launched by the host, after the L2 cache was cleared, and
     replayed one after the other as a CUDA graph, without host time and with what is in the cache.
 
-    A step that synchronises cannot be captured, and torch 2.11 captures nothing more after one that
-    failed: `graph` is False for it.
+    A step that synchronises cannot be captured, and torch 2.11 may capture nothing more after one
+    that failed: `graph` is False for it.
     """
     row: dict[str, Any] = {f"{name}_ms": do_bench(step, warmup=25, rep=200, return_mode="median")}
     if graph:

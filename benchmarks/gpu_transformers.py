@@ -12,7 +12,6 @@ with SDPA and with DG-Attention in every block. A row is on disk as soon as it i
 
 import argparse
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -32,6 +31,7 @@ from dgt.acceleration.grouped import install_rows
 DINO = "vit_large_patch16_dinov3"
 SIZES = (2048, 4096)
 SETTINGS = ((48, 98), (64, 256))  # groups and keys
+ROW_SECONDS = 240  # at most
 VIT, VIT_SIZE, VIT_BATCH = "vit_small_patch16_224", 1024, 8
 
 
@@ -147,26 +147,22 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=400, help="begin no row after so many (default: 400)"
     )
+    parser.add_argument(
+        "--again", action="store_true", help="a process of this call failed: go on behind that"
+    )
     parser.add_argument("--dry-run", action="store_true", help="only list what would be measured")
     options = parser.parse_args()
     if options.dry_run:
         for plan in plans(options.part):
             print(*(f"{key} {value}" for key, value in vars(plan).items()))
         return
-    started, rows, failed = time.monotonic(), Rows(options.out, options.part), False
+    rows = Rows(options.out, options.part, options.again)
     measure = {"accelerate": accelerate, "train": train}[options.part]
-    for plan in plans(options.part):
-        named = {"size": plan.size, "groups": plan.groups, "keys": plan.keys}
-        if rows.has(**named):
-            continue
-        if time.monotonic() - started > options.seconds:
-            print("out of time: call again to go on")
-            sys.exit(3)
-        row = named | attempt("row", partial(measure, plan))
-        failed |= any(name.endswith("_error") for name in row)
-        rows.add(row)
-        torch.cuda.empty_cache()
-    sys.exit(int(failed))
+    steps = (
+        ({"size": plan.size, "groups": plan.groups, "keys": plan.keys}, partial(measure, plan))
+        for plan in plans(options.part)
+    )
+    sys.exit(rows.measure(steps, options.seconds, ROW_SECONDS))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Compiling the kernels of a launch for a GPU that need not be there."""
 
+import re
 import subprocess
 import tempfile
 from pathlib import Path
@@ -8,8 +9,10 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from dgt.ops.triton import launch
 from dgt.ops.triton.launch import Launch
 
 TYPES = {
@@ -61,6 +64,23 @@ def source_of(launch: Launch) -> tuple[ASTSource, dict[str, int]]:
         else:
             signature[name], constants[(place,)] = "constexpr", launch.options[name]
     return ASTSource(kernel, signature, constants, attributes), options
+
+
+def compile_here(source: ASTSource, options: dict[str, int]) -> Any:
+    """Compile for sm_90, with lines of this checkout.
+
+    Triton keeps what it compiled by content: what it finds may be of a checkout elsewhere, that may
+    be gone or hold other lines, and no statement of a loop would be known.
+    """
+    target = GPUTarget("cuda", 90, 32)
+    found = triton.compile(source, target=target, options=options)
+    here = Path(launch.__file__).resolve().parent
+    folders = re.findall(r'\.file\s+\d+ "(.*/dgt/ops/triton)/[^/]*"', found.asm["ptx"])
+    if all(Path(folder).resolve() == here for folder in folders):
+        return found
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.always_compile = True
+        return triton.compile(source, target=target, options=options)
 
 
 def tool(name: str, *options: str, cubin: bytes) -> str:

@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from compiling import body, source_of
+from compiling import body, compile_here, source_of
 from sass import Code, Needs, disassemble, needs_of
 from simulate import CLOCK, PROCESSORS, cycles_of, microseconds, side_by_side
 from trips import TRIPS, MissingRuleError, Statistics, path
-from triton.backends.compiler import GPUTarget
 
 from dgt.ops.triton import operators
 from dgt.ops.triton.launch import Launch, interpreting, recording
@@ -65,7 +64,7 @@ def build(launch: Launch) -> Built:
     source, options = source_of(launch)
     mark = (source.hash(), *sorted(options.items()))
     if mark not in _built:
-        found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        found = compile_here(source, options)
         cubin = found.asm["cubin"]
         needs = needs_of(cubin, options["num_warps"], found.metadata.shared)
         _built[mark] = Built(disassemble(cubin), needs)

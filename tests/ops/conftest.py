@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,12 +20,18 @@ CHOICES = {"fast": FAST, "backend": ("reference", *FAST)}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a test that asks for a ``backend`` on all, and one for a ``fast`` backend on all but the reference."""
+    """Run a test that asks for a ``backend`` on all, and one for a ``fast`` backend on all but the reference.
+
+    One that asks for a ``case`` runs on all of CASES.
+    """
     marks = metafunc.definition.iter_markers("parametrize")
     given = " ".join(str(mark.args[0]) for mark in marks)
     for name, backends in CHOICES.items():
         if name in metafunc.fixturenames and name not in given:
             metafunc.parametrize(name, backends)
+    if "case" in metafunc.fixturenames and "case" not in given:
+        names = [f"{case.number}-L{case.tokens}-k{case.top_k}-{case.kind}" for case in CASES]
+        metafunc.parametrize("case", CASES, ids=names)
 
 
 class Inputs(NamedTuple):
@@ -67,6 +74,63 @@ def gradients(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], *rest
     return (output.detach(), *torch.autograd.grad(output, leaves, weights.to(output.dtype)))
 
 
+KINDS = ("plain", "plain", "strided", "masked", "masked", "padded image", "one group", "zero queries")
+
+
+class Case(NamedTuple):
+    """A shape, and what is special about the tensors."""
+
+    number: int
+    batch: int
+    heads: int
+    tokens: int
+    channels: int
+    groups: int
+    top_k: int
+    kind: str
+
+
+def draw_case(number: int) -> Case:
+    """A shape by its number: most are small, every tenth is of middling size, and some reach 5000 tokens.
+
+    Odd numbers have few groups and keys, so that many of them fall into the many-token regime.
+    """
+    rng = random.Random(number)
+    tokens = rng.choice((1, 2, rng.randint(3, 20), rng.randint(20, 200), rng.randint(60, 200)))
+    if number % 10 == 0:
+        tokens = rng.randint(300, 900)
+    if number % 33 == 1:
+        tokens = 5000 if number == 1 else rng.randint(1500, 5000)
+    batch, heads = (1, 1) if tokens > 900 else (rng.randint(1, 3), rng.randint(1, 3))
+    groups, top_k = rng.randint(1, 48), rng.choice((1, rng.randint(1, 60), tokens, 2 * tokens))
+    if number % 2 or tokens > 900:
+        groups, top_k = rng.randint(1, 10), rng.randint(1, 12 if tokens < 900 else 128)
+    return Case(number, batch, heads, tokens, rng.choice((1, 3, 8, 32)), groups, top_k, rng.choice(KINDS))
+
+
+CASES = [draw_case(number) for number in range(220)]
+
+
+def build_case(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Tensors of a case: query, key, value, centroids, key_mask."""
+    query, key, value, centroids = draw_inputs(
+        case.batch, case.heads, case.tokens, case.channels, case.groups, case.number
+    )
+    key_mask = None
+    if case.kind == "strided":  # as a joint projection leaves them
+        packed = torch.stack([query, key, value]).permute(1, 3, 0, 2, 4).contiguous()
+        query, key, value = packed.permute(2, 0, 3, 1, 4).unbind(0)
+        assert case.tokens == 1 or case.heads == case.batch == 1 or not key.is_contiguous()
+    elif case.kind == "one group":
+        query = centroids[None, :, -1:] + 0.001 * query
+    elif case.kind == "zero queries":
+        query = torch.zeros_like(query)
+    elif case.kind in ("masked", "padded image"):
+        key_mask = torch.rand(case.batch, case.tokens, generator=torch.Generator().manual_seed(case.number)) < 0.6
+        key_mask[0] = case.kind == "masked"  # the first image is whole, or has no real token at all
+    return query, key, value, centroids, key_mask
+
+
 @pytest.fixture
 def draw() -> Callable[..., Inputs]:
     """The function :func:`draw_inputs`."""
@@ -83,3 +147,15 @@ def close() -> Callable[..., None]:
 def with_gradients() -> Callable[..., tuple[Tensor, ...]]:
     """The function :func:`gradients`."""
     return gradients
+
+
+@pytest.fixture
+def cases() -> list[Case]:
+    """All of CASES."""
+    return CASES
+
+
+@pytest.fixture
+def build() -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]]:
+    """The function :func:`build_case`."""
+    return build_case

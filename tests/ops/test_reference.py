@@ -2,71 +2,15 @@
 
 from __future__ import annotations
 
-import random
-from typing import NamedTuple
-
 import pytest
 import torch
 
 import dgt
 from dgt.ops import reference
 
-KINDS = ("plain", "plain", "strided", "masked", "masked", "padded image", "one group", "zero queries")
 
-
-class Case(NamedTuple):
-    number: int
-    batch: int
-    heads: int
-    tokens: int
-    channels: int
-    groups: int
-    top_k: int
-    kind: str
-
-
-def draw_case(number: int) -> Case:
-    """A shape by its number: most are small, every tenth is of middling size, and some reach 5000 tokens.
-
-    Odd numbers have few groups and keys, so that many of them fall into the many-token regime.
-    """
-    rng = random.Random(number)
-    tokens = rng.choice((1, 2, rng.randint(3, 20), rng.randint(20, 200), rng.randint(60, 200)))
-    if number % 10 == 0:
-        tokens = rng.randint(300, 900)
-    if number % 33 == 1:
-        tokens = 5000 if number == 1 else rng.randint(1500, 5000)
-    batch, heads = (1, 1) if tokens > 900 else (rng.randint(1, 3), rng.randint(1, 3))
-    groups, top_k = rng.randint(1, 48), rng.choice((1, rng.randint(1, 60), tokens, 2 * tokens))
-    if number % 2 or tokens > 900:
-        groups, top_k = rng.randint(1, 10), rng.randint(1, 12 if tokens < 900 else 128)
-    return Case(number, batch, heads, tokens, rng.choice((1, 3, 8, 32)), groups, top_k, rng.choice(KINDS))
-
-
-CASES = [draw_case(number) for number in range(220)]
-
-
-def build(case: Case, draw) -> tuple:
-    """Tensors of a case: query, key, value, centroids, key_mask."""
-    query, key, value, centroids = draw(case.batch, case.heads, case.tokens, case.channels, case.groups, case.number)
-    key_mask = None
-    if case.kind == "strided":  # as a joint projection leaves them
-        packed = torch.stack([query, key, value]).permute(1, 3, 0, 2, 4).contiguous()
-        query, key, value = packed.permute(2, 0, 3, 1, 4).unbind(0)
-        assert case.tokens == 1 or case.heads == case.batch == 1 or not key.is_contiguous()
-    elif case.kind == "one group":
-        query = centroids[None, :, -1:] + 0.001 * query
-    elif case.kind == "zero queries":
-        query = torch.zeros_like(query)
-    elif case.kind in ("masked", "padded image"):
-        key_mask = torch.rand(case.batch, case.tokens, generator=torch.Generator().manual_seed(case.number)) < 0.6
-        key_mask[0] = case.kind == "masked"  # the first image is whole, or has no real token at all
-    return query, key, value, centroids, key_mask
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.number}-L{case.tokens}-k{case.top_k}-{case.kind}")
-def test_equals_the_reference(case, fast, draw, close, with_gradients) -> None:
-    query, key, value, centroids, key_mask = build(case, draw)
+def test_equals_the_reference(case, fast, build, close, with_gradients) -> None:
+    query, key, value, centroids, key_mask = build(case)
     group_ids = dgt.group_queries(query, centroids, key_mask, "reference")
     key_ids = dgt.select_keys(centroids, key, case.top_k, key_mask, "reference")
     assert torch.equal(dgt.group_queries(query, centroids, key_mask, fast), group_ids)
@@ -79,10 +23,10 @@ def test_equals_the_reference(case, fast, draw, close, with_gradients) -> None:
         close(actual, expected, what)
 
 
-def test_the_cases_are_of_every_kind() -> None:
-    assert {case.kind for case in CASES} == set(KINDS)
-    assert {min(case.tokens for case in CASES), max(case.tokens for case in CASES)} == {1, 5000}
-    assert any(case.top_k > case.tokens for case in CASES)
+def test_the_cases_are_of_every_kind(cases) -> None:
+    assert {case.kind for case in cases} == {"plain", "strided", "masked", "padded image", "one group", "zero queries"}
+    assert {min(case.tokens for case in cases), max(case.tokens for case in cases)} == {1, 5000}
+    assert any(case.top_k > case.tokens for case in cases)
 
 
 @pytest.mark.parametrize("tokens", [40, 400])

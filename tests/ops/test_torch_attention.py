@@ -123,6 +123,20 @@ def test_each_way_equals_the_reference(route, monkeypatch, close, with_gradients
         torch.testing.assert_close(sums, reference.attend_with_logsumexp(*tokens, *ids, scale)[1])
 
 
+def test_each_way_equals_the_reference_on_shapes_of_every_kind(case, build, monkeypatch, close, with_gradients) -> None:
+    """The shapes on which every backend is compared with it."""
+    query, key, value, centroids, key_mask = build(case)
+    ids = choose(Case(query, key, value, centroids, case.top_k, key_mask))
+    scale = case.channels**-0.5
+    dense = with_gradients(reference.attend, (query, key, value), *ids, scale)
+    for route in ROUTES:
+        with monkeypatch.context() as patched:
+            take(route, patched)
+            ours = with_gradients(torch_ops.attend, (query, key, value), *ids, scale)
+        for what, actual, expected in zip(("output", "query", "key", "value"), ours, dense, strict=True):
+            close(actual, expected, f"{what} by {route}")
+
+
 @pytest.mark.parametrize("route", ["padded", "varlen"])
 @pytest.mark.parametrize("crowded", [False, True])
 def test_segments_as_long_as_shipped(route, crowded, monkeypatch, draw, close) -> None:

@@ -5,7 +5,9 @@ The interpreter must be switched on before anything imports Triton: the suite's 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,6 +27,24 @@ def _runnable() -> None:
     """Fail with a plain sentence where kernels can run neither on a GPU nor in the interpreter."""
     if not torch.cuda.is_available() and not triton.knobs.runtime.interpret:
         pytest.fail("set TRITON_INTERPRET=1 for this run: Triton was imported before the interpreter was switched on")
+
+
+@pytest.fixture(autouse=True)
+def _usable_device() -> Iterator[None]:
+    """End a process whose device refuses everything since an illegal access, or all later tests would fail of it.
+
+    pytest-xdist begins another.
+    """
+    yield
+    if not torch.cuda.is_available():
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            time.sleep(1.0)  # until the test's own failure has been told
+            os._exit(1)
+        pytest.exit(f"the device takes nothing more from this process: {error}", returncode=1)
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -25,8 +26,8 @@ from pathlib import Path
 rows = gpu_common.Rows(Path({str(tmp_path / "rows.json")!r}), "forward")
 rows.add({{"case": "one", "ms": 1.0}})
 rows.add({{"case": "two", "ms": 2.0}})
-again = gpu_common.Rows(Path({str(tmp_path / "rows.json")!r}), "forward")
-assert again.has(case="one") and not again.has(case="three")
+later = gpu_common.Rows(Path({str(tmp_path / "rows.json")!r}), "forward")
+assert later.has(case="one") and not later.has(case="three")
 other = gpu_common.Rows(Path({str(tmp_path / "rows.json")!r}), "backward")
 assert not other.has(case="one")
 timm.create_model("dgt_tiny", num_classes=10)
@@ -35,6 +36,59 @@ timm.create_model("dgt_tiny", num_classes=10)
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
     assert run.returncode == 0, run.stderr
     assert '"case": "two"' in (tmp_path / "rows.json").read_text()
+
+
+PLANNED = """
+import os, sys, time
+sys.path.insert(0, BENCHMARKS)
+import gpu_common
+from pathlib import Path
+
+def fail():
+    raise RuntimeError("no")
+
+steps = {
+    "good": lambda: {"ms": 1.0},
+    "wrong": fail,
+    "hanging": lambda: time.sleep(60),
+    "crashing": lambda: os._exit(9),
+    "uncaptured": lambda: {"torch_graph_error": "RuntimeError: no capture"},
+    "last": lambda: {"ms": 2.0},
+}
+
+def call(again):
+    process = os.fork()
+    if not process:
+        rows = gpu_common.Rows(FILE, "forward", again)
+        os._exit(rows.measure((({"case": name}, step) for name, step in steps.items()), 60, 2.0))
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+FILE = Path(sys.argv[1])
+statuses = [call(again=False)]
+while '"begun"' in FILE.read_text():
+    statuses.append(call(again=True))
+print(statuses, flush=True)
+FILE.with_name("first.json").write_text(FILE.read_text())
+call(again=False)
+"""
+
+
+def test_a_case_that_breaks_its_process_costs_no_other(tmp_path: Path) -> None:
+    """It hangs, crashes, or fails in a capture: another process goes on behind it, as the shell script lets it."""
+    code = PLANNED.replace("BENCHMARKS", repr(str(ROOT / "benchmarks")))
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-c", code, str(tmp_path / "rows.json")]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    statuses = next((line for line in run.stdout.splitlines() if line.startswith("[")), "none")
+    assert statuses == "[1, 9, 1, 1]", run.stderr
+    rows = json.loads((tmp_path / "first.json").read_text())["rows"]
+    failed = {row["case"]: any(name.endswith("_error") for name in row) for row in rows}
+    assert failed == {
+        "good": False, "wrong": True, "hanging": True, "crashing": True, "uncaptured": True, "last": False,
+    }  # fmt: skip
+    # A later call tries again what failed, and nothing else.
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [row["case"] for row in rows] == ["good", "last", "wrong"]
 
 
 def run_gpu(request: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
@@ -50,7 +104,7 @@ def run_gpu(request: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
         ("first", "first: B128 H2 L3136 k98 G48 bfloat16, scenes"),
         ("transformers", "part accelerate size 4096"),
         ("training", "part train size 1024"),
-        ("models224", "dgt_tiny beside swin_tiny_patch4_window7_224, 224 px, training"),
+        ("models224", "dgt_tiny beside swin_tiny_patch4_window7_224 size 224 training True compiled True"),
         ("memcheck", "racecheck"),
     ],
 )

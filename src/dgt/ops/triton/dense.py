@@ -89,27 +89,30 @@ def attend_densely(
     result, logs = finish_softmax(result, top, total)
     store_rows(head_base(output, head, heads, ob, oh), rows, ol, present, result, D, DP)
     tl.store(logsum + head.to(tl.int64) * tokens + rows, logs, mask=present)
-    # Zero times a value that is not finite.
-    if tl.max(tl.max((result != result).to(tl.int32), 1), 0) > 0:
+    odd = tl.max(tl.max((result != result).to(tl.int32), 1), 0)
+    if odd > 0:  # zero times a value that is not finite
         tl.debug_barrier()  # what some threads wrote, others read and write
+        # It is 1, but the compiler does not know: it would keep addresses in registers for this,
+        # through the loop above, or spill them.
         attend_key_by_key(
-            query, key, value, words, group_ids, output, logsum, qb, qh, ql, kb, kh, kl, vb, vh, vl,
-            ob, oh, ol, heads, tokens, groups, pitch, tiles, given, D, DP, T,
+            tl.program_id(0) + odd - 1, query, key, value, words, group_ids, output, logsum, qb, qh,
+            ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, heads, tokens, groups, pitch, tiles, given, D,
+            DP, T,
         )  # fmt: skip
 
 
 @triton.jit
 def attend_key_by_key(
-    query, key, value, words, group_ids, output, logsum, qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh,
-    ol, heads, tokens, groups, pitch, tiles, scale, D: tl.constexpr, DP: tl.constexpr,
-    T: tl.constexpr,
+    program, query, key, value, words, group_ids, output, logsum, qb, qh, ql, kb, kh, kl, vb, vh,
+    vl, ob, oh, ol, heads, tokens, groups, pitch, tiles, scale,
+    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """The same sum, key by key, in which values that a query does not see are never multiplied.
 
     All is read again, so that :func:`attend_densely` holds nothing for a case that hardly ever
     comes.
     """
-    head, rows = tl.program_id(0) // tiles, tl.program_id(0) % tiles * T + tl.arange(0, T)
+    head, rows = program // tiles, program % tiles * T + tl.arange(0, T)
     q = load_rows(head_base(query, head, heads, qb, qh), rows, ql, rows < tokens, D, DP).to(
         tl.float32
     )
