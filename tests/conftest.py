@@ -39,7 +39,8 @@ LONGEST = (
     *("training/test_resume.py", "experiments/test_ablate.py", "ops/triton/test_products.py", "test_cli.py"),
     *("acceleration/test_accelerate.py", "ops/triton/test_operators.py", "training/test_fit.py"),
     *("data/test_loading.py", "studies/test_fixed_weights.py", "ops/test_reference.py", "explorer/test_launch.py"),
-    *("layers/test_data_parallel.py", "ops/test_operators.py", "inference/test_fixed_size.py"),
+    *("layers/test_data_parallel.py", "ops/test_torch_attention.py", "ops/test_operators.py"),
+    "inference/test_fixed_size.py",
     *("figures/test_visualize.py", "examples/test_attention_tour.py", "test_architecture.py"),
 )
 

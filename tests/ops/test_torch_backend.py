@@ -167,6 +167,27 @@ def test_compilers_take_any_number_of_tokens(
             close(compiled(*inputs), call(*inputs))
 
 
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("options", [{}, {"remainder": True}, {"remainder": 3, "num_prefix_tokens": 2}], ids=str)
+def test_it_is_exported_with_any_number_of_images_and_tokens(
+    options: dict[str, Any], strict: bool, draw: Any, close: Any
+) -> None:
+    """Few tokens and many through one program, with the steps as operators that a file can name."""
+    centroids = draw(1, 2, 1, 8, 5).centroids
+
+    class Attention(torch.nn.Module):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            tokens = (query, key, value)
+            return dgt.dynamic_group_attention(*tokens, centroids, 9, backend="torch", **options).output
+
+    free = {0: torch.export.Dim("images", min=1), 2: torch.export.Dim("tokens", min=12)}
+    example = tuple(draw(2, 2, 50, 8, 5)[:3])
+    program = torch.export.export(Attention(), example, dynamic_shapes=(free, free, free), strict=strict)
+    for images, tokens in ((1, 13), (3, 81), (2, 1500)):
+        inputs = draw(images, 2, tokens, 8, 5)[:3]
+        close(program.module()(*inputs), Attention()(*inputs))
+
+
 @pytest.mark.parametrize("route", ["dense", "padded"])
 def test_a_constant_of_keys_has_its_gradient(
     route: str, draw: Any, close: Any, with_gradients: Any, monkeypatch: pytest.MonkeyPatch

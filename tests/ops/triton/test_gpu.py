@@ -285,3 +285,57 @@ def test_auto_takes_the_kernels_of_an_accelerated_call(make_case: Any) -> None:
     torch.testing.assert_close(torch.compile(attend)(*tensors), attend(*tensors), rtol=0.02, atol=0.02)
     named = dgt.dynamic_group_attention(*tensors, *case[3:5], backend="triton", remainder=True).output
     assert torch.equal(dgt.dynamic_group_attention(*tensors, *case[3:5], remainder=True).output, named)
+
+
+def of_torch(case: Any, *leaves: Tensor) -> Tensor:
+    """The output of the whole operator in PyTorch's own kernels."""
+    return dgt.dynamic_group_attention(*leaves, case.centroids, case.top_k, backend="torch").output
+
+
+@pytest.mark.parametrize("crowded", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_torch_backend_is_right_and_waits_for_nothing(
+    make_case: Any, shape: tuple[int, ...], dtype: torch.dtype, crowded: bool
+) -> None:
+    """Also where nearly all queries are in one group and most sequences of flash attention are empty."""
+    case = make_case(*shape, dtype=dtype, exact=False)
+    tensors = [t.detach() for t in (case.query, case.key, case.value)]
+    if crowded:
+        tensors[0] = (tensors[0] + 20 * case.centroids[None, :, :1]).to(dtype)
+    grad = torch.randn_like(tensors[0])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = with_gradients(lambda *x: of_torch(case, *x), tuple(tensors), grad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    ids = (
+        dgt.group_queries(tensors[0], case.centroids, None, "torch"),
+        dgt.select_keys(case.centroids, tensors[1], case.top_k, None, "torch"),
+    )
+    exact = with_gradients(
+        lambda *x: reference.attend(*x, *ids, shape[3] ** -0.5), tuple(t.double() for t in tensors), grad
+    )
+    for name, ours, theirs in zip(("output", "query", "key", "value"), found, exact, strict=True):
+        allowed = max(4 * torch.finfo(dtype).eps, 1e-5)  # inputs, P and dS are rounded, and the result
+        assert rmse(ours, theirs) <= allowed * float(theirs.square().mean().sqrt()), name
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+def test_a_cuda_graph_replays_the_torch_backend(make_case: Any, shape: tuple[int, ...]) -> None:
+    """Captured once and replayed on other inputs, the result is that of plain calls."""
+    case, other = (make_case(*shape, dtype=torch.bfloat16, exact=False) for _ in range(2))
+    static, fresh = ([t.detach().clone() for t in c[:3]] for c in (case, other))
+    expected = of_torch(case, *fresh)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        of_torch(case, *static)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = of_torch(case, *static)
+    for into, source in zip(static, fresh, strict=True):
+        into.copy_(source)
+    graph.replay()
+    torch.testing.assert_close(output, expected)
