@@ -190,8 +190,8 @@ def stop_once(
     recipe = load_recipe(name, [*words, f"--out={out}"])
     event, delay = draw.randrange(EVENTS), draw.uniform(0, 0.05)
     first = train(recipe, resume=True, bomb=(event, delay, number))
-    begun = out.exists() and not (out / "results.json").exists()
-    place = latest_checkpoint(out) if begun else None
+    is_unfinished = out.exists() and not (out / "results.json").exists()
+    place = latest_checkpoint(out) if is_unfinished else None
     same = train(recipe, resume=True) == 0 and equal(final_state(whole), final_state(out))
     shutil.rmtree(out, ignore_errors=True)
     row = {

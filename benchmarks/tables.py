@@ -88,7 +88,7 @@ def numbers(text: str) -> Iterator[tuple[int, int, str]]:
 
 
 def number_at(mark: re.Match[str]) -> str:
-    """The number that a mark stands for."""
+    """The number that a mark names, as it is to be written."""
     name, arguments = " ".join(mark[1].split()), " ".join((mark[2] or "").split())
     words = arguments.split("; ") if arguments else []
     if name.endswith(".json"):
