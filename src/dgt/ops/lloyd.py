@@ -57,7 +57,7 @@ def spread_out(
 def _choose_sample(
     x: Tensor, num_clusters: int, every: int, mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """One of ``every`` tokens (B, H, n, D), which of these are not real (B, n), and the first of clusters (B or 1, M)."""
+    """One of ``every`` tokens (B, H, n, D), which are not real (B, n), and the first of each cluster (B or 1, M)."""
     order, real = spread_out(x.shape[2], mask, x.device)
     size = (x.shape[2] + every - 1) // every
     sample = _take_tokens(x, order[:, :size])
