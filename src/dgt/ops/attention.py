@@ -21,6 +21,7 @@ from dgt.ops.checks import (
     check_choice,
     check_count,
     check_device,
+    check_fixed_in_exports,
     check_ids,
     check_key_ids,
     check_key_mask,
@@ -126,6 +127,8 @@ def dynamic_group_attention(
     scale = check_scale(scale, query.shape[-1])
     forward_only = "a remainder" if residual.num_keys else None
     steps = load_backend(resolve_call(backend, forward_only, query, key, value), query)
+    if residual.num_keys > 1:
+        check_fixed_in_exports("key", key, "several residual keys a group")
     if residual.num_keys > 1 and residual.cluster_ids is None:
         clusters = cluster_keys(steps, own_key, residual.num_keys, num_prefix_tokens, key_mask)
         clusters = clusters.repeat_interleave(query.shape[1] // own_key.shape[1], dim=1)

@@ -244,3 +244,21 @@ def full_precision(device: torch.device) -> contextlib.AbstractContextManager[ob
     if device.type == "meta":
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
+
+
+def check_fixed_in_exports(name: str, tensor: Tensor, what: str) -> None:
+    """Check that an export has no free sizes where some operation cuts its work by them.
+
+    Args:
+        name: of the tensor.
+        tensor: whose sizes are looked at.
+        what: cannot be exported with free sizes.
+
+    Raises:
+        ValueError: if a size is free.
+    """
+    if torch.compiler.is_exporting() and any(isinstance(size, torch.SymInt) for size in tensor.shape):
+        raise ValueError(
+            f"{name} must have fixed sizes in an export with {what}, got {tuple(tensor.shape)}; "
+            "leave out dynamic_shapes"
+        )

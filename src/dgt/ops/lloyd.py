@@ -24,7 +24,7 @@ def cluster_tokens(
     with full_precision(tokens.device):
         x = tokens.detach().float()
         sample, hidden, first = _choose_sample(x, num_clusters, every, mask)
-        centroids = _take_tokens(x, first)
+        centroids = torch.take_along_dim(x, first, 2)
         for _ in range(steps):
             centroids = _move(centroids, sample, _assign(sample, centroids, hidden))
         ids = _assign(x, centroids, None if mask is None else ~mask)
@@ -57,24 +57,15 @@ def spread_out(
 def _choose_sample(
     x: Tensor, num_clusters: int, every: int, mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """One of ``every`` tokens (B, H, n, D), which are not real (B, n), and the first of each cluster (B or 1, M)."""
+    """One of ``every`` tokens (B, H, n, D), which of them are not real (B, n), and tokens that start the clusters."""
     order, real = spread_out(x.shape[2], mask, x.device)
     size = (x.shape[2] + every - 1) // every
-    sample = _take_tokens(x, order[:, :size])
+    sample = torch.take_along_dim(x, order[:, None, :size, None], 2)
     if real is None:
-        return sample, None, order[:, :num_clusters]
+        return sample, None, order[:, None, :num_clusters, None]
     hidden = torch.arange(size, device=x.device) * every >= real
     first = torch.arange(num_clusters, device=x.device) % real.clamp(min=1)
-    return sample, hidden, order.gather(-1, first)
-
-
-def _take_tokens(x: Tensor, places: Tensor) -> Tensor:
-    """(B, H, n, D): tokens of (B, H, N, D) by (B or 1, n) places.
-
-    Not by ``take_along_dim``, in which an export takes every size for a constant.
-    """
-    batch, heads, _, channels = x.shape
-    return x.gather(2, places[:, None, :, None].expand(batch, heads, -1, channels))
+    return sample, hidden, order.gather(-1, first)[:, None, :, None]
 
 
 def sample_distance(tokens: int, num_clusters: int, every: int) -> int:

@@ -95,24 +95,23 @@ def attend_densely(
         # It is 1, but the compiler does not know: it would keep addresses in registers for this,
         # through the loop above, or spill them.
         attend_key_by_key(
-            tl.program_id(0) + odd - 1, query, key, value, words, group_ids, output, logsum, qb, qh,
-            ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, heads, tokens, groups, pitch, tiles, given, D,
-            DP, T,
+            query, key, value, words, group_ids, output, logsum, qb, qh, ql, kb, kh, kl, vb, vh, vl,
+            ob, oh, ol, heads, tokens, groups, pitch, tiles + odd - 1, given, D, DP, T,
         )  # fmt: skip
 
 
 @triton.jit
 def attend_key_by_key(
-    program, query, key, value, words, group_ids, output, logsum, qb, qh, ql, kb, kh, kl, vb, vh,
-    vl, ob, oh, ol, heads, tokens, groups, pitch, tiles, scale,
-    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr,
+    query, key, value, words, group_ids, output, logsum, qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh,
+    ol, heads, tokens, groups, pitch, tiles, scale, D: tl.constexpr, DP: tl.constexpr,
+    T: tl.constexpr,
 ):  # fmt: skip
     """The same sum, key by key, in which values that a query does not see are never multiplied.
 
     All is read again, so that :func:`attend_densely` holds nothing for a case that hardly ever
     comes.
     """
-    head, rows = program // tiles, program % tiles * T + tl.arange(0, T)
+    head, rows = tl.program_id(0) // tiles, tl.program_id(0) % tiles * T + tl.arange(0, T)
     q = load_rows(head_base(query, head, heads, qb, qh), rows, ql, rows < tokens, D, DP).to(
         tl.float32
     )
