@@ -254,8 +254,8 @@ public:
         int64_t queries = problem.queries - prefix, keys = problem.keys - prefix;
         bool fits = queries >= settings_.num_groups && keys >= std::max<int64_t>(1, settings_.num_residual_keys);
         OPENVINO_ASSERT(fits, "DGClusteredAttention: ", settings_.num_groups, " groups and ",
-                        settings_.num_residual_keys, " residual keys exceed the tokens after the prefix, ",
-                        queries, " queries and ", keys, " keys");
+                        settings_.num_residual_keys, " residual keys exceed the tokens after the prefix, ", queries,
+                        " queries and ", keys, " keys");
         problem.prefix = prefix;
         problem.list_length = prefix + std::min(settings_.top_k, keys);
         problem.scale = settings_.scale;
