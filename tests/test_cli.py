@@ -189,7 +189,7 @@ def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path:
                 capsys, *command, "--out", str(place)
             )
     few = fails(capsys, *TRAIN, "--data.batch_size=128", f"--out={tmp_path / 'few'}")
-    assert "error: batch_size: 64 training images do not fill one batch of 128" in few
+    assert "error: data.batch_size: 64 training images do not fill one batch of 128" in few
     assert "there is no checkpoint" in fails(capsys, "evaluate", str(missing))
     assert "is interpreted as the model: add image files after it" in fails(capsys, "predict", str(tmp_path))
     assert "model.name must be a registered timm model" in fails(capsys, *TRAIN, "--model.name", "dgt_huge")

@@ -68,7 +68,7 @@ def test_evaluate_prints_its_measures(run: Path, capsys: pytest.CaptureFixture[s
     assert main(["evaluate", str(run / "checkpoints" / "best.ckpt"), "--data.batch_size=1"]) == 0
     assert "mIoU" in capsys.readouterr().out
     assert main(["evaluate", str(run), "--data.test.scales=[]"]) == 2
-    assert "test.scales must be at least one number above 0" in capsys.readouterr().err
+    assert "data.test.scales must be at least one number above 0" in capsys.readouterr().err
     assert main(["visualize", str(run), "image.png", "--out", "figure.png"]) == 2
     assert "only classifiers can be inspected" in capsys.readouterr().err
 

@@ -111,7 +111,7 @@ class DetectionData(ImageData):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(0, 1, flip=self.flip)
+        check_range(0, 1, section="data", flip=self.flip)
 
     def open_root(self, root: str, part: str) -> tuple[str, CocoImages]:
         """As of all tasks; warns of annotations that cannot be used, and raises BrokenImagesError

@@ -137,5 +137,5 @@ class BrokenImages:
                 f"\n  {path}: {reason}" for path, reason in list(self.broken.items())[:5]
             )
             count = f"{len(self)} of the {self.total} {self.things} of split {self.split!r} {self.fault}"
-            share = f"{len(self) / max(self.total, 1):.2%}, above max_broken_share = {self.max_share:.2%}"
+            share = f"{len(self) / max(self.total, 1):.2%}, above data.max_broken_share = {self.max_share:.2%}"
             raise BrokenImagesError(f"{count} ({share}); the first:{first}")
