@@ -219,9 +219,7 @@ class Network(nn.Module):
 
 @torch.no_grad()
 def measure(network: Network, batches: Sequence[Batch]) -> dict[str, float]:
-    """Percentage of correct answers, and of probes that are served if the attention has groups.
-
-    """
+    """Percentage of correct answers, and of probes that are served if the attention has groups."""
     network.eval()
     right: list[Tensor] = []
     served: list[Tensor] = []

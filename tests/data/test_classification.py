@@ -1,4 +1,4 @@
-"""The classification data module: batches are functions of (seed, epoch, index), and bad data stops with a sentence."""
+"""The classification data module: batches are functions of (seed, epoch, index), and bad data gives clear errors."""
 
 from pathlib import Path
 

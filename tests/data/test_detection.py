@@ -1,4 +1,4 @@
-"""The data module of detection: what is trained on, what is evaluated, and bad files told, left out or fatal."""
+"""The detection data module: images for training and evaluation, and bad files reported, skipped, or fatal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face data sets as a data root: the same batches as from folders, and what is wrong with one in a sentence."""
+"""Hugging Face data sets as a data root: the same batches as from folders, and clear errors."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ NAMES = ["ant", "bee"]
 
 @pytest.fixture(autouse=True)
 def quiet_cache(tmp_path_factory, monkeypatch):
-    """Keep what is read out of the user's cache, and the network out of the tests."""
+    """Do not use the user's cache or the network."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     datasets.disable_progress_bars()

@@ -109,7 +109,7 @@ class TestDecoding:
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_the_python_layout_of_cifar_10_is_a_data_set(tmp_path, inside, monkeypatch):
-    """As torchvision, which checks the files, reads it; a copy that is not whole is a sentence."""
+    """Read as torchvision does, which checks the files; an incomplete copy gives a clear error."""
     (tmp_path / "cifar-10-batches-py").mkdir()
     (tmp_path / "cifar-10-batches-py" / "data_batch_1").touch()
     root = tmp_path / "cifar-10-batches-py" if inside else tmp_path

@@ -1,4 +1,4 @@
-"""Images with label maps: both layouts, batches as functions of (seed, epoch, item), wrong files told by name."""
+"""Images with label maps: both layouts, batches as functions of (seed, epoch, item), wrong files named."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def save(folder: Path, split: str, name: str, labels: np.ndarray, maps: str = "l
 
 
 def turn(path: Path, orientation: int) -> None:
-    """Write an EXIF orientation into an image, whose pixels stay."""
+    """Write an EXIF orientation into an image without changing its pixels."""
     image = Image.open(path)
     image.load()
     exif = Image.Exif()
@@ -48,7 +48,7 @@ def turn(path: Path, orientation: int) -> None:
 
 
 def some_labels(rng: np.random.Generator, height: int = 48, width: int = 64) -> np.ndarray:
-    """Rectangles of three classes, and some pixels without."""
+    """Rectangles of three classes, and some unlabeled pixels."""
     labels = np.zeros((height, width), dtype=np.uint8)
     labels[height // 3 :, : width // 2] = 1
     labels[: height // 4, width // 3 :] = 2
@@ -139,7 +139,7 @@ def read_all(folder: Path, **options: object) -> None:
 
 class TestWrongFiles:
     def fails(self, folder: Path, message: str, **options: object) -> None:
-        """Open and read: a ValueError with the message."""
+        """Opening and reading raises a ValueError with the message."""
         with pytest.raises(ValueError, match=message):
             read_all(folder, **options)
 
@@ -164,7 +164,7 @@ class TestWrongFiles:
     def test_a_quarter_turn_by_exif_data_turns_the_label_map(
         self, folder: Path, orientation: int, upright: bool
     ) -> None:
-        """Whether it is stored upright or as the pixels are: red tells the label of every pixel."""
+        """Whether stored upright or rotated: red encodes the label of every pixel."""
         image, path = folder / "images" / "val" / "02.png", folder / "labels" / "val" / "02.png"
         turn(image, orientation)
         if upright:
@@ -206,7 +206,7 @@ class TestWrongFiles:
             return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 
         header = chunk(b"IHDR", struct.pack(">IIBBBBB", 64, 48, 4, 0, 0, 0, 0))
-        pixels = chunk(b"IDAT", zlib.compress(b"\0" * 33 * 48))  # a filter and 32 bytes a row
+        pixels = chunk(b"IDAT", zlib.compress(b"\0" * 33 * 48))  # a filter and 32 bytes per row
         (folder / "labels" / "val" / "00.png").write_bytes(b"\x89PNG\r\n\x1a\n" + header + pixels + chunk(b"IEND", b""))
         self.fails(folder, r"labels/val/00.png: expected .* one 8-bit channel .*, got L with fewer bits in PNG$")
 
@@ -345,7 +345,7 @@ class TestTransforms:
         grey = torch.full((3, 4, 4), 100, dtype=torch.uint8)
         for _ in range(20):
             changed = distort_colours(grey, 0.5)
-            assert int(changed.max()) - int(changed.min()) <= 2  # no channel is favoured, none is moved
+            assert int(changed.max()) - int(changed.min()) <= 2  # all channels change alike
 
 
 @pytest.mark.parametrize(

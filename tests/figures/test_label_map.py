@@ -1,4 +1,4 @@
-"""Figures of label maps: colours that tell classes apart, a legend of what is there, numbers that stay numbers."""
+"""Figures of label maps: distinct colors per class, a legend of the classes present, numbers for unnamed classes."""
 
 from __future__ import annotations
 
