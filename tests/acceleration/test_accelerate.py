@@ -1,4 +1,4 @@
-"""`dgt.accelerate`: what it finds in models, what it leaves unchanged, its error, its plan, and that nothing is lost."""
+"""`dgt.accelerate`: what it finds in models, what it leaves unchanged, its error, its plan, what is preserved."""
 
 from __future__ import annotations
 
@@ -295,7 +295,7 @@ def test_an_accelerated_model_is_a_model() -> None:
         assert torch.equal(twin(images), expected)
         with dgt.exact_attention(twin):
             assert not torch.equal(twin(images), expected)
-            again = copy.deepcopy(twin)  # whose replacement would otherwise never end
+            again = copy.deepcopy(twin)  # nothing would end the exact mode of the copy
         assert torch.equal(again(images), expected)
         assert torch.equal(model(images), expected)
         torch.compiler.reset()
@@ -939,7 +939,7 @@ def test_packed_sequences() -> None:
 @pytest.mark.usefixtures("slow_attention")
 @pytest.mark.parametrize("special", [[5, 0, 100], dgt.FrameTokens(2, 64)])
 def test_special_tokens_at_places(special, tmp_path) -> None:
-    """They attend to everything and everything attends to them: a class token in the middle is as exact as at the start."""
+    """They attend to everything and everything attends to them: a class token is exact in any position."""
     torch.manual_seed(0)
     model, x = Heads(), torch.randn(4, 256, 8)
     places = [0, 5, 100] if isinstance(special, list) else [0, 1, 64, 65, 128, 129, 192, 193]

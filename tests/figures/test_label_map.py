@@ -1,4 +1,4 @@
-"""Figures of label maps: distinct colors per class, a legend of the classes present, numbers for unnamed classes."""
+"""Figures of label maps: distinct colors per class, a legend of the classes present, exact label numbers."""
 
 from __future__ import annotations
 

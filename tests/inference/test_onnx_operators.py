@@ -1,4 +1,4 @@
-"""The operator's steps as ONNX: equal to eager for any number of tokens, with the same ties, in both attention modes."""
+"""The operator's steps as ONNX: equal to eager for any number of tokens, with the same ties, in both modes."""
 
 from __future__ import annotations
 
