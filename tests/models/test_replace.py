@@ -299,7 +299,7 @@ def test_every_step_goes_through_the_chosen_backend(kind, monkeypatch) -> None:
 
 @pytest.mark.parametrize("kind", ["registers", "norms", "swin"])
 def test_the_remainder_keeps_what_was_learnt(kind) -> None:
-    """With centroids from images, few keys plus a residual key are close to global attention; few keys alone are not."""
+    """With centroids from images, few keys plus a residual key are close to global attention; few keys are not."""
     images, outputs = torch.randn(8, 3, 64, 64), []
     with torch.no_grad():
         for keys, remainder in ((256, False), (2, False), (2, True)):

@@ -1,4 +1,4 @@
-"""Segmentation as a task: loss, masks, training from the command line's recipes, evaluation, first weights, peers."""
+"""The segmentation task: loss, masks, training with recipes, evaluation, initial weights, other models."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_heads_take_three_arguments() -> None:
 
 
 def test_several_scales_of_a_network_in_bfloat16() -> None:
-    """What mixed precision gives; on a CPU torch shrinks no bfloat16."""
+    """Mixed precision gives bfloat16 logits, which torch cannot downsample on a CPU."""
     images = torch.linspace(-4, 4, 64).expand(1, 3, 48, 64)
 
     def network(x: torch.Tensor) -> torch.Tensor:
