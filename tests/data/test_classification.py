@@ -13,7 +13,7 @@ from dgt.data.loader import EpochBatches
 from dgt.data.transforms import Augmentation, crop_long, evaluation_transform, training_transform
 
 SHARED = Path(__file__).parents[2] / "../shared/data"
-PLAIN = Augmentation(None, 0, 0, 0, 0, 0, 0, 1, 0)  # the centre square, hard labels
+PLAIN = Augmentation(None, 0, 0, 0, 0, 0, 0, 1, 0)  # the center square, hard labels
 
 
 def scenes(**options):

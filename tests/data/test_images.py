@@ -1,4 +1,4 @@
-"""Readers of labelled images, and what they say about bad folders and files."""
+"""Readers of labeled images, and what they say about bad folders and files."""
 
 import io
 import shutil

@@ -38,7 +38,7 @@ GRID = (3, 5)  # not square, so that a flip or a transposition is visible
 
 
 def _panel(**changes: Any) -> GroupPanel:
-    """A grey image of 60 x 100 pixels; group 0 is the top right token, group 1 the bottom row, group 2 the rest."""
+    """A gray image of 60 x 100 pixels; group 0 is the top right token, group 1 the bottom row, group 2 the rest."""
     group_ids = np.full(GRID, 2)
     group_ids[0, 4] = 0
     group_ids[2, :] = 1

@@ -16,7 +16,7 @@ NAMES = ["sky", "road", "car", "tree"]
 
 @pytest.fixture
 def image() -> np.ndarray:
-    """A grey image, 30 by 50."""
+    """A gray image, 30 by 50."""
     return np.full((30, 50, 3), 128, dtype=np.uint8)
 
 

@@ -1,8 +1,8 @@
 """Attention layers with projections: DG-Attention (section 3.1) and global attention.
 
 Both take (B, H, W, C) or (B, L, C) and return the same shape. With ``cosine=True`` (DGT-S and -B)
-queries and keys are compared normalised, times a learned scale per head, as in Swin v2; keys are
-then ranked normalised as well.
+queries and keys are compared normalized, times a learned scale per head, as in Swin v2; keys are
+then ranked normalized as well.
 """
 
 import math
@@ -35,7 +35,7 @@ class SelfAttention(nn.Module):
         dim: channels C.
         num_heads: H; divides ``dim``.
         qkv_bias: whether query, key and value have a bias.
-        cosine: compare normalised queries and keys, with a learned scale per head.
+        cosine: compare normalized queries and keys, with a learned scale per head.
 
     Raises:
         TypeError, ValueError: for a count below 1, or ``dim`` not divisible by ``num_heads``.

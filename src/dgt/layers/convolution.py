@@ -300,7 +300,7 @@ class InvertedResidualFFN(nn.Module):
         return _nhwc(self.drop(self.norm3(x)))
 
     def mix(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """Add to (B, hidden, H, W) its depthwise convolution, between neighbours."""
+        """Add to (B, hidden, H, W) its depthwise convolution, between neighbors."""
         x = x if mask is None else x * mask.unsqueeze(1)
         return x + self.depthwise(x)
 

@@ -85,7 +85,7 @@ def bound_row(best, bound, row, width, N: tl.constexpr):
     low, _, _, most = find_threshold(score, width)
     low = tl.where(most >= width, low, LOWEST)
     # The second kernel may round differently. The bound is lowered by 16 steps of float32, and near
-    # zero, where such steps are tiny beside the terms that cancelled, by 16 steps of the largest
+    # zero, where such steps are tiny beside the terms that canceled, by 16 steps of the largest
     # score.
     size = tl.abs(score)
     largest = tl.max(tl.where(size < float("inf"), size, 0.0), 0)
