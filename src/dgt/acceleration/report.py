@@ -79,7 +79,7 @@ class Report:
         notes = sorted({f"note: {layer.note}" for layer in self.layers if layer.note})
         if self.verdict:
             notes.append(f"nothing gained: {self.verdict}")
-        # an error below a hundredth of what was asked for is of rounding
+        # an error below a hundredth of the requested one comes from rounding
         wide = (self.predicted_half or 0.0) / max(
             self.predicted_error, self.asked_error / 100, 1e-30
         )

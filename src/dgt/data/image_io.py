@@ -110,8 +110,8 @@ class BrokenImages:
     """The broken-image report of one split: which of its `total` images could not be read, and why.
 
     Each image counts once, however often it is tried. The run stops as soon as the broken ones
-    exceed `max_share`, 0 to 1, of all. `things` and `fault` tell in messages what is counted,
-    images or annotations, and what is wrong.
+    exceed `max_share`, 0 to 1, of all. `things` and `fault` are used in messages to say what is
+    counted, images or annotations, and what is wrong.
     """
 
     split: str

@@ -22,16 +22,15 @@ USUAL_SPLITS = {"train": ("train", "training"), "val": ("val", "validation", "va
 
 @dataclass(eq=False)
 class ImageData(ABC):
-    """Images for training and validation; a subclass says what a split is, how its samples are
-    transformed and how they make a batch.
+    """Images for training and validation; subclasses define splits, transforms, and batches.
 
     Args:
         root: where the images lie; left out for the built-in scenes.
         dataset: what to read; "scenes" for the built-in scenes.
         image_size: side in pixels, at least 32.
         batch_size: images per batch and process.
-        num_workers: processes that prepare images; 0 for none beside the main one. Changes nothing
-            but the speed.
+        num_workers: worker processes that prepare images; 0 to use only the main process. Affects
+            only the speed.
         seed: order and augmentation are functions of it; which images the subsets hold is not.
         train_size: number of training images, the first of one fixed permutation. Default all, of
             scenes 5000 or 4000.
@@ -98,7 +97,7 @@ class ImageData(ABC):
 
     @abstractmethod
     def finish(self, part: str, key: Key, images: Any, targets: Any) -> tuple[Any, Any]:
-        """Make a batch's bytes, on the loader's device, what the network takes."""
+        """Convert a batch's bytes, on the loader's device, to the network's input."""
 
     def choose(
         self, part: str, split: str, reader: Any, indices: Sequence[int] = ()

@@ -133,8 +133,8 @@ class HubImages:
             set on the hub.
         split: name of the split.
         class_names: the training split's classes, to hold this one to the same labels.
-        columns: `image_column` and `label_column`; None for the only one whose type or name tells
-            that it is.
+        columns: `image_column` and `label_column`; None for the only one whose type or name
+            identifies that it is.
 
     UserError for no such split or column or several, other classes, labels outside the classes, and
     what is unreadable.
@@ -228,7 +228,7 @@ def _open_hub(root: StrPath) -> dict[str, Any]:
     try:
         opened = load(os.fspath(root))
     except Exception as error:
-        # a missing set, no network, damaged files: whatever its many parts raise
+        # a missing data set, no network, damaged files: many kinds of errors
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise UserError(
             f"data.root: cannot read a Hugging Face data set from {root} ({reason})"
@@ -285,7 +285,7 @@ def _is_hub(root: Path) -> bool:
         return True
     if not root.exists() and re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(root)):
         return True
-    if not folder_names(root):  # beside folders of images such a file is a stray one
+    if not folder_names(root):  # next to folders of images such a file is a stray one
         names = [root.name] if root.is_file() else [found.name for found in root.glob("*")]
         if old := next(filter(OLD.fullmatch, names), None):
             hint = "unpack it to folders SPLIT/CLASS/ with the script in docs/scaling.md"

@@ -35,7 +35,7 @@ from dgt.data.module import NormalizedData
 from dgt.data.readers import folder_names
 from dgt.utils.errors import UserError, check_range
 
-SMALLEST = 32  # pixels a side that an image is scaled to: what the backbones take
+SMALLEST = 32  # least side in pixels of a scaled image: the minimum of the backbones
 CROP_TRIES = 10
 
 
@@ -106,7 +106,7 @@ class SegmentationTest:
 def fitting_size(
     size: tuple[int, int], frame: tuple[int, int], ratio: float = 1.0
 ) -> tuple[int, int]:
-    """Compute the size of an image scaled to fit a frame, its shape kept; at least 32 pixels a side.
+    """Compute the size of an image scaled to fit a frame, its shape kept; with sides of at least 32 pixels.
 
     Args:
         size: height and width of the image.
@@ -184,7 +184,7 @@ def augment(
     frame: tuple[int, int],
     options: SegmentationAugmentation,
 ) -> tuple[Tensor, Tensor]:
-    """uint8 (3, H, W) and (H, W) rescaled, cropped to at most `crop` pixels a side, flipped and
+    """uint8 (3, H, W) and (H, W) rescaled, cropped to at most `crop` x `crop` pixels, flipped and
     distorted; unpadded.
     """
     ratio = options.min_ratio + (options.max_ratio - options.min_ratio) * float(torch.rand(()))

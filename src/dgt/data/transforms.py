@@ -143,7 +143,7 @@ def crop_long(image: Image.Image) -> Image.Image:
 def training_transform(
     image_size: int, augmentation: Augmentation, mean: Triple = IMAGENET_MEAN
 ) -> Callable[[Image.Image], Tensor]:
-    """Make the random transform of training, but for mixing and erasing.
+    """Make the random transform for training, except for mixing and erasing.
 
     Args:
         image_size: side of the result in pixels.

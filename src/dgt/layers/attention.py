@@ -141,7 +141,7 @@ class DGAttention(SelfAttention, CentroidState):
         backend: as in :func:`dgt.dynamic_group_attention`.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
+        TypeError, ValueError: with the argument's name, what was expected, and what was passed.
 
     Example:
         >>> layer = DGAttention(64, num_heads=2, num_groups=48, top_k=98)

@@ -47,7 +47,7 @@ class UperNet(nn.Module):
         torch.Size([1, 12, 64, 64])
     """
 
-    # Ways through the model beside `forward`, for what shards its weights.
+    # Entry points of the model other than `forward`, for code that shards its weights.
     forward_methods = ("forward_both",)
     # What a pixel of each class counts in training, where they differ.
     class_weights: list[float] | None = None

@@ -154,7 +154,7 @@ class KeyPlan(NamedTuple):
 
 
 def block_turn(blocks: int) -> int:
-    """Return R, odd: from pass p - 1 to p, blocks turn by ``p R`` (:func:`block_of_key`)."""
+    """Return R, odd: from pass p - 1 to p, blocks rotate by ``p R`` (:func:`block_of_key`)."""
     return int(blocks * GOLDEN) | 1
 
 
@@ -163,9 +163,9 @@ def block_of_key(places: Tensor, blocks: int) -> Tensor:
 
     N is a power of two.
 
-    Without turns, a column of an image whose width divides N would fall into few blocks, and its
-    keys, which are alike, would hide one another there. Turns that grow with the passes fall into
-    step with no width.
+    Without rotation, a column of an image whose width divides N would fall into few blocks, and its
+    keys, which are similar, would hide one another there. Rotations that grow with the passes do
+    not stay in step with any width.
     """
     passes = places // blocks
     return (places + passes * (passes + 1) // 2 * block_turn(blocks)) % blocks
