@@ -154,6 +154,6 @@ def test_the_ten_lines_of_the_readme_run() -> None:
     assert len(lines.split("\n\n")) == 3
     seen: dict[str, Any] = {}
     exec(lines.replace("4, 3, 512, 512", "2, 3, 64, 64").replace("16384", "256").replace("print(", "report = ("), seen)
-    assert seen["report"].asked_error == 0.01
+    assert seen["report"].requested_error == 0.01
     assert seen["out"].output.shape == seen["query"].shape
     assert [tuple(part.shape[2:]) for part in seen["maps"]] == [(16, 16), (8, 8), (4, 4), (2, 2)]

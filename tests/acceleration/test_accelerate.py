@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import dgt
 from dgt.acceleration import Report, choose, confirm, inspect_model, measure, settings, statistics
 from dgt.acceleration.grouped import grouped_calls
+from dgt.acceleration.plan import read_plan
 from dgt.swap import sdpa, uninstall_answers
 
 SIZE = 96  # 6 x 6 patches of 16, or 24 x 24 of 4
@@ -80,7 +81,7 @@ def test_models_of_timm(name) -> None:
 def test_the_error_is_what_was_asked_for() -> None:
     images = torch.randn(4, 3, SIZE, SIZE)
     reports = [dgt.accelerate(vit(), images, error) for error in (1e-5, 0.02, 0.3)]
-    assert all(report.error_bound <= report.asked_error for report in reports)
+    assert all(report.error_bound <= report.requested_error for report in reports)
     assert reports[0].predicted_error < reports[2].predicted_error
     speedups = [report.attention_speedup for report in reports]
     assert speedups == sorted(speedups)
@@ -139,6 +140,19 @@ def test_the_interval_of_an_error_holds_it() -> None:
     assert statistics.half_interval(one[:1]) is None
     assert statistics.half_interval(one * torch.tensor([0.0, 1.0])) is None
     assert statistics.half_interval(one[:2].repeat(20, 1)) < statistics.half_interval(one[:2].repeat(3, 1))
+
+
+def test_earlier_names_of_a_report(tmp_path) -> None:
+    """The renamed fields warn under their earlier names, which plans and results keep."""
+    report = Report(0.05, 0.04, 0.05, 2.0, 1.5, 3.0, [], matching_modules=3, special_tokens_detected=True)
+    for old, value in (("asked_error", 0.05), ("alike", 3), ("prefix_told", True)):
+        with pytest.warns(DeprecationWarning, match=f"{old} was renamed to"):
+            assert getattr(report, old) == value
+        assert report.to_json()[old] == value
+    with pytest.raises(AttributeError, match="no attribute 'requested'"):
+        _ = report.requested
+    report.save(tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json") == report
 
 
 def test_a_report_says_when_images_are_too_few() -> None:
@@ -563,7 +577,7 @@ def test_a_plan_of_other_prefix_tokens(tmp_path) -> None:
     with pytest.raises(ValueError, match=r"plan's 1 class and register tokens at 'blocks\.0\.attn', got 5"):
         dgt.apply_plan(other, tmp_path / "plan")
     assert not grouped_calls(other)
-    for report in (given, dataclasses.replace(counted, prefix_told=False)):
+    for report in (given, dataclasses.replace(counted, special_tokens_detected=False)):
         report.save(tmp_path / "plan")
         dgt.apply_plan(vit(reg_tokens=4), tmp_path / "plan")
 

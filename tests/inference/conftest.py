@@ -107,14 +107,14 @@ def make_accelerated(folder: Path, **changes: Any) -> tuple[Path, Path]:
     settings = {"choice": "groups", "groups": 8, "keys": 16, "residual_keys": 8, **changes}
     rows = [dataclasses.replace(row, **settings) for row in found]
     report = Report(
-        asked_error=0.1,
+        requested_error=0.1,
         predicted_error=0.05,
         measured_error=0.05,
         attention_speedup=2.0,
         model_speedup=1.5,
         bound=3.0,
         layers=rows,
-        prefix_told=True,
+        special_tokens_detected=True,
     )
     report.save(folder / "plan.json")
     return folder / "vit", folder / "plan.json"
