@@ -1,4 +1,4 @@
-"""What the operator's tests share: random inputs, and the one place where tolerances are decided."""
+"""Shared by the operator's tests: random inputs, and the single place where tolerances are defined."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from dgt.ops.native_loader import reason_against_native
 
 FLOAT32_ERROR = 1e-5
 FAST = ("torch", *(["native"] if reason_against_native() is None else []))
-"""The backends that run on any CPU here, the reference aside."""
+"""The backends that run on this CPU, except the reference."""
 CHOICES = {"fast": FAST, "backend": ("reference", *FAST)}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a test that asks for a ``backend`` on all, and one for a ``fast`` backend on all but the reference.
+    """Run a test with the fixture ``backend`` on all backends, and with ``fast`` on all but the reference.
 
-    One that asks for a ``case`` runs on all of CASES.
+    One with ``case`` runs on all of CASES.
     """
     marks = metafunc.definition.iter_markers("parametrize")
     given = " ".join(str(mark.args[0]) for mark in marks)
@@ -53,10 +53,10 @@ def draw_inputs(
 
 
 def check_close(actual: Tensor, expected: Tensor, what: str = "output") -> None:
-    """Compare in float32: 1e-5, relative to the largest expected value where that is above one.
+    """Compare in float32: 1e-5, relative to the largest expected value if that is above one.
 
-    Each entry is a sum of products whose rounding errors (6e-8 of the largest term, each) add up like a random walk:
-    5000 terms make 4e-6 of the largest entry.
+    Each entry is a sum of products whose rounding errors (each 6e-8 of the largest term) add up
+    like a random walk: 5000 terms give 4e-6 of the largest entry.
     """
     assert actual.shape == expected.shape, what
     assert actual.isfinite().all(), what
@@ -67,7 +67,7 @@ def check_close(actual: Tensor, expected: Tensor, what: str = "output") -> None:
 
 
 def gradients(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], *rest: Any) -> tuple[Tensor, ...]:
-    """Output of ``function(*inputs, *rest)`` and the gradients of a fixed random sum of it in all of ``inputs``."""
+    """Output of ``function(*inputs, *rest)``, and gradients of a fixed random sum of it for all ``inputs``."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     output = function(*leaves, *rest)
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -91,7 +91,7 @@ class Case(NamedTuple):
 
 
 def draw_case(number: int) -> Case:
-    """A shape by its number: most are small, every tenth is of middling size, and some reach 5000 tokens.
+    """A shape by its number: most are small, every tenth is medium-sized, and some reach 5000 tokens.
 
     Odd numbers have few groups and keys, so that many of them fall into the many-token regime.
     """
@@ -112,12 +112,12 @@ CASES = [draw_case(number) for number in range(220)]
 
 
 def build_case(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Tensors of a case: query, key, value, centroids, key_mask."""
+    """The tensors of a case: query, key, value, centroids, key_mask."""
     query, key, value, centroids = draw_inputs(
         case.batch, case.heads, case.tokens, case.channels, case.groups, case.number
     )
     key_mask = None
-    if case.kind == "strided":  # as a joint projection leaves them
+    if case.kind == "strided":  # as after a joint projection
         packed = torch.stack([query, key, value]).permute(1, 3, 0, 2, 4).contiguous()
         query, key, value = packed.permute(2, 0, 3, 1, 4).unbind(0)
         assert case.tokens == 1 or case.heads == case.batch == 1 or not key.is_contiguous()
@@ -127,7 +127,7 @@ def build_case(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | Non
         query = torch.zeros_like(query)
     elif case.kind in ("masked", "padded image"):
         key_mask = torch.rand(case.batch, case.tokens, generator=torch.Generator().manual_seed(case.number)) < 0.6
-        key_mask[0] = case.kind == "masked"  # the first image is whole, or has no real token at all
+        key_mask[0] = case.kind == "masked"  # the first image has no padding, or no real token at all
     return query, key, value, centroids, key_mask
 
 

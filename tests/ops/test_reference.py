@@ -31,7 +31,7 @@ def test_the_cases_are_of_every_kind(cases) -> None:
 
 @pytest.mark.parametrize("tokens", [40, 400])
 def test_groups_and_keys_of_any_origin(tokens, fast, draw, close, with_gradients) -> None:
-    """`attend` takes ids as they are: empty places anywhere, groups without keys, fewer keys than queries."""
+    """`attend` accepts any ids: empty places anywhere, groups without keys, fewer keys than queries."""
     query, key, value, _ = draw(2, 3, tokens, 8, 6)
     key, value = key[:, :, : tokens - 7], value[:, :, : tokens - 7]
     group_ids = torch.randint(-1, 6, (2, 3, tokens))
@@ -58,7 +58,7 @@ def test_repetitions_are_equal_bit_for_bit(tokens, fast, draw, with_gradients) -
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch"])  # those that take float64
+@pytest.mark.parametrize("backend", ["reference", "torch"])  # those that support float64
 @pytest.mark.parametrize("tokens", [9, 60])
 def test_first_derivatives_in_float64(backend, tokens, draw) -> None:
     query, key, value, centroids = draw(1, 2, tokens, 3, 3, dtype=torch.float64)
