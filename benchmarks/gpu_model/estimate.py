@@ -30,6 +30,10 @@ from trips import TRIPS, MissingRuleError, Part, Statistics, path
 from dgt.ops.triton import operators
 from dgt.ops.triton.launch import Launch, interpreting, recording
 
+ABOUT = (
+    "predictions of a cycle model of the machine code (docs/kernels.md), no measurements: "
+    "trust them to 40 %"
+)
 INPUTS = Path(__file__).resolve().parents[1] / "results" / "gpu_inputs.json"
 GROUPS, CHANNELS = 48, 32
 SHAPES = {  # images, heads, tokens, k
@@ -225,7 +229,8 @@ def main() -> int:
         print(line_of(found), flush=True)
     print(f"{time.time() - started:.0f} s")
     if options.json:
-        document = {"triton": triton.__version__, "torch": torch.__version__, "rows": rows}
+        versions = {"triton": triton.__version__, "torch": torch.__version__}
+        document = {"about": ABOUT, **versions, "rows": rows}
         options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     failed = over_budget(rows) if options.check else []
     for line in failed:
