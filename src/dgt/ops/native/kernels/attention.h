@@ -5,6 +5,7 @@
 // that came before fades by 2^(old maximum - new maximum). Scores are in units of log 2.
 #pragma once
 
+#include "bfloat16.h"
 #include "grouping.h"
 #include "interface.h"
 #include "lanes.h"
@@ -29,6 +30,9 @@ constexpr int64_t part_size(const dgt_problem& x) {
     int64_t most = max<int64_t>(64, min<int64_t>(1024, 32768 / x.channels));
     return min(most, max<int64_t>(128, divide_up(x.queries, 16)));
 }
+
+// Of scores, which are in units of log 2.
+inline float factor_of(const dgt_problem& x) { return (float)(x.scale * LOG2_E); }
 
 // One head of one image.
 struct Head {
@@ -141,10 +145,13 @@ struct KeyBlock {
     int64_t* offsets;  // of values that stay where they are
     float* biases;     // of keys, in units of log 2
     Values values;
+    Bf16x2* bf16_panels;  // keys and values that are multiplied as bfloat16, in place of panels and copies
+    Bf16x2* bf16_copies;  // (pairs of keys, width)
 
     KeyBlock(Arena& arena, const dgt_problem& x) {
         int64_t width = round_up(x.channels, W);
         int64_t most = key_block(x.channels);
+        bool bf16 = multiplies_bfloat16(x);
         ids = arena.take<int32_t>(most);
         count = 0;
         rows = arena.take<float>(W * width);
@@ -152,6 +159,8 @@ struct KeyBlock {
         copies = arena.take<float>(most * width);
         offsets = arena.take<int64_t>(most);
         biases = arena.take<float>(most + W);
+        bf16_panels = arena.take<Bf16x2>(bf16 ? panels_size(most, x.channels / 2) : 0);
+        bf16_copies = arena.take<Bf16x2>(bf16 ? most / 2 * width : 0);
     }
 
     // Load the next keys of a list for so many queries; false where none are left.
@@ -175,9 +184,15 @@ private:
         if (count == 0) return false;
         if (!whole && x.keys > KEYS_AT_HAND)
             for (int64_t j = 0; j < count; ++j) prefetch(h.value, ids[j], x.channels, false);
-        pack(h.key, whole ? nullptr : ids, first, count, x.channels, rows, panels);
-        load_values(x, h, whole, first, queries);
-        if (h.key_bias) {
+        has_bias_ = h.key_bias != nullptr;
+        if (multiplies_bfloat16(x)) {
+            pack(h.key, whole ? nullptr : ids, first, count, x.channels, rows, bf16_panels);
+            copy_bf16_values(x, h, whole, first);
+        } else {
+            pack(h.key, whole ? nullptr : ids, first, count, x.channels, rows, panels);
+            load_values(x, h, whole, first, queries);
+        }
+        if (has_bias_) {
             for (int64_t j = 0; j < count; ++j) biases[j] = h.key_bias[whole ? first + j : ids[j]] * LOG2_E;
             for (int64_t j = count; j < round_up(count, W); ++j) biases[j] = biases[count - 1];
         }
@@ -212,7 +227,6 @@ private:
     // Values side by side, which pays for many queries, and is needed where they are converted or padded.
     void load_values(const dgt_problem& x, const Head& h, bool whole, int64_t first, int64_t queries) {
         int64_t width = round_up(x.channels, W);
-        has_bias_ = h.key_bias != nullptr;
         if (x.channels % W || x.type != DGT_FLOAT32 || queries > QUERIES_OF_COPIES) {
             for (int64_t j = 0; j < count; ++j)
                 copy_row(h.value, whole ? first + j : ids[j], x.channels, 1.0f, copies + j * width);
@@ -222,6 +236,15 @@ private:
         int64_t stride = h.value.stride / 4;
         for (int64_t j = 0; j < count; ++j) offsets[j] = (whole ? first + j : ids[j]) * stride;
         values = {(const float*)h.value.data, offsets, 0};
+    }
+
+    void copy_bf16_values(const dgt_problem& x, const Head& h, bool whole, int64_t first) {
+        int64_t width = round_up(x.channels, W);
+        for (int64_t j = 0; j < count; j += 2) {
+            int64_t one = whole ? first + j : ids[j];
+            int64_t other = j + 1 == count ? -1 : (whole ? first + j + 1 : ids[j + 1]);
+            copy_rows(h.value, one, other, x.channels, bf16_copies + j / 2 * width);
+        }
     }
 
     bool has_bias_ = false;
@@ -250,6 +273,8 @@ struct AttendBuffers {
     Floats* sums;    // of every row's exponentials, lane by lane
     float* scores;   // (MOST_ROWS, key_block)
     KeyBlock keys;
+    Bf16x2* bf16_queries;  // rows of the part that are multiplied as bfloat16, as they are
+    Bf16x2* bf16_weights;  // (MOST_ROWS, key_block / 2)
 
     AttendBuffers(Arena& arena, const dgt_problem& x) : keys(arena, x) {
         int64_t width = round_up(x.channels, W);
@@ -259,20 +284,26 @@ struct AttendBuffers {
         largest = arena.take<float>(rows);
         sums = arena.take<Floats>(rows);
         scores = arena.take<float>(MOST_ROWS * key_block(x.channels));
+        bool bf16 = multiplies_bfloat16(x);
+        bf16_queries = arena.take<Bf16x2>(bf16 ? rows * x.channels / 2 : 0);
+        bf16_weights = arena.take<Bf16x2>(bf16 ? MOST_ROWS * key_block(x.channels) / 2 : 0);
     }
 };
 
-// Online softmax of a row of scores, which become exponentials. Lanes beyond `last` hold nothing new.
-DGT_INLINE void exponentials(float* scores, int64_t vectors, Bits last, Floats largest, Floats& sum) {
+// Online softmax of a row of scores: their exponentials become weights, of float32 or bfloat16, and those of float32 are
+// added up. Lanes beyond `last` hold nothing new.
+template <class Weight>
+DGT_INLINE void exponentials(const float* scores, int64_t vectors, Bits last, Floats largest, Floats& sum,
+                             Weight* weights) {
     Floats shift = choose(is_equal(largest, all(-INFINITE)), Floats{}, largest);  // where no key was seen yet
     Floats total = sum;
     for (int64_t i = 0; i < vectors - 1; ++i) {
         Floats weight = power_of_two(load(scores + i * W) - shift);
         total += weight;
-        store(scores + i * W, weight);
+        store(weights + i * W, weight);
     }
     Floats weight = power_of_two(load(scores + (vectors - 1) * W) - shift);
-    store(scores + (vectors - 1) * W, weight);
+    store(weights + (vectors - 1) * W, weight);
     sum = total + choose(last, weight, Floats{});
 }
 
@@ -280,15 +311,21 @@ DGT_INLINE void exponentials(float* scores, int64_t vectors, Bits last, Floats l
 inline void attend_rows(const dgt_problem& x, const Head& h, const Part& part, int64_t first, int rows,
                         int64_t first_key, bool is_first_block, const AttendBuffers& b) {
     const KeyBlock& keys = b.keys;
+    bool bf16 = multiplies_bfloat16(x);
     int64_t width = round_up(x.channels, W);
+    int64_t pairs = x.channels / 2;
     int64_t vectors = divide_up(keys.count, W);
     int64_t stride = key_block(x.channels);
     Bits last = first_lanes(keys.count - (vectors - 1) * W);
     Floats largest[MOST_ROWS];
     float fade[MOST_ROWS];
     for (int r = 0; r < rows; ++r) largest[r] = is_first_block ? all(-INFINITE) : all(b.largest[first + r]);
-    row_scores(b.queries + first * width, width, rows, keys.panels, vectors, x.channels, keys.bias(), b.scores, stride,
-               largest);
+    if (bf16)
+        row_scores(b.bf16_queries + first * pairs, pairs, rows, keys.bf16_panels, vectors, pairs, factor_of(x),
+                   keys.bias(), b.scores, stride, largest);
+    else
+        row_scores(b.queries + first * width, width, rows, keys.panels, vectors, x.channels, keys.bias(), b.scores,
+                   stride, largest);
     if (x.mask_type != DGT_NO_MASK) {
         for (int r = 0; r < rows; ++r) {
             float* scores = b.scores + r * stride;
@@ -305,9 +342,18 @@ inline void attend_rows(const dgt_problem& x, const Head& h, const Part& part, i
         fade[r] = faded[0];
         b.largest[first + r] = largest[r][0];
     }
-    for (int r = 0; r < rows; ++r) exponentials(b.scores + r * stride, vectors, last, largest[r], b.sums[first + r]);
-    row_weigh({b.scores, stride, 1}, rows, keys.values, keys.count, b.outputs + first * width, width, width,
-              is_first_block ? nullptr : fade);
+    float* outputs = b.outputs + first * width;
+    const float* fades = is_first_block ? nullptr : fade;
+    for (int r = 0; r < rows; ++r) {
+        float* scores = b.scores + r * stride;
+        uint16_t* weights = (uint16_t*)b.bf16_weights + r * stride;
+        if (bf16) exponentials(scores, vectors, last, largest[r], b.sums[first + r], weights);
+        else exponentials(scores, vectors, last, largest[r], b.sums[first + r], scores);
+    }
+    if (bf16)
+        row_weigh(Bf16Weights{b.bf16_weights, stride / 2, 1}, rows, Bf16Values{keys.bf16_copies, nullptr, width},
+                  divide_up(keys.count, 2), outputs, width, width, fades);
+    else row_weigh(Weights{b.scores, stride, 1}, rows, keys.values, keys.count, outputs, width, width, fades);
 }
 
 // Divide a row by its sum, and write it; zero, and a logarithm of -inf, where it saw no key.
@@ -324,14 +370,21 @@ inline void write_blind_row(const dgt_problem& x, const Head& h, int64_t query) 
     write_row(x, h, query, nullptr, -INFINITE, 0.0f);
 }
 
+inline void load_queries(const dgt_problem& x, const Head& h, const Part& part, const AttendBuffers& b) {
+    int64_t width = round_up(x.channels, W);
+    int64_t pairs = x.channels / 2;
+    for (int64_t r = 0; r < part.count; ++r) {
+        int64_t query = part.query(r);
+        if (r + NEAR < part.count) prefetch(h.query, part.query(r + NEAR), x.channels, false);
+        if (multiplies_bfloat16(x)) memcpy(b.bf16_queries + r * pairs, h.query.at(query), (size_t)x.channels * 2);
+        else copy_row(h.query, query, x.channels, factor_of(x), b.queries + r * width);
+    }
+}
+
 // Attend from the queries of a part to its keys.
 inline void attend_part(const dgt_problem& x, const Head& h, const Part& part, AttendBuffers& b) {
     int64_t width = round_up(x.channels, W);
-    float factor = (float)(x.scale * LOG2_E);
-    for (int64_t r = 0; r < part.count; ++r) {
-        if (r + NEAR < part.count) prefetch(h.query, part.query(r + NEAR), x.channels, false);
-        copy_row(h.query, part.query(r), x.channels, factor, b.queries + r * width);
-    }
+    load_queries(x, h, part, b);
     int64_t cursor = 0;
     int64_t first_key = 0;
     bool is_first_block = true;
