@@ -376,7 +376,7 @@ inline void load_queries(const dgt_problem& x, const Head& h, const Part& part, 
     for (int64_t r = 0; r < part.count; ++r) {
         int64_t query = part.query(r);
         if (r + NEAR < part.count) prefetch(h.query, part.query(r + NEAR), x.channels, false);
-        if (multiplies_bfloat16(x)) memcpy(b.bf16_queries + r * pairs, h.query.at(query), (size_t)x.channels * 2);
+        if (multiplies_bfloat16(x)) copy_pairs(h.query, query, pairs, b.bf16_queries + r * pairs);
         else copy_row(h.query, query, x.channels, factor_of(x), b.queries + r * width);
     }
 }

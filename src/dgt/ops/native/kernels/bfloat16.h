@@ -67,6 +67,17 @@ inline void pack(const Rows& rows, const int32_t* ids, int64_t first, int64_t co
     }
 }
 
+// A lane each of two vectors, rounded.
+DGT_INLINE Words pairs_of(Floats first, Floats second) {
+    Words low = __builtin_convertvector(bfloat16_of_floats(first), Words);
+    return low | __builtin_convertvector(bfloat16_of_floats(second), Words) << 16;
+}
+
+// The channels of a token as they are.
+DGT_INLINE void copy_pairs(const Rows& rows, int64_t token, int64_t pairs, Bf16x2* to) {
+    memcpy(to, rows.at(token), (size_t)pairs * sizeof(Bf16x2));
+}
+
 // Channels of two tokens beside each other; the places up to a multiple of W become zero. A token below 0 is zero.
 DGT_INLINE void copy_rows(const Rows& rows, int64_t first, int64_t second, int64_t channels, Bf16x2* to) {
     const uint16_t* one = (const uint16_t*)rows.at(first);

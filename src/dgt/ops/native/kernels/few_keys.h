@@ -141,7 +141,7 @@ inline void score_few(const dgt_problem& x, const Head& h, const Part& part, int
     int64_t vectors = divide_up(x.keys, W);
     if (multiplies_bfloat16(x)) {
         for (int r = 0; r < rows; ++r)
-            memcpy(b.bf16_queries + r * pairs, h.query.at(part.query(first + r)), (size_t)x.channels * 2);
+            copy_pairs(h.query, part.query(first + r), pairs, b.bf16_queries + r * pairs);
         row_scores(b.bf16_queries, pairs, rows, keys.bf16_panels, vectors, pairs, factor_of(x), biases, b.scores,
                    STRIDE, nullptr);
         return;
