@@ -23,12 +23,6 @@ from dgt.models.cost import attention_share
 from dgt.utils.records import number
 
 
-def _models(*names: str) -> dict[str, list[dict[str, Any]]]:
-    """For each model of the first file, in its order, its row in each file."""
-    files = [{row["model"]: row for row in read(f"models_cpu_{name}")["rows"]} for name in names]
-    return {model: [rows[model] for rows in files] for model in files[0]}
-
-
 @table
 def equation_7() -> Cells:
     """The share of the products that Eq. 7 predicts, and how much faster that would be."""
@@ -318,14 +312,13 @@ def beside_global_attention() -> Cells:
     products let expect.
     """
     rows = []
-    for row in (
-        row for row in read("runtimes_global")["rows"] if "time_of_global" in row
-    ):  # not its peers
-        rows.append(
-            [str(row["image_size"]), row["runtime"], bold(number(row["time_of_global"], 2))]
-        )
-        rows[-1].append(number(row["work_of_global"], 2))
-        rows[-1].append(", ".join(number(share, 3) for share in row["eq7_by_stage"]))
+    for row in read("runtimes_zen4_global")["rows"]:
+        if "time_of_global" not in row:  # the model with global attention
+            continue
+        cells = [str(row["image_size"]), row["runtime"], bold(number(row["time_of_global"], 2))]
+        cells.append(number(row["work_of_global"], 2))
+        cells.append(", ".join(number(share, 3) for share in row["eq7_by_stage"]))
+        rows.append(cells)
     heads = ["pixels", "runtime", "share of the time", "share of all multiply-adds"]
     return [[*heads, "Eq. 7: of the attention's, by stage"], *rows]
 
@@ -333,15 +326,15 @@ def beside_global_attention() -> Cells:
 @table
 def training_steps() -> Cells:
     """Steps of training: time and peak of memory."""
+    measured = read("models_zen4_training")["rows"]
+    swin = measured[0]
     rows = []
-    for name, (row,) in _models("training").items():
-        memory = row["peak_mib"] / next(iter(_models("training").values()))[0]["peak_mib"]
-        rows.append([name, number(row["ms_per_image"], 1), number(row["images_per_second"], 1)])
-        rows[-1] += [
-            bold(number(row["relative_time"], 2)),
-            number(row["peak_mib"], 0),
-            bold(number(memory, 2)),
-        ]
+    for row in measured:
+        cells = [row["model"], number(row["ms_per_image"], 1), number(row["images_per_second"], 1)]
+        cells.append(bold(number(row["relative_time"], 2)))
+        cells.append(number(row["peak_mib"], 0))
+        cells.append(bold(number(row["peak_mib"] / swin["peak_mib"], 2)))
+        rows.append(cells)
     return [
         [
             "training step, 224 px, batch 8",

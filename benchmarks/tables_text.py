@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 import statistics
 from typing import Any
 
 import torch
 from tables_shared import (
-    RESULTS,
     TABLES,
     UNKNOWN,
     generations,
@@ -88,23 +86,54 @@ def bounds_by_products(*tokens: str) -> str:
 
 
 @number_of_text
-def beside_swin() -> str:
-    """DGT-T's time over Swin-T's, each in its fastest runtime: the range over all recorded runs."""
+def beside_swin(batch: str, runtime: str) -> str:
+    """DGT-T's time in a runtime over that of Swin-T in its fastest: the range over runs."""
     found = []
-    for path in sorted(RESULTS.glob("runtimes_*batch*.json")):
-        best: dict[str, float] = {}
-        for row in read(path.stem)["rows"]:
-            best[row["model"]] = min(row["ms_per_image"], best.get(row["model"], math.inf))
-        found.append(best["dgt_tiny"] / best["swin_tiny_patch4_window7_224"])
+    for file in (f"runtimes_zen4_batch{batch}", f"runtimes_zen4_repeat_batch{batch}"):
+        rows = read(file)["rows"]
+        swin = min(row["ms_per_image"] for row in rows if row["model"].startswith("swin"))
+        found += [
+            row["ms_per_image"] / swin
+            for row in rows
+            if row["model"] == "dgt_tiny" and row["runtime"] == runtime
+        ]
     return span(found, 2)
 
 
 @number_of_text
-def time_of_global(size: str) -> str:
-    """DGT-T's time over that of itself with global attention: the range over processors."""
+def eager_beside_swin(batch: str) -> str:
+    """DGT-T's time over Swin-T's in eager PyTorch: the range over runs."""
     rows = [
-        row for file in ("runtimes_global", "runtimes_zen4_global") for row in read(file)["rows"]
+        row
+        for file in ("models_zen4", "runtimes_zen4")
+        for row in read(f"{file}_batch{batch}")["rows"]
     ]
+    found = [
+        row["relative_time"]
+        for row in rows
+        if row["model"] == "dgt_tiny" and row["runtime"] == "eager"
+    ]
+    return span(found, 2)
+
+
+@number_of_text
+def training_beside_swin() -> str:
+    """DGT-T's time of a training step over Swin-T's: the range over runs."""
+    rows = [
+        row
+        for file in ("models_zen4_training", "models_zen4_training_repeat")
+        for row in read(file)["rows"]
+    ]
+    return span([row["relative_time"] for row in rows if row["model"] == "dgt_tiny"], 2)
+
+
+@number_of_text
+def time_of_global(size: str) -> str:
+    """DGT-T's time over that of itself with global attention, before the native kernels: the range
+    over processors.
+    """
+    files = ("runtimes_global", "runtimes_zen4_since_global")
+    rows = [row for file in files for row in read(file)["rows"]]
     return span([row["time_of_global"] for row in rows if row["model"] == f"dgt_tiny@{size}"], 2)
 
 
