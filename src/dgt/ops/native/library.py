@@ -222,16 +222,10 @@ def processor_level() -> str:
     if _levels() == (BASELINE,):
         return BASELINE
     capability = torch.backends.cpu.get_cpu_capability()
-    if capability == "AVX512" and _multiplies_bfloat16():
+    if capability == "AVX512" and torch.cpu.get_capabilities().get("avx512_bf16", False):
         return "x86-64-v4-bf16"
     by_capability = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
     return by_capability.get(capability, "x86-64-v2")
-
-
-def _multiplies_bfloat16() -> bool:
-    """Whether PyTorch finds AVX-512 BF16; an old PyTorch does not tell."""
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
-    return bool(capabilities.get("avx512_bf16", False))
 
 
 def has_level(name: str) -> bool:

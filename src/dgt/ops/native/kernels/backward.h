@@ -129,7 +129,8 @@ inline void load_part(const dgt_problem& x, const Head& h, const Part& part, con
         if (!bf16) copy_row(h.grad_output, query, x.channels, 1.0f, b.grad_outputs + r * width);
         Floats product{};
         for (int64_t d = 0; d < x.channels; d += W)
-            product += load_channels(h.grad_output, query, d, x.channels) * load_channels(h.output, query, d, x.channels);
+            product +=
+                load_channels(h.grad_output, query, d, x.channels) * load_channels(h.output, query, d, x.channels);
         float grad_sum = x.grad_logsumexp ? x.grad_logsumexp[h.index * x.queries + query] : 0.0f;
         b.deltas[r] = sum_of_lanes(product) - grad_sum;
         float sum = h.logsumexp[query];
@@ -270,8 +271,8 @@ inline void add_bf16_gradients(const dgt_problem& x, int64_t first, int64_t quer
         int rows = (int)min<int64_t>(MOST_ROWS, keys - j);
         row_weigh(Bf16Weights{b.bf16.weight_pairs + j, 1, stride}, rows, outputs, query_pairs, grad_values + j * width,
                   width, width, ones);
-        row_weigh(Bf16Weights{b.bf16.grad_score_pairs + j, 1, stride}, rows, tokens, query_pairs,
-                  grad_keys + j * width, width, width, ones);
+        row_weigh(Bf16Weights{b.bf16.grad_score_pairs + j, 1, stride}, rows, tokens, query_pairs, grad_keys + j * width,
+                  width, width, ones);
     }
 }
 

@@ -1,6 +1,6 @@
-// Products of bfloat16 numbers as they are, two at a time. A lane holds two numbers that stand beside each other, and one
-// instruction of AVX-512 BF16 multiplies them with two others and adds both products to a sum of float32. Scores take
-// two channels at a time, weighted values two keys.
+// Products of bfloat16 numbers as they are, two at a time. A lane holds two numbers that stand beside each other, and
+// one instruction of AVX-512 BF16 multiplies them with two others and adds both products to a sum of float32. Scores
+// take two channels at a time, weighted values two keys.
 #pragma once
 
 #include "lanes.h"

@@ -3,12 +3,14 @@
 //
 //   grouping.h    every query joins its nearest centroid
 //   selection.h   every centroid selects its k best keys                (Eq. 1)
+//   keys.h        lists of keys, gathered block by block
 //   attention.h   softmax attention of queries over a list of keys      (Eq. 2)
 //   few_keys.h    the same where keys are few
 //   backward.h    its gradients
 //   marks.h       the same where keys are few
 //   clustered.h   groups and clusters found in the tokens, with residual keys
 //   products.h    the two products that all of it is made of
+//   bfloat16.h    two products of bfloat16 in one instruction
 //
 // This file says who does what: with many heads a thread takes one after another, whole, while its tokens are in the
 // cache; with few heads every step is shared.

@@ -21,9 +21,9 @@ inline bool has_few_keys(const dgt_problem& x) {
 // Keys and values of a head, ready for the products.
 struct FewKeys {
     float* panels;
-    float* rows;    // tokens that are converted
-    float* copies;  // values, where they are converted or padded
-    float* biases;  // of keys, in units of log 2
+    float* rows;          // tokens that are converted
+    float* copies;        // values, where they are converted or padded
+    float* biases;        // of keys, in units of log 2
     Bf16x2* bf16_panels;  // keys that are multiplied as bfloat16, in place of panels
 
     FewKeys(Arena& arena, const dgt_problem& x) {
@@ -140,8 +140,7 @@ inline void score_few(const dgt_problem& x, const Head& h, const Part& part, int
     int64_t pairs = x.channels / 2;
     int64_t vectors = divide_up(x.keys, W);
     if (multiplies_bfloat16(x)) {
-        for (int r = 0; r < rows; ++r)
-            copy_pairs(h.query, part.query(first + r), pairs, b.bf16_queries + r * pairs);
+        for (int r = 0; r < rows; ++r) copy_pairs(h.query, part.query(first + r), pairs, b.bf16_queries + r * pairs);
         row_scores(b.bf16_queries, pairs, rows, keys.bf16_panels, vectors, pairs, factor_of(x), biases, b.scores,
                    STRIDE, nullptr);
         return;

@@ -4,8 +4,8 @@
 //   weigh    weights times rows:             O[r, d] = fade[r] O[r, d] + sum_j P[r, j] V[j, d]
 //
 // Both keep R x C vectors of sums in registers; R rows are broadcast, C vectors stand beside each other. Every size
-// that fits the registers is a function of its own, in a table. Factors are float32 or pairs of bfloat16 numbers, of two
-// channels d or of two j; sums are float32.
+// that fits the registers is a function of its own, in a table. Factors are float32 or pairs of bfloat16 numbers, of
+// two channels d or of two j; sums are float32.
 #pragma once
 
 #include "bfloat16.h"
