@@ -41,7 +41,7 @@ def attend(inputs: list[Tensor]) -> list[Tensor]:
     for output in (grouped, dgt.dense_attention(*leaves)):
         weights = torch.linspace(-1, 1, output.numel()).view(output.shape).to(output.dtype)
         found += [output, *torch.autograd.grad(output, leaves, weights)]
-    return found
+    return [tensor.detach() for tensor in found]
 
 
 def attend_at(level: str, inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
@@ -74,7 +74,7 @@ def test_bfloat16_is_multiplied_by_the_instruction(monkeypatch: pytest.MonkeyPat
     expected = attend_at(WITHOUT, inputs, monkeypatch)
     for before, now in zip(expected, attend_at(LEVEL, inputs, monkeypatch), strict=True):
         assert not torch.equal(before, now)
-        torch.testing.assert_close(before, now, rtol=2**-6, atol=2**-6 * float(before.abs().max()))
+        torch.testing.assert_close(before, now, rtol=2**-6, atol=2**-6 * before.abs().max().item())
 
 
 @pytest.mark.parametrize("channels", [18, 32, 33])
